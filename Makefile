@@ -1,0 +1,48 @@
+# `make demo` and `make test` work on a fresh clone: they create .venv and install everything first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.PHONY: help install demo test test-all lint format bench docs clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+
+install: $(READY) ## create .venv and install this package with its tools
+
+$(READY): requirements/ci.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/ci.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+demo: $(READY) ## train a small GPT on two processes and sample from it (2 minutes)
+	$(BIN)/colossalai run --nproc_per_node 2 examples/demo/train.py
+
+test: $(READY) ## the tests that CI runs
+	$(BIN)/python -m pytest -q
+
+test-all: $(READY) ## every generated case
+	$(BIN)/python -m pytest -q --all-cases
+
+lint: $(READY) ## ruff, mypy, import-linter, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: $(READY) ## rewrite the sources in our format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## speed and memory, as ratios against named peers
+	$(BIN)/python benchmarks/run.py
+
+docs: $(READY) ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) site build runs .mypy_cache .ruff_cache .pytest_cache

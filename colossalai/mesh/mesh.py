@@ -1,0 +1,96 @@
+"""Named axes over the ranks of a job: the one place where ranks become coordinates and process groups.
+
+Every form of parallelism is an axis (``dp``, ``pp``, ``tp``, ``row`` ...).  Axes are written major first, so in
+``Mesh({"dp": 2, "tp": 4})`` the ranks 0-3 form the first ``tp`` group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+Axes = tuple[str, ...]
+
+
+def mesh_coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """The position of ``rank`` on every axis; no process group is needed."""
+    coord = {}
+    for axis, size in reversed(axes.items()):
+        rank, coord[axis] = divmod(rank, size)
+    return {axis: coord[axis] for axis in axes}
+
+
+def mesh_groups(axes: Mapping[str, int], joined: Sequence[str]) -> list[list[int]]:
+    """All groups of ranks that differ only on the axes ``joined``, each in rank order; no process group is needed."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(math.prod(axes.values())):
+        coord = mesh_coordinates(axes, rank)
+        groups.setdefault(tuple(c for a, c in coord.items() if a not in joined), []).append(rank)
+    return list(groups.values())
+
+
+class Mesh:
+    """The ranks of this job on named axes, with a size, a coordinate and a process group for each.
+
+    ``torch.distributed`` must be initialized, and every rank must build the same mesh.  Axes of size 1 are
+    allowed everywhere and cost no communication.
+    """
+
+    def __init__(self, axes: Mapping[str, int], device_type: str = "cpu") -> None:
+        world = dist.get_world_size()
+        arithmetic = " x ".join(f"{axis}={size}" for axis, size in axes.items()) or "no axes"
+        if any(size < 1 for size in axes.values()):
+            raise ValueError(f"every mesh axis needs a size of at least 1, got {arithmetic}")
+        if math.prod(axes.values()) != world:
+            raise ValueError(
+                f"the mesh {arithmetic} has {math.prod(axes.values())} places, but the job has {world} ranks"
+            )
+        axes = dict(axes) or {"world": 1}
+        self.size = axes
+        self.rank = dist.get_rank()
+        self.coord = mesh_coordinates(axes, self.rank)
+        self.device_type = device_type
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+        )
+        self._joined: dict[Axes, dist.ProcessGroup] = {}
+
+    @property
+    def axes(self) -> Axes:
+        return tuple(self.size)
+
+    def in_order(self, axes: Sequence[str]) -> Axes:
+        """``axes`` in the order of the mesh, major first."""
+        self._check(axes)
+        return tuple(a for a in self.size if a in axes)
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The process group of the ranks that differ from this one only on ``axes``.
+
+        A group of several axes is made at its first use, which every rank must reach.
+        """
+        key = self.in_order(axes)
+        if len(key) == 1:
+            return self.device_mesh.get_group(key[0])
+        if key not in self._joined:
+            self._joined[key] = self.device_mesh[key]._flatten().get_group()
+        return self._joined[key]
+
+    def group_size(self, *axes: str) -> int:
+        self._check(axes)
+        return math.prod(self.size[a] for a in axes)
+
+    def ranks(self, *axes: str) -> list[int]:
+        """The global ranks of ``group(*axes)``, in the order of the group."""
+        self._check(axes)
+        return next(g for g in mesh_groups(self.size, axes) if self.rank in g)
+
+    def _check(self, axes: Sequence[str]) -> None:
+        if unknown := [a for a in axes if a not in self.size]:
+            raise KeyError(f"the mesh has no axis {unknown[0]!r}; its axes are {', '.join(self.size)}")
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{a}={n}' for a, n in self.size.items())}; rank {self.rank} at {self.coord})"

@@ -1,0 +1,1 @@
+"""Models, losses and data loaders written once on ``colossalai``'s layers."""
