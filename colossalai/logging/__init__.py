@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from colossalai.logging._rank import set_rank_resolver
+from colossalai.logging.rank import set_rank_resolver
 from colossalai.logging.logger import DistributedLogger
 
 __all__ = ["DistributedLogger", "disable_existing_loggers", "get_dist_logger", "set_rank_resolver"]

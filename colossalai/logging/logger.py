@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from colossalai.logging._handlers import console_handler, file_handler
-from colossalai.logging._rank import global_rank, rank_in
+from colossalai.logging.rank import global_rank, rank_in
 
 _LEVELS = {
     name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "NOTSET")
