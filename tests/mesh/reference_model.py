@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossalai.mesh import (
+    Constant,
     Layout,
     MatmulPlan,
     Mesh,
@@ -49,6 +50,7 @@ class Sizes:
     layers: int = 2
     dropout: float = 0.1
     tied: bool = False
+    device: str = "cpu"
 
 
 class Model(nn.Module):
@@ -112,7 +114,7 @@ def serial_model(sizes: Sizes) -> Model:
         head=head,
         dropout=lambda x: stream.dropout(x, sizes.dropout),
     )
-    return initialize(Model(sizes, make), SEED)
+    return initialize(Model(sizes, make).to(sizes.device), SEED)
 
 
 def parallel_model(sizes: Sizes, tp: TensorParallel, mesh: Mesh) -> Model:
@@ -128,7 +130,7 @@ def parallel_model(sizes: Sizes, tp: TensorParallel, mesh: Mesh) -> Model:
     )
     with torch.device("meta"):
         model = Model(sizes, make)
-    return initialize(model, SEED, mesh)
+    return initialize(model, SEED, mesh, sizes.device)
 
 
 def empty_parameter(shape: tuple[int, ...], layout: Layout, mesh: Mesh, init: object) -> nn.Parameter:
@@ -184,8 +186,6 @@ class Embedding(nn.Module):
 class LayerNorm(nn.Module):
     def __init__(self, hidden, tp, mesh) -> None:
         super().__init__()
-        from colossalai.mesh import Constant
-
         self.mesh, self.hidden, self.rest = mesh, hidden, tp.hidden
         self.weight = empty_parameter((hidden,), tp.feature, mesh, Constant(1.0))
         self.bias = empty_parameter((hidden,), tp.feature, mesh, Constant(0.0))
@@ -231,7 +231,7 @@ def problem(sizes: Sizes, steps: int = 2) -> Problem:
     for _ in range(steps):
         ids, target = torch.randint(0, sizes.vocab, (2, sizes.batch, sizes.sequence), generator=generator)
         target[0, :3] = target[-1, 1] = IGNORED  # ranks hold different numbers of valid tokens
-        batches.append((ids, target))
+        batches.append((ids.to(sizes.device), target.to(sizes.device)))
     return Problem(
         build=lambda: serial_model(sizes),
         batches=batches,
@@ -241,7 +241,7 @@ def problem(sizes: Sizes, steps: int = 2) -> Problem:
 
 def plan(problem: Problem, tp: TensorParallel, sizes: Sizes) -> PlacedRun:
     dist.init_process_group("gloo")
-    mesh = Mesh(tp.axes)
+    mesh = Mesh(tp.axes, sizes.device)
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         ids, target = (

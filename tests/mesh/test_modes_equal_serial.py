@@ -48,6 +48,16 @@ def test_plan_equals_serial(name: str, tied: bool) -> None:
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["1d", "2d", "2.5d", "3d", "dp-1d-zero3"])
+def test_plan_equals_serial_on_one_gpu(name: str) -> None:
+    """All ranks share the GPU and talk over gloo."""
+    sizes, tp = replace(sizes_for(name), device="cuda"), PLANS[name]
+    assert_equal_to_serial(
+        partial(problem, sizes), partial(plan, tp=tp, sizes=sizes), math.prod(tp.axes.values())
+    )
+
+
 def _forget(name: str) -> None:
     """Break the core in this process, as a careless change would."""
     if name == "all_reduce":
