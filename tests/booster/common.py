@@ -68,15 +68,21 @@ def check_equal_to_serial(
 
     for step, (x, y) in enumerate(batches(scenario.sizes)):
         expected = _serial_step(scenario, serial, serial_optimizer, x, y, world_size)
-        loss = _plan_step(scenario, booster, boosted, optimizer, x.chunk(world_size)[rank], y.chunk(world_size)[rank])
+        loss = _plan_step(
+            scenario, booster, boosted, optimizer, x.chunk(world_size)[rank], y.chunk(world_size)[rank]
+        )
         dist.all_reduce(loss)
         assert_close(loss / world_size, expected, f"loss of step {step}")
         for (name, p), q in zip(boosted.named_parameters(), serial.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), f"gradient of {name} at step {step}: {p.grad}, {q.grad}"
+            assert (p.grad is None) == (q.grad is None), (
+                f"gradient of {name} at step {step}: {p.grad}, {q.grad}"
+            )
             if p.grad is not None:
                 assert_close(p.grad, q.grad, f"gradient of {name} at step {step}")
         for name, value in serial.state_dict().items():
-            if rank == 0 or "running" not in name:  # other ranks take rank 0's buffers at their next forward pass
+            if (
+                rank == 0 or "running" not in name
+            ):  # other ranks take rank 0's buffers at their next forward pass
                 assert_close(boosted.state_dict()[name], value, f"{name} after step {step}")
 
 

@@ -52,7 +52,9 @@ SCENARIOS = {
     "accumulation": Scenario(accumulate=2, sizes=(16, 16, 8)),
     "clipping by norm": Scenario(clip=lambda o: o.clip_grad_by_norm(0.05)),
     "clipping by value": Scenario(clip=lambda o: o.clip_grad_by_value(0.01)),
-    "accumulation and clipping": Scenario(accumulate=2, clip=lambda o: o.clip_grad_by_norm(0.05), optimizer=adamw),
+    "accumulation and clipping": Scenario(
+        accumulate=2, clip=lambda o: o.clip_grad_by_norm(0.05), optimizer=adamw
+    ),
     "unused parameters": Scenario(build=HalfUsed, options={"find_unused_parameters": True}),
     "frozen parameters": Scenario(build=partly_frozen),
     "tied parameters": Scenario(build=tied),
@@ -92,8 +94,8 @@ class _BrokenPlugin(TorchDDPPlugin):
         return _NeverSynchronized(ddp), *rest
 
 
-class _PluginThatSynchronizesTooLittle(TorchDDPPlugin):
-    """Accumulates without ever synchronizing what was accumulated: the classic misuse of no_sync."""
+class _ForgetfulPlugin(TorchDDPPlugin):
+    """Drops what was accumulated before."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         model.zero_grad()
@@ -106,15 +108,11 @@ def _broken(rank: int, world_size: int, port: int, plugin: type[TorchDDPPlugin],
     check_equal_to_serial(scenario, lambda: Booster(device="cpu", plugin=plugin()), rank, world_size)
 
 
-@pytest.mark.parametrize(
-    ("plugin", "accumulate"), [(_BrokenPlugin, 1), (_PluginThatSynchronizesTooLittle, 3)]
-)
-def test_the_check_notices_gradients_that_are_not_averaged(
-    plugin: type[TorchDDPPlugin], accumulate: int
-) -> None:
+@pytest.mark.parametrize(("plugin", "accumulate"), [(_BrokenPlugin, 1), (_ForgetfulPlugin, 3)])
+def test_the_check_notices_wrong_gradients(plugin: type[TorchDDPPlugin], accumulate: int) -> None:
     with pytest.raises(RankError, match=r"gradient of 0.weight at step 0"):
         spawn(_broken, 2, plugin=plugin, accumulate=accumulate)
 
 
-def test_the_check_notices_a_plan_that_is_right_for_one_rank_only() -> None:
+def test_one_rank_alone_does_not_show_that_averaging_is_missing() -> None:
     spawn(_broken, 1, plugin=_BrokenPlugin, accumulate=1)

@@ -49,7 +49,7 @@ def test_a_wrapped_model_has_the_names_values_and_attributes_of_the_model() -> N
     assert [n for n, _ in model.named_parameters()] == ["linear.weight", "linear.bias"]
     assert [n for n, _ in model.named_buffers()] == ["count"]
     assert list(model.named_parameters(recurse=False)) == []
-    assert list(model.parameters())[0] is net.linear.weight
+    assert next(model.parameters()) is net.linear.weight
     model.eval()
     assert not net.linear.training
     model.to(torch.float64)
@@ -134,7 +134,9 @@ def test_schedulers_built_before_and_after_wrapping_agree_with_torch(
         return seen
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns when a scheduler believes that no optimizer step was made
+        warnings.simplefilter(
+            "error"
+        )  # torch warns when a scheduler believes that no optimizer step was made
         assert rates(wrap=True) == rates(wrap=False)
 
 
