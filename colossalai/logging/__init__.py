@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from colossalai.logging.rank import set_rank_resolver
 from colossalai.logging.logger import DistributedLogger
+from colossalai.logging.rank import set_rank_resolver
 
 __all__ = ["DistributedLogger", "disable_existing_loggers", "get_dist_logger", "set_rank_resolver"]
 
