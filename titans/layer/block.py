@@ -74,7 +74,7 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         if self.checkpoint and self.training:
-            x = checkpointed(self._forward, self.activation_offload, x, attention_mask)
+            x = checkpointed(self._forward, self.activation_offload, x, attention_mask, use_reentrant=False)
         else:
             x = self._forward(x, attention_mask)
         return x, attention_mask
