@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
 from colossalai.mesh.layout import piece
 from colossalai.mesh.mesh import Mesh
 
@@ -110,7 +111,7 @@ def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int, length: int | None = 
     longest = x.size(dim) if length is None else -(-length // parts)
     x = _padded(x, dim, longest).contiguous()
     gathered = x.new_empty((parts, *x.shape))
-    dist.all_gather_into_tensor(gathered.flatten(0, 1) if x.ndim else gathered, x, group=mesh.group(axis))
+    all_gather_single(gathered.flatten(0, 1), x, group=mesh.group(axis))
     _record("all_gather", mesh, axis, _nbytes(gathered))
     if dim == 0 and (length is None or length % parts == 0):
         return gathered.flatten(0, 1)
@@ -129,7 +130,7 @@ def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: bool =
     own = pieces[mesh.coord[axis]].size(dim)
     stacked = torch.stack([_padded(t, dim, pieces[0].size(dim)) for t in pieces])
     out = torch.empty_like(stacked[0])
-    dist.reduce_scatter_tensor(out, stacked.flatten(0, 1), group=mesh.group(axis))
+    reduce_scatter_single(out, stacked.flatten(0, 1), group=mesh.group(axis))
     _record("reduce_scatter", mesh, axis, _nbytes(stacked))
     return out.narrow(dim, 0, own).contiguous()
 

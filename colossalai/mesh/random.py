@@ -22,7 +22,7 @@ from colossalai.mesh.layout import Layout, local_shape, local_slices, replicated
 from colossalai.mesh.mesh import Mesh
 
 _WORD = 1 << 64
-# Elements drawn at a time: on a CPU the temporaries stay in its cache, on a GPU they fill it.
+# Elements drawn at a time: for each CPU thread as many as stay in its cache, on a GPU enough to keep it busy.
 _SLAB_CPU, _SLAB_GPU = 1 << 15, 1 << 24
 
 # For every dim the (start, length) ranges that are selected.
@@ -143,7 +143,7 @@ def fill_from(
 def _index_slabs(shape: tuple[int, ...], ranges: Ranges, device: torch.device) -> Iterator[Tensor]:
     """The indices in the whole tensor of the elements that ``ranges`` select, in order, a slab at a time."""
     outer, runs = _rows_and_runs(shape, ranges)
-    slab = _SLAB_CPU if device.type == "cpu" else _SLAB_GPU
+    slab = _SLAB_CPU * torch.get_num_threads() if device.type == "cpu" else _SLAB_GPU
     starts = torch.zeros(1, dtype=torch.int64, device=device)
     for pieces, stride in outer:
         step = torch.cat([torch.arange(a, a + n, device=device) for a, n in pieces]) * stride
