@@ -188,12 +188,12 @@ class Booster:
         ``variant`` are two names for one thing, a word in the names of the files.  Sizes are in MB.
         """
         options = _by_name(args, kwargs)
-        _check_type("save_model", "model", model, nn.Module)
+        _check_type("save_model", "a model", model, nn.Module)
         self.checkpoint_io.save_model(model, checkpoint, **options)
 
     def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> None:
         """Load weights from a file, an index or a folder into a model, boosted or not."""
-        _check_type("load_model", "model", model, nn.Module)
+        _check_type("load_model", "a model", model, nn.Module)
         self.checkpoint_io.load_model(model, checkpoint, strict)
 
     def save_optimizer(
@@ -206,14 +206,14 @@ class Booster:
         prefix: str | None = None,
     ) -> None:
         """Save an optimizer: one file, or with ``shard`` a folder of files of at most ``size_per_shard`` MB."""
-        _check_type("save_optimizer", "optimizer", optimizer, Optimizer)
+        _check_type("save_optimizer", "an optimizer", optimizer, Optimizer)
         self.checkpoint_io.save_optimizer(
             optimizer, checkpoint, shard, prefix=prefix, size_per_shard=size_per_shard
         )
 
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str | Path) -> None:
         """Load the states of an optimizer, boosted or not."""
-        _check_type("load_optimizer", "optimizer", optimizer, Optimizer)
+        _check_type("load_optimizer", "an optimizer", optimizer, Optimizer)
         self.checkpoint_io.load_optimizer(optimizer, checkpoint)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
@@ -226,9 +226,9 @@ class Booster:
 
 
 def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
-    _check_type("boost", "model", model, nn.Module)
+    _check_type("boost", "a model", model, nn.Module)
     if optimizer is not None:
-        _check_type("boost", "optimizer", optimizer, Optimizer)
+        _check_type("boost", "an optimizer", optimizer, Optimizer)
     for name, item, wrapper in (("model", model, ModelWrapper), ("optimizer", optimizer, OptimizerWrapper)):
         if item is not None and (isinstance(item, wrapper) or item in _boosted):
             raise RuntimeError(
@@ -240,7 +240,7 @@ def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
 def _check_type(who: str, name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         made = " (a class: pass an instance)" if isinstance(value, type) else ""
-        raise TypeError(f"{who} needs {name} to be a {kind.__name__}, got {value!r}{made}")
+        raise TypeError(f"{who} needs {name} of type {kind.__module__}.{kind.__name__}, got {value!r}{made}")
 
 
 def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

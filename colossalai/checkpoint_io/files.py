@@ -25,7 +25,10 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
+        draft.touch()
+        mode = draft.stat().st_mode
         write(draft)
+        draft.chmod(mode)  # as the umask says; safetensors leaves a file that only its owner can read
         _sync(draft)
         os.replace(draft, path)
         _sync(path.parent)
@@ -84,7 +87,7 @@ def _stand_alone(state_dict: Mapping[Any, Any], path: Path) -> OrderedDict[Any, 
             return {key: convert(inner, f"{name}.{key}") for key, inner in value.items()}
         if not isinstance(value, Tensor):
             return value
-        if type(value).__name__ == "DTensor":
+        if type(value).__name__ == "DTensor":  # by name: importing the class takes longer than most saves
             raise TypeError(
                 f"cannot write {name} to {path}: it is a part of a tensor cut over several ranks; save it with the"
                 " checkpoint IO of the plugin that cut it"

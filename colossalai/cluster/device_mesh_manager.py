@@ -48,6 +48,8 @@ class DeviceMeshManager:
         check_ranks(f"the device mesh {name!r}", ranks)
         shape = device_mesh_info.mesh_shape
         places = torch.tensor(ranks, dtype=torch.int).view(*(shape if shape is not None else [len(ranks)]))
+        if torch.cuda.is_available():
+            torch.cuda.init()  # otherwise DeviceMesh would bind this process to the device number LOCAL_RANK
         mesh = DeviceMesh("cuda" if torch.cuda.is_available() else "cpu", places)
         self._meshes.add(name, mesh)
         return mesh

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from colossalai.logging._handlers import console_handler, file_handler
 from colossalai.logging.rank import global_rank, rank_in
@@ -28,7 +28,7 @@ class DistributedLogger:
     message.  Get one with ``get_dist_logger(name)``.
     """
 
-    _instances: dict[str, DistributedLogger] = {}  # noqa: RUF012  (shared on purpose: one logger per name)
+    _instances: ClassVar[dict[str, DistributedLogger]] = {}
 
     @staticmethod
     def get_instance(name: str) -> DistributedLogger:

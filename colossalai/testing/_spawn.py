@@ -1,100 +1,166 @@
 """``spawn``: run a function on several ranks of this machine, quickly and without a rank left behind.
 
-Ranks are forked from a server process that has already imported torch (8 ranks start in about 0.4 s, while
-``spawn`` of the standard library takes half a minute).  The parent hosts the rendezvous store on a port the
-system chose, so no port is guessed, freed and taken by somebody else in between.
+Ranks are forked from a server process that has already imported torch, so 8 of them start in a fraction of a
+second, while ``spawn`` of the standard library takes half a minute.  The parent hosts the rendezvous store on a
+port the system chose, so no port is guessed, freed and taken by somebody else in between.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
+import pickle
+import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
-import torch
 from torch.distributed import TCPStore
 
+from colossalai.testing._handle import RankHandle, ask_all, pump
+from colossalai.testing._rank import Assignment, Raised, Returned
+from colossalai.utils.watchdog import explain
+
 DEFAULT_TIMEOUT = 60.0
+_GRACE = 2.0  # how long a lost connection waits for its cause to show up
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or was stuck; the message holds its traceback."""
+    """A rank raised, died or was stuck.
+
+    ``rank`` is the rank that failed first, ``cause_type`` the class of what it raised (``ChildProcessError`` if
+    it died, ``TimeoutError`` if it was stuck), ``traceback`` its traceback or last output.
+    """
+
+    def __init__(self, message: str, *, rank: int, cause_type: type[BaseException], traceback: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.cause_type = cause_type
+        self.traceback = traceback
 
 
 def spawn(
-    func: Callable[..., None], nprocs: int = 1, *, timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
-) -> None:
-    """Call ``func(rank=..., world_size=..., port=..., **kwargs)`` on ``nprocs`` ranks and wait for all.
+    func: Callable[..., Any], nprocs: int = 1, *, timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+) -> list[Any]:
+    """Call ``func(rank=..., world_size=..., port=..., **kwargs)`` on ``nprocs`` ranks; return their results.
 
-    ``func`` must be a function of a module (or a ``functools.partial`` of one).  ``timeout`` is in seconds.
+    ``func`` must be a function of a module (or a ``functools.partial`` of one).  When a rank raises or dies, or
+    when the ranks are not done after ``timeout`` seconds, all are killed and ``RankError`` tells which rank,
+    why, and where the others were.  What ranks print appears on this process's stdout and stderr.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["colossalai.testing._forkserver_preload"])
+    __tracebackhide__ = True
+    if nprocs < 1:
+        raise ValueError(f"spawn needs at least one rank, got nprocs={nprocs}")
+    call = _pickled(func, kwargs)
+    context = _fork_server()
     store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )
-    ranks = []
-    for rank in range(nprocs):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_run_rank, args=(sender, func, rank, nprocs, store.port, kwargs), daemon=True
-        )
-        process.start()
-        sender.close()
-        ranks.append((process, receiver))
+    ranks: list[RankHandle] = []
     try:
-        _wait(ranks, time.monotonic() + timeout)
+        for rank in range(nprocs):
+            ranks.append(
+                RankHandle(context, Assignment(rank, nprocs, store.port, call, dict(os.environ)))
+            )
+        return _supervise(ranks, timeout)
     finally:
-        for process, receiver in ranks:
-            process.kill()
-            process.join()
-            receiver.close()
+        for handle in ranks:
+            handle.kill()
+        for handle in ranks:
+            handle.close()
 
 
-def _run_rank(
-    sender: Connection,
-    func: Callable[..., None],
-    rank: int,
-    world_size: int,
-    port: int,
-    kwargs: dict[str, Any],
-) -> None:
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = (
-        "True"  # the parent hosts the store: rank 0 must not bind the port
-    )
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-    torch.set_num_threads(1)
+def _pickled(func: Callable[..., Any], kwargs: dict[str, Any]) -> bytes:
     try:
-        func(rank=rank, world_size=world_size, port=port, **kwargs)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        sender.send(None)
-    except BaseException:
-        sender.send(traceback.format_exc())
-        raise SystemExit(1) from None
+        return pickle.dumps((func, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        raise TypeError(
+            f"spawn cannot send {func!r} with the arguments {sorted(kwargs)} to another process: {error}. "
+            "Use a function at the top level of a module, and plain values as arguments"
+        ) from error
 
 
-def _wait(ranks: list[tuple[Any, Connection]], deadline: float) -> None:
-    pending = dict(enumerate(ranks))
-    while pending:
-        ready = wait([r for _, r in pending.values()], timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RankError(f"ranks {sorted(pending)} did not finish in time")
-        for rank, (process, receiver) in list(pending.items()):
-            if receiver not in ready:
-                continue
-            try:
-                failure = receiver.recv()
-            except EOFError:
-                process.join()
-                raise RankError(f"rank {rank} died with exit code {process.exitcode}") from None
-            if failure is not None:
-                raise RankError(f"rank {rank} raised:\n{failure}")
-            del pending[rank]
+def _fork_server() -> ForkServerContext:
+    """Start the server once; it imports what this process has imported of ours, so that no rank has to."""
+    context = multiprocessing.get_context("forkserver")
+    ours = sorted(name for name in sys.modules if name.partition(".")[0] in ("colossalai", "titans", "pytest"))
+    context.set_forkserver_preload(["colossalai.testing._forkserver_preload", *ours])
+    # The server of Python < 3.13 ignores our sys.path, and a preload that fails is silent and slow.
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def _supervise(ranks: list[RankHandle], timeout: float) -> list[Any]:
+    __tracebackhide__ = True
+    deadline = time.monotonic() + timeout
+    patience = deadline
+    while any(rank.outcome is None for rank in ranks):
+        pump(ranks, patience - time.monotonic())
+        failed = [rank for rank in ranks if isinstance(rank.outcome, Raised)]
+        if any(not rank.failure.echo for rank in failed):
+            break
+        if failed:
+            patience = min(patience, time.monotonic() + _GRACE)
+        if time.monotonic() >= patience:
+            break
+    if failed := [rank for rank in ranks if isinstance(rank.outcome, Raised)]:
+        raise _failure(ranks, min(failed, key=lambda rank: (rank.failure.echo, rank.failure.when)))
+    if any(rank.outcome is None for rank in ranks):
+        raise _stuck(ranks, timeout)
+    return [pickle.loads(rank.outcome.value) for rank in ranks if isinstance(rank.outcome, Returned)]
+
+
+def _failure(ranks: list[RankHandle], cause: RankHandle) -> RankError:
+    failure = cause.failure
+    states = ask_all([rank for rank in ranks if not isinstance(rank.outcome, Raised)], seconds=1.0)
+    lines = [f"rank {cause.rank} {failure.headline}", "", failure.traceback.rstrip()]
+    for rank in ranks:
+        if rank is not cause and isinstance(rank.outcome, Raised):
+            lines.append(f"rank {rank.rank} {rank.failure.headline}")
+    if states:
+        lines.append(explain(states, stacks=False))
+    return RankError(
+        "\n".join(lines), rank=cause.rank, cause_type=_resolve(failure.classes), traceback=failure.traceback
+    )
+
+
+def _stuck(ranks: list[RankHandle], timeout: float) -> RankError:
+    states = ask_all(ranks, seconds=2.0)
+    mute = [rank for rank in ranks if rank.answering]
+    for rank in mute:
+        rank.dump()
+    deadline = time.monotonic() + 0.5
+    while mute and time.monotonic() < deadline:
+        pump(ranks, deadline - time.monotonic())
+    stuck = [rank for rank in ranks if rank.outcome is None]
+    text = explain(states) + "".join(
+        f"\n\nrank {rank.rank}, the end of its output:\n" + "\n".join(rank.tail) for rank in mute
+    )
+    return RankError(
+        f"{len(stuck)} of {len(ranks)} ranks did not finish within {timeout:g} s\n{text}",
+        rank=stuck[0].rank,
+        cause_type=TimeoutError,
+        traceback=text,
+    )
+
+
+def _resolve(classes: tuple[tuple[str, str], ...]) -> type[BaseException]:
+    """The class of the exception, or its nearest base that this process has imported."""
+    for module, name in classes:
+        found = sys.modules.get("__main__" if module == "__mp_main__" else module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if isinstance(found, type) and issubclass(found, BaseException):
+            return found
+    return BaseException

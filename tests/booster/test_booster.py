@@ -188,10 +188,11 @@ def test_boosting_twice_is_an_error() -> None:
 def test_boost_refuses_what_is_no_model_or_optimizer() -> None:
     booster = Booster(device="cpu")
     with pytest.raises(
-        TypeError, match=r"boost needs model to be a Module, got <class.*\(a class: pass an instance"
+        TypeError,
+        match=r"boost needs a model of type torch\.\S*Module, got <class.*\(a class: pass an instance",
     ):
         booster.boost(nn.Linear)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"boost needs optimizer to be a Optimizer, got 3"):
+    with pytest.raises(TypeError, match=r"boost needs an optimizer of type torch\.\S*Optimizer, got 3"):
         booster.boost(mlp(), 3)  # type: ignore[arg-type]
 
 
@@ -244,13 +245,17 @@ def test_save_model_refuses_arguments_it_cannot_place(
 def test_saving_and_loading_check_what_they_get(tmp_path: Path) -> None:
     booster = Booster(device="cpu")
     optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="save_model needs model to be a Module"):
+    with pytest.raises(TypeError, match=r"save_model needs a model of type torch\.\S*Module, got"):
         booster.save_model(optimizer, tmp_path / "x")  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="load_model needs model to be a Module"):
+    with pytest.raises(TypeError, match=r"load_model needs a model of type torch\.\S*Module, got"):
         booster.load_model(optimizer, tmp_path / "x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="save_optimizer needs optimizer to be a Optimizer"):
+    with pytest.raises(
+        TypeError, match=r"save_optimizer needs an optimizer of type torch\.\S*Optimizer, got"
+    ):
         booster.save_optimizer(mlp(), tmp_path / "x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="load_optimizer needs optimizer to be a Optimizer"):
+    with pytest.raises(
+        TypeError, match=r"load_optimizer needs an optimizer of type torch\.\S*Optimizer, got"
+    ):
         booster.load_optimizer(mlp(), tmp_path / "x")  # type: ignore[arg-type]
 
 

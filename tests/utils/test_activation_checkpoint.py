@@ -91,9 +91,14 @@ def test_tensors_inside_a_structure_get_their_gradients(use_reentrant: bool) -> 
         def function(a: torch.Tensor, rest: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
             return block(a * scale) * rest["b"]
 
-        return checkpoint(function, False, x, {"b": x.exp()}, 2.0, use_reentrant=use_reentrant)
+        both = x.exp()  # its graph is needed by the argument and by the tensor in the dict
+        return checkpoint(function, False, both, {"b": both.sin()}, 2.0, use_reentrant=use_reentrant)
 
-    _assert_same(mixed, lambda block, x: block(x * 2.0) * x.exp())
+    def plain(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        both = x.exp()
+        return block(both * 2.0) * both.sin()
+
+    _assert_same(mixed, plain)
 
 
 @BOTH

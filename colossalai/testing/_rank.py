@@ -1,0 +1,194 @@
+"""The inside of a rank that ``spawn`` started: it runs the function, answers its parent, and never outlives it.
+
+A rank does not exit by itself.  Once its function has returned or raised, it says so and waits to be killed, so
+the sockets of a failed rank stay open and the other ranks do not fail in turn with "connection closed by peer".
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from colossalai.utils.watchdog import Snapshot, take_snapshot
+
+# Dumps the stacks to stderr from a signal handler written in C, which needs no interpreter lock.
+DUMP_SIGNAL = signal.SIGUSR2
+
+_LOST_CONNECTION = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|remote process exited|gloo/transport", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one rank is to do, and the parent's environment, which a process of the fork server lacks."""
+
+    rank: int
+    world_size: int
+    port: int
+    call: bytes  # the pickled function and its keyword arguments
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Pipes:
+    control: Connection  # duplex: requests for a snapshot in, snapshots and the outcome out
+    lifeline: Connection  # carries nothing; its other end is open as long as the parent lives
+    stdout: Connection
+    stderr: Connection
+
+
+@dataclass(frozen=True)
+class Returned:
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception in a form that the parent can read even where it cannot import the class."""
+
+    classes: tuple[tuple[str, str], ...]  # module and name of the class and its bases
+    headline: str  # "raised ValueError: ..." or "died with exit code ..."
+    traceback: str
+    echo: bool  # a lost connection: most likely the failure of another rank
+    when: float
+
+
+def run_rank(pipes: Pipes, assignment: Assignment) -> None:
+    os.setsid()  # a group of its own, killed together with the processes that the function starts
+    _die_with_parent(pipes.lifeline)
+    _redirect(pipes)
+    _set_environment(assignment)
+    torch.set_num_threads(1)
+    outcome: list[Returned | Raised] = []
+    lock = threading.Lock()
+    server = threading.Thread(target=_serve, args=(pipes.control, lock, outcome), daemon=True, name="harness")
+    server.start()
+    outcome.append(_call(assignment))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with lock:
+        pipes.control.send(outcome[0])
+    server.join()
+
+
+def _serve(control: Connection, lock: threading.Lock, outcome: list[Returned | Raised]) -> None:
+    while True:
+        try:
+            control.recv()
+            snapshot = take_snapshot(root=__file__)
+            with lock:
+                control.send(snapshot.leave() if outcome else snapshot)
+        except (EOFError, OSError):  # the parent is gone
+            os.killpg(0, signal.SIGKILL)
+
+
+def _die_with_parent(lifeline: Connection) -> None:
+    """Let the kernel kill this process group when the parent's end of the pipe closes.
+
+    The thread that serves the parent notices as well, but not while a call into C holds the interpreter lock.
+    PR_SET_PDEATHSIG would wait for the fork server, which lives as long as its ranks.
+    """
+    if hasattr(fcntl, "F_SETSIG"):  # Linux
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+
+
+def _redirect(pipes: Pipes) -> None:
+    os.dup2(pipes.stdout.fileno(), 1)
+    os.dup2(pipes.stderr.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+
+
+def _set_environment(assignment: Assignment) -> None:
+    rank, world_size = str(assignment.rank), str(assignment.world_size)
+    os.environ.clear()
+    os.environ.update(
+        assignment.environment,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(assignment.port),
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=world_size,
+        LOCAL_WORLD_SIZE=world_size,
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store: rank 0 must not bind the port
+    )
+
+
+def _call(assignment: Assignment) -> Returned | Raised:
+    try:
+        func, kwargs = pickle.loads(assignment.call)
+        value = func(
+            rank=assignment.rank, world_size=assignment.world_size, port=assignment.port, **kwargs
+        )
+        return Returned(pickle.dumps(value))
+    except BaseException as error:
+        return _describe(error)
+
+
+def _describe(error: BaseException) -> Raised:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    if isinstance(error, AssertionError) and not error.args:
+        text += _locals(trace)
+    return Raised(
+        classes=tuple((base.__module__, base.__qualname__) for base in type(error).__mro__),
+        headline="raised " + "".join(traceback.format_exception_only(type(error), error)).strip(),
+        traceback=text,
+        echo=any(_is_lost_connection(e) for e in _chain(error)),
+        when=time.monotonic(),
+    )
+
+
+def _locals(trace: TracebackType | None) -> str:
+    """The values at a failed ``assert``: in a rank, pytest does not rewrite it to show them."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    values = trace.tb_frame.f_locals if trace is not None else {}
+    return "where\n" + "".join(f"    {name} = {_short(value)}\n" for name, value in values.items())
+
+
+def _short(value: Any) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except Exception as error:
+        text = f"<no repr: {error}>"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    kinds = (ConnectionError, torch.distributed.DistNetworkError)
+    return isinstance(error, kinds) or (
+        isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
+    )
+
+
+Message = Returned | Raised | Snapshot

@@ -1,0 +1,11 @@
+"""What every rank is doing when a job stands still: stacks, the collective each rank waits in, who is behind.
+
+``Watchdog`` runs inside a job; ``take_snapshot`` and ``explain`` are its two halves, which
+``colossalai.testing.spawn`` uses as well.
+"""
+
+from colossalai.utils.watchdog.job import Watchdog
+from colossalai.utils.watchdog.report import explain
+from colossalai.utils.watchdog.snapshot import Frame, Issued, Snapshot, Wait, take_snapshot
+
+__all__ = ["Frame", "Issued", "Snapshot", "Wait", "Watchdog", "explain", "take_snapshot"]

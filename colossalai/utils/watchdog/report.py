@@ -1,0 +1,95 @@
+"""Snapshots of several ranks as a text that a person can act on: who waits where, who is behind, then the stacks."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Iterable, Mapping
+
+from colossalai.utils.watchdog.snapshot import Frame, Issued, Snapshot
+
+_PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do"}
+
+
+def explain(states: Mapping[int, Snapshot | None], *, stacks: bool = True) -> str:
+    """Describe the ranks in ``states``; a rank that did not answer has ``None``.
+
+    Ranks in the same state share a line, and ranks with the same stack share the stack.
+    """
+    alike: dict[tuple[str, str], list[int]] = {}
+    for rank, state in sorted(states.items()):
+        alike.setdefault(_sentence(state), []).append(rank)
+    lines = [
+        f"{_ranks(ranks)} {verb if len(ranks) == 1 else _PLURAL[verb]} {rest}"
+        for (verb, rest), ranks in alike.items()
+    ]
+    lines += _laggards(states)
+    return "\n".join(lines + (_stacks(states) if stacks else []))
+
+
+def _sentence(state: Snapshot | None) -> tuple[str, str]:
+    if state is None:
+        return "does", "not answer: the process is stopped, or a call into C holds the interpreter lock"
+    if state.left:
+        return "has", "left the function"
+    if state.wait is not None:
+        wait = state.wait
+        via = "" if wait.user == wait.caller else f", reached from {_place(wait.user)}"
+        return "waits", f"in {wait.kind} ({wait.group}) called at {_place(wait.caller)}{via}"
+    _, frames = state.threads[0]
+    frame = next((f for f in reversed(frames) if not f.of_torch), frames[-1])
+    source = _source(frame)
+    after = f"; its last collective was {_last(state.issued[-1])}" if state.issued else ""
+    return "is", f"at {_place(frame)}{f': {source}' if source else ''}{after}"
+
+
+def _last(issued: Issued) -> str:
+    return f"{issued.kind} number {issued.count} ({issued.group}) issued at {_place(issued.caller)}"
+
+
+def _laggards(states: Mapping[int, Snapshot | None]) -> list[str]:
+    """One line for each group on which some members have issued fewer collectives than others."""
+    groups: dict[tuple[str, str], dict[int, Issued]] = {}
+    for rank, state in states.items():
+        for issued in state.issued if state is not None else ():
+            groups.setdefault((issued.group, issued.group_name), {})[rank] = issued
+    lines = []
+    for (group, _), members in groups.items():
+        most = max(issued.count for issued in members.values())
+        behind = {rank: issued for rank, issued in members.items() if issued.count < most}
+        if behind:
+            ahead = next(issued for issued in members.values() if issued.count == most)
+            late = ", ".join(f"rank {rank} only {issued.count}" for rank, issued in sorted(behind.items()))
+            lines.append(f"of {group}, some have issued {most} collectives ({_last(ahead)}), but {late}")
+    return lines
+
+
+def _stacks(states: Mapping[int, Snapshot | None]) -> list[str]:
+    alike: dict[str, list[int]] = {}
+    for rank, state in sorted(states.items()):
+        if state is not None and not state.left:
+            text = "\n".join(line for name, frames in state.threads for line in _stack(name, frames))
+            alike.setdefault(text, []).append(rank)
+    return [f"\n{_ranks(ranks)}, innermost call last:\n{text}" for text, ranks in alike.items()]
+
+
+def _stack(name: str, frames: Iterable[Frame]) -> list[str]:
+    lines = [f"  {name}:"]
+    for frame in frames:
+        lines.append(f'    File "{frame.file}", line {frame.line}, in {frame.name}')
+        if source := _source(frame):
+            lines.append(f"      {source}")
+    return lines
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _place(frame: Frame) -> str:
+    path = os.path.relpath(frame.file)
+    return f"{frame.file if path.startswith(os.pardir) else path}:{frame.line} in {frame.name}"
+
+
+def _source(frame: Frame) -> str:
+    return linecache.getline(frame.file, frame.line).strip()
