@@ -125,11 +125,9 @@ def _set_torch_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
 
 
 def _get_mode_states() -> tuple[Any, dict[Any, torch.Tensor]] | None:
-    mode = mode_random.get_current_mode()
-    if mode is None:  # not launched
+    if not mode_random.get_seeds():  # not launched
         return None
-    mode_random.sync_states()
-    return mode, mode_random.get_states(copy=True)
+    return mode_random.get_current_mode(), mode_random.get_states(copy=True)
 
 
 def _set_mode_states(state: tuple[Any, dict[Any, torch.Tensor]] | None) -> None:

@@ -20,7 +20,7 @@ from colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from colossalai.booster.plugin.base import Configured
 from colossalai.checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from colossalai.interface import OptimizerWrapper
-from tests.booster.common import batches, mlp
+from tests.booster.plans import batches, mlp
 
 
 class Foreign(Plugin):

@@ -18,7 +18,7 @@ from colossalai.booster.mixed_precision import (
 )
 from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.testing import spawn
-from tests.booster.common import batches, launch, mlp
+from tests.booster.plans import batches, launch, mlp
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 RELATIVE = {"fp16": 2e-3, "bf16": 2e-2}  # of the loss, against fp32

@@ -201,8 +201,8 @@ def test_only_some_loggers_are_silenced(other_loggers: dict[str, logging.Logger]
 def test_bad_arguments_are_named(logger: DistributedLogger, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"ranks is a list .* got 0; write ranks=\[0\]"):
         logger.info("x", ranks=0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="there is no log level 'WARNIN'; did you mean 'WARNING'"):
-        logger.set_level("WARNIN")
+    with pytest.raises(ValueError, match="there is no log level 'warnings'; did you mean 'WARNING'"):
+        logger.set_level("warnings")
     with pytest.raises(ValueError, match="no log level 'loud'; use one of DEBUG, INFO"):
         logger.log_to_file(tmp_path, level="loud")
     with pytest.raises(ValueError, match=r"mode 'a' \(append\) or 'w' \(replace\), got 'r'"):
