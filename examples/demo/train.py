@@ -10,6 +10,7 @@ averaged between them.  The script is an ordinary PyTorch loop with four changes
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -215,7 +216,6 @@ class Demo:
                     f"Stopped at step {self.step} of {self.args.steps} as you asked; add --resume to go on."
                 )
         dist.barrier()
-        dist.destroy_process_group()
 
     def show(self) -> None:
         curve = [r["validation_loss"] for r in self.metrics.records if "validation_loss" in r]
@@ -275,6 +275,7 @@ def sample(model: GPT, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
 def sample_only(args: argparse.Namespace) -> None:
     """Needs no other process, so it also runs as ``python examples/demo/train.py --sample-only ...``."""
     if int(os.environ.get("RANK", 0)) == 0:
+        torch.set_num_threads(1)  # one token at a time gives no work for more
         model = build_model(args)
         Booster(device="cpu").load_model(model, Path(args.out) / "checkpoint" / "model")
         print(sample(model, load_tokenizer(Path(args.out)), args.sample_only, args.seed))
@@ -345,16 +346,25 @@ def use_all_cores() -> None:
     torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def main() -> None:
-    args, saved = parse_arguments()
+def train(args: argparse.Namespace, saved: dict[str, Any]) -> bool:
     use_all_cores()
-    if args.sample_only is not None:
-        sample_only(args)
-        return
     demo = Demo(args, saved)
     finished = demo.train()
     demo.save()
     demo.finish(finished)
+    return finished
+
+
+def main() -> None:
+    args, saved = parse_arguments()
+    if args.sample_only is not None:
+        sample_only(args)
+        return
+    finished = train(args, saved)
+    # The group ends its threads only when nothing refers to it, so what DDP still holds must go first.  A thread
+    # that outlives the interpreter would abort the process.
+    gc.collect()
+    dist.destroy_process_group()
     if not finished:
         sys.exit(130)
 
