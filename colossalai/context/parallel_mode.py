@@ -59,8 +59,7 @@ class ParallelMode(Enum):
         member = object.__new__(cls)
         member._name_ = name
         member._value_ = value
-        member._sort_order_ = len(cls._member_names_)
-        member.__objclass__ = cls
+        vars(member).update(_sort_order_=len(cls._member_names_), __objclass__=cls)
         type.__setattr__(cls, name, member)
         cls._member_names_.append(name)
         cls._member_map_[name] = member

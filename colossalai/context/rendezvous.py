@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 TIMEOUT_VARIABLE = "COLOSSALAI_RENDEZVOUS_TIMEOUT"
