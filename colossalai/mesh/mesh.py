@@ -93,4 +93,6 @@ class Mesh:
             raise KeyError(f"the mesh has no axis {unknown[0]!r}; its axes are {', '.join(self.size)}")
 
     def __repr__(self) -> str:
-        return f"Mesh({', '.join(f'{a}={n}' for a, n in self.size.items())}; rank {self.rank} at {self.coord})"
+        return (
+            f"Mesh({', '.join(f'{a}={n}' for a, n in self.size.items())}; rank {self.rank} at {self.coord})"
+        )
