@@ -1,0 +1,268 @@
+"""``Booster``: from the objects of a plain training script to the same objects under a plan.
+
+It only decides the order: device, then mixed precision, then plugin.  What a plan does is in its plugin, what a
+precision does in its ``MixedPrecision``, and what both hand back are the wrappers of ``colossalai.interface``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from colossalai.booster.accelerator import Accelerator
+from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
+from colossalai.booster.plugin import Plugin
+from colossalai.checkpoint_io import CheckpointIO, GeneralCheckpointIO
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+
+
+class Boosted(NamedTuple):
+    """What ``boost`` returns; it unpacks in the documented order."""
+
+    model: nn.Module
+    optimizer: Any  # an OptimizerWrapper, or None where none was given
+    criterion: Callable[..., Any] | None
+    dataloader: DataLoader | None
+    lr_scheduler: LRScheduler | None
+
+
+# Modules and optimizers that were boosted in this process: a second time would register their hooks twice.
+_boosted: WeakSet[Any] = WeakSet()
+
+# The two documented orders of what follows the path in `save_model`, told apart by the first value.
+_BY_SHARD = ("shard", "gather_dtensor", "variant", "size_per_shard", "use_safetensors")
+_BY_PREFIX = ("prefix", "shard", "size_per_shard")
+
+
+class Booster:
+    """Boost a training script.
+
+    Args:
+        device: ``'cuda'``, ``'cpu'`` or a ``torch.device``; by default CUDA where it is present, else the CPU.
+        mixed_precision: a name such as ``'fp16'``, or a ``MixedPrecision``.
+        plugin: the plan; without one, training is serial, on one device.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        mixed_precision: MixedPrecision | str | None = None,
+        plugin: Plugin | None = None,
+    ) -> None:
+        if plugin is not None and not isinstance(plugin, Plugin):
+            made = " (the class: call it)" if isinstance(plugin, type) else ""
+            raise TypeError(f"plugin must be an instance of a colossalai Plugin, got {plugin!r}{made}")
+        self.plugin = plugin
+        self.accelerator = self._choose_device(device)
+        self.mixed_precision = self._choose_precision(mixed_precision)
+        self.checkpoint_io: CheckpointIO = (
+            plugin.get_checkpoint_io()
+            if plugin is not None and plugin.control_checkpoint_io()
+            else GeneralCheckpointIO()
+        )
+
+    def _choose_device(self, device: str | torch.device | None) -> Accelerator | None:
+        plugin = self.plugin
+        if plugin is not None and plugin.control_device():
+            if device is not None:
+                warnings.warn(
+                    f"{type(plugin).__name__} chooses the device; device={device!r} has no effect",
+                    stacklevel=3,
+                )
+            return None
+        accelerator = Accelerator(device)
+        if plugin is not None and accelerator.device.type not in plugin.supported_devices():
+            raise ValueError(
+                f"{type(plugin).__name__} does not run on {accelerator.device.type!r}, only on"
+                f" {', '.join(plugin.supported_devices())}"
+            )
+        accelerator.bind()
+        return accelerator
+
+    def _choose_precision(self, precision: MixedPrecision | str | None) -> MixedPrecision | None:
+        plugin = self.plugin
+        if precision is None:
+            return None
+        if plugin is not None and plugin.control_precision():
+            warnings.warn(
+                f"{type(plugin).__name__} controls the precision; mixed_precision={precision!r} has no effect",
+                stacklevel=3,
+            )
+            return None
+        if isinstance(precision, MixedPrecision):
+            return precision
+        chosen = mixed_precision_factory(precision)
+        if plugin is not None and precision not in plugin.supported_precisions():
+            raise ValueError(
+                f"{type(plugin).__name__} does not support mixed_precision={precision!r}, only"
+                f" {', '.join(plugin.supported_precisions())}"
+            )
+        return chosen
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Boosted:
+        """Put the plan into the training objects; go on with what is returned.
+
+        All but the model may be left out.
+        """
+        _check_boostable(model, optimizer)
+        raw = [item for item in (model, optimizer) if item is not None]
+        if self.accelerator is not None:
+            model = self.accelerator.configure_model(model)
+        if self.mixed_precision is not None:
+            model, optimizer, criterion = self.mixed_precision.configure(model, optimizer, criterion)
+        if self.plugin is not None:
+            model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
+                model, optimizer, criterion, dataloader, lr_scheduler
+            )
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            optimizer = OptimizerWrapper(optimizer)
+        _boosted.update(raw)
+        return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+        """The backward pass of ``loss``, scaled and synchronized as the plan needs it."""
+        if not isinstance(optimizer, OptimizerWrapper):
+            raise TypeError(
+                f"booster.backward needs the optimizer that booster.boost returned, got {type(optimizer).__name__}"
+            )
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"booster.backward needs the loss as one tensor, got {type(loss).__name__}; what does the criterion return?"
+            )
+        optimizer.backward(loss)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within this context, gradients accumulate on each rank and are not synchronized.
+
+        Without a plugin there is nothing to synchronize, and nothing happens.
+        """
+        if self.plugin is None:
+            return nullcontext()
+        if not self.plugin.support_no_sync():
+            raise RuntimeError(f"{type(self.plugin).__name__} does not support no_sync")
+        return self.plugin.no_sync(model)
+
+    @overload
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        shard: bool,
+        gather_dtensor: bool = ...,
+        variant: str | None = ...,
+        size_per_shard: float = ...,
+        use_safetensors: bool = ...,
+    ) -> None: ...
+
+    @overload
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        prefix: str | None = ...,
+        shard: bool = ...,
+        size_per_shard: float = ...,
+        *,
+        gather_dtensor: bool = ...,
+        use_safetensors: bool = ...,
+    ) -> None: ...
+
+    def save_model(self, model: nn.Module, checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Save the weights of ``model``: one file, or with ``shard`` a folder that Hugging Face can open.
+
+        The documents call this in two orders, and both work: ``(model, checkpoint, shard, gather_dtensor, variant,
+        size_per_shard, use_safetensors)`` and ``(model, checkpoint, prefix, shard, size_per_shard)``.  ``prefix`` and
+        ``variant`` are two names for one thing, a word in the names of the files.  Sizes are in MB.
+        """
+        options = _by_name(args, kwargs)
+        _check_type("save_model", "a model", model, nn.Module)
+        self.checkpoint_io.save_model(model, checkpoint, **options)
+
+    def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> None:
+        """Load weights from a file, an index or a folder into a model, boosted or not."""
+        _check_type("load_model", "a model", model, nn.Module)
+        self.checkpoint_io.load_model(model, checkpoint, strict)
+
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: str | Path,
+        shard: bool = False,
+        size_per_shard: float = 1024,
+        *,
+        prefix: str | None = None,
+    ) -> None:
+        """Save an optimizer: one file, or with ``shard`` a folder of files of at most ``size_per_shard`` MB."""
+        _check_type("save_optimizer", "an optimizer", optimizer, Optimizer)
+        self.checkpoint_io.save_optimizer(
+            optimizer, checkpoint, shard, prefix=prefix, size_per_shard=size_per_shard
+        )
+
+    def load_optimizer(self, optimizer: Optimizer, checkpoint: str | Path) -> None:
+        """Load the states of an optimizer, boosted or not."""
+        _check_type("load_optimizer", "an optimizer", optimizer, Optimizer)
+        self.checkpoint_io.load_optimizer(optimizer, checkpoint)
+
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
+        """Save the state of a learning-rate scheduler to the file ``checkpoint``."""
+        self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
+        """Load what ``save_lr_scheduler`` wrote."""
+        self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
+    _check_type("boost", "a model", model, nn.Module)
+    if optimizer is not None:
+        _check_type("boost", "an optimizer", optimizer, Optimizer)
+    for name, item, wrapper in (("model", model, ModelWrapper), ("optimizer", optimizer, OptimizerWrapper)):
+        if item is not None and (isinstance(item, wrapper) or item in _boosted):
+            raise RuntimeError(
+                f"this {name} ({type(item).__name__}) was boosted before; go on with what that call returned,"
+                f" or build a new {name}"
+            )
+
+
+def _check_type(who: str, name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        made = " (a class: pass an instance)" if isinstance(value, type) else ""
+        raise TypeError(f"{who} needs {name} of type {kind.__module__}.{kind.__name__}, got {value!r}{made}")
+
+
+def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The options of ``save_model`` by name, whichever of the two orders they came in."""
+    order = _BY_SHARD if args and isinstance(args[0], bool) else _BY_PREFIX
+    if len(args) > len(order):
+        raise TypeError(f"save_model takes at most {', '.join(order)} after the path, got {args!r}")
+    options = dict(zip(order, args, strict=False))
+    if twice := sorted(options.keys() & kwargs.keys()):
+        raise TypeError(f"save_model got {', '.join(twice)} by position and by name")
+    options |= kwargs
+    if unknown := sorted(options.keys() - {*_BY_SHARD, *_BY_PREFIX}):
+        raise TypeError(
+            f"save_model does not know {', '.join(unknown)}; it takes prefix, {', '.join(_BY_SHARD)}"
+        )
+    prefix = options.pop("prefix", None)
+    if prefix and options.setdefault("variant", prefix) != prefix:
+        raise TypeError(
+            f"save_model got prefix={prefix!r} and variant={options['variant']!r}, which mean the same"
+        )
+    return options

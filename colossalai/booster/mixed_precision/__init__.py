@@ -1,0 +1,31 @@
+"""Mixed precisions by name and by class."""
+
+from __future__ import annotations
+
+from colossalai.booster.mixed_precision.base import MixedPrecision
+from colossalai.booster.mixed_precision.bf16 import BF16MixedPrecision
+from colossalai.booster.mixed_precision.fp16_torch import FP16TorchMixedPrecision
+
+PRECISIONS: dict[str, type[MixedPrecision]] = {
+    "fp16": FP16TorchMixedPrecision,
+    "bf16": BF16MixedPrecision,
+}
+
+
+def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
+    """The mixed precision of that name, with its default options."""
+    if mixed_precision_type not in PRECISIONS:
+        raise ValueError(
+            f"unknown mixed precision {mixed_precision_type!r}; choose one of {', '.join(PRECISIONS)},"
+            " or pass a MixedPrecision"
+        )
+    return PRECISIONS[mixed_precision_type]()
+
+
+__all__ = [
+    "PRECISIONS",
+    "BF16MixedPrecision",
+    "FP16TorchMixedPrecision",
+    "MixedPrecision",
+    "mixed_precision_factory",
+]

@@ -1,0 +1,7 @@
+"""Plans for ``Booster``, and what one must do to be such a plan; see docs/booster.md on how to write one."""
+
+from colossalai.booster.plugin.base import Plugin
+from colossalai.booster.plugin.ddp import TorchDDPPlugin
+from colossalai.booster.plugin.dp import DPPluginBase
+
+__all__ = ["DPPluginBase", "Plugin", "TorchDDPPlugin"]

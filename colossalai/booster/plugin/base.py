@@ -1,0 +1,88 @@
+"""``Plugin``: what a parallel plan does for a ``Booster``.
+
+The booster asks the ``control_*`` questions once, when it is built: for each thing a plugin does not control, the
+booster uses its own device placement, mixed precision or checkpoint IO.  ``configure`` then does the plan's work.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from colossalai.checkpoint_io import CheckpointIO
+
+Configured = tuple[
+    nn.Module, Optimizer | None, Callable[..., Any] | None, DataLoader | None, LRScheduler | None
+]
+
+
+class Plugin(ABC):
+    """A parallel plan."""
+
+    @abstractmethod
+    def supported_devices(self) -> list[str]:
+        """Device types (``'cpu'``, ``'cuda'``) the plan runs on."""
+
+    @abstractmethod
+    def supported_precisions(self) -> list[str]:
+        """Names that ``Booster(mixed_precision=...)`` may have with this plan."""
+
+    @abstractmethod
+    def control_precision(self) -> bool:
+        """Whether the plan does mixed precision itself; else the booster applies its own before ``configure``."""
+
+    @abstractmethod
+    def control_device(self) -> bool:
+        """Whether the plan places the model itself; else the booster does so before ``configure``."""
+
+    @abstractmethod
+    def support_no_sync(self) -> bool:
+        """Whether gradients can accumulate without being synchronized."""
+
+    @abstractmethod
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Configured:
+        """Put the plan into the training objects and return them.
+
+        A model whose call changes comes back in a ``ModelWrapper``, an optimizer whose backward pass, clipping or step
+        changes in an ``OptimizerWrapper``; the rest comes back as it is.
+        """
+
+    @abstractmethod
+    def control_checkpoint_io(self) -> bool:
+        """Whether the plan saves and loads itself, through ``get_checkpoint_io``."""
+
+    @abstractmethod
+    def get_checkpoint_io(self) -> CheckpointIO:
+        """How a model under this plan is saved and loaded."""
+
+    @abstractmethod
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which the gradients of ``model`` are not synchronized."""
+
+    @abstractmethod
+    def prepare_dataloader(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> DataLoader:
+        """A loader that gives each rank the part of ``dataset`` that is its own under this plan."""

@@ -1,0 +1,130 @@
+"""``TorchDDPPlugin``: every rank holds the whole model, and gradients are averaged during the backward pass."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from colossalai.booster.mixed_precision import PRECISIONS
+from colossalai.booster.plugin.base import Configured
+from colossalai.booster.plugin.dp import DPPluginBase
+from colossalai.checkpoint_io import CheckpointIO, ReplicatedCheckpointIO
+from colossalai.interface import ModelWrapper
+
+
+class TorchDDPModel(ModelWrapper):
+    """A model inside torch's ``DistributedDataParallel``.
+
+    A model without parameters to train has no gradients to average, and DDP refuses it; it only gets rank 0's values.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module)
+        if any(p.requires_grad for p in module.parameters()):
+            self.module = DistributedDataParallel(module, **options)
+        else:
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
+
+    def unwrap(self) -> nn.Module:
+        inner = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+        return inner.unwrap() if isinstance(inner, ModelWrapper) else inner
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
+
+
+class TorchDDPPlugin(DPPluginBase):
+    """Data parallelism by ``torch.nn.parallel.DistributedDataParallel``.
+
+    Every rank computes with its own part of the batch; gradients are averaged, so that a step equals a serial step with
+    the ranks' batches joined.  Layers with batch statistics (BatchNorm) see their own rank's part.
+
+    Args:
+        broadcast_buffers: at each forward pass, take the buffers of rank 0.
+        bucket_cap_mb: gradients are averaged in buckets of this size, while the backward pass goes on.
+        find_unused_parameters: needed if a part of the model may take no part in a step.
+        check_reduction: without effect in torch; a warning says so.
+        gradient_as_bucket_view: let gradients be views of the buckets, which saves their memory.
+        static_graph: promise that the same parameters are used in every step.
+    """
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+    ) -> None:
+        super().__init__()
+        if check_reduction:
+            warnings.warn("check_reduction has no effect: torch ignores it", stacklevel=2)
+        # torch 2.13 renamed the option
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        self.ddp_options: dict[str, Any] = {
+            buffers: broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+
+    def supported_devices(self) -> list[str]:
+        return ["cpu", "cuda"]
+
+    def supported_precisions(self) -> list[str]:
+        return list(PRECISIONS)
+
+    def control_precision(self) -> bool:
+        return False
+
+    def control_device(self) -> bool:
+        return False
+
+    def support_no_sync(self) -> bool:
+        return True
+
+    def control_checkpoint_io(self) -> bool:
+        return True
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        return ReplicatedCheckpointIO()
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Configured:
+        device = next((p.device for p in model.parameters()), None)
+        if device is not None and device.type == "cpu" and dist.get_backend() == "nccl":
+            raise RuntimeError(
+                "the model is on the CPU, whose tensors the backend 'nccl' cannot exchange; launch with backend='gloo',"
+                " or leave out device='cpu'"
+            )
+        # with its device named, DDP also moves the inputs there
+        device_ids = [device] if device is not None and device.type == "cuda" else None
+        ddp_model = TorchDDPModel(model, device_ids=device_ids, **self.ddp_options)
+        return ddp_model, optimizer, criterion, dataloader, lr_scheduler
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        if not isinstance(model, TorchDDPModel):
+            raise TypeError(
+                f"no_sync needs the model that booster.boost returned under TorchDDPPlugin, got {type(model).__name__}"
+            )
+        return model.no_sync()

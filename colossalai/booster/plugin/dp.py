@@ -1,0 +1,83 @@
+"""What all plans with data parallelism share: each replica of the model reads its own part of the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from colossalai.booster.plugin.base import Plugin
+
+
+class DPPluginBase(Plugin):
+    """A plan in which every rank is a replica.  ``rank`` and ``world_size`` count replicas: a plan whose replicas span
+    several ranks sets them to its place on the data axis.
+    """
+
+    def __init__(self) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                f"{type(self).__name__} needs the distributed environment, also for one process: call"
+                " colossalai.launch_from_torch() first and start the script with `colossalai run` or torchrun"
+            )
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> DataLoader:
+        """A loader of this replica's part of ``dataset``.
+
+        Every replica gets equally many samples: some are repeated to fill up, or with ``drop_last`` left out.  With
+        ``shuffle``, call ``dataloader.sampler.set_epoch(epoch)`` at the start of each epoch for a new order.  Workers
+        are seeded from ``seed``, each differently.  Further keywords are those of ``torch.utils.data.DataLoader``.
+
+        Args:
+            batch_size: samples per replica and step.
+        """
+        _check_loadable(dataset, kwargs)
+        sampler: DistributedSampler = DistributedSampler(
+            dataset,
+            num_replicas=self.world_size,
+            rank=self.rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        # The loader draws from this generator a new seed per epoch, from which torch seeds torch, numpy and random
+        # in each worker.  A worker_init_fn would give every epoch the same augmentations.
+        kwargs.setdefault("generator", torch.Generator().manual_seed(seed + self.rank))
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_workers,
+            **kwargs,
+        )
+
+
+def _check_loadable(dataset: Dataset, options: dict[str, Any]) -> None:
+    if taken := sorted({"sampler", "batch_sampler"} & options.keys()):
+        raise TypeError(
+            f"prepare_dataloader makes the sampler itself, so that each rank reads its own part; got {taken[0]}."
+            " Build a torch DataLoader to use another"
+        )
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"prepare_dataloader needs a dataset with a length to divide among the ranks, got"
+            f" {type(dataset).__name__}; let it choose its part by rank and build a torch DataLoader"
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"prepare_dataloader got an empty dataset ({type(dataset).__name__})")

@@ -1,0 +1,176 @@
+"""One checkpoint file: written whole or not at all, and read without running anything that is in it.
+
+A file appears under its name only when all of it is on disk, so a crash never leaves half a file behind.  On loading,
+the first bytes tell safetensors from torch's own format; the name does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+StateDict = dict[str, Any]
+
+
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a file beside ``path``, then put it in the place of ``path`` in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        draft.touch()
+        mode = draft.stat().st_mode
+        write(draft)
+        draft.chmod(mode)  # as the umask says; safetensors leaves a file that only its owner can read
+        _sync(draft)
+        os.replace(draft, path)
+        _sync(path.parent)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def save_state_dict(
+    state_dict: Mapping[Any, Any], checkpoint_file_path: str | Path, use_safetensors: bool = False
+) -> None:
+    """Write ``state_dict`` as one file, in torch's format or as safetensors."""
+    path = Path(checkpoint_file_path)
+    state = _stand_alone(state_dict, path)
+    if use_safetensors:
+        write_file(path, lambda draft: _write_safetensors(state, draft, path))
+    else:
+        write_file(path, lambda draft: torch.save(state, draft))
+
+
+def load_shard_state_dict(checkpoint_file: str | Path) -> StateDict:
+    """Read a file that ``save_state_dict`` or Hugging Face wrote; tensors arrive on the CPU."""
+    path = Path(checkpoint_file)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint file {path}")
+    try:
+        if _is_safetensors(path):
+            return _read_safetensors(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise RuntimeError(
+            f"{path} is not a checkpoint that can be read (damaged, cut short, or holding objects that are neither"
+            f" tensors nor plain values): {error}"
+        ) from error
+    if not isinstance(state, dict):
+        raise RuntimeError(f"{path} holds a {type(state).__name__} where a state dict was expected")
+    return state
+
+
+def same_memory(tensor: Tensor) -> tuple[Any, ...] | None:
+    """A key that two tensors share if they are one and the same (tied weights); None if there is nothing to share."""
+    if tensor.numel() == 0 or tensor.layout != torch.strided:
+        return None
+    storage = tensor.untyped_storage().data_ptr()
+    return tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _stand_alone(state_dict: Mapping[Any, Any], path: Path) -> OrderedDict[Any, Any]:
+    """The same state on the CPU, where no tensor is a window into a larger one, which would be written whole.
+
+    Tied tensors stay tied.
+    """
+    done: dict[tuple[Any, ...], Tensor] = {}
+
+    def convert(value: Any, name: str) -> Any:
+        if type(value) is dict:
+            return {key: convert(inner, f"{name}.{key}") for key, inner in value.items()}
+        if not isinstance(value, Tensor):
+            return value
+        if type(value).__name__ == "DTensor":  # by name: importing the class takes longer than most saves
+            raise TypeError(
+                f"cannot write {name} to {path}: it is a part of a tensor cut over several ranks; save it with the"
+                " checkpoint IO of the plugin that cut it"
+            )
+        if value.is_meta:
+            raise ValueError(f"cannot write {name} to {path}: it is on the meta device and has no values yet")
+        key = same_memory(value)
+        if key in done:
+            return done[key]
+        tensor = value.detach().cpu()
+        if key is not None:
+            if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+                tensor = tensor.clone()
+            done[key] = tensor
+        return tensor
+
+    state = OrderedDict((name, convert(value, str(name))) for name, value in state_dict.items())
+    if (metadata := getattr(state_dict, "_metadata", None)) is not None:
+        state._metadata = metadata  # type: ignore[attr-defined]  # the modules' versions, which torch looks up here
+    return state
+
+
+def _write_safetensors(state: Mapping[str, Any], draft: Path, path: Path) -> None:
+    """The format stores each tensor once; the names of tied tensors go to the metadata as ``other name: stored name``."""
+    from safetensors.torch import save_file
+
+    stored: dict[str, Tensor] = {}
+    owner: dict[tuple[Any, ...], str] = {}
+    metadata = {"format": "pt"}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"cannot write {name} to {path}: safetensors hold tensors only, and it is a {type(value).__name__};"
+                " save with use_safetensors=False"
+            )
+        key = same_memory(value)
+        if key is not None and owner.setdefault(key, name) != name:
+            metadata[name] = owner[key]
+        else:
+            stored[name] = value.contiguous()
+    save_file(stored, draft, metadata=metadata)
+
+
+def _read_safetensors(path: Path) -> StateDict:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt", device="cpu") as file:
+        state: StateDict = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        for name, stored in (file.metadata() or {}).items():
+            if stored in state:
+                state.setdefault(name, state[stored])
+    return state
+
+
+def stored_names(path: Path) -> list[str]:
+    """The names of the tensors in a safetensors file."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Eight bytes with the length of a JSON header, then the header."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object; anything else is an error that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise RuntimeError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise RuntimeError(f"{path} holds a {type(content).__name__} where an object was expected")
+    return content
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

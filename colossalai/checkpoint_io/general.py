@@ -1,0 +1,149 @@
+"""Checkpoints of models and optimizers whose tensors are whole on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from colossalai.checkpoint_io.base import CheckpointIO
+from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
+from colossalai.checkpoint_io.index import CheckpointIndexFile
+from colossalai.checkpoint_io.names import GROUPS_NAME, Kind, add_variant, get_base_filenames
+from colossalai.checkpoint_io.sharding import ShardedWriter, read_shards, shard_checkpoint
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+
+
+class GeneralCheckpointIO(CheckpointIO):
+    """One process, or one process that writes for many (``ReplicatedCheckpointIO``).
+
+    Nothing is cut here, so ``gather_dtensor`` has nothing to gather; a DTensor in the state is an error.
+    """
+
+    def run_write(self, write: Callable[[], None]) -> None:
+        """Everything that touches the disk goes through here, after the state was collected on every rank."""
+        write()
+
+    def save_unsharded_model(
+        self, model: nn.Module, checkpoint: Path, gather_dtensor: bool, use_safetensors: bool
+    ) -> None:
+        state = _module(model).state_dict()
+        self.run_write(partial(save_state_dict, state, checkpoint, use_safetensors))
+
+    def save_sharded_model(
+        self,
+        model: nn.Module,
+        checkpoint: Path,
+        gather_dtensor: bool,
+        variant: str | None,
+        size_per_shard: float,
+        use_safetensors: bool,
+    ) -> None:
+        state = _module(model).state_dict()
+        weights_name, index_name = get_base_filenames(variant, use_safetensors)
+
+        def write() -> None:
+            with ShardedWriter(checkpoint, weights_name, index_name) as writer:
+                total = 0.0
+                for shard, size in shard_checkpoint(state, size_per_shard):
+                    writer.add_shard(shard, use_safetensors)
+                    total += size
+                writer.publish(total)
+
+        self.run_write(write)
+
+    def load_unsharded_model(self, model: nn.Module, checkpoint: Path, strict: bool) -> None:
+        _load_weights(model, [(checkpoint, load_shard_state_dict(checkpoint))], checkpoint, strict)
+
+    def load_sharded_model(self, model: nn.Module, index_file_path: Path, strict: bool) -> None:
+        _load_weights(
+            model, read_shards(CheckpointIndexFile.from_file(index_file_path)), index_file_path, strict
+        )
+
+    def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path, gather_dtensor: bool) -> None:
+        self.run_write(partial(save_state_dict, _optimizer(optimizer).state_dict(), checkpoint))
+
+    def save_sharded_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: Path,
+        gather_dtensor: bool,
+        prefix: str | None,
+        size_per_shard: float,
+    ) -> None:
+        state = _optimizer(optimizer).state_dict()
+        weights_name, index_name = get_base_filenames(prefix, kind=Kind.OPTIMIZER)
+
+        def write() -> None:
+            with ShardedWriter(checkpoint, weights_name, index_name) as writer:
+                total = 0.0
+                for shard, size in shard_checkpoint(state["state"], size_per_shard):
+                    writer.add_shard(shard)
+                    total += size
+                groups = {name: value for name, value in state.items() if name != "state"}
+                writer.add_param_groups(add_variant(GROUPS_NAME, prefix), groups)
+                writer.publish(total)
+
+        self.run_write(write)
+
+    def load_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path) -> None:
+        _load_states(optimizer, load_shard_state_dict(checkpoint), checkpoint)
+
+    def load_sharded_optimizer(self, optimizer: Optimizer, index_file_path: Path) -> None:
+        index = CheckpointIndexFile.from_file(index_file_path)
+        groups_file = index.param_groups_file()
+        if groups_file is None:
+            raise RuntimeError(
+                f"{index_file_path} is not the index of an optimizer checkpoint: its metadata names no param_groups"
+            )
+        state = load_shard_state_dict(index_file_path.parent / groups_file)
+        state["state"] = {name: value for _, shard in read_shards(index) for name, value in shard.items()}
+        _load_states(optimizer, state, index_file_path)
+
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
+        self.run_write(partial(save_state_dict, lr_scheduler.state_dict(), checkpoint))
+
+
+def _module(model: nn.Module) -> nn.Module:
+    return model.unwrap() if isinstance(model, ModelWrapper) else model
+
+
+def _optimizer(optimizer: Optimizer) -> Optimizer:
+    return optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
+
+
+def _load_weights(
+    model: nn.Module, parts: Iterable[tuple[Path, dict[str, Any]]], checkpoint: Path, strict: bool
+) -> None:
+    """Load part by part; what no part has is missing, unless the model ties it to something that was loaded."""
+    module = _module(model)
+    own = module.state_dict(keep_vars=True)
+    missing, unexpected = list(own), []
+    for path, state in parts:
+        try:
+            result = module.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            raise RuntimeError(f"{path} does not fit the model: {error}") from error
+        absent = set(result.missing_keys)
+        missing = [name for name in missing if name in absent]
+        unexpected += result.unexpected_keys
+    loaded = {id(value) for name, value in own.items() if name not in missing}
+    missing = [name for name in missing if id(own[name]) not in loaded]
+    if strict and (missing or unexpected):
+        faults = [("it lacks", missing), ("the model does not know", unexpected)]
+        details = "; ".join(f"{what} {', '.join(names)}" for what, names in faults if names)
+        raise RuntimeError(
+            f"{checkpoint} does not fit {type(module).__name__}: {details}. Pass strict=False to pass over this"
+        )
+
+
+def _load_states(optimizer: Optimizer, state: dict[str, Any], checkpoint: Path) -> None:
+    try:
+        _optimizer(optimizer).load_state_dict(state)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{checkpoint} does not fit the optimizer: {error}") from error

@@ -1,0 +1,69 @@
+"""``ModelWrapper``: a module around the user's module that a training script cannot tell from it.
+
+A feature that changes how a model is *called* (autocast, gradient synchronization) puts the model inside such a
+wrapper.  Names of parameters and buffers, ``state_dict`` and unknown attributes are those of the user's module, so
+logging, checkpoints and ``model.config`` do not change when a plugin does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class ModelWrapper(nn.Module):
+    """A module around ``module``; a subclass changes ``forward``, and ``unwrap`` if it puts more layers between."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} wraps a torch.nn.Module, got {type(module).__name__}: {module!r}"
+            )
+        super().__init__()
+        self.module = module
+
+    def unwrap(self) -> nn.Module:
+        """The user's module, below every wrapper."""
+        return self.module.unwrap() if isinstance(self.module, ModelWrapper) else self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    # Asked without recursion, torch's own tools want what this very module holds, which is nothing.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        if not recurse:
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        return self.unwrap().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        if not recurse:
+            return super().named_buffers(prefix, recurse, remove_duplicate)
+        return self.unwrap().named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        # With a destination we are called as the child of a larger module.  Its load_state_dict will walk through
+        # our children by their own names, so its state_dict must do the same.
+        if args or kwargs.get("destination") is not None:
+            return super().state_dict(*args, **kwargs)
+        return self.unwrap().state_dict(**kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return self.unwrap().load_state_dict(state_dict, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # before __init__ (copy, pickle) there is no module to ask
+            if "module" not in self.__dict__.get("_modules", {}):
+                raise
+        return getattr(self.unwrap(), name)

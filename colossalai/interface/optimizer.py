@@ -1,0 +1,141 @@
+"""``OptimizerWrapper``: the optimizer that a plugin or a mixed precision hands back to the training script.
+
+It is a ``torch.optim.Optimizer`` to the eye of torch (learning-rate schedulers insist on that), but owns nothing:
+groups, states and hooks are those of the optimizer inside.  So a scheduler works whether it was built on the
+optimizer before it was boosted or on the wrapper after.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class OptimizerWrapper(Optimizer):
+    """Everything of ``optim``, and the backward pass and gradient clipping as the plan at work needs them.
+
+    A plan overrides ``backward`` and the ``clip_*`` methods; a mixed precision overrides ``scale_loss``,
+    ``unscale_grad`` and ``step``.
+    """
+
+    def __init__(self, optim: Optimizer) -> None:
+        # no super().__init__(): it would create a second set of groups, states and hooks
+        if not isinstance(optim, Optimizer):
+            raise TypeError(
+                f"{type(self).__name__} wraps a torch.optim.Optimizer, got {type(optim).__name__}: {optim!r}"
+            )
+        self.optim = optim
+
+    def unwrap(self) -> Optimizer:
+        """The user's optimizer, below every wrapper."""
+        return self.optim.unwrap() if isinstance(self.optim, OptimizerWrapper) else self.optim
+
+    # What training scripts call
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass of ``loss``; the other arguments are those of ``torch.Tensor.backward``."""
+        self.scale_loss(loss).backward(*args, **kwargs)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """``loss`` as it enters the backward pass."""
+        return loss
+
+    def unscale_grad(self) -> None:
+        """Take the factor of ``scale_loss`` out of the gradients, if it is still in them."""
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clip every element of every gradient to ``[-clip_value, clip_value]``."""
+        self.unscale_grad()
+        torch.nn.utils.clip_grad_value_(self.parameters(), clip_value)
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients so that their norm, taken over the whole model, is at most ``max_norm``.
+
+        Returns the norm before clipping.
+        """
+        self.unscale_grad()
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups, in order."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # What torch calls.  The base class defines these, so __getattr__ would never be asked for them.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self.optim.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optim.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optim.defaults = value
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.optim.step(*args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.optim.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.optim.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.optim.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_load_state_dict_post_hook(hook, prepend)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # before __init__ (copy, pickle) there is no optimizer to ask
+            raise AttributeError(f"this {type(self).__name__} wraps no optimizer yet")
+        return getattr(self.optim, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a learning-rate scheduler replaces `step` by a closure of its own, which cannot be pickled
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
+
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("count", torch.zeros(1))
+        self.config = {"width": 3}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def generate(self) -> str:
+        return "text"
+
+
+def _trained() -> tuple[nn.Linear, OptimizerWrapper]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = OptimizerWrapper(torch.optim.Adam(model.parameters(), lr=0.1))
+    optimizer.backward(model(torch.ones(4, 3)).square().sum())
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_wrapped_model_has_the_names_values_and_attributes_of_the_model() -> None:
+    net = Net()
+    model = ModelWrapper(ModelWrapper(net))
+    x = torch.randn(5, 3)
+    assert torch.equal(model(x), net(x))
+    assert model.unwrap() is net
+    assert model.config is net.config
+    assert model.generate() == "text"
+    assert list(model.state_dict()) == list(net.state_dict())
+    assert [n for n, _ in model.named_parameters()] == ["linear.weight", "linear.bias"]
+    assert [n for n, _ in model.named_buffers()] == ["count"]
+    assert list(model.named_parameters(recurse=False)) == []
+    assert next(model.parameters()) is net.linear.weight
+    model.eval()
+    assert not net.linear.training
+    model.to(torch.float64)
+    assert net.linear.weight.dtype is torch.float64
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        _ = model.absent
+
+
+def test_a_wrapped_model_loads_a_plain_state_dict() -> None:
+    source, model = Net(), ModelWrapper(Net())
+    model.load_state_dict(source.state_dict())
+    assert torch.equal(model.unwrap().linear.weight, source.linear.weight)  # type: ignore[union-attr]
+
+
+def test_a_wrapped_model_inside_a_larger_module_round_trips() -> None:
+    larger, other = nn.Sequential(ModelWrapper(Net())), nn.Sequential(ModelWrapper(Net()))
+    other.load_state_dict(larger.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(larger.parameters(), other.parameters(), strict=True))
+
+
+def test_a_wrapped_model_copies_and_pickles() -> None:
+    model = ModelWrapper(Net())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin.linear.weight, model.linear.weight)
+        assert twin.linear.weight is not model.linear.weight
+
+
+def test_only_modules_and_optimizers_are_wrapped() -> None:
+    with pytest.raises(TypeError, match=r"ModelWrapper wraps a torch.nn.Module, got function"):
+        ModelWrapper(lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"OptimizerWrapper wraps a torch.optim.Optimizer, got Linear"):
+        OptimizerWrapper(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_a_wrapped_optimizer_shares_everything_with_the_optimizer() -> None:
+    _, optimizer = _trained()
+    inner = optimizer.unwrap()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    optimizer.load_state_dict(optimizer.state_dict())  # replaces the inner groups by new ones
+    assert optimizer.param_groups is inner.param_groups
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(inner.param_groups) == 2
+    assert len(optimizer.parameters()) == 3
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("step"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("state"))
+    optimizer.step()
+    optimizer.state_dict()
+    assert calls == ["step", "state"]
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in optimizer.parameters())
+    assert "Adam" in repr(optimizer)
+    assert OptimizerWrapper(optimizer).unwrap() is inner
+
+
+def _one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=0.5, total_steps=6)
+
+
+def _step_lr(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+@pytest.mark.parametrize("make", [_step_lr, _one_cycle])
+@pytest.mark.parametrize("before", [True, False])
+def test_schedulers_built_before_and_after_wrapping_agree_with_torch(
+    make: Callable[[torch.optim.Optimizer], LRScheduler], before: bool
+) -> None:
+    def rates(wrap: bool) -> list[float]:
+        raw = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+        scheduler = make(raw) if before or not wrap else None
+        optimizer: torch.optim.Optimizer = OptimizerWrapper(raw) if wrap else raw
+        scheduler = scheduler or make(optimizer)
+        seen = []
+        for _ in range(5):
+            optimizer.step()
+            scheduler.step()
+            seen.append(optimizer.param_groups[0]["lr"])
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "error"
+        )  # torch warns when a scheduler believes that no optimizer step was made
+        assert rates(wrap=True) == rates(wrap=False)
+
+
+def test_a_wrapped_optimizer_pickles_also_with_a_scheduler_attached() -> None:
+    _, optimizer = _trained()
+    StepLR(optimizer, step_size=1)
+    twin = pickle.loads(pickle.dumps(optimizer))
+    assert twin.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert [s["step"] for s in twin.state.values()] == [1, 1]
+    for p in twin.parameters():
+        p.grad = torch.ones_like(p)
+    twin.step()
+    assert [s["step"] for s in twin.state.values()] == [2, 2]
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    twin.load_state_dict(torch.load(buffer, weights_only=True))
+
+
+def test_clipping_equals_torch() -> None:
+    for clip, reference in (
+        (lambda o: o.clip_grad_by_norm(0.5), lambda p: nn.utils.clip_grad_norm_(p, 0.5)),
+        (lambda o: o.clip_grad_by_norm(0.5, 1.0), lambda p: nn.utils.clip_grad_norm_(p, 0.5, 1.0)),
+        (lambda o: o.clip_grad_by_value(0.1), lambda p: nn.utils.clip_grad_value_(p, 0.1)),
+    ):
+        model, optimizer = _trained()
+        twin = copy.deepcopy(model)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert p.grad is not None
+            q.grad = p.grad.clone()
+        norm, expected = clip(optimizer), reference(twin.parameters())
+        assert (norm is None) == (expected is None)
+        if norm is not None:
+            assert torch.equal(norm, expected)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_a_norm_that_is_not_finite_can_be_an_error() -> None:
+    model, optimizer = _trained()
+    assert model.weight.grad is not None
+    model.weight.grad[0, 0] = float("inf")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        optimizer.clip_grad_by_norm(1.0, error_if_nonfinite=True)
