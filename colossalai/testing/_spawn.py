@@ -20,7 +20,7 @@ from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from colossalai.testing._handle import RankHandle, ask_all, pump
 from colossalai.testing._rank import IMPATIENT, Assignment, Raised, Returned
