@@ -170,12 +170,6 @@ class Launcher:
     # after it
 
     def _tell(self, outcome: Outcome) -> None:
-        sys.stdout.flush()
-        if outcome.stopped_by is None:
-            if outcome.failures:
-                print(failure.describe(outcome.failures), file=sys.stderr)
-            for message in outcome.messages:
-                print(f"Error: {message}", file=sys.stderr)
         if len(self._nodes) > 1:
             print("\n====== Training on All Nodes =====")
             for node in self._nodes:
@@ -183,6 +177,12 @@ class Launcher:
             print("\n====== Stopping All Nodes =====")
             for node in self._nodes:
                 print(f"{node.host}: finish")
+        sys.stdout.flush()
+        if outcome.stopped_by is None:
+            if outcome.failures:
+                print(failure.describe(outcome.failures), file=sys.stderr)
+            for message in outcome.messages:
+                print(f"Error: {message}", file=sys.stderr)
 
     # events and signals
 

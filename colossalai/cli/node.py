@@ -14,7 +14,7 @@ from collections import deque
 from queue import SimpleQueue
 from typing import IO, Any
 
-from colossalai.cli import hosts, wire
+from colossalai.cli import failure, hosts, wire
 from colossalai.cli.job import Job
 from colossalai.cli.node_agent import module_command
 from colossalai.cli.wire import Order
@@ -85,10 +85,10 @@ class Node:
         code = self._process.wait()
         if self._error_reader:
             self._error_reader.join(timeout=2.0)
-        said = "\n".join(self._errors) or f"it said nothing and ended with exit code {code}"
+        said = "".join(f": {line}" for line in ["\n".join(self._errors)] if line)
         if self.remote and code == 255:
-            return f"cannot reach host {self.host} by ssh: {said}"
-        return f"the node agent on {self.host} ended: {said}"
+            return f"cannot reach host {self.host} by ssh{said}"
+        return f"the node agent on {self.host} ended with {failure.exit_text(code)}{said}"
 
     def _start_captured(self) -> IO[bytes]:
         command = module_command(_AGENT, ["0", "1"])

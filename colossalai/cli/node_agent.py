@@ -246,10 +246,9 @@ def listen(port: int) -> socket.socket:
 
 
 def torchrun_command(job: dict[str, Any], notes: Path) -> list[str]:
-    arguments = [str(job["stop_timeout"]), *job["arguments"]]
-    if not any(argument.replace("-", "_").startswith("__log_dir") for argument in arguments):
-        arguments.insert(1, f"--log_dir={notes / 'torchrun'}")  # torch would leave one in /tmp after every run
-    return module_command("colossalai.cli._torchrun", arguments)
+    # torch would leave a folder in /tmp after every run; a --log_dir of the user comes later and wins
+    ours = [str(os.getpid()), str(job["stop_timeout"]), f"--log_dir={notes / 'torchrun'}"]
+    return module_command("colossalai.cli._torchrun", [*ours, *job["arguments"]])
 
 
 def module_command(module: str, arguments: list[str]) -> list[str]:
