@@ -1,8 +1,77 @@
 """The mesh-and-layout core: who talks to whom, where every tensor lies, and what it costs to move it.
 
+Read in this order: ``mesh`` (named axes), ``layout`` (where a tensor lies), ``movement`` (from one layout to another,
+with gradients), ``collectives`` (the counted primitives), ``matmul`` (one product for all modes), ``parameter``
+(placed parameters, gradient norm), ``random`` and ``initial`` (numbers that do not depend on the plan).
+
 This package imports nothing from the rest of ``colossalai``.
 """
 
+from colossalai.mesh.collectives import CommunicationLog, Transfer, count_communication
+from colossalai.mesh.initial import Constant, Normal, Uniform, ZeroRow, draw, initialize, place_parameters
+from colossalai.mesh.layout import Layout, local_range, local_shape, local_slices, replicated, shard
+from colossalai.mesh.matmul import MatmulPlan, matmul
 from colossalai.mesh.mesh import Axes, Mesh, mesh_coordinates, mesh_groups
+from colossalai.mesh.movement import (
+    all_to_all,
+    collect,
+    gather,
+    move,
+    redistribute,
+    reduce,
+    route,
+    scatter,
+    split,
+    spread,
+    total,
+    unshard,
+)
+from colossalai.mesh.parameter import clip_grads, full_shape, grad_norm, parameter, place, placement, use
+from colossalai.mesh.random import RandomStream, dropout_mask, random_key
 
-__all__ = ["Axes", "Mesh", "mesh_coordinates", "mesh_groups"]
+__all__ = [
+    "Axes",
+    "CommunicationLog",
+    "Constant",
+    "Layout",
+    "MatmulPlan",
+    "Mesh",
+    "Normal",
+    "RandomStream",
+    "Transfer",
+    "Uniform",
+    "ZeroRow",
+    "all_to_all",
+    "clip_grads",
+    "collect",
+    "count_communication",
+    "draw",
+    "dropout_mask",
+    "full_shape",
+    "gather",
+    "grad_norm",
+    "initialize",
+    "local_range",
+    "local_shape",
+    "local_slices",
+    "matmul",
+    "mesh_coordinates",
+    "mesh_groups",
+    "move",
+    "parameter",
+    "place",
+    "place_parameters",
+    "placement",
+    "random_key",
+    "redistribute",
+    "reduce",
+    "replicated",
+    "route",
+    "scatter",
+    "shard",
+    "split",
+    "spread",
+    "total",
+    "unshard",
+    "use",
+]

@@ -18,7 +18,7 @@ Axes = tuple[str, ...]
 def mesh_coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
     """The position of ``rank`` on every axis; no process group is needed."""
     coord = {}
-    for axis, size in reversed(axes.items()):
+    for axis, size in reversed(list(axes.items())):
         rank, coord[axis] = divmod(rank, size)
     return {axis: coord[axis] for axis in axes}
 
@@ -93,4 +93,6 @@ class Mesh:
             raise KeyError(f"the mesh has no axis {unknown[0]!r}; its axes are {', '.join(self.size)}")
 
     def __repr__(self) -> str:
-        return f"Mesh({', '.join(f'{a}={n}' for a, n in self.size.items())}; rank {self.rank} at {self.coord})"
+        return (
+            f"Mesh({', '.join(f'{a}={n}' for a, n in self.size.items())}; rank {self.rank} at {self.coord})"
+        )

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 DEFAULT_TIMEOUT = 60.0
 

@@ -1,0 +1,64 @@
+"""Everyday tools for training scripts: device, data loading, timers, memory, activation checkpointing."""
+
+from __future__ import annotations
+
+from colossalai.utils.activation_checkpoint import checkpoint, register_random_state
+from colossalai.utils.common import conditional_context, disposable, ensure_path_exists, print_rank_0
+from colossalai.utils.dataloader import DataParallelSampler, get_dataloader
+from colossalai.utils.device import empty_cache, get_current_device, set_to_cuda, synchronize
+from colossalai.utils.memory import (
+    colo_device_memory_capacity,
+    colo_device_memory_used,
+    colo_get_cpu_memory_capacity,
+    colo_set_cpu_memory_capacity,
+    colo_set_process_memory_fraction,
+    report_memory_usage,
+)
+from colossalai.utils.parallel import (
+    is_ddp_ignored,
+    is_dp_rank_0,
+    is_model_parallel_parameter,
+    is_no_pp_or_last_stage,
+    is_tp_rank_0,
+    is_using_ddp,
+    is_using_pp,
+    is_using_sequence,
+    switch_virtual_pipeline_parallel_rank,
+    sync_model_param,
+)
+from colossalai.utils.tensor_detector import TensorDetector
+from colossalai.utils.timer import MultiTimer, Timer
+
+__all__ = [
+    "DataParallelSampler",
+    "MultiTimer",
+    "TensorDetector",
+    "Timer",
+    "checkpoint",
+    "colo_device_memory_capacity",
+    "colo_device_memory_used",
+    "colo_get_cpu_memory_capacity",
+    "colo_set_cpu_memory_capacity",
+    "colo_set_process_memory_fraction",
+    "conditional_context",
+    "disposable",
+    "empty_cache",
+    "ensure_path_exists",
+    "get_current_device",
+    "get_dataloader",
+    "is_ddp_ignored",
+    "is_dp_rank_0",
+    "is_model_parallel_parameter",
+    "is_no_pp_or_last_stage",
+    "is_tp_rank_0",
+    "is_using_ddp",
+    "is_using_pp",
+    "is_using_sequence",
+    "print_rank_0",
+    "register_random_state",
+    "report_memory_usage",
+    "set_to_cuda",
+    "switch_virtual_pipeline_parallel_rank",
+    "sync_model_param",
+    "synchronize",
+]

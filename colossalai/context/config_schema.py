@@ -1,0 +1,107 @@
+"""The reserved words of a config, what each may hold, and the refusal of everything that looks like one but is not.
+
+A config holds features (the lower-case words of ``FEATURES``) and hyper-parameters (every other name).  A
+misspelt feature would silently train without it, so a near miss of a reserved word is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colossalai.context.config import Config, ConfigException
+from colossalai.context.spelling import misspelt
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a reserved word holds, in words and as a test.  ``None`` always means: not set."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_list_of_handlers(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(h, Mapping) and "type" in h for h in value)
+
+
+_DICT = Rule("a dict", lambda value: isinstance(value, Mapping))
+_BOOL = Rule("True or False", lambda value: isinstance(value, bool))
+_COUNT = Rule("a positive integer", is_positive_int)
+_HANDLERS = Rule("a list of dicts that have a 'type'", _is_list_of_handlers)
+_ANYTHING = Rule("anything", lambda value: True)
+
+FEATURES: dict[str, Rule] = {
+    "parallel": _DICT,
+    "fp16": _DICT,
+    "zero": _DICT,
+    "torch_ddp": _DICT,
+    "gradient_handler": _HANDLERS,
+    "gradient_handlers": _HANDLERS,
+    "gradient_accumulation": _COUNT,
+    "clip_grad_norm": Rule("a number that is not negative", lambda value: is_number(value) and value >= 0),
+    "cudnn_benchmark": _BOOL,
+    "cudnn_deterministic": _BOOL,
+    "model": _ANYTHING,
+}
+
+# The one hyper-parameter whose meaning is ours as well: the pipeline schedule reads it.
+READ_BY_FEATURES: dict[str, Rule] = {"NUM_MICRO_BATCHES": _COUNT}
+
+
+def load_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
+    """The checked ``Config`` for any form a user may give: a dict, the path of a file, or nothing."""
+    if isinstance(config, (str, Path)):
+        loaded = Config.from_file(config)
+    elif config is None or isinstance(config, Mapping):
+        loaded = Config(config or {})
+    else:
+        raise ConfigException(
+            f"config must be a dict, a Config or the path of a .py or .json file, got {type(config).__name__}: {config!r}"
+        )
+    check_config(loaded)
+    return loaded
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Refuse misspelt reserved words and reserved words of a wrong type.  The ``parallel`` dict has its own check."""
+    for key, value in config.items():
+        if not isinstance(key, str):
+            raise ConfigException(f"config keys are names, got the {type(key).__name__} {key!r}")
+        if (meant := _misspelt_feature(key, value)) is not None:
+            raise ConfigException(
+                f"config key {key!r} is not a feature; did you mean {meant!r}? "
+                f"If it is a hyper-parameter of yours, give it a name less like {meant!r}"
+            )
+        rule = FEATURES.get(key) or READ_BY_FEATURES.get(key)
+        if rule is not None and value is not None and not rule.holds(value):
+            comma = "; is there a comma at the end of the line?" if _is_stray_tuple(rule, value) else ""
+            raise ConfigException(
+                f"config key {key!r} must be {rule.words}, got {type(value).__name__} {value!r}{comma}"
+            )
+    if config.get("gradient_handler") is not None and config.get("gradient_handlers") is not None:
+        raise ConfigException(
+            "config has both 'gradient_handler' and 'gradient_handlers', two names of one thing; keep one"
+        )
+
+
+def _misspelt_feature(key: str, value: Any) -> str | None:
+    meant = misspelt(key, tuple(FEATURES))
+    # By convention a hyper-parameter is in capitals (GRADIENT_ACCUMULATION = 4), but a whole section is not one.
+    if meant is not None and key.isupper() and not isinstance(value, Mapping):
+        return None
+    return meant
+
+
+def _is_stray_tuple(rule: Rule, value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 1 and rule.holds(value[0])

@@ -1,0 +1,199 @@
+"""The collectives of the core, on one mesh axis each, and the account of what they moved.
+
+Nothing else in the core talks to ``torch.distributed``, so :func:`count_communication` sees every byte.  On an axis
+of size 1 each function returns its input and nothing is counted.
+
+Pieces may differ in length by one (see :func:`colossalai.mesh.layout.piece`); ``length`` is then the length of the
+whole dim.  Backends want equal pieces, so uneven ones travel padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
+from colossalai.mesh.layout import piece
+from colossalai.mesh.mesh import Mesh
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"]
+
+# How often the whole tensor crosses the wire from one rank, in units of (p - 1) / p, with a ring.
+_RING_PASSES: dict[str, int] = {
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_reduce": 2,
+    "all_to_all": 1,
+}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective as one rank saw it."""
+
+    kind: Kind
+    axis: str
+    size: int
+    """Ranks that took part."""
+    bytes: int
+    """Size of the whole tensor: what a gather yields, and what the other kinds take."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes this rank sends with the ring algorithm; broadcast and reduce are pipelined, one pass."""
+        if self.kind in _RING_PASSES:
+            return _RING_PASSES[self.kind] * self.bytes * (self.size - 1) / self.size
+        return float(self.bytes)
+
+
+@dataclass
+class CommunicationLog:
+    """The collectives issued on this rank while :func:`count_communication` was active, in order."""
+
+    transfers: list[Transfer] = field(default_factory=list)
+
+    def calls(self, kind: Kind | None = None, axis: str | None = None) -> int:
+        return sum(1 for _ in self._matching(kind, axis))
+
+    def bytes(self, kind: Kind | None = None, axis: str | None = None) -> int:
+        return sum(t.bytes for t in self._matching(kind, axis))
+
+    def sent(self, kind: Kind | None = None, axis: str | None = None) -> float:
+        return sum(t.sent for t in self._matching(kind, axis))
+
+    def table(self) -> str:
+        """One line per kind and axis, for people."""
+        lines = [f"{'collective':16}{'axis':8}{'ranks':>6}{'calls':>8}{'bytes':>16}{'sent per rank':>16}"]
+        for kind, axis, size in dict.fromkeys((t.kind, t.axis, t.size) for t in self.transfers):
+            calls, total, sent = self.calls(kind, axis), self.bytes(kind, axis), self.sent(kind, axis)
+            lines.append(f"{kind:16}{axis:8}{size:6}{calls:8}{total:16,}{sent:16,.0f}")
+        return "\n".join(lines)
+
+    def _matching(self, kind: Kind | None, axis: str | None) -> Iterator[Transfer]:
+        return (t for t in self.transfers if kind in (None, t.kind) and axis in (None, t.axis))
+
+
+_active_logs: list[CommunicationLog] = []
+
+
+@contextmanager
+def count_communication() -> Iterator[CommunicationLog]:
+    """Count every collective that the core issues on this rank, forward and backward, inside the block."""
+    log = CommunicationLog()
+    _active_logs.append(log)
+    try:
+        yield log
+    finally:
+        # by identity: two logs that saw the same transfers are equal
+        _active_logs[:] = [other for other in _active_logs if other is not log]
+
+
+def _record(kind: Kind, mesh: Mesh, axis: str, nbytes: int) -> None:
+    for log in _active_logs:
+        log.transfers.append(Transfer(kind, axis, mesh.size[axis], nbytes))
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int, length: int | None = None) -> Tensor:
+    """The pieces of all ranks of ``axis``, joined along ``dim``."""
+    parts = mesh.size[axis]
+    if parts == 1:
+        return x
+    longest = x.size(dim) if length is None else -(-length // parts)
+    x = _padded(x, dim, longest).contiguous()
+    gathered = x.new_empty((parts, *x.shape))
+    all_gather_single(gathered.flatten(0, 1), x, group=mesh.group(axis))
+    _record("all_gather", mesh, axis, _nbytes(gathered))
+    if dim == 0 and (length is None or length % parts == 0):
+        return gathered.flatten(0, 1)
+    pieces = gathered.unbind(0)
+    if length is not None:
+        pieces = tuple(t.narrow(dim, 0, piece(length, parts, i)[1]) for i, t in enumerate(pieces))
+    return torch.cat(pieces, dim)
+
+
+def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: bool = False) -> Tensor:
+    """This rank's piece along ``dim`` of the sum over ``axis``."""
+    parts = mesh.size[axis]
+    if parts == 1:
+        return x
+    pieces = _pieces(x, mesh, axis, dim, uneven)
+    own = pieces[mesh.coord[axis]].size(dim)
+    stacked = torch.stack([_padded(t, dim, pieces[0].size(dim)) for t in pieces])
+    out = torch.empty_like(stacked[0])
+    reduce_scatter_single(out, stacked.flatten(0, 1), group=mesh.group(axis))
+    _record("reduce_scatter", mesh, axis, _nbytes(stacked))
+    return out.narrow(dim, 0, own).contiguous()
+
+
+def all_reduce(x: Tensor, mesh: Mesh, axis: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The sum (or ``op``) over ``axis``, on every rank; ``x`` is left as it is."""
+    if mesh.size[axis] == 1:
+        return x
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, op=op, group=mesh.group(axis))
+    _record("all_reduce", mesh, axis, _nbytes(x))
+    return x
+
+
+def all_to_all(x: Tensor, mesh: Mesh, axis: str, uncut: int, cut: int, length: int | None = None) -> Tensor:
+    """From pieces along dim ``uncut`` to pieces along dim ``cut``; ``length`` is the whole length of ``uncut``."""
+    parts = mesh.size[axis]
+    if parts == 1:
+        return x
+    pieces = _pieces(x, mesh, axis, cut, uneven=length is not None)
+    own = pieces[mesh.coord[axis]].size(cut)
+    longest = x.size(uncut) if length is None else -(-length // parts)
+    sent = torch.stack([_padded(_padded(t, cut, pieces[0].size(cut)), uncut, longest) for t in pieces])
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=mesh.group(axis))
+    _record("all_to_all", mesh, axis, _nbytes(sent))
+    lengths = [longest if length is None else piece(length, parts, i)[1] for i in range(parts)]
+    arrived = [
+        t.narrow(uncut, 0, n).narrow(cut, 0, own) for t, n in zip(received.unbind(0), lengths, strict=True)
+    ]
+    return torch.cat(arrived, uncut)
+
+
+def cut(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: bool = False) -> Tensor:
+    """This rank's piece of an identical tensor; no communication."""
+    if mesh.size[axis] == 1:
+        return x
+    return _pieces(x, mesh, axis, dim, uneven)[mesh.coord[axis]].contiguous()
+
+
+def broadcast(x: Tensor, mesh: Mesh, axis: str, source: int) -> Tensor:
+    """What the rank at coordinate ``source`` of ``axis`` holds; the others pass a tensor of the same shape."""
+    if mesh.size[axis] == 1:
+        return x
+    x = x.clone(memory_format=torch.contiguous_format) if mesh.coord[axis] == source else torch.empty_like(x)
+    group = mesh.group(axis)
+    dist.broadcast(x, src=dist.get_global_rank(group, source), group=group)
+    _record("broadcast", mesh, axis, _nbytes(x))
+    return x
+
+
+def _pieces(x: Tensor, mesh: Mesh, axis: str, dim: int, uneven: bool) -> list[Tensor]:
+    parts, size = mesh.size[axis], x.size(dim)
+    if size % parts and not uneven:
+        raise ValueError(
+            f"dim {dim} of size {size} cannot be cut into {parts} equal parts by axis {axis!r}; choose a multiple of {parts}"
+        )
+    return [x.narrow(dim, *piece(size, parts, i)) for i in range(parts)]
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    if x.size(dim) == size:
+        return x
+    rest = list(x.shape)
+    rest[dim] = size - x.size(dim)
+    return torch.cat([x, x.new_zeros(rest)], dim)

@@ -1,0 +1,147 @@
+"""Activation checkpointing: keep only the inputs of a function, and run it again in the backward pass.
+
+torch does the checkpointing; this adds two things.  The inputs can wait for the backward pass in host memory.
+And every random stream that the function may draw from is put back where it was, so that dropout drops the same
+elements in the second run: torch's own streams, one per parallel mode of ``colossalai.context.random``, and
+whatever else was given to ``register_random_state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from colossalai.context import random as mode_random
+from colossalai.utils.device import cuda_in_use
+
+GetState = Callable[[], Any]
+SetState = Callable[[Any], None]
+
+
+def checkpoint(
+    function: Callable[..., Any], activation_offload: bool, *args: Any, use_reentrant: bool = True
+) -> Any:
+    """``function(*args)``, without keeping what it computes on the way for the backward pass.
+
+    With ``activation_offload``, the tensors among ``args`` wait for the backward pass in host memory.
+    ``use_reentrant`` chooses torch's implementation.  The reentrant one sees only tensors that are arguments
+    themselves; where one inside a list or dict needs a gradient, or none of the arguments does (the parameters
+    may), it would lose gradients, so the other one is used.
+    """
+    if not callable(function):
+        raise TypeError(f"checkpoint runs a function or module, got {type(function).__name__}")
+    if not isinstance(activation_offload, bool):
+        raise TypeError(
+            f"checkpoint(function, activation_offload, *args): activation_offload is True or False, "
+            f"got {type(activation_offload).__name__}"
+        )
+    if not torch.is_grad_enabled():
+        return function(*args)
+    offload = saved_tensors_hooks(_to_host, _to_device) if activation_offload else nullcontext()
+    with offload:
+        return torch_checkpoint(
+            _SameRandomNumbers(function),
+            *args,
+            use_reentrant=use_reentrant and _reentrant_is_safe(args),
+            preserve_rng_state=False,  # _SameRandomNumbers does it, for more streams
+        )
+
+
+def register_random_state(get_state: GetState, set_state: SetState) -> None:
+    """Add a random stream that a second run must repeat.
+
+    ``get_state()`` returns a value that later draws do not change; ``set_state(value)`` goes back to it.
+    """
+    _random_states.append((get_state, set_state))
+
+
+class _SameRandomNumbers:
+    """A function whose every call after the first draws the random numbers of the first, and then forgets it did."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._states: list[Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._states is None:
+            self._states = _get_states()
+            return self._function(*args)
+        now = _get_states()
+        _set_states(self._states)
+        try:
+            return self._function(*args)
+        finally:
+            _set_states(now)
+
+
+def _reentrant_is_safe(args: tuple[Any, ...]) -> bool:
+    leaves = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    direct = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+    return 0 < len(direct) == len(leaves)
+
+
+def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    if tensor.device.type == "cpu":
+        return tensor.device, tensor
+    if tensor.device.type != "cuda" or type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+        return tensor.device, tensor.cpu()
+    host = torch.empty_like(
+        tensor, device="cpu", pin_memory=True
+    )  # keeps the strides, and so the same kernels
+    host.copy_(tensor, non_blocking=True)
+    return tensor.device, host
+
+
+def _to_device(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    device, tensor = packed
+    return tensor.to(device, non_blocking=True)
+
+
+def _get_states() -> list[Any]:
+    return [get_state() for get_state, _ in _random_states]
+
+
+def _set_states(states: list[Any]) -> None:
+    # Backwards: torch's streams come last, because changing the parallel mode reads and writes them. A stream
+    # that was registered after the first run has no state to go back to.
+    for (_, set_state), state in reversed(list(zip(_random_states, states, strict=False))):
+        set_state(state)
+
+
+def _get_torch_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda_in_use() else []
+
+
+def _set_torch_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    cpu, cuda = state
+    torch.set_rng_state(cpu)
+    torch.cuda.set_rng_state_all(cuda)
+
+
+def _get_mode_states() -> tuple[Any, dict[Any, torch.Tensor]] | None:
+    mode = mode_random.get_current_mode()
+    if mode is None:  # not launched
+        return None
+    mode_random.sync_states()
+    return mode, mode_random.get_states(copy=True)
+
+
+def _set_mode_states(state: tuple[Any, dict[Any, torch.Tensor]] | None) -> None:
+    if state is None:
+        return
+    mode, states = state
+    mode_random.set_mode(mode)
+    for each, its_state in states.items():
+        mode_random.set_seed_states(each, its_state)
+
+
+_random_states: list[tuple[GetState, SetState]] = [
+    (_get_torch_state, _set_torch_state),
+    (_get_mode_states, _set_mode_states),
+]

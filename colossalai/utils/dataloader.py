@@ -1,0 +1,118 @@
+"""Data loaders in which each data-parallel rank reads its share of the dataset.
+
+Ranks that work on the same samples (one tensor- or pipeline-parallel group) must also see the same random
+augmentations, so everything random here depends on the data-parallel rank, never on the global one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from colossalai.logging import get_dist_logger
+from colossalai.registry import DATA_SAMPLERS
+
+
+@DATA_SAMPLERS.register_module
+class DataParallelSampler(Sampler[int]):
+    """The indices of this data-parallel rank: every rank gets equally many, together they cover the dataset.
+
+    When the dataset does not divide evenly, some samples appear twice, or, with ``drop_last``, the rest is left
+    out.  With ``shuffle``, each pass has another order: the n-th pass is drawn from ``seed + n``, so every rank
+    must start equally many passes (``set_epoch`` sets n for the next one).
+    """
+
+    def __init__(
+        self, dataset: Dataset, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.rank, self.num_replicas = data_parallel_place()
+        size = len(cast(Sized, dataset))
+        self.num_samples = size // self.num_replicas if drop_last else -(-size // self.num_replicas)
+        if self.num_samples == 0:
+            raise ValueError(
+                f"a dataset of {size} samples has none for each of {self.num_replicas} data-parallel ranks; "
+                f"use a larger dataset, fewer ranks or drop_last=False"
+            )
+
+    def __iter__(self) -> Iterator[int]:
+        indices = self._order(len(cast(Sized, self.dataset)))
+        self.epoch += 1
+        total = self.num_samples * self.num_replicas
+        while len(indices) < total:
+            indices += indices[: total - len(indices)]
+        return iter(indices[self.rank : total : self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be pass number ``epoch``."""
+        self.epoch = epoch
+
+    def _order(self, size: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(size))
+        return torch.randperm(size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+
+
+def get_dataloader(
+    dataset: Dataset,
+    shuffle: bool = False,
+    seed: int = 1024,
+    add_sampler: bool = True,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    **kwargs: Any,
+) -> DataLoader:
+    """A ``DataLoader`` for this data-parallel rank; ``batch_size`` (in ``kwargs``) is that of one rank.
+
+    With ``add_sampler`` and more than one data-parallel rank, a ``DataParallelSampler`` divides the dataset; a
+    ``sampler`` or ``batch_sampler`` in ``kwargs`` takes its place.  ``seed`` decides the order of the samples
+    and the random numbers of the workers.  Other ``kwargs`` go to ``DataLoader``.
+    """
+    rank, size = data_parallel_place()
+    own_sampler = kwargs.get("sampler") is not None or kwargs.get("batch_sampler") is not None
+    if add_sampler and size > 1 and not own_sampler:
+        if isinstance(dataset, IterableDataset):
+            get_dist_logger().warning_once(
+                "get_dataloader cannot divide an IterableDataset: all data-parallel ranks read the same samples "
+                "unless the dataset divides them itself",
+                ranks=[0],
+            )
+        else:
+            kwargs["sampler"] = DataParallelSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last)
+            shuffle = False
+    # torch draws the seeds of its workers (python, numpy, torch) from this generator, anew for each pass
+    kwargs.setdefault("generator", torch.Generator().manual_seed(seed + rank))
+    return DataLoader(
+        dataset,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        pin_memory=pin_memory,
+        num_workers=num_workers,
+        **kwargs,
+    )
+
+
+def data_parallel_place() -> tuple[int, int]:
+    """This process's data-parallel rank and the number of such ranks.
+
+    Before a launch all ranks of ``torch.distributed`` count as data-parallel; without that there is one.
+    """
+    if gpc.is_initialized(ParallelMode.DATA):
+        return gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

@@ -1,0 +1,158 @@
+"""The same seed gives bit-equal whole weights for the serial model and for every plan, also made as pieces."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from colossalai.mesh import Layout, Mesh, Normal, initialize, place_parameters, placement, unshard
+from colossalai.nn.modes import TensorParallel, mode_1d, mode_2d, mode_2p5d, mode_3d, with_data_parallel
+from colossalai.testing import spawn
+from tests.mesh.world import start
+
+SEED = 42
+PLANS: dict[str, TensorParallel] = {
+    "1d": mode_1d(4),
+    "2d": mode_2d(2),
+    "2.5d": mode_2p5d(2, 2),
+    "3d": mode_3d(2),
+    "data-parallel": with_data_parallel(mode_1d(1), 4),
+    "zero3": with_data_parallel(mode_1d(1), 4, shard_weights=True),
+    "zero3-1d": with_data_parallel(mode_1d(2), 2, shard_weights=True),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.expand = nn.Linear(hidden, 4 * hidden)
+        self.contract = nn.Linear(4 * hidden, hidden)
+
+
+class TinyGPT(nn.Module):
+    """Ordinary torch modules: nothing in it knows about plans."""
+
+    def __init__(self, vocab: int = 64, hidden: int = 16, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, hidden, padding_idx=3)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(hidden))
+        self.scale.init = Normal(1.0, 0.02)
+
+
+def layouts(tp: TensorParallel, model: nn.Module) -> dict[str, Layout]:
+    table = {
+        "embedding.weight": tp.vocab,
+        "expand.weight": tp.expand.transposed(),
+        "expand.bias": tp.inner_feature,
+        "contract.weight": tp.contract.transposed(),
+        "contract.bias": tp.feature,
+        "norm.weight": tp.feature,
+        "norm.bias": tp.feature,
+        "scale": tp.feature,
+    }
+    return {n: next(v for k, v in table.items() if n.endswith(k)) for n, _ in model.named_parameters()}
+
+
+def _pieces(rank: int, world_size: int, port: int, plan: str) -> None:
+    start(rank, world_size, port)
+    tp = PLANS[plan]
+    mesh = Mesh(tp.axes)
+    serial = initialize(TinyGPT(), SEED)
+    torch.manual_seed(1000 + rank)  # what the ordinary generators hold must not matter
+    with torch.device("meta"):
+        model = TinyGPT()
+    place_parameters(model, layouts(tp, model), mesh)
+    initialize(model, SEED, mesh)
+    assert model.head.weight is model.embedding.weight
+    expected = dict(serial.named_parameters())
+    for name, p in model.named_parameters():
+        assert p.numel() == expected[name].numel() // mesh.group_size(*placement(p).sharded), name
+        assert torch.equal(unshard(p, placement(p), mesh), expected[name]), name
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_pieces_are_those_of_the_serial_model(plan: str) -> None:
+    spawn(_pieces, math.prod(PLANS[plan].axes.values()), plan=plan)
+
+
+def test_seeds_names_and_padding() -> None:
+    model = initialize(TinyGPT(), SEED)
+    again = initialize(TinyGPT(), SEED)
+    other = initialize(TinyGPT(), SEED + 1)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, again.get_parameter(name))
+        random = "norm" not in name
+        assert torch.equal(p, other.get_parameter(name)) is not random, name
+    first, second = (model.blocks[i].expand.weight for i in (0, 1))
+    assert not torch.equal(first, second)
+    assert model.embedding.weight[3].eq(0).all()
+    assert model.embedding.weight[4].ne(0).all()
+
+
+def test_distributions_are_torchs_own_defaults() -> None:
+    linear = initialize(nn.Linear(400, 300), SEED)
+    bound = 1 / math.sqrt(400)
+    assert linear.weight.abs().max() <= bound
+    # the standard deviation of a sample of n uniform numbers is off by less than about 1 / sqrt(n), relatively
+    assert linear.weight.std().item() == pytest.approx(
+        bound / math.sqrt(3), rel=4.5 / math.sqrt(linear.weight.numel())
+    )
+    conv = initialize(nn.Conv2d(8, 16, 3), SEED)
+    assert 0.9 / math.sqrt(72) < conv.weight.abs().max() <= 1 / math.sqrt(72)
+
+
+class Custom(nn.Module):
+    """Not in the table: drawn by its own reset_parameters, under a generator keyed by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 4))
+        self.register_buffer("table", torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.weight)
+        self.table.copy_(torch.arange(3.0))
+
+
+def _custom(rank: int, world_size: int, port: int) -> None:
+    start(rank, world_size, port)
+    mesh = Mesh({"tp": 2})
+    serial = initialize(nn.Sequential(Custom(), Custom()), SEED)
+    torch.manual_seed(rank)
+    with torch.device("meta"):
+        model = nn.Sequential(Custom(), Custom())
+    place_parameters(model, {"1.weight": Layout((("tp",), ()))}, mesh)
+    initialize(model, SEED, mesh)
+    assert torch.equal(model[0].weight, serial[0].weight)
+    assert torch.equal(unshard(model[1].weight, placement(model[1].weight), mesh), serial[1].weight)
+    assert not torch.equal(serial[0].weight, serial[1].weight)
+    assert torch.equal(model[1].table, torch.arange(3.0))
+
+
+def test_modules_without_a_recipe_use_their_own_reset() -> None:
+    spawn(_custom, 2)
+
+
+def test_errors() -> None:
+    class Unknown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+
+    with pytest.raises(
+        ValueError, match=r"nothing says how to draw the parameters of '0' \(Unknown\): set `param.init`"
+    ):
+        initialize(nn.Sequential(Unknown()), SEED)
+    with pytest.raises(ValueError, match="the model has no parameter 'bais'; it has weight, bias"):
+        place_parameters(nn.Linear(2, 2), {"bais": Layout(((),))}, None)
+    with pytest.raises(ValueError, match=r"build the model under torch\.device"):
+        place_parameters(nn.Linear(2, 2), {"bias": Layout(((),))}, None)

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colossalai.utils import activation_checkpoint as module
+from colossalai.utils import checkpoint, get_current_device, register_random_state
+
+BOTH = pytest.mark.parametrize("use_reentrant", [True, False])
+OFFLOAD = pytest.mark.parametrize("offload", [False, True])
+
+
+def _block(dropout: float = 0.5) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.GELU(), nn.Dropout(dropout), nn.Linear(8, 6), nn.Dropout(dropout)
+    ).to(get_current_device())
+
+
+def _train(
+    run: Callable[[nn.Module, torch.Tensor], torch.Tensor], inputs_need_grad: bool = True
+) -> list[torch.Tensor]:
+    """Output, gradients, and random numbers drawn between forward and backward and after, for one step."""
+    block = _block()
+    x = torch.linspace(-1, 1, 30, device=get_current_device()).view(5, 6).requires_grad_(inputs_need_grad)
+    torch.manual_seed(2)
+    y = run(block, x)
+    between = torch.rand(3, device=x.device)
+    y.square().sum().backward()
+    after = torch.rand(3, device=x.device)
+    gradients = [p.grad for p in block.parameters()] + ([x.grad] if inputs_need_grad else [])
+    return [y.detach(), between, after, *gradients]  # type: ignore[list-item]
+
+
+def _assert_same(
+    run: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    plain: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda block, x: block(x),
+    **kwargs: Any,
+) -> None:
+    for got, expected in zip(_train(run, **kwargs), _train(plain, **kwargs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@BOTH
+@OFFLOAD
+def test_gradients_equal_those_without_checkpointing(use_reentrant: bool, offload: bool) -> None:
+    _assert_same(lambda block, x: checkpoint(block, offload, x, use_reentrant=use_reentrant))
+
+
+@BOTH
+@OFFLOAD
+def test_nested(use_reentrant: bool, offload: bool) -> None:
+    def outer(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            x = torch.nn.functional.dropout(x)
+            return block(checkpoint(block, offload, x, use_reentrant=use_reentrant))
+
+        return checkpoint(twice, offload, x, use_reentrant=use_reentrant)
+
+    def plain(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(block(torch.nn.functional.dropout(x)))
+
+    _assert_same(outer, plain)
+
+
+@BOTH
+def test_several_blocks_are_recomputed_in_reverse_order(use_reentrant: bool) -> None:
+    def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = checkpoint(block, True, x, use_reentrant=use_reentrant)
+        return x
+
+    _assert_same(run, lambda block, x: block(block(block(x))))
+
+
+@BOTH
+def test_inputs_without_gradient_do_not_lose_those_of_the_parameters(use_reentrant: bool) -> None:
+    _assert_same(
+        lambda block, x: checkpoint(block, False, x, use_reentrant=use_reentrant), inputs_need_grad=False
+    )
+
+
+@BOTH
+def test_tensors_inside_a_structure_get_their_gradients(use_reentrant: bool) -> None:
+    def mixed(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def function(a: torch.Tensor, rest: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
+            return block(a * scale) * rest["b"]
+
+        both = x.exp()  # its graph is needed by the argument and by the tensor in the dict
+        return checkpoint(function, False, both, {"b": both.sin()}, 2.0, use_reentrant=use_reentrant)
+
+    def plain(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        both = x.exp()
+        return block(both * 2.0) * both.sin()
+
+    _assert_same(mixed, plain)
+
+
+@BOTH
+def test_several_outputs_and_arguments_that_are_not_tensors(use_reentrant: bool) -> None:
+    def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def function(x: torch.Tensor, nothing: None, n: int) -> tuple[torch.Tensor, int]:
+            return block(x), n
+
+        y, n = checkpoint(function, True, x, None, 3, use_reentrant=use_reentrant)
+        assert n == 3
+        return y
+
+    _assert_same(run)
+
+
+@BOTH
+def test_the_function_runs_again_in_the_backward_pass_only(use_reentrant: bool) -> None:
+    calls = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return x.sin().cos()
+
+    x = torch.ones(3, requires_grad=True)
+    y = checkpoint(function, False, x, use_reentrant=use_reentrant)
+    assert len(calls) == 1
+    y.sum().backward()
+    assert len(calls) == 2
+
+    with torch.no_grad():
+        checkpoint(function, False, x, use_reentrant=use_reentrant)
+    assert len(calls) == 3
+
+
+@BOTH
+def test_a_retained_graph_is_recomputed_alike_each_time(use_reentrant: bool) -> None:
+    block = _block()
+    x = torch.ones(2, 6, device=get_current_device(), requires_grad=True)
+    y = checkpoint(block, False, x, use_reentrant=use_reentrant).sum()
+    y.backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    torch.rand(1)
+    y.backward()
+    assert first is not None
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, first, rtol=0, atol=0)
+
+
+def test_autocast_is_repeated() -> None:
+    def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return checkpoint(block, False, x)
+
+    def plain(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return block(x)
+
+    _assert_same(run, plain)
+
+
+@pytest.fixture
+def own_stream() -> Iterator[random.Random]:
+    known = list(module._random_states)
+    stream = random.Random(0)
+    register_random_state(stream.getstate, stream.setstate)
+    yield stream
+    module._random_states[:] = known
+
+
+@BOTH
+def test_a_registered_stream_is_repeated(own_stream: random.Random, use_reentrant: bool) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x * own_stream.random()).sin()
+
+    x = torch.ones(3, requires_grad=True)
+    factor = random.Random(0).random()
+    y = checkpoint(function, False, x, use_reentrant=use_reentrant)
+    expected = own_stream.getstate()
+    y.sum().backward()
+    assert own_stream.getstate() == expected
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, factor * (torch.ones(3) * factor).cos())
+
+
+@BOTH
+def test_random_states_return_after_a_failed_second_run(
+    own_stream: random.Random, use_reentrant: bool
+) -> None:
+    calls = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(own_stream.random())
+        if len(calls) == 2:
+            raise RuntimeError("second run")
+        return x.sin()
+
+    y = checkpoint(function, False, torch.ones(3, requires_grad=True), use_reentrant=use_reentrant)
+    expected = own_stream.getstate()
+    with pytest.raises(RuntimeError, match="second run"):
+        y.sum().backward()
+    assert own_stream.getstate() == expected
+    assert calls[0] == calls[1]
+
+
+def test_a_stream_registered_between_the_runs_is_left_alone() -> None:
+    known = list(module._random_states)
+    y = checkpoint(torch.sin, False, torch.ones(3, requires_grad=True))
+    stream = random.Random(0)
+    try:
+        register_random_state(stream.getstate, stream.setstate)
+        y.sum().backward()
+    finally:
+        module._random_states[:] = known
+    assert stream.getstate() == random.Random(0).getstate()
+
+
+def test_wrong_arguments_are_explained() -> None:
+    with pytest.raises(TypeError, match=r"activation_offload is True or False, got Tensor"):
+        checkpoint(torch.sin, torch.ones(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="checkpoint runs a function or module, got Tensor"):
+        checkpoint(torch.ones(3), False)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@BOTH
+def test_offload_frees_device_memory(use_reentrant: bool) -> None:
+    held = {}
+    for offload in (False, True):
+        x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = x
+        for _ in range(4):
+            y = checkpoint(lambda t: t.sin().mul(1.5), offload, y, use_reentrant=use_reentrant)
+        held[offload] = torch.cuda.memory_allocated() - before
+        expected = torch.autograd.grad(_plain(x), x)[0]
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, expected)
+        del x, y, expected
+    assert held == {False: 4 * 4 * 1024**2, True: 4 * 1024**2}  # with offload only the last output stays
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(4):
+        x = x.sin().mul(1.5)
+    return x.sum()
+
+
+@pytest.mark.gpu
+def test_a_strided_input_comes_back_with_its_strides() -> None:
+    x = torch.randn(64, 32, device="cuda").t()
+    packed = module._to_host(x)
+    assert packed[1].is_pinned()
+    back = module._to_device(packed)
+    assert back.stride() == x.stride()
+    assert torch.equal(back, x)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import colossalai
+from colossalai import utils
+from colossalai.context import ParallelMode
+from colossalai.context.random import seed
+from colossalai.core import global_context as gpc
+from colossalai.logging import get_dist_logger
+from colossalai.testing import spawn
+
+QUESTIONS = (
+    utils.is_dp_rank_0,
+    utils.is_tp_rank_0,
+    utils.is_no_pp_or_last_stage,
+    utils.is_using_ddp,
+    utils.is_using_pp,
+    utils.is_using_sequence,
+)
+
+
+def _launch(rank: int, world_size: int, port: int, **parallel: Any) -> None:
+    colossalai.launch(
+        {"parallel": parallel}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False
+    )
+
+
+def _answers() -> str:
+    return "".join("1" if question() else "0" for question in QUESTIONS)
+
+
+def test_one_process_without_a_launch() -> None:
+    assert _answers() == "111000"
+    utils.sync_model_param(nn.Linear(2, 2), ParallelMode.DATA)
+
+
+def test_marks_of_parameters() -> None:
+    param = nn.Parameter(torch.ones(2))
+    assert not utils.is_model_parallel_parameter(param)
+    assert not utils.is_ddp_ignored(param)
+    param.is_tensor_parallel = True  # type: ignore[attr-defined]
+    param._ddp_to_ignore = True  # type: ignore[attr-defined]
+    assert utils.is_model_parallel_parameter(param)
+    assert utils.is_ddp_ignored(param)
+
+
+def _hybrid(rank: int, world_size: int, port: int) -> None:
+    _launch(rank, world_size, port, pipeline=2, tensor={"size": 2, "mode": "1d"})
+    # rank order: data, then pipeline, then tensor innermost
+    assert _answers() == f"{int(rank < 4)}{int(rank % 2 == 0)}{int(rank % 4 >= 2)}110"
+
+
+def _sequence(rank: int, world_size: int, port: int) -> None:
+    _launch(rank, world_size, port, tensor={"size": 2, "mode": "sequence"})
+    assert _answers() == f"1{int(rank == 0)}1001"
+
+
+def test_a_hybrid_plan() -> None:
+    spawn(_hybrid, 8)
+
+
+def test_a_sequence_plan() -> None:
+    spawn(_sequence, 2)
+
+
+def _sync(rank: int, world_size: int, port: int) -> None:
+    _launch(rank, world_size, port, tensor={"size": 2, "mode": "1d"})
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, float(rank))
+    utils.sync_model_param(model, ParallelMode.DATA)  # the groups (0, 2) and (1, 3)
+    assert model.weight.detach().unique().tolist() == [rank % 2]
+    assert model.weight.grad is None
+    utils.sync_model_param(model, ParallelMode.TENSOR)
+    assert model.weight.detach().unique().tolist() == [0]
+
+
+def test_parameters_are_made_equal_within_a_mode() -> None:
+    spawn(_sync, 4)
+
+
+def _virtual_rank(rank: int, world_size: int, port: int) -> None:
+    _launch(rank, world_size, port, pipeline=2)
+    gpc.set_virtual_pipeline_parallel_size(3)
+    gpc.set_virtual_pipeline_parallel_rank(1)
+    with utils.switch_virtual_pipeline_parallel_rank(2):
+        assert gpc.virtual_pipeline_parallel_rank == 2
+    assert gpc.virtual_pipeline_parallel_rank == 1
+    with pytest.raises(KeyError, match="mine"), utils.switch_virtual_pipeline_parallel_rank(0):
+        raise KeyError("mine")
+    assert gpc.virtual_pipeline_parallel_rank == 1
+
+
+def test_the_virtual_pipeline_rank_is_restored() -> None:
+    spawn(_virtual_rank, 2)
+
+
+def _dropouts(x: torch.Tensor) -> torch.Tensor:
+    x = nn.functional.dropout(x).sin()
+    with seed(ParallelMode.TENSOR):
+        x = nn.functional.dropout(x).cos()
+    return nn.functional.dropout(x).exp()
+
+
+def _step(reentrant: bool | None) -> list[torch.Tensor]:
+    """Output, gradient, and what each stream draws next, with or without checkpointing."""
+    gpc.set_seed(5)
+    x = torch.linspace(-1, 1, 50).requires_grad_()
+    y = _dropouts(x) if reentrant is None else utils.checkpoint(_dropouts, False, x, use_reentrant=reentrant)
+    with seed(ParallelMode.TENSOR):
+        torch.rand(2)
+    torch.rand(1)
+    if reentrant is not None:
+        with seed(ParallelMode.TENSOR):  # the backward pass may run in another mode than the forward pass
+            y.sum().backward()
+    else:
+        y.sum().backward()
+    after = torch.rand(4)
+    with seed(ParallelMode.TENSOR):
+        after_tensor = torch.rand(4)
+    assert x.grad is not None
+    return [y.detach(), x.grad, after, after_tensor]
+
+
+def _seeded_checkpoint(rank: int, world_size: int, port: int) -> None:
+    _launch(rank, world_size, port, tensor={"size": 2, "mode": "1d"})
+    plain = _step(None)
+    for reentrant in (True, False):
+        for got, expected in zip(_step(reentrant), plain, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    other = plain[0].clone()
+    dist.broadcast(other, src=0)
+    assert torch.equal(other, plain[0]) == (rank == 0)  # the tensor stream differs between its ranks
+
+
+def test_checkpoint_repeats_the_streams_of_the_parallel_modes() -> None:
+    spawn(_seeded_checkpoint, 2)
+
+
+def _log(rank: int, world_size: int, port: int, folder: str) -> None:
+    _launch(rank, world_size, port, tensor={"size": 2, "mode": "1d"})
+    logger = get_dist_logger()
+    logger.log_to_file(folder)
+    logger.info("first of its tensor group", parallel_mode=ParallelMode.TENSOR, ranks=[0])
+    logger.info("first of its data group", ParallelMode.DATA, [0])
+
+
+def test_the_logger_knows_the_parallel_modes(tmp_path: Any) -> None:
+    spawn(_log, 4, folder=str(tmp_path))
+    texts = [(tmp_path / f"rank_{rank}.log").read_text() for rank in range(4)]
+    assert [text.count("first of its tensor group") for text in texts] == [1, 0, 1, 0]
+    assert [text.count("first of its data group") for text in texts] == [1, 1, 0, 0]
