@@ -84,7 +84,9 @@ def _note(record: str, **fields: Any) -> None:
     partial = f"{record}.{os.getpid()}"
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     with open(partial, "w") as file:
-        json.dump({"rank": rank, "local_rank": local_rank, "pid": os.getpid(), "time": time.time(), **fields}, file)
+        json.dump(
+            {"rank": rank, "local_rank": local_rank, "pid": os.getpid(), "time": time.time(), **fields}, file
+        )
     os.replace(partial, record)  # the agent never sees half a file
 
 

@@ -57,7 +57,8 @@ def _limit_closing(grace: float) -> set[int]:
     """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
-    original, stopped = PContext.close, set()
+    original = PContext.close
+    stopped: set[int] = set()
 
     def close(self: PContext, death_sig: signal.Signals | None = None, timeout: float = grace) -> None:
         # the ranks are ending: an order to stop would only interrupt us and lose their exit codes
@@ -66,7 +67,7 @@ def _limit_closing(grace: float) -> set[int]:
         stopped.update(local_rank for local_rank, pid in self.pids().items() if _runs(pid))
         original(self, death_sig, grace)  # type: ignore[arg-type]
 
-    PContext.close = close  # type: ignore[assignment, method-assign]
+    PContext.close = close  # type: ignore[method-assign]
     return stopped
 
 

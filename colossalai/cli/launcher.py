@@ -160,7 +160,9 @@ class Launcher:
             if node.host not in outcome.done:
                 node.abandon()
                 outcome.done[node.host] = False
-                outcome.messages.append(f"{node.host} did not confirm that it stopped; look for processes left there")
+                outcome.messages.append(
+                    f"{node.host} did not confirm that it stopped; look for processes left there"
+                )
 
     def _order_the_living(self, outcome: Outcome, order: Order, *words: object) -> None:
         for node in self._nodes:

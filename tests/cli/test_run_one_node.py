@@ -18,7 +18,9 @@ HERE = Path(__file__).parent
 WORKER = HERE / "worker.py"
 
 
-def start(folder: Path, action: str, *, stop_timeout: float = 1.0, script: Sequence[object] = (WORKER,)) -> Command:
+def start(
+    folder: Path, action: str, *, stop_timeout: float = 1.0, script: Sequence[object] = (WORKER,)
+) -> Command:
     folder.mkdir(exist_ok=True)
     env = {"COLOSSALAI_STOP_TIMEOUT": str(stop_timeout), "TMPDIR": str(folder)}
     options = ["--nproc_per_node", 2, "--master_port", free_port(), *script[:-1]]
@@ -142,12 +144,29 @@ def assert_matches(result: Result, pattern: str) -> None:
     assert re.search(pattern, result.err), result
 
 
+def test_reader_of_our_output_leaves(tmp_path: Path) -> None:
+    """As in `colossalai run ... | head`.  Two names of this machine make two nodes without ssh."""
+    env = {"COLOSSALAI_STOP_TIMEOUT": "1", "TMPDIR": str(tmp_path)}
+    hosts = ["--host", "localhost,127.0.0.1", "--master_addr", "127.0.0.2", "--master_port", free_port()]
+    command = Command("run", *hosts, "--nproc_per_node", 1, WORKER, tmp_path, "talk", 1, env=env)
+    assert command.process.stdout
+    lines = [command.process.stdout.readline() for _ in range(10)]
+    assert b"127.0.0.1: a line\n" in lines
+    command.process.stdout.close()
+    command.process.stdout = None
+    wait_until(lambda: command.process.poll() is not None, seconds=20, what="the launcher")
+    assert command.process.returncode == 128 + signal.SIGPIPE
+    assert not survivors(command.mark)
+
+
 def test_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         result = run("run", "--nproc_per_node", 2, "--master_port", port, WORKER, tmp_path, "exit", 0)
     assert result.code == 1, result
-    assert_matches(result, f"^Error: port {port} cannot be used.*Address already in use.*--master_port {port + 1}\n$")
+    assert_matches(
+        result, f"^Error: port {port} cannot be used.*Address already in use.*--master_port {port + 1}\n$"
+    )
 
 
 def test_missing_script(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ class Command:
     def __init__(self, *arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None):
         self.mark = uuid.uuid4().hex
         environment = {**os.environ, "PYTHONPATH": str(ROOT), MARKER: self.mark, **(env or {})}
-        if "COLOSSALAI_SSH_OPTIONS" in environment:  # so that what ssh starts over there is marked from its birth
+        if (
+            "COLOSSALAI_SSH_OPTIONS" in environment
+        ):  # so that what ssh starts over there is marked from its birth
             environment["COLOSSALAI_SSH_OPTIONS"] += f" -o SetEnv={MARKER}={self.mark}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "colossalai", *map(str, arguments)],

@@ -6,6 +6,7 @@ stuck in a collective do.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -39,6 +40,9 @@ def act() -> None:
         sys.exit(7)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    while action == "talk":
+        print("a line", flush=True)
+        time.sleep(0.02)
     if action == "save":
         try:
             wait_forever()
@@ -57,6 +61,8 @@ if rank != actor:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 meet()
 print(f"rank {rank} of {world} is here", flush=True)
+if "ODD_VALUE" in os.environ:
+    print(json.dumps([os.environ["ODD_VALUE"], os.getcwd()]), flush=True)
 if rank == actor:
     act()
 else:

@@ -50,9 +50,7 @@ def _daemon(command: list[str], folder: Path, ready: Callable[[], bool], **optio
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, **options
         )
     try:
-        wait_until(
-            lambda: ready() or process.poll() is not None, seconds=20, what=f"{command[0]} to answer"
-        )
+        wait_until(lambda: ready() or process.poll() is not None, seconds=20, what=f"{command[0]} to answer")
         assert process.poll() is None, f"{command[0]} ended: {log.read_text()}"
         yield
     except TimeoutError as error:
@@ -130,7 +128,9 @@ def slurm() -> Iterator[dict[str, str]]:
         environment = {"SLURM_CONF": str(config)}
         daemons = {**os.environ, **environment}
         stack.enter_context(
-            _daemon([_sbin("slurmctld"), "-D"], folder, lambda: _slurm_says("UP", daemons, "ping"), env=daemons)
+            _daemon(
+                [_sbin("slurmctld"), "-D"], folder, lambda: _slurm_says("UP", daemons, "ping"), env=daemons
+            )
         )
         stack.enter_context(
             _daemon(
@@ -179,5 +179,3 @@ def _slurm_conf(folder: Path, munge_socket: Path, controller_port: int, node_por
             "",
         ]
     )
-
-

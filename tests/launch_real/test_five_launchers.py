@@ -31,7 +31,9 @@ GROUPS = {
 def expected() -> list[dict[str, Any]]:
     def view(rank: int) -> dict[str, Any]:
         mine = {mode: next(group for group in groups if rank in group) for mode, groups in GROUPS.items()}
-        return {mode: {"ranks": group, "sum": float(sum(2**r for r in group))} for mode, group in mine.items()}
+        return {
+            mode: {"ranks": group, "sum": float(sum(2**r for r in group))} for mode, group in mine.items()
+        }
 
     return [{"rank": rank, "groups": view(rank)} for rank in range(4)]
 
@@ -43,7 +45,9 @@ def check(output: str) -> None:
 
 def check_other(command: Sequence[object], env: dict[str, str] | None = None) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     check(done.stdout)
 
