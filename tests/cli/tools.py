@@ -34,12 +34,18 @@ def wait_until(condition: Callable[[], object], *, seconds: float, what: str) ->
         time.sleep(0.02)
 
 
+def environment_with_package() -> dict[str, str]:
+    """Ours, such that this copy of the package is imported from any folder."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
+
+
 class Command:
     """A running `colossalai ...` whose processes, on every host, carry a mark of their own."""
 
     def __init__(self, *arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None):
         self.mark = uuid.uuid4().hex
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), MARKER: self.mark, **(env or {})}
+        environment = {**environment_with_package(), MARKER: self.mark, **(env or {})}
         if (
             "COLOSSALAI_SSH_OPTIONS" in environment
         ):  # so that what ssh starts over there is marked from its birth

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.tools import ROOT, free_port, run
+from tests.cli.tools import environment_with_package, free_port, run
 from tests.launch_real import services
 
 REPORT = Path(__file__).parent / "report.py"
@@ -44,7 +43,7 @@ def check(output: str) -> None:
 
 
 def check_other(command: Sequence[object], env: dict[str, str] | None = None) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    environment = {**environment_with_package(), "OMP_NUM_THREADS": "1", **(env or {})}
     done = subprocess.run(
         list(map(str, command)), env=environment, capture_output=True, text=True, timeout=60
     )
