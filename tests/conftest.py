@@ -1,9 +1,44 @@
-"""Options and fixtures that every test shares."""
+"""Options and fixtures that every test shares.
+
+Tests run in one process and in any order, so a test that leaves something behind changes the tests after it.
+The fixtures here undo that, and fail the test that did it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+
+# What a test may change in torch for all tests after it: how to read it and how to set it.
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "cudnn.deterministic": (
+        lambda: torch.backends.cudnn.deterministic,
+        lambda value: setattr(torch.backends.cudnn, "deterministic", value),
+    ),
+    "cudnn.benchmark": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+    ),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,3 +51,69 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
         if "slow" in item.keywords and not config.getoption("--all-cases"):
             item.add_marker(pytest.mark.skip(reason="runs with --all-cases (make test-all)"))
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_restored() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    settings = {name: read() for name, (read, _) in _SETTINGS.items()}
+    children = _children()
+    yield
+    leaks = []
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        leaks.append("a process group")
+    for name, (read, write) in _SETTINGS.items():
+        if (now := read()) != settings[name]:
+            write(settings[name])
+            leaks.append(f"{name} = {now} (was {settings[name]})")
+    leaks += [f"process {pid}: {command}" for pid, command in _end(children).items()]
+    if leaks:
+        pytest.fail(f"this test leaves behind {'; '.join(leaks)}", pytrace=False)
+
+
+def _end(expected: dict[int, str]) -> dict[int, str]:
+    """Kill and return the processes that are not ``expected`` and do not end by themselves within a second."""
+    deadline = time.monotonic() + 1
+    while (
+        extra := {p: c for p, c in _children().items() if p not in expected}
+    ) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in extra:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return extra
+
+
+def _children() -> dict[int, str]:
+    """The processes below this one with their commands, without those that multiprocessing keeps for the session.
+
+    Ranks of ``spawn`` are children of the fork server.  Empty on systems without /proc.
+    """
+    kept = (
+        multiprocessing.forkserver._forkserver._forkserver_pid,
+        multiprocessing.resource_tracker._resource_tracker._pid,
+    )
+    found, pending = {}, [os.getpid()]
+    while pending:
+        for task in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the thread ended while we looked
+                pids = [int(pid) for pid in task.read_text().split()]
+                pending += pids
+                found |= {pid: command for pid in pids if pid not in kept and (command := _command(pid))}
+    return found
+
+
+def _command(pid: int) -> str:
+    """Empty for a process that has ended, also while nobody has waited for it."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    return ""

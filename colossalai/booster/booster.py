@@ -142,6 +142,10 @@ class Booster:
             raise TypeError(
                 f"booster.backward needs the optimizer that booster.boost returned, got {type(optimizer).__name__}"
             )
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"booster.backward needs the loss as one tensor, got {type(loss).__name__}; what does the criterion return?"
+            )
         optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -22,10 +22,13 @@ FAILURE_DIR = "COLOSSALAI_FAILURE_DIR"
 
 
 def main() -> None:
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(int(sys.argv.pop(1)), signal.SIGKILL)
     record = os.path.join(os.environ.pop(FAILURE_DIR), f"rank_{os.environ['RANK']}.json")
     if os.path.exists(record):  # torchrun restarted this rank: the earlier failure was survived
         os.unlink(record)
+    for stream in (sys.stdout, sys.stderr):
+        # torchrun's `python -u` writes the text and the end of a line apart, and the ranks' lines would mix
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     as_module = sys.argv[1] == "-m"
     target, arguments = (sys.argv[2], sys.argv[3:]) if as_module else (sys.argv[1], sys.argv[2:])
     try:
@@ -43,14 +46,13 @@ def main() -> None:
         _raise_quietly(error)
 
 
-def die_with_parent(number: signal.Signals) -> None:
+def die_with_parent(parent: int, number: signal.Signals) -> None:
     """Have the kernel send us this signal when our parent ends, whatever ended it (Linux only)."""
-    parent = os.getppid()
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, int(number), 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the line above
-            os.kill(os.getpid(), number)
+    if os.getppid() != parent:  # it ended before the line above
+        os.kill(os.getpid(), number)
 
 
 def _run_script(name: str, arguments: list[str]) -> None:
@@ -82,7 +84,9 @@ def _note(record: str, **fields: Any) -> None:
     partial = f"{record}.{os.getpid()}"
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     with open(partial, "w") as file:
-        json.dump({"rank": rank, "local_rank": local_rank, "pid": os.getpid(), "time": time.time(), **fields}, file)
+        json.dump(
+            {"rank": rank, "local_rank": local_rank, "pid": os.getpid(), "time": time.time(), **fields}, file
+        )
     os.replace(partial, record)  # the agent never sees half a file
 
 

@@ -22,8 +22,8 @@ REPORT = "torchrun.json"
 
 
 def main() -> None:
-    grace, *arguments = sys.argv[1:]
-    _rank.die_with_parent(signal.SIGTERM)
+    parent, grace, *arguments = sys.argv[1:]
+    _rank.die_with_parent(int(parent), signal.SIGTERM)
     # until torch installs its own handlers there are no ranks to end, so a signal may end us at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -31,7 +31,7 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    _limit_closing(float(grace))
+    stopped = _limit_closing(float(grace))
     if "LOGLEVEL" not in os.environ:  # torch's variable: whoever sets it wants to read the messages
         logging.disable(logging.ERROR)
     options = torchrun.parse_args(arguments)
@@ -41,7 +41,7 @@ def main() -> None:
     try:
         torchrun.run(options)
     except ChildFailedError as error:
-        report.write_text(json.dumps({"exits": _exits(error)}))
+        report.write_text(json.dumps({"exits": _exits(error, stopped)}))
         sys.exit(1)
     except SignalException as error:
         sys.exit(128 + error.sigval)
@@ -50,19 +50,32 @@ def main() -> None:
         sys.exit(1)
 
 
-def _limit_closing(grace: float) -> None:
-    """Ranks that ignore SIGTERM are killed after ``grace`` seconds, after a failure too (torch: always 30)."""
+def _limit_closing(grace: float) -> set[int]:
+    """Ranks that ignore SIGTERM are killed after ``grace`` seconds, after a failure too (torch: always 30).
+
+    Returns the set that will hold the local ranks which still ran when torch began to close them.
+    """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     original = PContext.close
+    stopped: set[int] = set()
 
     def close(self: PContext, death_sig: signal.Signals | None = None, timeout: float = grace) -> None:
         # the ranks are ending: an order to stop would only interrupt us and lose their exit codes
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
+        stopped.update(local_rank for local_rank, pid in self.pids().items() if _runs(pid))
         original(self, death_sig, grace)  # type: ignore[arg-type]
 
-    PContext.close = close  # type: ignore[assignment, method-assign]
+    PContext.close = close  # type: ignore[method-assign]
+    return stopped
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # it has ended and torch has seen it
+        return False
 
 
 def _warn_about_shared_gpus(options: Namespace) -> None:
@@ -80,15 +93,21 @@ def _warn_about_shared_gpus(options: Namespace) -> None:
 def _start_ranks_through_our_runner(options: Namespace) -> None:
     if options.no_python or options.run_path:
         return
-    marker = ["-m"] if options.module else []
+    marker = [str(os.getpid()), *(["-m"] if options.module else [])]
     options.training_script_args = [*marker, options.training_script, *options.training_script_args]
     options.training_script = _rank.__file__
     options.module = False
 
 
-def _exits(error: Any) -> list[dict[str, Any]]:
+def _exits(error: Any, stopped: set[int]) -> list[dict[str, Any]]:
     now = time.time()
     return [
-        {"rank": rank, "local_rank": failure.local_rank, "exitcode": failure.exitcode, "time": now}
+        {
+            "rank": rank,
+            "local_rank": failure.local_rank,
+            "exitcode": failure.exitcode,
+            "kind": "stopped" if failure.local_rank in stopped else "died",
+            "time": now,
+        }
         for rank, failure in error.failures.items()
     ]

@@ -47,9 +47,7 @@ def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any
     """
     merged: dict[int, dict[str, Any]] = {}
     for ended in exits:
-        by_us = -ended["exitcode"] in (signal.SIGTERM, signal.SIGINT)
-        unnoted = {"kind": "stopped" if by_us else "died", "summary": f"ended with {exit_text(ended['exitcode'])}"}
-        merged[ended["rank"]] = {**unnoted, **ended}
+        merged[ended["rank"]] = {**ended, "summary": f"ended with {exit_text(ended['exitcode'])}"}
     for note in notes:
         seen = merged.get(note["rank"], {})
         merged[note["rank"]] = {**note, "exitcode": seen.get("exitcode", note["exitcode"])}

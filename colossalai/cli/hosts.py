@@ -72,7 +72,9 @@ def _filter(hosts: list[str], include: str | None, exclude: str | None) -> list[
     named = _split(option, text or "")
     for name in named:
         if name not in hosts:
-            raise ClickException(f"Hostname '{name}' not found in hostfile ({option}); it has {', '.join(hosts)}")
+            raise ClickException(
+                f"Hostname '{name}' not found in hostfile ({option}); it has {', '.join(hosts)}"
+            )
     left = [host for host in hosts if (host in named) == (include is not None)]
     if not left:
         raise ClickException(f"--exclude {text} leaves no host of the hostfile")

@@ -160,7 +160,9 @@ class Launcher:
             if node.host not in outcome.done:
                 node.abandon()
                 outcome.done[node.host] = False
-                outcome.messages.append(f"{node.host} did not confirm that it stopped; look for processes left there")
+                outcome.messages.append(
+                    f"{node.host} did not confirm that it stopped; look for processes left there"
+                )
 
     def _order_the_living(self, outcome: Outcome, order: Order, *words: object) -> None:
         for node in self._nodes:
@@ -170,12 +172,6 @@ class Launcher:
     # after it
 
     def _tell(self, outcome: Outcome) -> None:
-        sys.stdout.flush()
-        if outcome.stopped_by is None:
-            if outcome.failures:
-                print(failure.describe(outcome.failures), file=sys.stderr)
-            for message in outcome.messages:
-                print(f"Error: {message}", file=sys.stderr)
         if len(self._nodes) > 1:
             print("\n====== Training on All Nodes =====")
             for node in self._nodes:
@@ -183,6 +179,12 @@ class Launcher:
             print("\n====== Stopping All Nodes =====")
             for node in self._nodes:
                 print(f"{node.host}: finish")
+        sys.stdout.flush()
+        if outcome.stopped_by is None:
+            if outcome.failures:
+                print(failure.describe(outcome.failures), file=sys.stderr)
+            for message in outcome.messages:
+                print(f"Error: {message}", file=sys.stderr)
 
     # events and signals
 

@@ -14,7 +14,7 @@ from collections import deque
 from queue import SimpleQueue
 from typing import IO, Any
 
-from colossalai.cli import hosts, wire
+from colossalai.cli import failure, hosts, wire
 from colossalai.cli.job import Job
 from colossalai.cli.node_agent import module_command
 from colossalai.cli.wire import Order
@@ -48,12 +48,10 @@ class Node:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: IO[bytes] | None = None
         self._error_reader: threading.Thread | None = None
+        self._greeted = False
 
     def start(self) -> None:
-        if self._capture:
-            reports = self._start_captured()
-        else:
-            reports = self._start_on_this_terminal()
+        reports = self._start_captured() if self._capture else self._start_on_this_terminal()
         self._send(json.dumps(self._job.order(self._rank, remote=self.remote, capture=self._capture)))
         threading.Thread(target=self._listen, args=(reports,), daemon=True).start()
 
@@ -85,10 +83,12 @@ class Node:
         code = self._process.wait()
         if self._error_reader:
             self._error_reader.join(timeout=2.0)
-        said = "\n".join(self._errors) or f"it said nothing and ended with exit code {code}"
-        if self.remote and code == 255:
-            return f"cannot reach host {self.host} by ssh: {said}"
-        return f"the node agent on {self.host} ended: {said}"
+        said = f": {text}" if (text := "\n".join(self._errors)) else ""
+        if self.remote and not self._greeted and code == 255:  # ssh's own exit code
+            return f"cannot reach host {self.host} by ssh{said}"
+        if self.remote and self._greeted:
+            return f"lost the connection to host {self.host}, ssh ended with {failure.exit_text(code)}{said}"
+        return f"the node agent on {self.host} ended with {failure.exit_text(code)}{said}"
 
     def _start_captured(self) -> IO[bytes]:
         command = module_command(_AGENT, ["0", "1"])
@@ -101,7 +101,8 @@ class Node:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C must not cut the connection over which we stop the ranks
         )
-        assert self._process.stdout and self._process.stderr
+        assert self._process.stdout
+        assert self._process.stderr
         self._control = self._process.stdin
         self._error_reader = threading.Thread(
             target=self._watch_errors, args=(self._process.stderr,), daemon=True
@@ -129,7 +130,15 @@ class Node:
         libraries = os.environ.get("LD_LIBRARY_PATH")
         setting = ["env", f"LD_LIBRARY_PATH={libraries}"] if libraries else []
         text = shlex.join(["exec", *setting, *command])
-        return ["ssh", *shlex.split(os.environ.get(SSH_OPTIONS, "")), *_SSH_DEFAULTS, *port, "-T", self.host, text]
+        return [
+            "ssh",
+            *shlex.split(os.environ.get(SSH_OPTIONS, "")),
+            *_SSH_DEFAULTS,
+            *port,
+            "-T",
+            self.host,
+            text,
+        ]
 
     def _send(self, line: str) -> None:
         assert self._control
@@ -138,12 +147,11 @@ class Node:
             self._control.flush()
 
     def _listen(self, reports: IO[bytes]) -> None:
-        greeted = False
         for raw in reports:
             line = raw.rstrip(b"\n")
-            if not greeted:
-                greeted = line == wire.GREETING
-                if not greeted:
+            if not self._greeted:
+                self._greeted = line == wire.GREETING
+                if not self._greeted:
                     self._show(sys.stderr, line)  # a login shell's words of welcome
             elif line[:1] == wire.REPORT:
                 self._events.put((self, json.loads(line[1:])))
@@ -160,5 +168,6 @@ class Node:
             with _screen:
                 stream.buffer.write(self._prefix + line + b"\n")
                 stream.buffer.flush()
-        except BrokenPipeError:  # whoever read our output has left
+        except BrokenPipeError:  # whoever read our output has left; the rest of it goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             self._events.put((None, signal.SIGPIPE))

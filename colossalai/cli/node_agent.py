@@ -28,7 +28,9 @@ from colossalai.cli.lines import LineAssembler
 from colossalai.cli.wire import Event, Order
 
 _POLL = 0.1
-_TORCHRUN_MARGIN = 2.0  # torchrun kills its ranks itself after the grace period; then it needs a moment to report
+_TORCHRUN_MARGIN = (
+    2.0  # torchrun kills its ranks itself after the grace period; then it needs a moment to report
+)
 _PROBE_TIMEOUT = 10.0
 
 
@@ -81,7 +83,8 @@ class Agent:
         if self._state is State.WAITING:
             self._state = State.DONE
         elif self._state is State.RUNNING:
-            assert self._torchrun and self._job
+            assert self._torchrun
+            assert self._job
             self._state = State.STOPPING
             self._kill_at = time.monotonic() + self._job["stop_timeout"] + _TORCHRUN_MARGIN
             self._torchrun.send_signal(number)
@@ -148,7 +151,9 @@ class Agent:
             self._listener.close()
         self._notes = Path(tempfile.mkdtemp(prefix="colossalai_run_"))
         command = torchrun_command(self._job, self._notes)
-        stdio = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE) if self._job["capture"] else (None,) * 3
+        stdio = (
+            (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE) if self._job["capture"] else (None,) * 3
+        )
         self._torchrun = subprocess.Popen(
             command,
             stdin=stdio[0],
@@ -246,10 +251,9 @@ def listen(port: int) -> socket.socket:
 
 
 def torchrun_command(job: dict[str, Any], notes: Path) -> list[str]:
-    arguments = [str(job["stop_timeout"]), *job["arguments"]]
-    if not any(argument.replace("-", "_").startswith("__log_dir") for argument in arguments):
-        arguments.insert(1, f"--log_dir={notes / 'torchrun'}")  # torch would leave one in /tmp after every run
-    return module_command("colossalai.cli._torchrun", arguments)
+    # torch would leave a folder in /tmp after every run; a --log_dir of the user comes later and wins
+    ours = [str(os.getpid()), str(job["stop_timeout"]), f"--log_dir={notes / 'torchrun'}"]
+    return module_command("colossalai.cli._torchrun", [*ours, *job["arguments"]])
 
 
 def module_command(module: str, arguments: list[str]) -> list[str]:

@@ -35,7 +35,9 @@ _PORT = click.IntRange(1, 65535)
 )
 @click.option("--include", metavar="HOSTS", help="Of the hostfile, use only these (separated by commas).")
 @click.option("--exclude", metavar="HOSTS", help="Of the hostfile, leave these out (separated by commas).")
-@click.option("--num_nodes", type=int, default=-1, help="Use only the first N hosts. Default: -1, all of them.")
+@click.option(
+    "--num_nodes", type=int, default=-1, help="Use only the first N hosts. Default: -1, all of them."
+)
 @click.option(
     "--nproc_per_node",
     type=click.IntRange(min=1),
@@ -66,8 +68,7 @@ _PORT = click.IntRange(1, 65535)
 )
 @click.argument("user_script")
 @click.argument("user_args", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
-def run(context: click.Context, **options: object) -> None:
+def run(**options: object) -> None:
     """Run USER_SCRIPT with USER_ARGS in several processes, on this machine or on many.
 
     The script finds its rank with colossalai.launch_from_torch(config=...). All options come before the script;
@@ -119,14 +120,14 @@ def _job(
 ) -> Job:
     if nproc_per_node is None:
         misplaced = any(arg.startswith(("--nproc_per_node", "--nproc-per-node")) for arg in user_args)
-        remedy = "options must come before the script" if misplaced else "say how many processes each host runs"
+        remedy = (
+            "options must come before the script" if misplaced else "say how many processes each host runs"
+        )
         raise click.ClickException(
             f"--nproc_per_node did not receive any value: {remedy}, "
             f"for example colossalai run --nproc_per_node 2 {user_script}"
         )
-    chosen = choose_hosts(
-        host=host, hostfile=hostfile, include=include, exclude=exclude, num_nodes=num_nodes
-    )
+    chosen = choose_hosts(host=host, hostfile=hostfile, include=include, exclude=exclude, num_nodes=num_nodes)
     return Job(
         hosts=tuple(master_first(chosen, master_addr)),
         nproc_per_node=nproc_per_node,

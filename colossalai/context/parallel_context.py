@@ -26,7 +26,7 @@ from colossalai.context.rendezvous import Rendezvous, read_timeout
 from colossalai.context.singleton_meta import SingletonMeta
 from colossalai.context.tensor_modes import creators
 from colossalai.global_variables import tensor_parallel_env
-from colossalai.logging import get_dist_logger
+from colossalai.logging import get_dist_logger, set_rank_resolver
 from colossalai.mesh import Mesh
 
 
@@ -106,6 +106,7 @@ class ParallelContext(metaclass=SingletonMeta):
             GroupInfo(rank, world_size, world, world, list(range(world_size)), ParallelMode.GLOBAL)
         )
         self.add_global_rank(ParallelMode.GLOBAL, rank)
+        set_rank_resolver(self.get_local_rank)
 
     def init_parallel_groups(self) -> None:
         """Make the mesh and all groups that the config asks for.  ``set_device`` comes before it on CUDA."""
@@ -115,11 +116,14 @@ class ParallelContext(metaclass=SingletonMeta):
         for info in make_groups(self._plan, self._config, self._mesh):
             self._register(info)
         tensor_parallel_env.load(**self._plan.env_fields)
+        # A rank that ended now would tear its connections down while a slower one still makes its groups.
+        dist.all_reduce(torch.zeros(1), group=self.get_cpu_group(ParallelMode.GLOBAL))
 
     def destroy(self) -> None:
         """Close all groups and forget everything, so that this process can launch again."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        set_rank_resolver(None)
         reset_seeds()
         tensor_parallel_env.load()
         self._clear()
@@ -245,7 +249,8 @@ class ParallelContext(metaclass=SingletonMeta):
             torch.cuda.set_device(device)
         else:
             device = "cpu"
-        self._log(f"process rank {self.get_global_rank()} is bound to device {device}")
+        if self.verbose:
+            get_dist_logger().info(f"process rank {self.get_global_rank()} is bound to device {device}")
 
     def set_seed(self, seed: int) -> None:
         """Seed Python, numpy and torch equally on all ranks, then the streams of DATA (equal) and TENSOR (different)."""
@@ -258,14 +263,11 @@ class ParallelContext(metaclass=SingletonMeta):
         add_seed(ParallelMode.TENSOR, tensor_seed, overwrite=True)
         set_mode(ParallelMode.DATA)
         seeds = ", ".join(f"{mode}: {value}" for mode, value in get_seeds().items())
-        self._log(
-            f"initialized seed on rank {self.get_global_rank()}, numpy: {seed}, python random: {seed}, "
-            f"{seeds},the default parallel seed is {ParallelMode.DATA}."
-        )
-
-    def _log(self, message: str) -> None:
         if self.verbose:
-            get_dist_logger().info(message)
+            get_dist_logger().info(
+                f"initialized seed on rank {self.get_global_rank()}, numpy: {seed}, python random: {seed}, "
+                f"{seeds},the default parallel seed is {ParallelMode.DATA}."
+            )
 
 
 def refuse_second_launch() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from colossalai.logging._handlers import console_handler, file_handler
 from colossalai.logging.rank import global_rank, rank_in
@@ -18,6 +19,9 @@ from colossalai.logging.rank import global_rank, rank_in
 _LEVELS = {
     name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "NOTSET")
 }
+
+# The handlers that were made here; one that a user adds to the same logger is theirs.
+_OURS: WeakSet[logging.Handler] = WeakSet()
 
 
 class DistributedLogger:
@@ -41,11 +45,10 @@ class DistributedLogger:
         self._name = name
         self._logger = logging.getLogger(name)
         self._logger.propagate = False  # otherwise a root handler would write every line again
-        for handler in list(self._logger.handlers):  # of an earlier logger with this name
-            self._logger.removeHandler(handler)
-            handler.close()
+        for handler in self._own_handlers():  # of an earlier logger with this name
+            self._remove(handler)
         self._console = console_handler()
-        self._logger.addHandler(self._console)
+        self._add(self._console)
         self._warned: set[str] = set()
         self.set_level("INFO")
 
@@ -68,12 +71,11 @@ class DistributedLogger:
             )
         numeric_level = _level(level)
         handler = file_handler(path, global_rank(), mode, suffix)
-        for known in list(self._logger.handlers):  # a second call for the same file replaces the first
+        for known in self._own_handlers():  # a second call for the same file replaces the first
             if isinstance(known, logging.FileHandler) and known.baseFilename == handler.baseFilename:
-                self._logger.removeHandler(known)
-                known.close()
+                self._remove(known)
         handler.setLevel(numeric_level)
-        self._logger.addHandler(handler)
+        self._add(handler)
         self._follow_the_most_talkative_output()
 
     def debug(self, message: str, parallel_mode: Any = None, ranks: Collection[int] | None = None) -> None:
@@ -110,8 +112,19 @@ class DistributedLogger:
         self._logger.log(level, "%s", _caller())
         self._logger.log(level, "%s", message)
 
+    def _own_handlers(self) -> list[logging.Handler]:
+        return [handler for handler in self._logger.handlers if handler in _OURS]
+
+    def _add(self, handler: logging.Handler) -> None:
+        _OURS.add(handler)
+        self._logger.addHandler(handler)
+
+    def _remove(self, handler: logging.Handler) -> None:
+        self._logger.removeHandler(handler)
+        handler.close()
+
     def _follow_the_most_talkative_output(self) -> None:
-        self._logger.setLevel(max(1, min(handler.level for handler in self._logger.handlers)))
+        self._logger.setLevel(max(1, min(handler.level for handler in self._own_handlers())))
 
 
 def _caller() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -53,6 +54,10 @@ class Mesh:
         self.rank = dist.get_rank()
         self.coord = mesh_coordinates(axes, self.rank)
         self.device_type = device_type
+        if device_type == "cuda":
+            # Unless CUDA has started, DeviceMesh would bind this process to the device LOCAL_RANK names, which does
+            # not exist when several ranks share a GPU.
+            torch.cuda.init()
         self.device_mesh: DeviceMesh = init_device_mesh(
             device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)
         )

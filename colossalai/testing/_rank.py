@@ -29,6 +29,9 @@ from colossalai.utils.watchdog import Snapshot, take_snapshot
 # Dumps the stacks to stderr from a signal handler written in C, which needs no interpreter lock.
 DUMP_SIGNAL = signal.SIGUSR2
 
+# For the resolver of the C library; see [Note: no name server].
+IMPATIENT = "timeout:1 attempts:1"
+
 _LOST_CONNECTION = re.compile(
     r"connection (closed|reset|refused)|broken pipe|remote process exited|gloo/transport", re.IGNORECASE
 )
@@ -123,6 +126,7 @@ def _redirect(pipes: Pipes) -> None:
 def _set_environment(assignment: Assignment) -> None:
     rank, world_size = str(assignment.rank), str(assignment.world_size)
     os.environ.clear()
+    os.environ["RES_OPTIONS"] = IMPATIENT
     os.environ.update(
         assignment.environment,
         MASTER_ADDR="127.0.0.1",
@@ -138,9 +142,7 @@ def _set_environment(assignment: Assignment) -> None:
 def _call(assignment: Assignment) -> Returned | Raised:
     try:
         func, kwargs = pickle.loads(assignment.call)
-        value = func(
-            rank=assignment.rank, world_size=assignment.world_size, port=assignment.port, **kwargs
-        )
+        value = func(rank=assignment.rank, world_size=assignment.world_size, port=assignment.port, **kwargs)
         return Returned(pickle.dumps(value))
     except BaseException as error:
         return _describe(error)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import Plugin
 from colossalai.interface import OptimizerWrapper
@@ -19,7 +20,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def launch(rank: int, world_size: int, port: int) -> None:
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=f"tcp://127.0.0.1:{port}")
+    colossalai.launch({}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
 
 
 def mlp() -> nn.Module:

@@ -203,6 +203,16 @@ def test_backward_needs_a_boosted_optimizer() -> None:
         Booster(device="cpu").backward(model(torch.ones(1, 6)).sum(), raw)
 
 
+def test_backward_needs_one_tensor() -> None:
+    model = mlp()
+    booster = Booster(device="cpu")
+    _, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(
+        TypeError, match=r"needs the loss as one tensor, got tuple; what does the criterion return\?"
+    ):
+        booster.backward((torch.ones(1), 3), optimizer)  # type: ignore[arg-type]
+
+
 FORMS: list[Callable[[Booster, nn.Module, Path], None]] = [
     lambda b, m, p: b.save_model(m, p, True, True, "", 10, use_safetensors=True),  # page 14
     lambda b, m, p: b.save_model(m, p, True, True, "v", 10, True),

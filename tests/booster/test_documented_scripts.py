@@ -17,6 +17,8 @@ from torch.utils.data import TensorDataset
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin
+from colossalai.cluster.dist_coordinator import priority_execution
+from colossalai.logging import get_dist_logger
 from colossalai.nn.lr_scheduler import CosineAnnealingLR
 from colossalai.testing import spawn
 from tests.booster.plans import launch
@@ -85,7 +87,8 @@ def _page_34(rank: int, world_size: int, port: int) -> None:
     BATCH_SIZE = 8
     GRADIENT_ACCUMULATION = 4
     model: Any = resnet(num_classes=10)
-    train_dataset = cifar10(BATCH_SIZE * GRADIENT_ACCUMULATION * world_size)
+    with priority_execution():
+        train_dataset = cifar10(BATCH_SIZE * GRADIENT_ACCUMULATION * world_size)
     criterion: Any = torch.nn.CrossEntropyLoss()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     plugin = TorchDDPPlugin()
@@ -133,6 +136,7 @@ def test_gradient_accumulation(world_size: int) -> None:
 
 def _page_36(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
+    logger = get_dist_logger()
     NUM_EPOCHS = 200
     BATCH_SIZE = 8
     GRADIENT_CLIPPING = 0.1
@@ -168,7 +172,8 @@ def _page_36(rank: int, world_size: int, port: int) -> None:
         lr_scheduler.step()
 
         ele_1st = next(model.parameters()).flatten()[0]
-        seen.append(f"iteration {idx}, loss: {train_loss}, 1st element of parameters: {ele_1st.item()}")
+        logger.info(f"iteration {idx}, loss: {train_loss}, 1st element of parameters: {ele_1st.item()}")
+        seen.append(ele_1st.item())
 
         # only run for 4 iterations
         if idx == 3:

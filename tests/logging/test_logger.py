@@ -60,6 +60,16 @@ def test_nothing_is_written_twice(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("once") == 1
 
 
+def test_a_users_own_handler_stays() -> None:
+    logging.getLogger("shared").addHandler(own := logging.StreamHandler(io.StringIO()))
+    logger = DistributedLogger("shared")
+    logger = DistributedLogger("shared")
+    logger.debug("not this: the level of the console holds")
+    logger.info("heard")
+    assert [line for line in own.stream.getvalue().splitlines() if __file__ not in line] == ["heard"]
+    assert len(logging.getLogger("shared").handlers) == 2
+
+
 def test_only_the_named_ranks_log(
     logger: DistributedLogger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

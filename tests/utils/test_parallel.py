@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 import colossalai
 from colossalai import utils
 from colossalai.context import ParallelMode
-from colossalai.context.random import seed
+from colossalai.context.random import add_seed, reset_seeds, seed
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.testing import spawn
@@ -140,6 +141,29 @@ def _seeded_checkpoint(rank: int, world_size: int, port: int) -> None:
 
 def test_checkpoint_repeats_the_streams_of_the_parallel_modes() -> None:
     spawn(_seeded_checkpoint, 2)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_repeats_the_streams_also_where_no_mode_is_current(reentrant: bool) -> None:
+    def step(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        reset_seeds()
+        torch.manual_seed(3)
+        add_seed(ParallelMode.TENSOR, 4)
+        x = torch.linspace(-1, 1, 50, device=utils.get_current_device()).requires_grad_()
+        y = run(x)
+        torch.rand(1, device=x.device)
+        with seed(ParallelMode.TENSOR):
+            y.sum().backward()
+            after = torch.rand(3, device=x.device)
+        assert x.grad is not None
+        return [x.grad, after]
+
+    try:
+        got = step(lambda x: utils.checkpoint(_dropouts, False, x, use_reentrant=reentrant))
+        for value, expected in zip(got, step(_dropouts), strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=0)
+    finally:
+        reset_seeds()
 
 
 def _log(rank: int, world_size: int, port: int, folder: str) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -50,7 +51,8 @@ class Watchdog:
         self._interval = min(5.0, timeout / 10)
         self._report = report
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore("watchdog", c10d._get_default_store().clone())
+        store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store: Any = dist.PrefixStore("watchdog", store)  # type: ignore[attr-defined]
         self._answered = self._store.add("rounds", 0)  # an earlier watchdog of this job may have opened some
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)

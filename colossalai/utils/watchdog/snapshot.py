@@ -154,16 +154,15 @@ def _kind(frame: FrameType) -> str:
 
 def _group_of(frame: FrameType) -> str:
     group = frame.f_locals.get("group")
-    if not dist.is_initialized():
-        return "no process group yet"
-    return _describe_group(dist.group.WORLD if group is None else group)
+    group = dist.group.WORLD if group is None else group
+    return "no process group yet" if group is None else _describe_group(group)
 
 
 def _describe_group(group: dist.ProcessGroup | str) -> str:
     """``axis tp: ranks 0, 2``; torch names a group of a device mesh after its axis."""
     if isinstance(group, str):
         try:
-            group = c10d._resolve_process_group(group)
+            group = c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
         except RuntimeError:  # destroyed since
             return f"group {group}"
     ranks = dist.get_process_group_ranks(group)
