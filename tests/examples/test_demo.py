@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from colossalai.testing import spawn
+from colossalai.testing import free_port, spawn
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo"
@@ -27,13 +27,6 @@ import train  # noqa: E402
 
 TINY = ["--text-bytes", "200000", "--batch-size", "4", "--time-limit", "0"]
 SHAPE = ["--seq-len", "16", "--hidden", "16", "--layers", "1", "--heads", "2"]
-
-
-def free_port() -> int:
-    import socket
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -232,7 +232,7 @@ def test_named_sizes_take_changes() -> None:
         (lambda: TransformerMLP(8, mlp_ratio=0.0), r"mlp_ratio=0\.0 leaves no features"),
         (
             lambda: GPTLMHead(8, 10, weight=torch.nn.Parameter(torch.zeros(8, 10))),
-            r"\(vocab_size, dim\) = \(10, 8\), got \(8, 10\)",
+            r"\(vocab_size, dim\) = \(10, 8\), got a Parameter of shape \(8, 10\)",
         ),
         (lambda: tiny()(ids(1, 17)), r"17 tokens per row, .* max_position_embeddings=16"),
         (lambda: tiny()(ids(1, 4) + 50), r"values from \d+ to \d+, but vocab_size=50 allows 0 to 49"),

@@ -19,18 +19,18 @@ class GPTLMHead(nn.Module):
         self,
         dim: int,
         vocab_size: int,
-        weight: nn.Parameter | None = None,
+        weight: Tensor | None = None,
         bias: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if weight is not None and weight.shape != (vocab_size, dim):
-            raise ValueError(
-                f"a head tied to a weight needs shape (vocab_size, dim) = {(vocab_size, dim)}, "
-                f"got {tuple(weight.shape)}"
-            )
         self.dense = linear(dim, vocab_size, bias=bias, dtype=dtype)
         if weight is not None:
+            if not isinstance(weight, nn.Parameter) or weight.shape != (vocab_size, dim):
+                raise ValueError(
+                    f"a tied head needs a parameter of shape (vocab_size, dim) = {(vocab_size, dim)}, "
+                    f"got a {type(weight).__name__} of shape {tuple(weight.shape)}"
+                )
             self.dense.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
