@@ -96,5 +96,10 @@ def describe(failures: list[Failure]) -> str:
     if cause.exitcode == -signal.SIGKILL:
         lines.append("Nobody can catch SIGKILL; often it is the system short of memory (see `dmesg`).")
     if others:
-        lines += ["", "Failed after it:", *(f"  rank {f.rank}: {f.summary}" for f in others)]
+        lines += ["", "Failed after it:", *(f"  rank {f.rank}: {_brief(f.summary)}" for f in others)]
     return "\n".join([*lines, "=" * _LINE])
+
+
+def _brief(summary: str) -> str:
+    first_line, *rest = summary.splitlines()
+    return f"{first_line} ... {rest[-1]}" if rest else first_line

@@ -61,7 +61,9 @@ def test_collect_joins_exit_codes_and_notes() -> None:
 
 def test_describe_names_the_others_but_not_the_stopped() -> None:
     cause = make(2, host="node7", traceback="Traceback:\n  deep inside\nValueError: x\n", time=1.0)
-    text = describe([make(0, summary="OSError: y"), cause, make(1, kind="stopped", exitcode=-15)])
+    text = describe(
+        [make(0, summary="OSError: y\nlong\nstory"), cause, make(1, kind="stopped", exitcode=-15)]
+    )
     head, *body, foot = text.splitlines()
     assert " rank 2 failed on node7 " in head
     assert foot == "=" * len(head)
@@ -73,7 +75,7 @@ def test_describe_names_the_others_but_not_the_stopped() -> None:
         "ValueError: x",
         "",
         "Failed after it:",
-        "  rank 0: OSError: y",
+        "  rank 0: OSError: y ... story",
     ]
 
 
