@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from colossalai.cli.failure import Failure, collect, describe, exit_text, first
+from colossalai.cli.failure import Failure, collect, describe, exit_text, first, is_own_fault
 
 
 def make(rank: int, kind: str = "raised", summary: str = "ValueError: x", **more: Any) -> Failure:
@@ -77,6 +77,17 @@ def test_describe_names_the_others_but_not_the_stopped() -> None:
         "Failed after it:",
         "  rank 0: OSError: y ... story",
     ]
+
+
+def test_describe_many() -> None:
+    text = describe([make(rank, time=float(rank)) for rank in range(20)])
+    assert "rank 0:" not in text
+    assert "  rank 8: ValueError: x\n  and 11 more\n" in text
+
+
+def test_whose_fault() -> None:
+    assert is_own_fault(make(0))
+    assert not is_own_fault(make(0, summary=LOST))
 
 
 def test_exit_codes() -> None:
