@@ -18,8 +18,9 @@ $(READY): requirements/ci.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
-demo: $(READY) ## train a small GPT on two processes and sample from it (2 minutes)
-	$(BIN)/colossalai run --nproc_per_node 2 examples/demo/train.py
+demo: $(READY) ## train a small GPT on every GPU, or on two CPU processes, and sample from it (2 minutes)
+	$(BIN)/colossalai run --nproc_per_node $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)') \
+		examples/demo/train.py
 
 test: $(READY) ## the tests that CI runs
 	$(BIN)/python -m pytest -q

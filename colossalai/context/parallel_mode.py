@@ -36,13 +36,8 @@ class ParallelMode(Enum):
 
         Call it on every rank, before ``colossalai.launch``.
         """
-        if (
-            not isinstance(name, str)
-            or not name.isidentifier()
-            or name.startswith("_")
-            or hasattr(Enum, name)
-        ):
-            raise ValueError(f"a parallel mode needs a name that is a plain identifier, got {name!r}")
+        if not isinstance(name, str) or not (name.isidentifier() and name.isupper()) or name.startswith("_"):
+            raise ValueError(f"a parallel mode needs a name in capitals such as NEW_MODE, got {name!r}")
         if not isinstance(value, str) or not value:
             raise ValueError(
                 f"the value of ParallelMode.{name} must be a string such as 'new_mode', got {value!r}"
@@ -51,9 +46,9 @@ class ParallelMode(Enum):
         if known is not None and known.value == value:
             return cls[name]
         taken = known or cls._value2member_map_.get(value)
-        if taken is not None or hasattr(cls, name):
+        if taken is not None:
             raise ValueError(
-                f"ParallelMode.{name} = {value!r} would clash with {taken or name}; choose another name and value"
+                f"ParallelMode.{name} = {value!r} would clash with {taken}; choose another name and value"
             )
         # Enum has no public way to grow, so this fills the same tables that the class statement fills.
         member = object.__new__(cls)

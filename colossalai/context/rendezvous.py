@@ -25,6 +25,8 @@ TIMEOUT_VARIABLE = "COLOSSALAI_RENDEZVOUS_TIMEOUT"
 DEFAULT_TIMEOUT = 300.0
 # Seconds that rank 0 keeps the store for the others to read a refusal.
 FAREWELL = 5.0
+# Seconds that opening a store may take at least: it looks addresses up, and a name server may be slow.
+PATIENCE = 15.0
 AGREED = "agreed"
 
 
@@ -54,7 +56,7 @@ class Rendezvous:
         while True:
             store = self._connect(deadline)
             try:
-                self._agree(PrefixStore(self._prefix, store), deadline)
+                self.agree(PrefixStore(self._prefix, store), deadline)
             except dist.DistNetworkError as error:
                 # The store went away: its host is leaving an earlier round, or has failed.  Only a new try tells.
                 if time.monotonic() >= deadline:
@@ -97,8 +99,9 @@ class Rendezvous:
         # given, so the constructor runs in a thread that can be left behind.
         result: queue.Queue[TCPStore | Exception] = queue.Queue()
         threading.Thread(target=self._construct_store, args=(host, result), daemon=True).start()
+        remaining = deadline - time.monotonic()
         try:
-            opened = result.get(timeout=max(0.1, deadline - time.monotonic()))
+            opened = result.get(timeout=max(PATIENCE if self._hosts_store else 0.1, remaining))
         except queue.Empty:
             raise RendezvousError(
                 f"{self._who}: {self._where} is open but did not answer as a rendezvous store within "
@@ -116,7 +119,7 @@ class Rendezvous:
         ) from opened
 
     def _construct_store(self, host: str, result: queue.Queue[TCPStore | Exception]) -> None:
-        timeout = timedelta(seconds=self.timeout)
+        timeout = timedelta(seconds=max(PATIENCE, self.timeout))
         try:
             result.put(
                 TCPStore(
@@ -141,7 +144,8 @@ class Rendezvous:
             f"{TIMEOUT_VARIABLE} sets the seconds to wait"
         ) from reason
 
-    def _agree(self, store: Store, deadline: float) -> None:
+    def agree(self, store: Store, deadline: float) -> None:
+        """Sign in at ``store`` and wait for the verdict: return when it is to go on, raise when it is not."""
         process = f"process {os.getpid()} on {socket.gethostname()}"
         first = store.compare_set(f"process/{self.rank}", "", process).decode()
         if first != process:

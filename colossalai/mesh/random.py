@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -185,11 +187,29 @@ def dropout_mask(
     return fill_from(lambda index: uniform_numbers(key, index) >= p, out, shape, layout, mesh)
 
 
+_streams: WeakSet[RandomStream] = WeakSet()
+
+
+def stream_positions() -> dict[RandomStream, int]:
+    """Where every stream of this process stands; activation checkpointing goes back there to repeat its draws."""
+    return {stream: stream.step for stream in _streams}
+
+
+def set_stream_positions(positions: dict[RandomStream, int]) -> None:
+    for stream, step in positions.items():
+        stream.step = step
+
+
 class RandomStream:
     """A seed and a counter: each draw takes the next key, and the state can be saved and set back.
 
     All ranks advance it alike; what differs between ranks is which elements of a draw they hold.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> RandomStream:
+        stream = super().__new__(cls)
+        _streams.add(stream)  # here, so that copies and unpickled streams are known as well
+        return stream
 
     def __init__(self, seed: int, name: str = "") -> None:
         self.seed, self.name, self.step = seed, name, 0

@@ -2,8 +2,8 @@
 
 torch does the checkpointing; this adds two things.  The inputs can wait for the backward pass in host memory.
 And every random stream that the function may draw from is put back where it was, so that dropout drops the same
-elements in the second run: torch's own streams, one per parallel mode of ``colossalai.context.random``, and
-whatever else was given to ``register_random_state``.
+elements in the second run: torch's own streams, one per parallel mode of ``colossalai.context.random``, those of
+``colossalai.mesh.RandomStream``, and whatever else was given to ``register_random_state``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from colossalai.context import random as mode_random
+from colossalai.mesh.random import set_stream_positions, stream_positions
 from colossalai.utils.device import cuda_in_use
 
 GetState = Callable[[], Any]
@@ -142,4 +143,5 @@ def _set_mode_states(state: tuple[Any, dict[Any, torch.Tensor]] | None) -> None:
 _random_states: list[tuple[GetState, SetState]] = [
     (_get_torch_state, _set_torch_state),
     (_get_mode_states, _set_mode_states),
+    (stream_positions, set_stream_positions),
 ]

@@ -24,19 +24,25 @@ class DataParallelSampler(Sampler[int]):
     """The indices of this data-parallel rank: every rank gets equally many, together they cover the dataset.
 
     When the dataset does not divide evenly, some samples appear twice, or, with ``drop_last``, the rest is left
-    out.  With ``shuffle``, each pass has another order: the n-th pass is drawn from ``seed + n``, so every rank
+    out.  ``place`` is (rank, ranks) where it is not the data-parallel place of the launched job.  With ``shuffle``, each pass has another order: the n-th pass is drawn from ``seed + n``, so every rank
     must start equally many passes (``set_epoch`` sets n for the next one).
     """
 
     def __init__(
-        self, dataset: Dataset, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+        self,
+        dataset: Dataset,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        place: tuple[int, int] | None = None,
     ) -> None:
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self.rank, self.num_replicas = data_parallel_place()
+        self.rank, self.num_replicas = place or data_parallel_place()
         size = len(cast(Sized, dataset))
         self.num_samples = size // self.num_replicas if drop_last else -(-size // self.num_replicas)
         if self.num_samples == 0:
@@ -74,26 +80,29 @@ def get_dataloader(
     drop_last: bool = False,
     pin_memory: bool = False,
     num_workers: int = 0,
+    *,
+    place: tuple[int, int] | None = None,
     **kwargs: Any,
 ) -> DataLoader:
     """A ``DataLoader`` for this data-parallel rank; ``batch_size`` (in ``kwargs``) is that of one rank.
 
-    With ``add_sampler`` and more than one data-parallel rank, a ``DataParallelSampler`` divides the dataset; a
-    ``sampler`` or ``batch_sampler`` in ``kwargs`` takes its place.  ``seed`` decides the order of the samples
-    and the random numbers of the workers.  Other ``kwargs`` go to ``DataLoader``.
+    With ``add_sampler``, a ``DataParallelSampler`` divides the dataset; a ``sampler`` or ``batch_sampler`` in
+    ``kwargs`` takes its place.  ``seed`` decides the order of the samples and the random numbers of the workers.
+    ``place`` is (rank, ranks) where it is not the data-parallel place of the launched job.  Other ``kwargs`` go to
+    ``DataLoader``.
     """
-    rank, size = data_parallel_place()
+    rank, size = place or data_parallel_place()
     own_sampler = kwargs.get("sampler") is not None or kwargs.get("batch_sampler") is not None
-    if add_sampler and size > 1 and not own_sampler:
-        if isinstance(dataset, IterableDataset):
+    if add_sampler and not own_sampler:
+        if not isinstance(dataset, IterableDataset):
+            kwargs["sampler"] = DataParallelSampler(dataset, shuffle, seed, drop_last, place=(rank, size))
+            shuffle = False
+        elif size > 1:
             get_dist_logger().warning_once(
                 "get_dataloader cannot divide an IterableDataset: all data-parallel ranks read the same samples "
                 "unless the dataset divides them itself",
                 ranks=[0],
             )
-        else:
-            kwargs["sampler"] = DataParallelSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last)
-            shuffle = False
     # torch draws the seeds of its workers (python, numpy, torch) from this generator, anew for each pass
     kwargs.setdefault("generator", torch.Generator().manual_seed(seed + rank))
     return DataLoader(

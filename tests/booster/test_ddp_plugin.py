@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import DPPluginBase, TorchDDPPlugin
 from colossalai.testing import spawn
+from colossalai.utils import DataParallelSampler
 from tests.booster.plans import batches, launch, mlp
 
 
@@ -57,11 +58,13 @@ def _dataloader(rank: int, world_size: int, port: int) -> None:
     loader = plugin.prepare_dataloader(dataset, batch_size=2, shuffle=True, seed=3)
     again = plugin.prepare_dataloader(dataset, batch_size=2, shuffle=True, seed=3)
     first = _order(loader)
-    assert first == _order(again) == _order(loader)
+    assert first == _order(again)
     assert {i for part in _gather(first) for i in part} == set(range(10))
-    assert isinstance(loader.sampler, DistributedSampler)
-    loader.sampler.set_epoch(1)
-    assert _gather(_order(loader)) != _gather(first)
+    assert isinstance(loader.sampler, DataParallelSampler)
+    second = _order(loader)
+    assert _gather(second) != _gather(first)
+    loader.sampler.set_epoch(0)
+    assert _order(loader) == first
 
     loader = plugin.prepare_dataloader(dataset, 2, collate_fn=lambda items: len(items))
     assert next(iter(loader)) == 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from colossalai.mesh import RandomStream
 from colossalai.utils import activation_checkpoint as module
 from colossalai.utils import checkpoint, get_current_device, register_random_state
 
@@ -255,3 +256,24 @@ def test_a_strided_input_comes_back_with_its_strides() -> None:
     back = module._to_device(packed)
     assert back.stride() == x.stride()
     assert torch.equal(back, x)
+
+
+@BOTH
+def test_plan_independent_dropout_is_repeated(use_reentrant: bool) -> None:
+    stream = RandomStream(0, "dropout")
+    layer = nn.Linear(64, 64)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return stream.dropout(layer(x), 0.5)
+
+    def gradients(run: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, int]:
+        stream.step = 0
+        x = torch.ones(8, 64, requires_grad=True)
+        run(run(x)).square().sum().backward()
+        assert x.grad is not None
+        return x.grad, stream.step
+
+    plain, steps = gradients(block)
+    checkpointed, steps_again = gradients(lambda x: checkpoint(block, False, x, use_reentrant=use_reentrant))
+    assert torch.equal(plain, checkpointed)
+    assert steps == steps_again == 2

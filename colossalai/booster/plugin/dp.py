@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from colossalai.booster.plugin.base import Plugin
+from colossalai.utils import get_dataloader
 
 
 class DPPluginBase(Plugin):
@@ -39,31 +39,22 @@ class DPPluginBase(Plugin):
         """A loader of this replica's part of ``dataset``.
 
         Every replica gets equally many samples: some are repeated to fill up, or with ``drop_last`` left out.  With
-        ``shuffle``, call ``dataloader.sampler.set_epoch(epoch)`` at the start of each epoch for a new order.  Workers
-        are seeded from ``seed``, each differently.  Further keywords are those of ``torch.utils.data.DataLoader``.
+        ``shuffle``, every pass has a new order; ``dataloader.sampler.set_epoch(epoch)`` chooses which.  Workers are
+        seeded from ``seed``, each differently.  Further keywords are those of ``torch.utils.data.DataLoader``.
 
         Args:
             batch_size: samples per replica and step.
         """
         _check_loadable(dataset, kwargs)
-        sampler: DistributedSampler = DistributedSampler(
+        return get_dataloader(
             dataset,
-            num_replicas=self.world_size,
-            rank=self.rank,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-        )
-        # The loader draws from this generator a new seed per epoch, from which torch seeds torch, numpy and random
-        # in each worker.  A worker_init_fn would give every epoch the same augmentations.
-        kwargs.setdefault("generator", torch.Generator().manual_seed(seed + self.rank))
-        return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            sampler=sampler,
-            drop_last=drop_last,
             pin_memory=pin_memory,
             num_workers=num_workers,
+            place=(self.rank, self.world_size),
+            batch_size=batch_size,
             **kwargs,
         )
 

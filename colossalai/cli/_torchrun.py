@@ -1,0 +1,113 @@
+"""torchrun for one node, with its ranks started through ``_rank.py`` and its report written to a file.
+
+It is torch's own launcher (``torch.distributed.run``), called instead of executed: only so do we learn the exit
+code of every rank, and only so is its report of many lines not printed over the user's output.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from colossalai.cli import _rank
+
+REPORT = "torchrun.json"
+
+
+def main() -> None:
+    parent, grace, *arguments = sys.argv[1:]
+    _rank.die_with_parent(int(parent), signal.SIGTERM)
+    # until torch installs its own handlers there are no ranks to end, so a signal may end us at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    stopped = _limit_closing(float(grace))
+    if "LOGLEVEL" not in os.environ:  # torch's variable: whoever sets it wants to read the messages
+        logging.disable(logging.ERROR)
+    options = torchrun.parse_args(arguments)
+    _warn_about_shared_gpus(options)
+    _start_ranks_through_our_runner(options)
+    report = Path(os.environ[_rank.FAILURE_DIR], REPORT)
+    try:
+        torchrun.run(options)
+    except ChildFailedError as error:
+        report.write_text(json.dumps({"exits": _exits(error, stopped)}))
+        sys.exit(1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    except Exception as error:
+        report.write_text(json.dumps({"message": f"torchrun: {type(error).__name__}: {error}"}))
+        sys.exit(1)
+
+
+def _limit_closing(grace: float) -> set[int]:
+    """Ranks that ignore SIGTERM are killed after ``grace`` seconds, after a failure too (torch: always 30).
+
+    Returns the set that will hold the local ranks which still ran when torch began to close them.
+    """
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    original = PContext.close
+    stopped: set[int] = set()
+
+    def close(self: PContext, death_sig: signal.Signals | None = None, timeout: float = grace) -> None:
+        # the ranks are ending: an order to stop would only interrupt us and lose their exit codes
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        stopped.update(local_rank for local_rank, pid in self.pids().items() if _runs(pid))
+        original(self, death_sig, grace)  # type: ignore[arg-type]
+
+    PContext.close = close  # type: ignore[method-assign]
+    return stopped
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # it has ended and torch has seen it
+        return False
+
+
+def _warn_about_shared_gpus(options: Namespace) -> None:
+    import torch
+
+    gpus, ranks = torch.cuda.device_count(), int(options.nproc_per_node)
+    if 0 < gpus < ranks:
+        print(
+            f"Warning: {ranks} processes share {gpus} GPU{'s' * (gpus > 1)}; NCCL refuses this, "
+            "use backend='gloo' or a smaller --nproc_per_node",
+            file=sys.stderr,
+        )
+
+
+def _start_ranks_through_our_runner(options: Namespace) -> None:
+    if options.no_python or options.run_path:
+        return
+    marker = [str(os.getpid()), *(["-m"] if options.module else [])]
+    options.training_script_args = [*marker, options.training_script, *options.training_script_args]
+    options.training_script = _rank.__file__
+    options.module = False
+
+
+def _exits(error: Any, stopped: set[int]) -> list[dict[str, Any]]:
+    now = time.time()
+    return [
+        {
+            "rank": rank,
+            "local_rank": failure.local_rank,
+            "exitcode": failure.exitcode,
+            "kind": "stopped" if failure.local_rank in stopped else "died",
+            "time": now,
+        }
+        for rank, failure in error.failures.items()
+    ]

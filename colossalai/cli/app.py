@@ -1,0 +1,25 @@
+"""The group of commands."""
+
+from __future__ import annotations
+
+import click
+
+from colossalai._version import __version__
+from colossalai.cli.check import check
+from colossalai.cli.run import run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="colossalai")
+def cli() -> None:
+    """Train large neural networks on one machine or many.
+
+    \b
+    Start here:
+      colossalai check -i                          what this machine offers
+      colossalai run --nproc_per_node 2 train.py   two processes on this machine
+    """
+
+
+cli.add_command(run)
+cli.add_command(check)

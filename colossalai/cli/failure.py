@@ -1,0 +1,100 @@
+"""How a rank ended, which of several failures came first, and the block that tells the user."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+# what a healthy rank says when another one has died
+_LOST_A_PEER = re.compile(
+    r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (closed|is closed|timeout)|closed by peer"
+    r"|DistNetworkError|DistStoreError|DistBackendError|ncclRemoteError|remote process exited",
+    re.IGNORECASE,
+)
+_LINE = 78
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One rank that did not end well.
+
+    ``kind`` is ``raised`` (an exception nobody caught), ``exit`` (``sys.exit``), ``died`` (a signal, or an exit
+    that Python did not see), or ``stopped`` (by us, after another rank had failed).
+    """
+
+    rank: int
+    local_rank: int
+    exitcode: int
+    kind: str
+    summary: str
+    time: float
+    traceback: str = ""
+    host: str = ""
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code a shell would show: 128 + n for signal n."""
+        return 128 - self.exitcode if self.exitcode < 0 else self.exitcode
+
+
+def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any]]) -> list[Failure]:
+    """Join what torchrun saw of its ranks with what the ranks noted about themselves.
+
+    A rank that was killed leaves no note, and a torchrun that was stopped leaves no exit codes.
+    """
+    merged: dict[int, dict[str, Any]] = {}
+    for ended in exits:
+        merged[ended["rank"]] = {**ended, "summary": f"ended with {exit_text(ended['exitcode'])}"}
+    for note in notes:
+        seen = merged.get(note["rank"], {})
+        merged[note["rank"]] = {**note, "exitcode": seen.get("exitcode", note["exitcode"])}
+    names = {field.name for field in fields(Failure)}
+    return [Failure(**{name: one[name] for name in names & one.keys()}) for one in merged.values()]
+
+
+def exit_text(exitcode: int) -> str:
+    """An exit code in words; negative means a signal."""
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        return f"exit code {128 - exitcode} ({signal.Signals(-exitcode).name})"
+    except ValueError:
+        return f"exit code {128 - exitcode} (signal {-exitcode})"
+
+
+def first(failures: Iterable[Failure]) -> Failure:
+    """The failure that caused the others.
+
+    Time alone does not tell: a killed rank leaves no note, and its neighbours complain within milliseconds.
+    So those who only lost a peer come second, those we stopped come last, and time decides among equals.
+    """
+    return min(failures, key=lambda failure: (_suspicion(failure), failure.time, failure.rank))
+
+
+def _suspicion(failure: Failure) -> int:
+    if failure.kind == "stopped":
+        return 2
+    lost_a_peer = failure.kind == "raised" and _LOST_A_PEER.search(failure.summary)
+    aborted = failure.kind == "died" and failure.exitcode == -signal.SIGABRT  # NCCL's and gloo's way out
+    return 1 if lost_a_peer or aborted else 0
+
+
+def describe(failures: list[Failure]) -> str:
+    """The block at the end of a failed job."""
+    cause = first(failures)
+    others = sorted((f for f in failures if f is not cause and f.kind != "stopped"), key=lambda f: f.rank)
+    where = f" on {cause.host}" if cause.host else ""
+    lines = [
+        f" rank {cause.rank} failed{where} ".center(_LINE, "="),
+        f"rank {cause.rank} (local rank {cause.local_rank}){where} ended with {exit_text(cause.exitcode)}",
+    ]
+    if cause.kind != "died":
+        lines += ["", cause.traceback.rstrip() or cause.summary]
+    if cause.exitcode == -signal.SIGKILL:
+        lines.append("Nobody can catch SIGKILL; often it is the system short of memory (see `dmesg`).")
+    if others:
+        lines += ["", "Failed after it:", *(f"  rank {f.rank}: {f.summary}" for f in others)]
+    return "\n".join([*lines, "=" * _LINE])

@@ -1,0 +1,1 @@
+"""Data that examples train on."""

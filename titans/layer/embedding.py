@@ -1,0 +1,66 @@
+"""Token ids to vectors: the sum of a word embedding and a learnt position embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from titans.layer.basic import embedding
+
+
+class GPTEmbedding(nn.Module):
+    """``word_embeddings[input_ids] + position_embeddings[position_ids]``, then dropout.
+
+    Without ``position_ids`` the tokens of a row are numbered 0, 1, 2, ...
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        padding_idx: int | None = None,
+        dropout: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if padding_idx is not None and not 0 <= padding_idx < vocab_size:
+            raise ValueError(
+                f"padding_idx is {padding_idx}, but token ids go from 0 to {vocab_size - 1}; "
+                "choose an id of the vocabulary or None"
+            )
+        self.vocab_size = vocab_size
+        self.max_position_embeddings = max_position_embeddings
+        self.word_embeddings = embedding(vocab_size, hidden_size, padding_idx=padding_idx, dtype=dtype)
+        self.position_embeddings = embedding(max_position_embeddings, hidden_size, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        self._check(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)  # (seq,)
+        words = self.word_embeddings(input_ids)  # (batch, seq, hidden)
+        positions = self.position_embeddings(position_ids)  # (seq, hidden) or (batch, seq, hidden)
+        return self.dropout(words + positions)
+
+    def _check(self, input_ids: Tensor) -> None:
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                "input_ids must be an int64 or int32 tensor of shape (batch, sequence), "
+                f"got {input_ids.dtype} of shape {tuple(input_ids.shape)}"
+            )
+        length = input_ids.shape[1]
+        if length > self.max_position_embeddings:
+            raise ValueError(
+                f"input_ids has {length} tokens per row, but the model has "
+                f"max_position_embeddings={self.max_position_embeddings}; "
+                "shorten the rows or build the model with more positions"
+            )
+        # Reading the ids of a GPU would stall it in every step; there the lookup itself asserts.
+        if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
+            low, high = int(input_ids.min()), int(input_ids.max())
+            if low < 0 or high >= self.vocab_size:
+                raise ValueError(
+                    f"input_ids holds values from {low} to {high}, but vocab_size={self.vocab_size} "
+                    f"allows 0 to {self.vocab_size - 1}; check the tokenizer"
+                )
