@@ -69,7 +69,7 @@ def _run_script(name: str, arguments: list[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
+        code = compile(file.read(), path, "exec", dont_inherit=True)  # not our `from __future__`
     exec(code, module.__dict__)
 
 

@@ -19,7 +19,7 @@ from colossalai.cli.node import Node
 from colossalai.cli.wire import Event, Order
 
 _READY_TIMEOUT = 60.0  # an interpreter on a slow network file system takes its time
-_STOP_MARGIN = 10.0  # beyond the grace period: the agent's own margin and the way back
+_STOP_MARGIN = 15.0  # beyond the grace period: the agent's own margin and the way back
 
 
 class Stopped(Exception):
@@ -166,7 +166,7 @@ class Launcher:
             if node.host not in outcome.done:
                 node.abandon()
                 outcome.lose(
-                    node, f"{node.host} did not confirm that it stopped; look for processes left there"
+                    node, f"{node.host} did not confirm that it stopped; look there for processes left"
                 )
 
     def _order_the_living(self, outcome: Outcome, order: Order, *words: object) -> None:
@@ -186,9 +186,8 @@ class Launcher:
                 print(f"{node.host}: {'no answer' if node.host in outcome.unconfirmed else 'finish'}")
         sys.stdout.flush()
         # after Ctrl-C most ranks only say that others ended; but one that failed to save its state must be heard
-        if outcome.failures and (
-            outcome.stopped_by is None or any(map(failure.is_own_fault, outcome.failures))
-        ):
+        worth_telling = outcome.stopped_by is None or any(map(failure.is_own_fault, outcome.failures))
+        if outcome.failures and worth_telling:
             print(failure.describe(outcome.failures), file=sys.stderr)
         for message in outcome.messages:
             print(f"Error: {message}", file=sys.stderr)
