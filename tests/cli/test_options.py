@@ -244,8 +244,14 @@ def test_help_shows_examples() -> None:
 def test_agent_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host whose login shell hangs: an error within the time given, and no process left."""
     monkeypatch.setattr(launcher, "_READY_TIMEOUT", 0.2)
-    monkeypatch.setattr(launcher, "_STOP_MARGIN", 0.2)
     monkeypatch.setattr("colossalai.cli.node.module_command", lambda *_: ["sleep", "60"])
     job = Job(hosts=(), nproc_per_node=1, master_addr="127.0.0.1", master_port=1, script="x.py")
     with pytest.raises(ClickException, match=r"no answer from localhost within 0 s"):
+        launcher.Launcher(job).run()
+
+
+def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    job = Job(hosts=("a", "b"), nproc_per_node=1, master_addr="a", master_port=1, script="x.py")
+    with pytest.raises(ClickException, match=r"host a needs ssh, .*: apt-get install openssh-client"):
         launcher.Launcher(job).run()

@@ -29,8 +29,8 @@ def test_the_training_script_on_two_ranks(tmp_path: Path) -> None:
     assert "TorchDDPPlugin()" in script
     spawn(run_program, 2, program=script, folder=str(tmp_path))
     losses = [float(line.split()[-1]) for line in (tmp_path / "out0").read_text().splitlines()]
-    assert len(losses) == 20
-    assert losses[-1] < losses[0] / 2
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] / 5
     assert (tmp_path / "out1").read_text() == ""
     assert list((tmp_path / "checkpoint").iterdir())
 
