@@ -108,12 +108,18 @@ def _children() -> dict[int, str]:
             with contextlib.suppress(OSError):  # the thread ended while we looked
                 pids = [int(pid) for pid in task.read_text().split()]
                 pending += pids
-                found |= {pid: command for pid in pids if pid not in kept and (command := _command(pid))}
+                found |= {pid: _command(pid) for pid in pids if pid not in kept and not _has_ended(pid)}
     return found
 
 
+def _has_ended(pid: int) -> bool:
+    """Also a zombie has, for which nobody has waited yet."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    return True
+
+
 def _command(pid: int) -> str:
-    """Empty for a process that has ended, also while nobody has waited for it."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-    return ""
+    return "?"

@@ -7,7 +7,9 @@ onto the screen; ``colossalai run`` shows the one that stopped the job, once, af
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import json
 import os
 import signal
@@ -67,7 +69,7 @@ def _run_script(name: str, arguments: list[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
+        code = compile(file.read(), path, "exec", dont_inherit=True)  # not our `from __future__`
     exec(code, module.__dict__)
 
 
@@ -106,9 +108,21 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _raise_quietly(error: BaseException) -> NoReturn:
-    """End as Python ends on this exception, exit code and exit handlers included, but print nothing."""
-    if sys.excepthook is sys.__excepthook__:
+    """End as Python ends on this exception, exit code and exit handlers included, but print no traceback.
+
+    A hook of the user runs as it would.  torch wraps whatever hook it finds when a process group is made, to put
+    the rank before each line; that one runs too, since a hook of the user may be inside, but unheard.
+    """
+    hook = sys.excepthook
+    if hook is sys.__excepthook__:
         sys.excepthook = lambda kind, value, trace: None
+    elif getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
+
+        def unheard(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+            with contextlib.redirect_stderr(io.StringIO()):
+                hook(kind, value, trace)
+
+        sys.excepthook = unheard
     raise error
 
 

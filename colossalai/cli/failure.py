@@ -15,6 +15,7 @@ _LOST_A_PEER = re.compile(
     re.IGNORECASE,
 )
 _LINE = 78
+_OTHERS = 8  # how many of those that failed after it are named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +72,15 @@ def first(failures: Iterable[Failure]) -> Failure:
     Time alone does not tell: a killed rank leaves no note, and its neighbours complain within milliseconds.
     So those who only lost a peer come second, those we stopped come last, and time decides among equals.
     """
-    return min(failures, key=lambda failure: (_suspicion(failure), failure.time, failure.rank))
+    return min(failures, key=lambda failure: (_innocence(failure), failure.time, failure.rank))
 
 
-def _suspicion(failure: Failure) -> int:
+def is_own_fault(failure: Failure) -> bool:
+    """Whether it is more than the echo of another process that ended."""
+    return _innocence(failure) == 0
+
+
+def _innocence(failure: Failure) -> int:
     if failure.kind == "stopped":
         return 2
     lost_a_peer = failure.kind == "raised" and _LOST_A_PEER.search(failure.summary)
@@ -96,5 +102,16 @@ def describe(failures: list[Failure]) -> str:
     if cause.exitcode == -signal.SIGKILL:
         lines.append("Nobody can catch SIGKILL; often it is the system short of memory (see `dmesg`).")
     if others:
-        lines += ["", "Failed after it:", *(f"  rank {f.rank}: {f.summary}" for f in others)]
+        lines += [
+            "",
+            "Failed after it:",
+            *(f"  rank {f.rank}: {_brief(f.summary)}" for f in others[:_OTHERS]),
+        ]
+    if len(others) > _OTHERS:
+        lines.append(f"  and {len(others) - _OTHERS} more")
     return "\n".join([*lines, "=" * _LINE])
+
+
+def _brief(summary: str) -> str:
+    first_line, *rest = summary.splitlines()
+    return f"{first_line} ... {rest[-1]}" if rest else first_line

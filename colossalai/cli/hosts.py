@@ -107,5 +107,5 @@ def master_first(hosts: Sequence[str], master_addr: str) -> list[str]:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether the host needs no ssh.  Other names of this machine work too, through ssh."""
-    return host in (*_LOOPBACK, socket.gethostname(), socket.getfqdn())
+    """Whether the host needs no ssh.  Other names of this machine work too, through ssh (no slow look-ups here)."""
+    return host in (*_LOOPBACK, socket.gethostname())

@@ -19,7 +19,7 @@ from colossalai.cli.node import Node
 from colossalai.cli.wire import Event, Order
 
 _READY_TIMEOUT = 60.0  # an interpreter on a slow network file system takes its time
-_STOP_MARGIN = 10.0  # beyond the grace period: the agent's own margin and the way back
+_STOP_MARGIN = 15.0  # beyond the grace period: the agent's own margin and the way back
 
 
 class Stopped(Exception):
@@ -38,10 +38,16 @@ class Outcome:
     failures: list[failure.Failure] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     stopped_by: int | None = None
+    unconfirmed: set[str] = field(default_factory=set)
 
     @property
     def failed(self) -> bool:
         return self.stopped_by is not None or not all(self.done.values())
+
+    def lose(self, node: Node, why: str) -> None:
+        self.done[node.host] = False
+        self.unconfirmed.add(node.host)
+        self.messages.append(why)
 
     def add(self, node: Node, report: dict[str, Any], *, shown_host: str) -> None:
         self.done[node.host] = report["ok"]
@@ -113,7 +119,7 @@ class Launcher:
         for node in self._nodes:
             node.hang_up()
         for node in self._nodes:
-            node.wait_or_abandon(_STOP_MARGIN)
+            node.wait_or_abandon(_STOP_MARGIN if node.greeted else 0.0)
 
     # while it runs
 
@@ -140,8 +146,7 @@ class Launcher:
     def _take(self, outcome: Outcome, node: Node, report: dict[str, Any] | None) -> None:
         if report is None:
             if node.host not in outcome.done:
-                outcome.done[node.host] = False
-                outcome.messages.append(node.why_it_ended())
+                outcome.lose(node, node.why_it_ended())
         elif report["event"] == Event.DONE.value:
             outcome.add(node, report, shown_host=node.host if self._job.hosts else "")
 
@@ -151,7 +156,8 @@ class Launcher:
             return
         outcome.stopped_by = number
         name = signal.Signals(number).name
-        print(f"\n{name}: stopping all processes (Ctrl-C again kills them at once)", file=sys.stderr)
+        with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
+            print(f"\n{name}: stopping all processes (Ctrl-C again kills them at once)", file=sys.stderr)
         passed_on = number if number == signal.SIGINT else signal.SIGTERM
         self._order_the_living(outcome, Order.STOP, int(passed_on))
 
@@ -159,9 +165,8 @@ class Launcher:
         for node in self._nodes:
             if node.host not in outcome.done:
                 node.abandon()
-                outcome.done[node.host] = False
-                outcome.messages.append(
-                    f"{node.host} did not confirm that it stopped; look for processes left there"
+                outcome.lose(
+                    node, f"{node.host} did not confirm that it stopped; look there for processes left"
                 )
 
     def _order_the_living(self, outcome: Outcome, order: Order, *words: object) -> None:
@@ -178,13 +183,14 @@ class Launcher:
                 print(f"{node.host}: {'success' if outcome.done[node.host] else 'failure'}")
             print("\n====== Stopping All Nodes =====")
             for node in self._nodes:
-                print(f"{node.host}: finish")
+                print(f"{node.host}: {'no answer' if node.host in outcome.unconfirmed else 'finish'}")
         sys.stdout.flush()
-        if outcome.stopped_by is None:
-            if outcome.failures:
-                print(failure.describe(outcome.failures), file=sys.stderr)
-            for message in outcome.messages:
-                print(f"Error: {message}", file=sys.stderr)
+        # after Ctrl-C most ranks only say that others ended; but one that failed to save its state must be heard
+        worth_telling = outcome.stopped_by is None or any(map(failure.is_own_fault, outcome.failures))
+        if outcome.failures and worth_telling:
+            print(failure.describe(outcome.failures), file=sys.stderr)
+        for message in outcome.messages:
+            print(f"Error: {message}", file=sys.stderr)
 
     # events and signals
 

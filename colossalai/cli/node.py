@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import threading
 from collections import deque
 from queue import SimpleQueue
 from typing import IO, Any
+
+from click import ClickException
 
 from colossalai.cli import failure, hosts, wire
 from colossalai.cli.job import Job
@@ -48,7 +51,7 @@ class Node:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: IO[bytes] | None = None
         self._error_reader: threading.Thread | None = None
-        self._greeted = False
+        self.greeted = False
 
     def start(self) -> None:
         reports = self._start_captured() if self._capture else self._start_on_this_terminal()
@@ -60,17 +63,17 @@ class Node:
 
     def hang_up(self) -> None:
         """Close the pipe: an agent that does not answer orders still notices this."""
-        assert self._control
-        with contextlib.suppress(BrokenPipeError):
-            self._control.close()
+        if self._control:
+            with contextlib.suppress(BrokenPipeError):
+                self._control.close()
 
     def wait_or_abandon(self, timeout: float) -> None:
         """Let the agent end; one that does not is cut off."""
-        assert self._process
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.abandon()
+        if self._process:
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.abandon()
 
     def abandon(self) -> None:
         assert self._process
@@ -84,15 +87,19 @@ class Node:
         if self._error_reader:
             self._error_reader.join(timeout=2.0)
         said = f": {text}" if (text := "\n".join(self._errors)) else ""
-        if self.remote and not self._greeted and code == 255:  # ssh's own exit code
+        if self.remote and not self.greeted and code == 255:  # ssh's own exit code
             return f"cannot reach host {self.host} by ssh{said}"
-        if self.remote and self._greeted:
+        if self.remote and self.greeted:
             return f"lost the connection to host {self.host}, ssh ended with {failure.exit_text(code)}{said}"
         return f"the node agent on {self.host} ended with {failure.exit_text(code)}{said}"
 
     def _start_captured(self) -> IO[bytes]:
         command = module_command(_AGENT, ["0", "1"])
         if self.remote:
+            if shutil.which("ssh") is None:
+                raise ClickException(
+                    f"host {self.host} needs ssh, which is not here: apt-get install openssh-client"
+                )
             command = self.ssh_command(command)
         self._process = subprocess.Popen(
             command,
@@ -149,9 +156,9 @@ class Node:
     def _listen(self, reports: IO[bytes]) -> None:
         for raw in reports:
             line = raw.rstrip(b"\n")
-            if not self._greeted:
-                self._greeted = line == wire.GREETING
-                if not self._greeted:
+            if not self.greeted:
+                self.greeted = line == wire.GREETING
+                if not self.greeted:
                     self._show(sys.stderr, line)  # a login shell's words of welcome
             elif line[:1] == wire.REPORT:
                 self._events.put((self, json.loads(line[1:])))

@@ -28,9 +28,8 @@ from colossalai.cli.lines import LineAssembler
 from colossalai.cli.wire import Event, Order
 
 _POLL = 0.1
-_TORCHRUN_MARGIN = (
-    2.0  # torchrun kills its ranks itself after the grace period; then it needs a moment to report
-)
+# torchrun kills its ranks itself after the grace period; then it needs a moment to report
+_TORCHRUN_MARGIN = 5.0
 _PROBE_TIMEOUT = 10.0
 
 
@@ -150,15 +149,12 @@ class Agent:
         if self._listener:
             self._listener.close()
         self._notes = Path(tempfile.mkdtemp(prefix="colossalai_run_"))
-        command = torchrun_command(self._job, self._notes)
-        stdio = (
-            (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE) if self._job["capture"] else (None,) * 3
-        )
+        capture = self._job["capture"]
         self._torchrun = subprocess.Popen(
-            command,
-            stdin=stdio[0],
-            stdout=stdio[1],
-            stderr=stdio[2],
+            torchrun_command(self._job, self._notes),
+            stdin=subprocess.DEVNULL if capture else None,
+            stdout=subprocess.PIPE if capture else None,
+            stderr=subprocess.PIPE if capture else None,
             env=rank_environment(self._job, self._notes),
             start_new_session=True,  # Ctrl-C in a terminal is for the launcher, which tells every host
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import multiprocessing
 import os
 import pickle
 import re
@@ -78,6 +79,8 @@ def run_rank(pipes: Pipes, assignment: Assignment) -> None:
     _redirect(pipes)
     _set_environment(assignment)
     torch.set_num_threads(1)
+    # Processes that the function starts, such as the workers of a DataLoader, start as in any other program.
+    multiprocessing.set_start_method(None, force=True)
     outcome: list[Returned | Raised] = []
     lock = threading.Lock()
     server = threading.Thread(target=_serve, args=(pipes.control, lock, outcome), daemon=True, name="harness")

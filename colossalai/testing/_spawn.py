@@ -163,6 +163,7 @@ def _failure(ranks: list[RankHandle], cause: RankHandle) -> RankError:
 
 
 def _stuck(ranks: list[RankHandle], timeout: float) -> RankError:
+    stuck = [rank for rank in ranks if rank.outcome is None]
     states = ask_all(ranks, seconds=2.0)
     mute = [rank for rank in ranks if rank.answering]
     for rank in mute:
@@ -170,7 +171,6 @@ def _stuck(ranks: list[RankHandle], timeout: float) -> RankError:
     deadline = time.monotonic() + 0.5
     while mute and time.monotonic() < deadline:
         pump(ranks, deadline - time.monotonic())
-    stuck = [rank for rank in ranks if rank.outcome is None]
     text = explain(states) + "".join(
         f"\n\nrank {rank.rank}, the end of its output:\n" + "\n".join(rank.tail) for rank in mute
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 MB = 1024 * 1024
@@ -84,8 +85,13 @@ class TensorDetector:
         return found
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor):
-            return False  # no memory of its own; what a wrapper holds is found by itself
+        # no memory of its own: meta and fake tensors (torch.compile keeps some); what a wrapper holds is found by itself
+        if (
+            tensor.device.type == "meta"
+            or isinstance(tensor, FakeTensor)
+            or is_traceable_wrapper_subclass(tensor)
+        ):
+            return False
         return self._include_cpu or tensor.device.type != "cpu"
 
     def _names(self) -> dict[int, str]:

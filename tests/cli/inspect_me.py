@@ -1,7 +1,5 @@
 """Prints, as a script started by `colossalai run`, how its world looks, then draws a progress bar."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -10,7 +8,7 @@ import sys
 
 
 class Thing:
-    pass
+    size: int
 
 
 def in_child(queue: multiprocessing.SimpleQueue) -> None:
@@ -26,6 +24,7 @@ if __name__ == "__main__":
         "argv": sys.argv,
         "file": __file__,
         "path0": sys.path[0],
+        "annotation": str(Thing.__annotations__["size"]),
         "thing": type(pickle.loads(pickle.dumps(Thing()))).__module__,
         "child": queue.get(),
         "threads": os.environ["OMP_NUM_THREADS"],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from colossalai.cli.failure import Failure, collect, describe, exit_text, first
+from colossalai.cli.failure import Failure, collect, describe, exit_text, first, is_own_fault
 
 
 def make(rank: int, kind: str = "raised", summary: str = "ValueError: x", **more: Any) -> Failure:
@@ -61,7 +61,9 @@ def test_collect_joins_exit_codes_and_notes() -> None:
 
 def test_describe_names_the_others_but_not_the_stopped() -> None:
     cause = make(2, host="node7", traceback="Traceback:\n  deep inside\nValueError: x\n", time=1.0)
-    text = describe([make(0, summary="OSError: y"), cause, make(1, kind="stopped", exitcode=-15)])
+    text = describe(
+        [make(0, summary="OSError: y\nlong\nstory"), cause, make(1, kind="stopped", exitcode=-15)]
+    )
     head, *body, foot = text.splitlines()
     assert " rank 2 failed on node7 " in head
     assert foot == "=" * len(head)
@@ -73,8 +75,19 @@ def test_describe_names_the_others_but_not_the_stopped() -> None:
         "ValueError: x",
         "",
         "Failed after it:",
-        "  rank 0: OSError: y",
+        "  rank 0: OSError: y ... story",
     ]
+
+
+def test_describe_many() -> None:
+    text = describe([make(rank, time=float(rank)) for rank in range(20)])
+    assert "rank 0:" not in text
+    assert "  rank 8: ValueError: x\n  and 11 more\n" in text
+
+
+def test_whose_fault() -> None:
+    assert is_own_fault(make(0))
+    assert not is_own_fault(make(0, summary=LOST))
 
 
 def test_exit_codes() -> None:

@@ -53,7 +53,8 @@ def assert_clean(result: Result, folder: Path) -> None:
         assert noise not in result.err, result
 
 
-def test_script_sees_the_same_world_as_under_python(tmp_path: Path) -> None:
+def test_script_sees_the_same_world_as_under_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = tmp_path / "inspect_me.py"
     script.write_text((HERE / "inspect_me.py").read_text())
     arguments = ["--lr", "0.1", "--host=x", "-s", "two words", "--", "--nproc_per_node"]
@@ -66,6 +67,7 @@ def test_script_sees_the_same_world_as_under_python(tmp_path: Path) -> None:
         "argv": ["inspect_me.py", *arguments],
         "file": str(script),
         "path0": str(tmp_path),
+        "annotation": "<class 'int'>",
         "thing": "__main__",
         "child": "__mp_main__",
         "threads": str(len(os.sched_getaffinity(0))),

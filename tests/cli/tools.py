@@ -66,6 +66,8 @@ class Command:
             self.process.kill()
             out, err = self.process.communicate()
             raise AssertionError(f"no end within {seconds} s\n{out.decode()}\n{err.decode()}") from None
+        with suppress(TimeoutError):  # a helper of multiprocessing may end a moment after its parent
+            wait_until(lambda: not survivors(self.mark), seconds=3, what="the last processes")
         return Result(self.process.returncode, out.decode(), err.decode(), survivors(self.mark))
 
 

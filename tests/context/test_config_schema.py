@@ -56,17 +56,17 @@ def test_other_names_are_hyper_parameters(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("paralel", "parallel"),
+        ("paralel", "parallel"),  # codespell:ignore
         ("Parallel", "parallel"),
         ("PARALLEL", "parallel"),
-        ("paralell", "parallel"),
-        ("parrallel", "parallel"),
+        ("paralell", "parallel"),  # codespell:ignore
+        ("parrallel", "parallel"),  # codespell:ignore
         ("praallel", "parallel"),
         ("fp_16", "fp16"),
         ("FP16", "fp16"),
         ("fp61", "fp16"),
         ("Zero", "zero"),
-        ("modle", "model"),
+        ("modle", "model"),  # codespell:ignore
         ("clip_grad_nrom", "clip_grad_norm"),
         ("clipgradnorm", "clip_grad_norm"),
         ("clip_grad_norms", "clip_grad_norm"),

@@ -99,7 +99,7 @@ POSITIVE = "must be a positive integer, got"
             "parallel.tensor has an unknown key 'depth': .*'mode', 'size'",
         ),
         ({"tensors": 1}, "parallel has an unknown key 'tensors': did you mean 'tensor'"),
-        ({"pipline": 2}, "parallel has an unknown key 'pipline': did you mean 'pipeline'"),
+        ({"piepline": 2}, "parallel has an unknown key 'piepline': did you mean 'pipeline'"),
         ({"qqqq": 2}, "unknown key 'qqqq': known: 'data', 'pipeline', 'tensor'"),
         ({"pipeline": {"sizes": 2}}, "parallel.pipeline has an unknown key 'sizes': did you mean 'size'"),
         ({"tensor": {"size": 4, "mod": "2d"}}, "has size 4 but no mode"),

@@ -77,6 +77,7 @@ def test_connection_lost(ssh: dict[str, str], tmp_path: Path) -> None:
         result = command.finish(20)
     assert result.code == 1, result
     assert_error(result, rf"lost the connection to host {SECOND}, ssh ended with exit code 137 \(SIGKILL\)")
+    assert result.out.endswith(f"{FIRST}: finish\n{SECOND}: no answer\n")
 
 
 def assert_error(result: Result, pattern: str) -> None:

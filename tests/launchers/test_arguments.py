@@ -57,7 +57,7 @@ def _no_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backend": 1}, TypeError, "backend must be 'nccl', 'gloo' or None, got int 1"),
         ({"config": "nowhere.py"}, FileNotFoundError, r"no config file 'nowhere\.py' \(looked for /"),
         ({"config": 3}, ConfigException, "config must be a dict, .* got int: 3"),
-        ({"config": {"paralel": {}}}, ConfigException, "did you mean 'parallel'"),
+        ({"config": {"paralel": {}}}, ConfigException, "did you mean 'parallel'"),  # codespell:ignore
         ({"config": {"parallel": {"tensor": 2}}}, ConfigException, "has size 2 but no mode"),
         (
             {"config": {"parallel": {"pipeline": 4}}},

@@ -15,11 +15,13 @@ import colossalai
 from colossalai.context import Config, ParallelMode, RendezvousError
 from colossalai.context.random import get_seeds, seed
 from colossalai.core import global_context as gpc
-from colossalai.testing import RankError, spawn
+from colossalai.testing import spawn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def total_of_ranks() -> int:
-    total = torch.tensor([dist.get_rank()])
+def total_of_ranks(device: str = "cpu") -> int:
+    total = torch.tensor([dist.get_rank()], device=device)
     dist.all_reduce(total)
     return int(total)
 
@@ -171,7 +173,7 @@ def _streams(rank: int, world_size: int, port: int) -> None:
 
     equal = torch.rand((), dtype=torch.float64).item(), random.random(), numpy.random.rand()
     with seed(ParallelMode.TENSOR):
-        different = torch.rand((), dtype=torch.float64).item()
+        different = torch.rand((), dtype=torch.float64, device=DEVICE).item()
     for value in (*equal, torch.rand((), dtype=torch.float64).item()):
         assert len(set(on_all_ranks(value))) == 1
     assert len(set(on_all_ranks(different))) == world_size
@@ -198,15 +200,20 @@ def test_a_bad_config_is_refused_on_every_rank(tmp_path: Path) -> None:
     }
 
 
-def _plans_differ(rank: int, world_size: int, port: int) -> None:
-    colossalai.launch_from_torch({"parallel": {"pipeline": rank + 1}}, verbose=False)
+def _different_plans_then_equal_ones(rank: int, world_size: int, port: int) -> None:
+    for _ in range(2):
+        with pytest.raises(
+            RendezvousError,
+            match=r"not launched alike: rank 0 with .*pipeline=1, tensor=1.*, rank 1 with .*pipeline=2, tensor=1",
+        ):
+            colossalai.launch_from_torch({"parallel": {"pipeline": rank + 1}}, verbose=False)
+        colossalai.launch_from_torch({"parallel": {"pipeline": 2}}, verbose=False)
+        assert total_of_ranks() == 1
+        gpc.destroy()
 
 
-def test_ranks_with_different_plans_are_refused() -> None:
-    with pytest.raises(
-        RankError, match=r"(?s)were not launched alike: rank 0 with .*pipeline=1.* rank 1 with .*pipeline=2"
-    ):
-        spawn(_plans_differ, 2)
+def test_ranks_with_different_plans_are_refused_and_may_try_again() -> None:
+    spawn(_different_plans_then_equal_ones, 2)
 
 
 def _lines(rank: int, world_size: int, port: int, folder: Path) -> None:
@@ -225,3 +232,20 @@ def test_lines_of_two_ranks(tmp_path: Path) -> None:
         assert printed.count(f"process rank {rank} is bound to device") == 1
         assert printed.count(f"initialized seed on rank {rank}, ") == 1
         assert printed.count("Distributed environment is initialized, data parallel size: 2") == (rank == 0)
+
+
+def _both_devices(rank: int, world_size: int, port: int, backend: str | None) -> None:
+    colossalai.launch({}, rank, world_size, "localhost", port, backend=backend, verbose=False)
+    assert torch.cuda.current_device() == rank % torch.cuda.device_count()
+    for device in ("cpu", "cuda"):
+        for group in (gpc.get_group(ParallelMode.DATA), gpc.get_cpu_group(ParallelMode.DATA)):
+            total = torch.ones(1, device=device)
+            dist.all_reduce(total, group=group)
+            assert total.item() == world_size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "world_size"), [(None, 1), ("nccl", 1), ("gloo", 2)])
+def test_one_group_carries_tensors_of_both_devices(backend: str | None, world_size: int) -> None:
+    """NCCL by default; with gloo, two ranks share a GPU."""
+    spawn(_both_devices, world_size, backend=backend)

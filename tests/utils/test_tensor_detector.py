@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from colossalai.utils import TensorDetector
 
@@ -63,3 +64,12 @@ def test_cpu_tensors_are_left_out_by_default(capsys: pytest.CaptureFixture[str])
 
 def _held(lines: list[str]) -> float:
     return float(lines[-1].split("hold ")[1].split()[0])
+
+
+def test_fake_tensors_hold_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    detector = TensorDetector(include_cpu=True)
+    with FakeTensorMode():
+        fake = torch.empty(123, 457)
+    detector.detect()
+    assert "457" not in capsys.readouterr().out
+    assert fake.shape == (123, 457)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from colossalai.core import global_context as gpc
-
 from colossalai.cluster import DistCoordinator
 from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
 
 
 @contextmanager

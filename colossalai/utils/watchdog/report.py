@@ -23,7 +23,7 @@ def explain(states: Mapping[int, Snapshot | None], *, stacks: bool = True) -> st
         f"{_ranks(ranks)} {verb if len(ranks) == 1 else _PLURAL[verb]} {rest}"
         for (verb, rest), ranks in alike.items()
     ]
-    lines += _laggards(states)
+    lines += _counts(states)
     return "\n".join(lines + (_stacks(states) if stacks else []))
 
 
@@ -39,28 +39,37 @@ def _sentence(state: Snapshot | None) -> tuple[str, str]:
     _, frames = state.threads[0]
     frame = next((f for f in reversed(frames) if not f.of_torch), frames[-1])
     source = _source(frame)
-    after = f"; its last collective was {_last(state.issued[-1])}" if state.issued else ""
+    after = (
+        f"; its last collective was {_last(state.issued[-1])} on {state.issued[-1].group}"
+        if state.issued
+        else ""
+    )
     return "is", f"at {_place(frame)}{f': {source}' if source else ''}{after}"
 
 
 def _last(issued: Issued) -> str:
-    return f"{issued.kind} number {issued.count} ({issued.group}) issued at {_place(issued.caller)}"
+    return f"{issued.kind} issued at {_place(issued.caller)}"
 
 
-def _laggards(states: Mapping[int, Snapshot | None]) -> list[str]:
-    """One line for each group on which some members have issued fewer collectives than others."""
-    groups: dict[tuple[str, str], dict[int, Issued]] = {}
+def _counts(states: Mapping[int, Snapshot | None]) -> list[str]:
+    """One line for each group whose members have not issued the same number of collectives: the fewest are late."""
+    groups: dict[str, dict[int, Issued]] = {}
     for rank, state in states.items():
         for issued in state.issued if state is not None else ():
-            groups.setdefault((issued.group, issued.group_name), {})[rank] = issued
+            groups.setdefault(issued.group_name, {})[rank] = issued
     lines = []
-    for (group, _), members in groups.items():
-        most = max(issued.count for issued in members.values())
-        behind = {rank: issued for rank, issued in members.items() if issued.count < most}
-        if behind:
-            ahead = next(issued for issued in members.values() if issued.count == most)
-            late = ", ".join(f"rank {rank} only {issued.count}" for rank, issued in sorted(behind.items()))
-            lines.append(f"of {group}, some have issued {most} collectives ({_last(ahead)}), but {late}")
+    for members in groups.values():
+        furthest = max(members.values(), key=lambda issued: issued.count)
+        by_count: dict[int, list[int]] = {}
+        for rank in furthest.ranks:
+            if states.get(rank) is not None:
+                by_count.setdefault(members[rank].count if rank in members else 0, []).append(rank)
+        if len(by_count) > 1:
+            parts = [
+                f"{count or 'none'} by {_ranks(by_count[count])}" for count in sorted(by_count, reverse=True)
+            ]
+            parts[0] += f", the last being {_last(furthest)}"
+            lines.append(f"collectives issued on {furthest.group}: {'; '.join(parts)}")
     return lines
 
 

@@ -60,6 +60,7 @@ class Issued:
     kind: str
     group: str
     group_name: str  # equal on all members
+    ranks: tuple[int, ...]
     count: int
     caller: Frame
 
@@ -155,21 +156,29 @@ def _kind(frame: FrameType) -> str:
 def _group_of(frame: FrameType) -> str:
     group = frame.f_locals.get("group")
     group = dist.group.WORLD if group is None else group
-    return "no process group yet" if group is None else _describe_group(group)
+    return "no process group yet" if group is None else _describe_group(group)[0]
 
 
-def _describe_group(group: dist.ProcessGroup | str) -> str:
-    """``axis tp: ranks 0, 2``; torch names a group of a device mesh after its axis."""
+def _describe_group(group: dist.ProcessGroup | str) -> tuple[str, tuple[int, ...]]:
+    """``axis tp: ranks 0, 2`` and the ranks; torch names a group of a device mesh after its axis."""
     if isinstance(group, str):
         try:
             group = c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
         except RuntimeError:  # destroyed since
-            return f"group {group}"
-    ranks = dist.get_process_group_ranks(group)
-    few = len(ranks) <= 16
-    shown = ", ".join(map(str, ranks)) if few else f"{ranks[0]} ... {ranks[-1]}, {len(ranks)} in all"
-    axis = f"axis {group.group_desc[5:]}: " if group.group_desc.startswith("mesh_") else ""
-    return f"{axis}ranks {shown}"
+            return f"group {group}", ()
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if group.group_desc.startswith("mesh_"):
+        return f"axis {group.group_desc.removeprefix('mesh_')}: ranks {_some(ranks)}", ranks
+    whole = len(ranks) == dist.get_world_size()
+    return (f"all {len(ranks)} ranks" if whole else f"ranks {_some(ranks)}"), ranks
+
+
+def _some(ranks: tuple[int, ...]) -> str:
+    return (
+        ", ".join(map(str, ranks))
+        if len(ranks) <= 16
+        else f"{ranks[0]} ... {ranks[-1]}, {len(ranks)} of them"
+    )
 
 
 def _issued() -> tuple[Issued, ...]:
@@ -181,7 +190,8 @@ def _issued() -> tuple[Issued, ...]:
         caller, _ = _callers(Frame(f["filename"], f["line"], f["name"]) for f in entry["frames"])
         kind = entry["profiling_name"].rpartition(":")[2]
         last.pop(name, None)  # so that the group used most recently comes last
-        last[name] = Issued(kind, _describe_group(name), name, entry["collective_seq_id"], caller)
+        group, ranks = _describe_group(name)
+        last[name] = Issued(kind, group, name, ranks, entry["collective_seq_id"], caller)
     return tuple(last.values())
 
 
