@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from options import OUT, SHAPE, parse_arguments
 from progress import Progress, StopRequest
-from report import Metrics, plot, unigram_entropy
+from report import Baselines, Metrics, plot, unigram_entropy
 from schedule import Schedule
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -42,7 +43,7 @@ from titans.utils import generate
 MB = 1_000_000
 VOCAB_SIZE = 1024
 VALIDATION_WINDOWS = 256
-VALIDATIONS = 10  # per training
+VALIDATIONS = 16  # per training
 PROMPTS = ("def ", "class ")
 GRADIENT_CLIPPING = 1.0
 
@@ -59,8 +60,11 @@ class Demo:
         # every rank trains the tokenizer for itself: the same text gives the same tokens
         self.tokenizer = load_tokenizer(self.out) if saved else Tokenizer.train(text.train[:MB], VOCAB_SIZE)
         train, validation = (torch.tensor(self.tokenizer.encode(part)) for part in text)
-        self.bytes_per_token = len(text.validation) / len(validation)
-        self.uniform, self.unigram = math.log(self.tokenizer.vocab_size), unigram_entropy(train)
+        self.baselines = Baselines(
+            uniform=math.log(self.tokenizer.vocab_size),
+            unigram=unigram_entropy(train),
+            bytes_per_token=len(text.validation) / len(validation),
+        )
         self.prepare(TokenWindows(train, args.seq_len), TokenWindows(validation, args.seq_len))
         if saved:
             self.load()
@@ -97,7 +101,7 @@ class Demo:
         size = sum(p.numel() for p in self.model.parameters())
         self.say(
             f"text:  {len(text.train) / 1e6:.1f} MB of Python's standard library to train on, "
-            f"{len(text.validation) / 1e6:.1f} MB held out; {self.bytes_per_token:.2f} bytes per token"
+            f"{len(text.validation) / 1e6:.1f} MB held out; {self.baselines.bytes_per_token:.2f} bytes per token"
         )
         self.say(
             f"model: GPT with {size / 1e6:.2f} million parameters: {args.layers} layers, width {args.hidden}, "
@@ -190,12 +194,16 @@ class Demo:
         if self.is_master:
             if finished:
                 self.show()
-            picture = plot(self.metrics.records, self.out / "loss.png", self.uniform, self.unigram)
-            print(f"\nloss curve   {picture}")
+            print(f"\nloss curve   {self.draw()}")
             print(f"numbers      {self.metrics.path}")
             print(f"checkpoint   {self.checkpoint} (step {self.step})")
             print(self.advice(finished))
         dist.barrier()
+
+    def draw(self) -> str:
+        if find_spec("matplotlib") is None:
+            return "not drawn, for want of matplotlib: pip install matplotlib"
+        return str(plot(self.metrics.records, self.out / "loss.png", self.baselines))
 
     def advice(self, finished: bool) -> str:
         script = "examples/demo/train.py"
@@ -212,13 +220,12 @@ class Demo:
 
     def show(self) -> None:
         curve = [r["validation_loss"] for r in self.metrics.records if "validation_loss" in r]
-        bits = curve[-1] / self.bytes_per_token / math.log(2)
+        known = self.baselines
+        bits = curve[-1] / known.bytes_per_token / math.log(2)
         print(
-            f"\nvalidation loss from {curve[0]:.3f} to {curve[-1]:.3f} nats per token ({bits:.2f} bits per byte)"
+            f"\nvalidation loss from {curve[0]:.3f} to {curve[-1]:.3f} nats per token, {bits:.2f} bits per byte"
         )
-        print(
-            f"for comparison: {self.uniform:.3f} knowing nothing, {self.unigram:.3f} knowing word frequencies"
-        )
+        print(f"without context: {known.uniform:.3f} by guessing, {known.unigram:.3f} by token frequencies")
         for prompt in PROMPTS:
             print("\n" + sample(self.model.unwrap(), self.tokenizer, prompt, self.args.seed))
 

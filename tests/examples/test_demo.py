@@ -223,6 +223,11 @@ def test_schedule_fits_a_slow_machine() -> None:
     assert unlimited.end == 1000
 
 
+def test_the_end_does_not_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "find_spec", lambda name: None)
+    assert "pip install matplotlib" in train.Demo.draw(None)  # type: ignore[arg-type]
+
+
 def test_unigram_entropy() -> None:
     assert report.unigram_entropy(torch.tensor([0, 1, 2, 3])) == pytest.approx(math.log(4))
     assert report.unigram_entropy(torch.tensor([5, 5, 5])) == 0
