@@ -34,7 +34,6 @@ class ParallelContext(metaclass=SingletonMeta):
     """The config, mesh and process groups of this process.  ``colossalai.launch`` fills it, ``destroy`` empties it."""
 
     def __init__(self) -> None:
-        self._launches = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -97,9 +96,7 @@ class ParallelContext(metaclass=SingletonMeta):
             port=port,
             timeout=read_timeout(),
             plan=f"backend={backend}, data={plan.data}, pipeline={plan.pipeline}, tensor={plan.tensor}, mode={plan.mode}",
-            round=self._launches,
         ).meet()
-        self._launches += 1
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         world = dist.group.WORLD
         self._register(

@@ -13,7 +13,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,11 +24,11 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 TIMEOUT_VARIABLE = "COLOSSALAI_RENDEZVOUS_TIMEOUT"
 DEFAULT_TIMEOUT = 300.0
-# Seconds that rank 0 keeps the store for the others to read a refusal.
+# Seconds that rank 0 waits for the others to read its verdict.
 FAREWELL = 5.0
 # Seconds that opening a store may take at least: it looks addresses up, and a name server may be slow.
 PATIENCE = 15.0
-AGREED = "agreed"
+AGREED = "agreed: "
 
 
 class RendezvousError(RuntimeError):
@@ -36,11 +37,7 @@ class RendezvousError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """One meeting of all ranks.
-
-    ``plan`` is what must be equal on all ranks.  ``round`` counts the launches of this process, so that a second
-    launch does not read the keys of the first.
-    """
+    """One meeting of all ranks.  ``plan`` is what must be equal on all of them."""
 
     rank: int
     world_size: int
@@ -48,23 +45,24 @@ class Rendezvous:
     port: int
     timeout: float
     plan: str = ""
-    round: int = 0
 
     def meet(self) -> Store:
         """The store for ``init_process_group``, once all ranks have signed in with the same plan."""
         deadline = time.monotonic() + self.timeout
+        # torchrun may start the ranks anew at the same store
+        prefix = f"colossalai/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         while True:
             store = self._connect(deadline)
             try:
-                self.agree(PrefixStore(self._prefix, store), deadline)
+                name = self.agree(PrefixStore(prefix, store), deadline)
             except dist.DistNetworkError as error:
-                # The store went away: its host is leaving an earlier round, or has failed.  Only a new try tells.
+                # The store went away: its host is leaving an earlier job, or has failed.  Only a new try tells.
                 if time.monotonic() >= deadline:
                     raise RendezvousError(f"{self._who} lost the store at {self._where}: {error}") from error
                 time.sleep(0.2)
                 continue
             store.set_timeout(default_pg_timeout)
-            return PrefixStore(f"{self._prefix}/groups", store)
+            return PrefixStore(f"{prefix}/{name}", store)
 
     @property
     def _hosts_store(self) -> bool:
@@ -77,10 +75,6 @@ class Rendezvous:
     @property
     def _where(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def _prefix(self) -> str:
-        return f"colossalai/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self.round}"
 
     @property
     def _signature(self) -> str:
@@ -144,8 +138,12 @@ class Rendezvous:
             f"{TIMEOUT_VARIABLE} sets the seconds to wait"
         ) from reason
 
-    def agree(self, store: Store, deadline: float) -> None:
-        """Sign in at ``store`` and wait for the verdict: return when it is to go on, raise when it is not."""
+    def agree(self, store: Store, deadline: float) -> str:
+        """Sign in and do as rank 0 decides: return the name of this meeting, equal on all ranks, or raise.
+
+        Every sign-in has a ticket of its own and is taken back in the end, so a store that outlives the meeting (the
+        agent's) can serve the next one.
+        """
         process = f"process {os.getpid()} on {socket.gethostname()}"
         first = store.compare_set(f"process/{self.rank}", "", process).decode()
         if first != process:
@@ -153,61 +151,67 @@ class Rendezvous:
                 f"rank {self.rank} joined at {self._where} twice: {first}, then {process}; give every process its own "
                 "rank and every job its own port"
             )
-        store.set(f"signature/{self.rank}", self._signature)
-        if self.rank == 0:
-            verdict = self._judge(store, deadline)
-            store.set("verdict", verdict)
-            if verdict != AGREED:
-                self._let_others_read(store)
-        else:
-            verdict = self._await_verdict(store, deadline)
-        if verdict != AGREED:
+        ticket = uuid.uuid4().hex
+        store.set(f"rank/{self.rank}", f"{ticket} {self._signature}")
+        verdict = (
+            self._decide(store, deadline) if self.rank == 0 else self._await_verdict(store, ticket, deadline)
+        )
+        store.set(f"rank/{self.rank}", "")
+        if not verdict.startswith(AGREED):
             raise RendezvousError(verdict)
+        return verdict.removeprefix(AGREED)
 
-    def _judge(self, store: Store, deadline: float) -> str:
-        missing = list(range(self.world_size))
+    def _decide(self, store: Store, deadline: float) -> str:
+        """What rank 0 does: wait for all, judge, tell all who came, and wait until they have read it."""
+        store.set("world_size", str(self.world_size))
+        tickets: dict[int, str] = {}
+        signatures: dict[int, str] = {}
         for _ in _attempts(deadline):
-            missing = [rank for rank in missing if not store.check([f"signature/{rank}"])]
-            if not missing:
+            for rank in range(self.world_size):
+                if rank not in tickets and (sign_in := _sign_in(store, rank)):
+                    tickets[rank], _, signatures[rank] = sign_in.partition(" ")
+            if len(tickets) == self.world_size:
                 break
-        else:
+        verdict = self._judge(signatures) or AGREED + tickets[0]
+        for ticket in tickets.values():
+            store.set(f"verdict/{ticket}", verdict)
+        others = [rank for rank in tickets if rank != 0]
+        for _ in _attempts(time.monotonic() + FAREWELL):
+            others = [rank for rank in others if _sign_in(store, rank)]
+            if not others:
+                break
+        return verdict
+
+    def _judge(self, signatures: Mapping[int, str]) -> str | None:
+        if missing := [str(rank) for rank in range(self.world_size) if rank not in signatures]:
             return (
                 f"{len(missing)} of {self.world_size} ranks did not join at {self._where} within {self.timeout:g} s: "
-                f"rank {', '.join(map(str, missing))}; see whether they failed or were never started. "
+                f"rank {', '.join(missing)}; see whether they failed or were never started. "
                 f"{TIMEOUT_VARIABLE} sets the seconds to wait"
             )
-        for rank in range(self.world_size):
-            theirs = store.get(f"signature/{rank}").decode()
+        for rank, theirs in signatures.items():
             if theirs != self._signature:
                 return (
                     f"the ranks at {self._where} were not launched alike: rank 0 with {self._signature}, rank {rank} "
                     f"with {theirs}; give all ranks the same config, backend and world size"
                 )
-        return AGREED
+        return None
 
-    def _await_verdict(self, store: Store, deadline: float) -> str:
+    def _await_verdict(self, store: Store, ticket: str, deadline: float) -> str:
         for _ in _attempts(deadline):
-            if store.check(["verdict"]):
-                break
-        else:
-            return (
-                f"{self._who} waited {self.timeout:g} s at {self._where} for the other ranks; see whether they failed "
-                f"or were never started. {TIMEOUT_VARIABLE} sets the seconds to wait"
-            )
-        verdict = store.get("verdict").decode()
-        signature = store.get("signature/0").decode()
-        store.add("read", 1)
-        if verdict == AGREED and signature != self._signature:  # rank 0 counts fewer ranks than this one
-            return (
-                f"{self._who} is not part of the job at {self._where}, which rank 0 launched with {signature}"
-            )
-        return verdict
+            if store.check([f"verdict/{ticket}"]):
+                return store.get(f"verdict/{ticket}").decode()
+            if store.check(["world_size"]) and self.rank >= (size := int(store.get("world_size"))):
+                return f"{self._who} is not part of the job at {self._where}, which rank 0 launched with world_size={size}"
+        return (
+            f"{self._who} waited {self.timeout:g} s at {self._where} for the other ranks; see whether they failed "
+            f"or were never started. {TIMEOUT_VARIABLE} sets the seconds to wait"
+        )
 
-    def _let_others_read(self, store: Store) -> None:
-        others = [rank for rank in range(1, self.world_size) if store.check([f"signature/{rank}"])]
-        for _ in _attempts(time.monotonic() + FAREWELL):
-            if store.add("read", 0) >= len(others):
-                return
+
+def _sign_in(store: Store, rank: int) -> str:
+    """What ``rank`` signed in with, or nothing when it has not come or has left."""
+    return store.get(f"rank/{rank}").decode() if store.check([f"rank/{rank}"]) else ""
 
 
 def read_timeout() -> float:

@@ -6,6 +6,7 @@ the sockets of a failed rank stay open and the other ranks do not fail in turn w
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import fcntl
 import multiprocessing
@@ -110,7 +111,9 @@ def _die_with_parent(lifeline: Connection) -> None:
     The thread that serves the parent notices as well, but not while a call into C holds the interpreter lock.
     PR_SET_PDEATHSIG would wait for the fork server, which lives as long as its ranks.
     """
-    if hasattr(fcntl, "F_SETSIG"):  # Linux
+    if not hasattr(fcntl, "F_SETSIG"):  # not Linux
+        return
+    with contextlib.suppress(OSError):  # a sandbox that imitates Linux without this
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)

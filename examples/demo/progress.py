@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import time
@@ -21,7 +22,8 @@ class Progress:
     def __init__(self, first: int, total: int, *, active: bool) -> None:
         self._bar = self._next_line = None
         if active and sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=first, unit="step", dynamic_ncols=True)
+            width = shutil.get_terminal_size().columns  # unlike tqdm's own, never 0
+            self._bar = tqdm(total=total, initial=first, unit="step", ncols=min(width, 110))
         elif active:
             self._next_line = 0.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def unigram_entropy(tokens: Tensor) -> float:
     return -torch.xlogy(frequencies, frequencies).sum().item()
 
 
-def smooth(losses: list[float], weight: float = 0.95) -> list[float]:
+def smooth(losses: list[float], weight: float = 0.9) -> list[float]:
     """Exponential moving average; divided by the sum of the weights, so that it does not start at zero."""
     average, smoothed = 0.0, []
     for count, loss in enumerate(losses, start=1):
@@ -50,49 +51,50 @@ def smooth(losses: list[float], weight: float = 0.95) -> list[float]:
     return smoothed
 
 
-def plot(records: list[dict[str, Any]], path: Path, uniform: float, unigram: float) -> Path:
-    """Training and validation loss over steps, with what two models without learning would reach."""
+@dataclass(frozen=True)
+class Baselines:
+    """What the losses of a picture compare with, in nats per token."""
+
+    uniform: float
+    unigram: float
+    bytes_per_token: float
+
+
+def plot(records: list[dict[str, Any]], path: Path, baselines: Baselines) -> Path:
+    """Training and validation loss over steps, with what two models without context would reach."""
     import matplotlib as mpl
 
     mpl.use("Agg")  # no window: also works without a display
     from matplotlib import pyplot as plt
 
-    train = [(r["step"], r["train_loss"]) for r in records if "train_loss" in r]
-    validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for level, label in ((uniform, "uniform guess"), (unigram, "token frequencies")):
+    for level, label in (
+        (baselines.uniform, "every token equally likely"),
+        (baselines.unigram, "tokens by their frequency"),
+    ):
         axes.axhline(level, color="0.6", linestyle="--", linewidth=1)
         axes.annotate(
             f"{label}: {level:.2f}", (1, level), xycoords=("axes fraction", "data"),
-            xytext=(-4, 3), textcoords="offset points", ha="right", color="0.4", fontsize=9,
+            xytext=(-6, 4), textcoords="offset points", ha="right", color="0.4", fontsize=9,
         )  # fmt: skip
-    if train:
+    if train := [(r["step"], r["train_loss"]) for r in records if "train_loss" in r]:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
         axes.plot(steps, smooth(list(losses)), color="tab:blue", label="training (smoothed)")
-    if validation:
+    if validation := [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]:
         axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", markersize=5, label="validation")
-        step, loss = validation[-1]
-        axes.annotate(
-            f"{loss:.2f}", (step, loss), xytext=(0, -14), textcoords="offset points", ha="center", fontsize=9
-        )
+        _, last = validation[-1]
+        axes.annotate(f"{last:.2f}", validation[-1], xytext=(0, 8), textcoords="offset points", ha="center")
     axes.set(
-        xlabel="step", ylabel="loss (nats per token)", title="A small GPT learns Python from its library"
+        title="A small GPT learns Python from its library", xlabel="step", ylabel="loss (nats per token)"
     )
     axes.set_xlim(left=0)
-    axes.set_ylim(0, 1.1 * uniform)
-    secondary = axes.secondary_yaxis("right", functions=(_to_bits, _to_nats))
-    secondary.set_ylabel("bits per token")
+    axes.set_ylim(0, 1.1 * baselines.uniform)
+    nats_per_bit = math.log(2) * baselines.bytes_per_token
+    scale = axes.secondary_yaxis("right", functions=(lambda n: n / nats_per_bit, lambda b: b * nats_per_bit))
+    scale.set_ylabel("bits per byte of text")
     axes.grid(alpha=0.2)
-    axes.legend(loc="upper right", bbox_to_anchor=(1, 0.8))
+    axes.legend(loc="lower left")
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path
-
-
-def _to_bits(nats: Any) -> Any:
-    return nats / math.log(2)
-
-
-def _to_nats(bits: Any) -> Any:
-    return bits * math.log(2)

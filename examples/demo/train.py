@@ -18,13 +18,16 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from options import OUT, SHAPE, parse_arguments
 from progress import Progress, StopRequest
-from report import Metrics, plot, unigram_entropy
+from report import Baselines, Metrics, plot, unigram_entropy
+from schedule import Schedule
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset
@@ -32,90 +35,73 @@ from torch.utils.data import DataLoader, Subset
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin
-from titans.dataloader.text import TokenWindows, stdlib_text
+from titans.dataloader.text import TextSplit, TokenWindows, stdlib_text
 from titans.dataloader.tokenizer import Tokenizer
 from titans.model.gpt import GPT, GPTLMLoss
 from titans.utils import generate
 
+MB = 1_000_000
 VOCAB_SIZE = 1024
 VALIDATION_WINDOWS = 256
-VALIDATIONS = 10  # per training
-SHAPE = {"seq_len": 64, "hidden": 128, "layers": 2, "heads": 4}  # a checkpoint brings its own
+VALIDATIONS = 16  # per training
 PROMPTS = ("def ", "class ")
 GRADIENT_CLIPPING = 1.0
 
 
-class Schedule:
-    """How long to train, and the learning rate on the way: a linear warm-up, then half a cosine down to 10%.
-
-    ``seconds`` bounds the training on a machine too slow for all ``steps``: the pace so far says how many fit.
-    """
-
-    def __init__(self, steps: int, seconds: float, first_step: int = 0) -> None:
-        self.steps, self.seconds, self.first_step = steps, seconds, first_step
-        self.end = steps
-
-    def update(self, step: int, elapsed: float) -> None:
-        """Look at the pace; ``elapsed`` must be the same number on every rank."""
-        if self.seconds and step - self.first_step >= 10:
-            affordable = self.first_step + int(self.seconds / elapsed * (step - self.first_step))
-            self.end = min(self.steps, max(affordable, step))
-
-    def factor(self, step: int) -> float:
-        warm_up = max(1, self.end // 20)
-        if step < warm_up:
-            return (step + 1) / warm_up
-        progress = min(1.0, (step - warm_up) / max(1, self.end - warm_up))
-        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
-
-
 class Demo:
-    """Everything a training needs, built in the order in which a script of yours would build it."""
+    """A training: its parts are built in the order in which a script of yours would build them."""
 
     def __init__(self, args: argparse.Namespace, saved: dict[str, Any]) -> None:
         colossalai.launch_from_torch(config={}, seed=args.seed, verbose=False)
         self.args, self.out, self.step = args, Path(args.out), int(saved.get("step", 0))
         self.is_master = dist.get_rank() == 0
         self.metrics = Metrics(self.out / "metrics.jsonl", keep_until=self.step, active=self.is_master)
-
         text = stdlib_text(args.text_bytes)
-        self.tokenizer = (
-            load_tokenizer(self.out) if saved else Tokenizer.train(text.train[:1_000_000], VOCAB_SIZE)
-        )
+        # every rank trains the tokenizer for itself: the same text gives the same tokens
+        self.tokenizer = load_tokenizer(self.out) if saved else Tokenizer.train(text.train[:MB], VOCAB_SIZE)
         train, validation = (torch.tensor(self.tokenizer.encode(part)) for part in text)
-        self.bytes_per_token = len(text.validation) / len(validation)
-        self.unigram = unigram_entropy(train)
-
-        plugin = TorchDDPPlugin()
-        self.booster = Booster(plugin=plugin)
-        windows = TokenWindows(train, args.seq_len)
-        held_out = TokenWindows(validation, args.seq_len)
-        self.train_loader = plugin.prepare_dataloader(
-            windows, batch_size=args.batch_size, shuffle=True, seed=args.seed, drop_last=True
+        self.baselines = Baselines(
+            uniform=math.log(self.tokenizer.vocab_size),
+            unigram=unigram_entropy(train),
+            bytes_per_token=len(text.validation) / len(validation),
         )
-        self.validation_loader = plugin.prepare_dataloader(
-            Subset(held_out, range(min(VALIDATION_WINDOWS, len(held_out)))), batch_size=32
-        )
-        model = build_model(args)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-        self.schedule = Schedule(args.steps, args.time_limit, self.step)
-        scheduler = LambdaLR(optimizer, self.schedule.factor)
-        self.model, self.optimizer, self.criterion, self.train_loader, self.scheduler = self.booster.boost(
-            model, optimizer, GPTLMLoss(), self.train_loader, scheduler
-        )
-        self.device = next(self.model.parameters()).device
+        self.prepare(TokenWindows(train, args.seq_len), TokenWindows(validation, args.seq_len))
         if saved:
             self.load()
         self.describe(text)
 
-    def describe(self, text: Any) -> None:
-        world, size = dist.get_world_size(), sum(p.numel() for p in self.model.parameters())
+    def prepare(self, windows: TokenWindows, held_out: TokenWindows) -> None:
         args = self.args
+        plugin = TorchDDPPlugin()
+        self.booster = Booster(plugin=plugin)
+        train_loader = plugin.prepare_dataloader(
+            windows, batch_size=args.batch_size, shuffle=True, seed=args.seed, drop_last=True
+        )
+        if len(train_loader) == 0:
+            raise ValueError(
+                f"{len(windows)} windows of text are too few for {dist.get_world_size()} x {args.batch_size} "
+                "per step; lower --batch-size or --seq-len, or raise --text-bytes"
+            )
+        self.validation_loader = plugin.prepare_dataloader(
+            Subset(held_out, range(min(VALIDATION_WINDOWS, len(held_out)))), batch_size=32
+        )
+        model = build_model(args, self.tokenizer)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+        )
+        self.schedule = Schedule(args.steps, args.time_limit, self.step)
+        scheduler = LambdaLR(optimizer, self.schedule.factor)
+        self.model, self.optimizer, self.criterion, self.train_loader, self.scheduler = self.booster.boost(
+            model, optimizer, GPTLMLoss(), train_loader, scheduler
+        )
+        self.device = next(self.model.parameters()).device
+
+    def describe(self, text: TextSplit) -> None:
+        args, world = self.args, dist.get_world_size()
+        size = sum(p.numel() for p in self.model.parameters())
         self.say(
             f"text:  {len(text.train) / 1e6:.1f} MB of Python's standard library to train on, "
-            f"{len(text.validation) / 1e6:.1f} MB held out; {self.bytes_per_token:.2f} bytes per token"
+            f"{len(text.validation) / 1e6:.1f} MB held out; {self.baselines.bytes_per_token:.2f} bytes per token"
         )
         self.say(
             f"model: GPT with {size / 1e6:.2f} million parameters: {args.layers} layers, width {args.hidden}, "
@@ -130,30 +116,32 @@ class Demo:
         if self.is_master:
             print(message, flush=True)
 
-    def train(self) -> bool:
+    def train(self, stop: StopRequest) -> bool:
         """Train until the schedule ends (True) or somebody pressed Ctrl-C (False)."""
         start, first = time.monotonic(), self.step
         batches = endless(self.train_loader, first)
         validate_every = max(1, (self.args.steps - first) // VALIDATIONS)
-        with StopRequest() as stop, Progress(first, self.args.steps, active=self.is_master) as progress:
+        with Progress(first, self.args.steps, active=self.is_master) as progress:
             if first == 0:
                 self.validate(progress)
             while self.step < self.schedule.end:
                 loss = self.train_step(next(batches))
-                # One small message per step: the mean loss, whether anybody wants to stop, and rank 0's clock,
-                # so that all ranks decide alike.
-                news = torch.tensor([loss, stop.requested, self.is_master * (time.monotonic() - start)])
-                dist.all_reduce(news := news.to(self.device))
-                loss, stops, elapsed = news.tolist()
-                loss /= dist.get_world_size()
+                loss, stopped, elapsed = self.agree(loss, stop.requested, time.monotonic() - start)
                 self.schedule.update(self.step, elapsed)
                 self.metrics.add(step=self.step, train_loss=loss, lr=self.scheduler.get_last_lr()[0])
                 progress.update(self.step, self.schedule.end, loss)
-                if stops:
+                if stopped and self.step < self.schedule.end:
                     return False
                 if self.step % validate_every == 0 or self.step == self.schedule.end:
                     self.validate(progress)
         return True
+
+    def agree(self, loss: float, stop: bool, elapsed: float) -> tuple[float, bool, float]:
+        """The mean loss, whether any rank wants to stop, and rank 0's clock: so all ranks decide alike."""
+        news = torch.tensor([loss, stop, elapsed if self.is_master else 0.0], device=self.device)
+        dist.all_reduce(news)
+        losses, stops, elapsed = news.tolist()
+        return losses / dist.get_world_size(), stops > 0, elapsed
 
     def train_step(self, input_ids: Tensor) -> float:
         input_ids = input_ids.to(self.device)  # (batch, seq)
@@ -206,43 +194,46 @@ class Demo:
         if self.is_master:
             if finished:
                 self.show()
-            picture = plot(self.metrics.records, self.out / "loss.png", math.log(VOCAB_SIZE), self.unigram)
-            print(f"\nloss curve   {picture}")
+            print(f"\nloss curve   {self.draw()}")
             print(f"numbers      {self.metrics.path}")
             print(f"checkpoint   {self.checkpoint} (step {self.step})")
-            print(NEXT.format(more=2 * self.args.steps))
-            if not finished:
-                print(
-                    f"Stopped at step {self.step} of {self.args.steps} as you asked; add --resume to go on."
-                )
+            print(self.advice(finished))
         dist.barrier()
+
+    def draw(self) -> str:
+        if find_spec("matplotlib") is None:
+            return "not drawn, for want of matplotlib: pip install matplotlib"
+        return str(plot(self.metrics.records, self.out / "loss.png", self.baselines))
+
+    def advice(self, finished: bool) -> str:
+        script = "examples/demo/train.py"
+        if str(self.out) != OUT:
+            script += f" --out {self.out}"
+        resume = f"colossalai run --nproc_per_node {dist.get_world_size()} {script} --resume"
+        if not finished:
+            return f"\nStopped at step {self.step} of {self.args.steps}, as you asked. To go on:\n  {resume}"
+        return (
+            f"\nWhat to try next:\n  {resume} --steps {2 * self.step}\n"
+            f'  python {script} --sample-only "def read_lines("\n'
+            "  examples/demo/README.md explains the options and the code, docs/quickstart.md the rest"
+        )
 
     def show(self) -> None:
         curve = [r["validation_loss"] for r in self.metrics.records if "validation_loss" in r]
-        bits = curve[-1] / self.bytes_per_token / math.log(2)
+        known = self.baselines
+        bits = curve[-1] / known.bytes_per_token / math.log(2)
         print(
-            f"\nvalidation loss from {curve[0]:.3f} to {curve[-1]:.3f} nats per token ({bits:.2f} bits per byte)"
+            f"\nvalidation loss from {curve[0]:.3f} to {curve[-1]:.3f} nats per token, {bits:.2f} bits per byte"
         )
-        print(
-            f"for comparison: {math.log(VOCAB_SIZE):.3f} knowing nothing, {self.unigram:.3f} knowing word frequencies"
-        )
+        print(f"without context: {known.uniform:.3f} by guessing, {known.unigram:.3f} by token frequencies")
         for prompt in PROMPTS:
             print("\n" + sample(self.model.unwrap(), self.tokenizer, prompt, self.args.seed))
 
 
-NEXT = """
-What to try next:
-  colossalai run --nproc_per_node 2 examples/demo/train.py --resume --steps {more}
-  python examples/demo/train.py --sample-only "def read_lines("
-  colossalai run --nproc_per_node 1 examples/demo/train.py --out runs/serial
-  examples/demo/README.md explains the options and the code, docs/quickstart.md the rest
-"""
-
-
-def build_model(args: argparse.Namespace) -> GPT:
+def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> GPT:
     torch.manual_seed(args.seed)
     return GPT(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=tokenizer.vocab_size,
         max_position_embeddings=args.seq_len,
         hidden_size=args.hidden,
         num_heads=args.heads,
@@ -276,68 +267,10 @@ def sample_only(args: argparse.Namespace) -> None:
     """Needs no other process, so it also runs as ``python examples/demo/train.py --sample-only ...``."""
     if int(os.environ.get("RANK", 0)) == 0:
         torch.set_num_threads(1)  # one token at a time gives no work for more
-        model = build_model(args)
+        tokenizer = load_tokenizer(Path(args.out))
+        model = build_model(args, tokenizer)
         Booster(device="cpu").load_model(model, Path(args.out) / "checkpoint" / "model")
-        print(sample(model, load_tokenizer(Path(args.out)), args.sample_only, args.seed))
-
-
-def parse_arguments() -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The options, and what ``--resume`` and ``--sample-only`` find in the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--steps", type=positive, default=1500, help="optimizer steps (default: %(default)s)")
-    parser.add_argument(
-        "--batch-size", type=positive, default=8, help="windows per process and step (%(default)s)"
-    )
-    parser.add_argument("--seq-len", type=positive, help=f"tokens per window ({SHAPE['seq_len']})")
-    parser.add_argument("--hidden", type=positive, help=f"width of the model ({SHAPE['hidden']})")
-    parser.add_argument("--layers", type=positive, help=f"transformer blocks ({SHAPE['layers']})")
-    parser.add_argument("--heads", type=positive, help=f"attention heads per block ({SHAPE['heads']})")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate (%(default)s)")
-    parser.add_argument(
-        "--seed", type=int, default=1024, help="of weights, data order and samples (%(default)s)"
-    )
-    parser.add_argument("--out", default="runs/demo", help="folder for the results (%(default)s)")
-    parser.add_argument("--text-bytes", type=positive, default=6_000_000, help="text to read (%(default)s)")
-    parser.add_argument(
-        "--time-limit", type=float, default=75.0, metavar="S",
-        help="on a slow machine, train fewer steps so as to end after S seconds; 0: never (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument(
-        "--sample-only", metavar="PROMPT", help="do not train: continue PROMPT with the checkpoint"
-    )
-    args = parser.parse_args()
-    saved: dict[str, Any] = {}
-    if args.resume or args.sample_only is not None:
-        path = Path(args.out) / "checkpoint" / "demo.json"
-        if not path.is_file():
-            parser.error(
-                f"there is no checkpoint in {args.out}; train without --resume first, or correct --out"
-            )
-        saved = json.loads(path.read_text())
-    for name, default in SHAPE.items():
-        given, stored = getattr(args, name), saved.get("shape", {}).get(name)
-        if stored and given and given != stored:
-            option = "--" + name.replace("_", "-")
-            parser.error(
-                f"the checkpoint in {args.out} has {option} {stored}, not {given}; leave {option} out"
-            )
-        setattr(args, name, stored or given or default)
-    if args.hidden % args.heads:
-        parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
-    if args.seq_len < 2:
-        parser.error("--seq-len must be at least 2: each token is predicted from those before it")
-    if args.resume and args.sample_only is None and saved["step"] >= args.steps:
-        parser.error(f"the checkpoint is at step {saved['step']} already; pass a higher --steps to go on")
-    if args.sample_only == "":
-        parser.error("--sample-only needs a prompt of at least one letter to go on from")
-    return args, saved
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
+        print(sample(model, tokenizer, args.sample_only, args.seed))
 
 
 def use_all_cores() -> None:
@@ -349,9 +282,10 @@ def use_all_cores() -> None:
 def train(args: argparse.Namespace, saved: dict[str, Any]) -> bool:
     use_all_cores()
     demo = Demo(args, saved)
-    finished = demo.train()
-    demo.save()
-    demo.finish(finished)
+    with StopRequest() as stop:
+        finished = demo.train(stop)
+        demo.save()
+        demo.finish(finished)
     return finished
 
 

@@ -64,15 +64,18 @@ def check_world(rank: int, world_size: int, port: int, names: list[str]) -> None
             assert tensor_parallel_env.mode is None
 
 
+def cases_of(world_size: int) -> list[str]:
+    return [str(case) for case in TABLES if case.world_size == world_size]
+
+
 @pytest.mark.parametrize("world_size", [4, 8, 16])
 def test_groups_of_real_ranks(world_size: int) -> None:
-    cases = [str(case) for case in TABLES if case.world_size == world_size]
     # 16 processes on a small machine are slow: one case with all three kinds, one with joined axes
-    names = ["16-pp2-2d4", "16-pp1-2.5d8"] if world_size == 16 else cases
-    assert set(names) <= set(cases)
+    names = ["16-pp2-2d4", "16-pp1-2.5d8"] if world_size == 16 else cases_of(world_size)
+    assert set(names) <= set(cases_of(world_size))
     spawn(check_world, world_size, names=names)
 
 
 @pytest.mark.slow
 def test_groups_of_all_cases_with_16_ranks() -> None:
-    spawn(check_world, 16, names=[str(case) for case in TABLES], timeout=300)
+    spawn(check_world, 16, names=cases_of(16), timeout=300)

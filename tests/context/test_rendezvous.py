@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -38,7 +39,13 @@ def foreign_port() -> Iterator[int]:
         yield int(s.getsockname()[1])
 
 
-Answer = object  # the store of a rank that joined, or the text of its error
+class Name(NamedTuple):
+    """The name of a meeting that took place."""
+
+    name: str
+
+
+Answer = object  # the store or the name of a rank that joined, or the text of its error
 
 
 def meet(rank: int, world_size: int, port: int, timeout: float = 30.0, host: str = "localhost") -> Answer:
@@ -53,10 +60,9 @@ def agree(store: dist.Store, rank: int, world_size: int, plan: str = "", timeout
         rank=rank, world_size=world_size, host="node", port=29500, timeout=timeout, plan=plan
     )
     try:
-        meeting.agree(store, time.monotonic() + timeout)
+        return Name(meeting.agree(store, time.monotonic() + timeout))
     except RendezvousError as error:
         return str(error)
-    return store
 
 
 def together(*ranks: Callable[[], Answer]) -> list[Answer]:
@@ -131,7 +137,8 @@ def test_a_rank_outside_the_world_of_rank_0() -> None:
     first, second, outside = together(
         partial(agree, store, 0, 2), partial(agree, store, 1, 2), partial(agree, store, 3, 4)
     )
-    assert first is second is store
+    assert isinstance(first, Name)
+    assert first == second
     assert "rank 3 of 4 is not part of the job at node:29500, which rank 0 launched with world_size=2" in str(
         outside
     )
@@ -144,12 +151,32 @@ def test_one_rank_given_to_two_processes() -> None:
     assert "rank 1 joined at node:29500 twice: process 7 on elsewhere, then process" in message
 
 
+def test_one_store_serves_meeting_after_meeting() -> None:
+    """The store of an agent outlives a launch: neither its success nor its failure may reach the next."""
+    store = dist.HashStore()
+    names = set()
+    for plans in (("a", "a"), ("a", "b"), ("b", "b"), ("b", "b")):
+        first, second = together(*(partial(agree, store, rank, 2, plan) for rank, plan in enumerate(plans)))
+        assert first == second
+        assert isinstance(first, Name) == (len(set(plans)) == 1)
+        names.add(first)
+    assert len(names) == 4
+
+
+def test_a_rank_that_gave_up_is_not_counted_later() -> None:
+    store = dist.HashStore()
+    agree(store, 1, 2, timeout=0.1)
+    assert "1 of 2 ranks did not join at node:29500 within 0.1 s: rank 1" in str(
+        agree(store, 0, 2, timeout=0.1)
+    )
+
+
 def test_a_rank_that_met_a_leaving_store_comes_back_to_the_next(port: int) -> None:
     """Rank 1 relaunches while rank 0 still hosts the store of the launch before."""
     leaving = store_at(port)
     with ThreadPoolExecutor(2) as pool:
         second = pool.submit(meet, 1, 2, port)
-        leaving.wait(["colossalai/0/0/signature/1"])
+        leaving.wait(["colossalai/0/rank/1"])
         del leaving
         first = pool.submit(meet, 0, 2, port)
         assert isinstance(first.result(), dist.Store)

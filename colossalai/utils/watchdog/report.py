@@ -6,7 +6,7 @@ import linecache
 import os
 from collections.abc import Iterable, Mapping
 
-from colossalai.utils.watchdog.snapshot import Frame, Issued, Snapshot
+from colossalai.utils.watchdog.snapshot import Frame, Issued, Snapshot, show_ranks
 
 _PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do"}
 
@@ -92,7 +92,7 @@ def _stack(name: str, frames: Iterable[Frame]) -> list[str]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    return ("rank " if len(ranks) == 1 else "ranks ") + show_ranks(ranks)
 
 
 def _place(frame: Frame) -> str:

@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -168,17 +168,21 @@ def _describe_group(group: dist.ProcessGroup | str) -> tuple[str, tuple[int, ...
             return f"group {group}", ()
     ranks = tuple(dist.get_process_group_ranks(group))
     if group.group_desc.startswith("mesh_"):
-        return f"axis {group.group_desc.removeprefix('mesh_')}: ranks {_some(ranks)}", ranks
+        return f"axis {group.group_desc.removeprefix('mesh_')}: ranks {show_ranks(ranks)}", ranks
     whole = len(ranks) == dist.get_world_size()
-    return (f"all {len(ranks)} ranks" if whole else f"ranks {_some(ranks)}"), ranks
+    return (f"all {len(ranks)} ranks" if whole else f"ranks {show_ranks(ranks)}"), ranks
 
 
-def _some(ranks: tuple[int, ...]) -> str:
-    return (
-        ", ".join(map(str, ranks))
-        if len(ranks) <= 16
-        else f"{ranks[0]} ... {ranks[-1]}, {len(ranks)} of them"
-    )
+def show_ranks(ranks: Sequence[int]) -> str:
+    """``0-3, 8``: ascending ranks, three or more in a row joined; the middle of a long list is left out."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [p for run in runs for p in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    return ", ".join(parts if len(parts) <= 16 else [*parts[:8], "...", parts[-1]])
 
 
 def _issued() -> tuple[Issued, ...]:
