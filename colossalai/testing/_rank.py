@@ -68,10 +68,13 @@ class Raised:
     """An exception in a form that the parent can read even where it cannot import the class."""
 
     classes: tuple[tuple[str, str], ...]  # module and name of the class and its bases
-    headline: str  # "raised ValueError: ..." or "died with exit code ..."
+    headline: str  # one line: "raised ValueError: ..." or "died with exit code ..."
     traceback: str
     echo: bool  # a lost connection: most likely the failure of another rank
     when: float
+
+
+Message = Returned | Raised | Snapshot
 
 
 def run_rank(pipes: Pipes, assignment: Assignment) -> None:
@@ -163,7 +166,7 @@ def _describe(error: BaseException) -> Raised:
         text += _locals(trace)
     return Raised(
         classes=tuple((base.__module__, base.__qualname__) for base in type(error).__mro__),
-        headline="raised " + "".join(traceback.format_exception_only(type(error), error)).strip(),
+        headline=f"raised {type(error).__name__}: {error}".rstrip(": ").split("\n")[0],
         traceback=text,
         echo=any(_is_lost_connection(e) for e in _chain(error)),
         when=time.monotonic(),
@@ -197,6 +200,3 @@ def _is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, kinds) or (
         isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
     )
-
-
-Message = Returned | Raised | Snapshot

@@ -30,7 +30,7 @@ def explain(states: Mapping[int, Snapshot | None], *, stacks: bool = True) -> st
 def _sentence(state: Snapshot | None) -> tuple[str, str]:
     if state is None:
         return "does", "not answer: the process is stopped, or a call into C holds the interpreter lock"
-    if state.left:
+    if state.left or not state.threads:
         return "has", "left the function"
     if state.wait is not None:
         wait = state.wait

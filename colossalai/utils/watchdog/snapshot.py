@@ -159,14 +159,17 @@ def _group_of(frame: FrameType) -> str:
     return "no process group yet" if group is None else _describe_group(group)[0]
 
 
-def _describe_group(group: dist.ProcessGroup | str) -> tuple[str, tuple[int, ...]]:
+def _describe_group(group: Any) -> tuple[str, tuple[int, ...]]:
     """``axis tp: ranks 0, 2`` and the ranks; torch names a group of a device mesh after its axis."""
-    if isinstance(group, str):
-        try:
+    try:
+        if isinstance(group, str):
             group = c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
-        except RuntimeError:  # destroyed since
-            return f"group {group}", ()
-    ranks = tuple(dist.get_process_group_ranks(group))
+        ranks = tuple(dist.get_process_group_ranks(group))
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        return (
+            f"group {group}",
+            (),
+        )  # destroyed since, or one of the other forms that functional collectives take
     if group.group_desc.startswith("mesh_"):
         return f"axis {group.group_desc.removeprefix('mesh_')}: ranks {show_ranks(ranks)}", ranks
     whole = len(ranks) == dist.get_world_size()
@@ -187,14 +190,15 @@ def show_ranks(ranks: Sequence[int]) -> str:
 
 def _issued() -> tuple[Issued, ...]:
     last: dict[str, Issued] = {}
-    for entry in _flight_record(collectives=True)["entries"]:
+    entries = _flight_record(collectives=True)["entries"]
+    for entry in sorted(entries, key=lambda entry: entry["time_created_ns"]):
         if entry["is_p2p"] or not entry["frames"]:
             continue
-        name = entry["process_group"][0]
         caller, _ = _callers(Frame(f["filename"], f["line"], f["name"]) for f in entry["frames"])
-        kind = entry["profiling_name"].rpartition(":")[2]
+        backend, _, kind = entry["profiling_name"].rpartition(":")
+        group, ranks = _describe_group(entry["process_group"][0])
+        name = f"{entry['process_group'][0]} of {backend}"  # each backend of a group counts for itself
         last.pop(name, None)  # so that the group used most recently comes last
-        group, ranks = _describe_group(name)
         last[name] = Issued(kind, group, name, ranks, entry["collective_seq_id"], caller)
     return tuple(last.values())
 
