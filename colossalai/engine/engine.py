@@ -157,7 +157,7 @@ class Engine:
 def _check(model: Any, optimizer: Any, criterion: Any, clip_grad_norm: Any, schedule: Any) -> None:
     for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
         if not isinstance(value, kind):
-            raise TypeError(f"Engine needs a {name} of type {kind.__name__}, got {value!r}")
+            raise TypeError(f"Engine needs {name} as a torch {kind.__name__}, got {value!r}")
     if criterion is not None and not callable(criterion):
         raise TypeError(f"the criterion of an Engine is a function of outputs and labels, got {criterion!r}")
     if not clip_grad_norm >= 0:

@@ -16,6 +16,7 @@ class LossWatch:
 
     def __init__(self) -> None:
         self._seen = 0
+        self._looked_at = 0
         self._bad: Tensor | None = None
         self._was_bad = False
 
@@ -23,7 +24,7 @@ class LossWatch:
         self._seen += 1
         bad = ~torch.isfinite(loss.detach()).all()
         self._bad = bad if self._bad is None else self._bad | bad
-        if loss.device.type == "cpu" or self._seen % LOOK_EVERY == 0:
+        if loss.device.type == "cpu" or self._seen - self._looked_at == LOOK_EVERY:
             self.report()
 
     def report(self) -> None:
@@ -31,10 +32,12 @@ class LossWatch:
         if self._bad is None:
             return
         is_bad = bool(self._bad)
-        self._bad = None
+        first = self._looked_at + 1
+        where = f"pass {first}" if first == self._seen else f"passes {first} to {self._seen}"
+        self._bad, self._looked_at = None, self._seen
         if is_bad and not self._was_bad:
             get_dist_logger().warning(
-                f"the loss is nan or infinite (backward pass {self._seen} or up to {LOOK_EVERY} before it): the weights"
-                " may be lost; try a lower learning rate, clip_grad_norm, or look at the data"
+                f"the loss is nan or infinite (backward {where}): the weights may be lost; try a lower learning rate,"
+                " clip_grad_norm, or look at the data"
             )
         self._was_bad = is_bad

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.engine import Engine
+from colossalai.logging import get_dist_logger
 from colossalai.testing.parity import Problem
 
 Config = dict[str, Any]
@@ -53,6 +56,24 @@ def initialize(config: Config | None = None, **options: Any) -> tuple[Engine, An
     optimizer = options.pop("optimizer", None) or sgd(model.parameters())
     criterion = options.pop("criterion", nn.CrossEntropyLoss())
     return colossalai.initialize(model, optimizer, criterion, verbose=False, **options)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What this process logs in the block."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Keep()
+    get_dist_logger()  # it exists, with its level, from here on
+    logging.getLogger("colossalai").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("colossalai").removeHandler(handler)
 
 
 class EngineRun:
