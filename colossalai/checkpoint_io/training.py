@@ -17,8 +17,6 @@ from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dic
 from colossalai.checkpoint_io.general import GeneralCheckpointIO
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
 
-_OPTIONAL = ("optimizer", "lr_scheduler")
-
 
 def save_checkpoint(
     file: str | Path,
@@ -32,10 +30,8 @@ def save_checkpoint(
 
     Further keywords (plain values and tensors) are kept in the file beside the rest.
     """
-    if taken := sorted({"epoch", "model", *_OPTIONAL} & kwargs.keys()):
-        raise TypeError(f"save_checkpoint got {taken[0]} twice")
     state = {"epoch": epoch, "model": model.state_dict(), **kwargs}
-    for name, part in zip(_OPTIONAL, (optimizer, lr_scheduler), strict=True):
+    for name, part in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
         if part is not None:
             state[name] = part.state_dict()
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
