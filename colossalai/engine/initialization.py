@@ -24,6 +24,7 @@ from colossalai.engine.engine import Engine
 from colossalai.engine.features import Features
 from colossalai.engine.gradient_accumulation import accumulate_gradient
 from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler, build_gradient_handler
+from colossalai.engine.mesh_optimizer import MeshOptimizer, is_cut
 from colossalai.engine.ophooks import BaseOpHook
 from colossalai.logging import get_dist_logger
 from colossalai.utils import is_using_sequence
@@ -62,6 +63,8 @@ def initialize(
     boosted = booster.boost(model, optimizer, criterion, train_dataloader, lr_scheduler)  # type: ignore[arg-type]
     if booster.plugin is None:
         _share_weights(boosted.model, mode)
+    if is_cut(boosted.optimizer):
+        boosted = boosted._replace(optimizer=MeshOptimizer(boosted.optimizer, gpc.mesh))
     handlers = _handlers(features, boosted.model, boosted.optimizer)
     parts: tuple[Any, ...] = (boosted.optimizer, boosted.dataloader, handlers, boosted.lr_scheduler)
     if features.accumulate > 1:
@@ -91,6 +94,8 @@ def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
         model = model()
     if not isinstance(optimizer, Optimizer) and callable(optimizer):
         optimizer = optimizer(model.parameters())
+    if optimizer is None:
+        raise TypeError("colossalai.initialize needs an optimizer, got None")
     return model, optimizer
 
 

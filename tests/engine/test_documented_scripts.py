@@ -340,7 +340,9 @@ def resnet34(num_classes: int) -> nn.Module:
 def prepare(folder: Path, config: str) -> None:
     """Where the scripts run: a folder with their config, a stand-in for torchvision, and CUDA or its absence."""
     os.chdir(folder)
-    Path("config.py").write_text(config)
+    draft = Path(f"config_{os.getpid()}")
+    draft.write_text(config)
+    draft.replace("config.py")  # whole at every moment: the other ranks read it, too
     names = ("RandomCrop", "RandomHorizontalFlip", "ToTensor", "Normalize", "Compose")
     parts = {
         "transforms": types.SimpleNamespace(**dict.fromkeys(names, _transform)),

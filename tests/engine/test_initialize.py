@@ -136,6 +136,7 @@ def check_refusals(rank: int, world_size: int, port: int) -> None:
     _raises(kind, message, lambda: initialize(config))
     _raises(ValueError, "train_dataloader is empty: it has no batch", lambda: initialize(train_dataloader=[]))
     _raises(ValueError, "test_dataloader is empty", lambda: initialize(test_dataloader=[]))
+    _raises(TypeError, "needs an optimizer, got None", lambda: colossalai.initialize(mlp(), None))  # type: ignore[arg-type]
     _raises(TypeError, "boost needs an optimizer", lambda: initialize(optimizer="sgd"))
     unknown = {"torch_ddp": {"bucket": 1}}
     _raises(
