@@ -69,8 +69,8 @@ def test_it_tells_what_it_does(trained: tuple[Path, str]) -> None:
         "step     0   validation loss 6.9",
         "step     6/6   train loss ",
         "validation loss from ",
-        "\ndef ",
-        "\nclass ",
+        "\n    def __init__(self",
+        "\ndef read_lines(",
         str(out / "loss.png"),
         "What to try next",
     ):
@@ -226,6 +226,18 @@ def test_schedule_fits_a_slow_machine() -> None:
 def test_the_end_does_not_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "find_spec", lambda name: None)
     assert "pip install matplotlib" in train.Demo.draw(None)  # type: ignore[arg-type]
+
+
+def test_commands_are_told_as_they_must_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binaries = tmp_path / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    (binaries / "colossalai").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(binaries / "python"))
+    assert train.tool("colossalai") == ".venv/bin/colossalai"
+    monkeypatch.setenv("PATH", str(binaries))
+    assert train.tool("colossalai") == "colossalai"
+    assert train.tool("unheard-of") == "unheard-of"
 
 
 def test_unigram_entropy() -> None:
