@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from colossalai.context import Config
-from colossalai.context.backend import default_backend, resolve_backend
+from colossalai.context.backend import default_backend
 from colossalai.context.parallel_context import refuse_second_launch
-from colossalai.context.rendezvous import read_timeout
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 
@@ -72,8 +71,6 @@ def launch(
     """
     refuse_second_launch()
     _check_arguments(rank=rank, world_size=world_size, host=host, port=port, local_rank=local_rank, seed=seed)
-    resolve_backend(backend)
-    read_timeout()
     try:
         gpc.verbose = verbose
         gpc.load_config(config)
@@ -94,7 +91,7 @@ def launch(
 
 
 def launch_from_torch(
-    config: ConfigLike, backend: str | None = None, seed: int = 1024, verbose: bool = True
+    config: ConfigLike = None, backend: str | None = None, seed: int = 1024, verbose: bool = True
 ) -> None:
     """``launch`` with what torchrun (or ``colossalai run``) says in the environment."""
     found = _read_environment("torchrun or colossalai run", _TORCHRUN)
@@ -128,7 +125,7 @@ def launch_from_openmpi(
 
 
 def _read_environment(launcher: str, variables: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments in ``variables``; all that is missing or not a number is named in one error."""
+    """The arguments in ``variables``; all that are missing are named in one error."""
     missing = [variable for variable in variables.values() if not os.environ.get(variable)]
     if missing:
         raise RuntimeError(
@@ -138,9 +135,12 @@ def _read_environment(launcher: str, variables: Mapping[str, str]) -> dict[str, 
     found: dict[str, Any] = {}
     for argument, variable in variables.items():
         text = os.environ[variable]
-        if argument != "host" and not text.lstrip("-").isdigit():
-            raise RuntimeError(f"the environment variable {variable} must be an integer, got {text!r}")
-        found[argument] = text if argument == "host" else int(text)
+        try:
+            found[argument] = text if argument == "host" else int(text)
+        except ValueError:
+            raise RuntimeError(
+                f"the environment variable {variable} must be an integer, got {text!r}"
+            ) from None
     return found
 
 
@@ -154,7 +154,9 @@ def _check_arguments(**given: Any) -> None:
         )
     for name, value in given.items():
         kind = str if name == "host" else int
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        if name == "local_rank" and value is None:
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise TypeError(
                 f"launch argument {name} must be of type {kind.__name__}, got {type(value).__name__} {value!r}"
             )

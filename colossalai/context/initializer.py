@@ -140,7 +140,7 @@ def make_groups(plan: ParallelConfig, config: Mapping[str, Any], mesh: Mesh) -> 
 
 
 def _as_list(result: Any, who: str) -> list[GroupInfo]:
-    results = [] if result is None else [result] if isinstance(result, tuple) else list(result)
+    results = [] if result is None else result if isinstance(result, list) else [result]
     for one in results:
         if not isinstance(one, tuple) or len(one) != 6 or not isinstance(one[5], ParallelMode):
             raise TypeError(

@@ -28,7 +28,6 @@ DEFAULT_TIMEOUT = 300.0
 FAREWELL = 5.0
 # Seconds that opening a store may take at least: it looks addresses up, and a name server may be slow.
 PATIENCE = 15.0
-PREFIX = "colossalai"
 AGREED = "agreed: "
 
 
@@ -50,10 +49,12 @@ class Rendezvous:
     def meet(self) -> Store:
         """The store for ``init_process_group``, once all ranks have signed in with the same plan."""
         deadline = time.monotonic() + self.timeout
+        # torchrun may start the ranks anew at the same store
+        prefix = f"colossalai/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         while True:
             store = self._connect(deadline)
             try:
-                name = self.agree(PrefixStore(PREFIX, store), deadline)
+                name = self.agree(PrefixStore(prefix, store), deadline)
             except dist.DistNetworkError as error:
                 # The store went away: its host is leaving an earlier job, or has failed.  Only a new try tells.
                 if time.monotonic() >= deadline:
@@ -61,7 +62,7 @@ class Rendezvous:
                 time.sleep(0.2)
                 continue
             store.set_timeout(default_pg_timeout)
-            return PrefixStore(f"{PREFIX}/{name}", store)
+            return PrefixStore(f"{prefix}/{name}", store)
 
     @property
     def _hosts_store(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,8 +24,8 @@ def sample_cases(cases: Sequence[Case], n: int) -> list[Case]:
         raise ValueError(f"a sample has at least one case, got n={n}")
     if n >= len(cases):
         return list(cases)
-    stretch = len(cases) / n
-    return [cases[int(stretch * (i + i * _GOLDEN % 1))] for i in range(n)]
+    bounds = [i * len(cases) // n for i in range(n + 1)]
+    return [cases[a + int(i * _GOLDEN % 1 * (b - a))] for i, (a, b) in enumerate(itertools.pairwise(bounds))]
 
 
 def parametrize_sample(

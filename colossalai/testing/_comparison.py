@@ -47,8 +47,9 @@ def assert_equal_in_group(tensor: Tensor, process_group: dist.ProcessGroup | Non
                 f"rank {rank} holds a tensor of shape {kind[0]} and {kind[1]}, "
                 f"but rank {ranks[0]} one of shape {kinds[0][0]} and {kinds[0][1]}"
             )
+    tensor = tensor.detach().contiguous()
     pieces = [torch.empty_like(tensor) for _ in ranks]
-    dist.all_gather(pieces, tensor.detach().contiguous(), group=process_group)
+    dist.all_gather(pieces, tensor, group=process_group)
     for rank, piece in zip(ranks, pieces, strict=True):
         _check_tensors(piece, pieces[0], f"rank {rank} differs from rank {ranks[0]}")
 

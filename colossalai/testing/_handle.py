@@ -35,7 +35,7 @@ class RankHandle:
             target=run_rank, args=(pipes, assignment), name=f"rank {self.rank}", daemon=False
         )
         self._process.start()
-        self._alive = True
+        self._alive = self._listening = True
         for end in (control, lifeline, child_stdout, child_stderr):
             end.close()
 
@@ -53,7 +53,8 @@ class RankHandle:
     def dump(self) -> None:
         """Have the stacks written to the rank's stderr, which works even while it cannot answer."""
         if self._alive:
-            os.kill(self._pid, DUMP_SIGNAL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, DUMP_SIGNAL)
 
     @property
     def answering(self) -> bool:
@@ -86,16 +87,17 @@ class RankHandle:
             output.connection: output.read for output in self._outputs if output.open
         }
         if self._alive:
-            found[self._control] = self._receive
-            # Not the end of the control pipe: processes that the rank forked may hold that open.
+            # Death is told by the fork server: processes that the rank forked may hold its pipes open.
             found[self._process.sentinel] = self._died
+            if self._listening:
+                found[self._control] = self._receive
         return found
 
     def _receive(self) -> None:
         try:
             self._take(self._control.recv())
         except (EOFError, OSError):
-            self._died()
+            self._listening = False
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Snapshot):
@@ -114,11 +116,9 @@ class RankHandle:
         for output in self._outputs:
             output.drain()
         if self.outcome is None:
-            code = self._process.exitcode or 0
-            name = f" ({signal.Signals(-code).name})" if code < 0 else ""
             self.outcome = Raised(
                 classes=((ChildProcessError.__module__, ChildProcessError.__qualname__),),
-                headline=f"died with exit code {code}{name}",
+                headline=f"died with exit code {_exit_code(self._process.exitcode)}",
                 traceback="\n".join(self.tail),
                 echo=False,
                 when=time.monotonic(),
@@ -157,6 +157,12 @@ class _Output:
             text = line.decode(errors="replace")
             self._owner.tail.append(text)
             stream.write(f"[rank {self._owner.rank}] {text}\n")
+
+
+def _exit_code(code: int | None) -> str:
+    if code is not None and -code in {s.value for s in signal.Signals}:
+        return f"{code} ({signal.Signals(-code).name})"
+    return str(code)
 
 
 def pump(ranks: Sequence[RankHandle], seconds: float) -> None:

@@ -6,6 +6,7 @@ the sockets of a failed rank stay open and the other ranks do not fail in turn w
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import fcntl
 import multiprocessing
@@ -67,10 +68,13 @@ class Raised:
     """An exception in a form that the parent can read even where it cannot import the class."""
 
     classes: tuple[tuple[str, str], ...]  # module and name of the class and its bases
-    headline: str  # "raised ValueError: ..." or "died with exit code ..."
+    headline: str  # one line: "raised ValueError: ..." or "died with exit code ..."
     traceback: str
     echo: bool  # a lost connection: most likely the failure of another rank
     when: float
+
+
+Message = Returned | Raised | Snapshot
 
 
 def run_rank(pipes: Pipes, assignment: Assignment) -> None:
@@ -110,7 +114,9 @@ def _die_with_parent(lifeline: Connection) -> None:
     The thread that serves the parent notices as well, but not while a call into C holds the interpreter lock.
     PR_SET_PDEATHSIG would wait for the fork server, which lives as long as its ranks.
     """
-    if hasattr(fcntl, "F_SETSIG"):  # Linux
+    if not hasattr(fcntl, "F_SETSIG"):  # not Linux
+        return
+    with contextlib.suppress(OSError):  # a sandbox that imitates Linux without this
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
@@ -160,7 +166,7 @@ def _describe(error: BaseException) -> Raised:
         text += _locals(trace)
     return Raised(
         classes=tuple((base.__module__, base.__qualname__) for base in type(error).__mro__),
-        headline="raised " + "".join(traceback.format_exception_only(type(error), error)).strip(),
+        headline=f"raised {type(error).__name__}: {error}".rstrip(": ").split("\n")[0],
         traceback=text,
         echo=any(_is_lost_connection(e) for e in _chain(error)),
         when=time.monotonic(),
@@ -194,6 +200,3 @@ def _is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, kinds) or (
         isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
     )
-
-
-Message = Returned | Raised | Snapshot

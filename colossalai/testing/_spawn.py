@@ -152,9 +152,11 @@ def _failure(ranks: list[RankHandle], cause: RankHandle) -> RankError:
     failure = cause.failure
     states = ask_all([rank for rank in ranks if not isinstance(rank.outcome, Raised)], seconds=1.0)
     lines = [f"rank {cause.rank} {failure.headline}", "", failure.traceback.rstrip()]
-    for rank in ranks:
-        if rank is not cause and isinstance(rank.outcome, Raised):
-            lines.append(f"rank {rank.rank} {rank.failure.headline}")
+    lines += [
+        f"rank {rank.rank} {rank.failure.headline}"
+        for rank in ranks
+        if rank is not cause and isinstance(rank.outcome, Raised)
+    ]
     if states:
         lines.append(explain(states, stacks=False))
     return RankError(

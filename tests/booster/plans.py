@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import Plugin
-from colossalai.interface import OptimizerWrapper
+from colossalai.testing.boosted import BoosterRun
 from colossalai.testing.parity import Problem
 
 Batch = tuple[Tensor, Tensor]
@@ -51,56 +51,23 @@ def problem(
     return Problem(build=seeded, batches=batches(sizes), **{"loss": loss_of, **options})
 
 
-class BoosterRun:
-    """A problem under a plugin: each rank takes its part of every batch, in ``accumulate`` backward passes."""
+class PluginRun(BoosterRun):
+    """A problem under a plugin, whose ranks start from different weights: the plan must bring those of rank 0 to all."""
 
     def __init__(
         self,
         problem: Problem,
         plugin: Plugin,
         *,
-        accumulate: int = 1,
-        clip: Callable[[OptimizerWrapper], Any] | None = None,
         optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        **options: Any,
     ) -> None:
-        self.accumulate, self.clip = accumulate, clip
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        model = problem.build()
-        if self.rank > 0:  # a plan must start every rank from the weights of rank 0
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.add_(1)
-        self.booster = Booster(device="cpu", plugin=plugin)
-        raw = (optimizer or problem.optimizer)(model.parameters())
-        self.model, self.optimizer, *_ = self.booster.boost(model, raw)
+        own = replace(problem, loss=loss_of, optimizer=optimizer or problem.optimizer)
+        super().__init__(own, Booster(device="cpu", plugin=plugin), **options)
 
-    def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
-
-    def forward_backward(self, batch: Batch) -> Tensor:
-        x, y = (tensor.chunk(self.world_size)[self.rank] for tensor in batch)
-        parts = list(zip(x.chunk(self.accumulate), y.chunk(self.accumulate), strict=True))
-        total = torch.zeros(())
-        for part in parts[:-1]:
-            with self.booster.no_sync(self.model):
-                total += self._backward(part)
-        total += self._backward(parts[-1])
-        dist.all_reduce(total)
-        return total / self.world_size
-
-    def _backward(self, part: Batch) -> Tensor:
-        loss = loss_of(self.model, part) / self.accumulate
-        self.booster.backward(loss, self.optimizer)
-        return loss.detach()
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
-
-    def gradient_norm(self) -> Tensor:
-        return self.optimizer.clip_grad_by_norm(float("inf"))
-
-    def update(self) -> None:
-        if self.clip:
-            self.clip(self.optimizer)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def build(self) -> nn.Module:
+        model = super().build()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(self.rank)
+        return model

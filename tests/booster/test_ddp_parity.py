@@ -17,7 +17,7 @@ from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.interface import ModelWrapper
 from colossalai.testing import RankError, spawn
 from colossalai.testing.parity import ParityError, Problem, check_plan
-from tests.booster.plans import Batch, BoosterRun, launch, loss_of, mlp, problem
+from tests.booster.plans import Batch, PluginRun, launch, loss_of, mlp, problem
 
 
 class HalfUsed(nn.Module):
@@ -100,7 +100,7 @@ CASES = {
 
 
 def _check(case: Case, plugin: type[TorchDDPPlugin] = TorchDDPPlugin) -> None:
-    check_plan(case.problem(), lambda p: BoosterRun(p, plugin(**case.plugin), **case.run))
+    check_plan(case.problem(), lambda p: PluginRun(p, plugin(**case.plugin), **case.run))
 
 
 def _all_cases(rank: int, world_size: int, port: int) -> None:

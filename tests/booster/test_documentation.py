@@ -11,7 +11,7 @@ from typing import Any
 import colossalai
 from colossalai.testing import spawn
 from colossalai.testing.parity import check_plan
-from tests.booster.plans import BoosterRun, problem
+from tests.booster.plans import PluginRun, problem
 
 PAGE = Path(__file__).parents[2] / "docs" / "booster.md"
 
@@ -27,7 +27,7 @@ def _run(rank: int, world_size: int, port: int, folder: Path) -> None:
         exec(compile(block, PAGE.name, "exec"), namespace)
     assert namespace["optimizer"].param_groups[0]["lr"] < 1e-2
     assert (folder / "checkpoint/model/model.safetensors.index.json").is_file()
-    check_plan(problem(), lambda made: BoosterRun(made, namespace["AveragingPlugin"]()))
+    check_plan(problem(), lambda made: PluginRun(made, namespace["AveragingPlugin"]()))
 
 
 def test_the_page_runs(tmp_path: Path) -> None:

@@ -158,6 +158,12 @@ class WrongResult(ProcessGroupInitializer):
 
 
 @DIST_GROUP_INITIALIZER.register_module
+class NoTuple(ProcessGroupInitializer):
+    def init_dist_group(self) -> Any:
+        return 3
+
+
+@DIST_GROUP_INITIALIZER.register_module
 class TakesTensor(ProcessGroupInitializer):
     def init_dist_group(self) -> Any:
         return self.new_group([[0]], ParallelMode.TENSOR)
@@ -182,6 +188,7 @@ class LeavesRankOut(ProcessGroupInitializer):
             TypeError,
             r"WrongResult\.init_dist_group\(\) must return tuples \(local_rank, .* got \(0, 1\)",
         ),
+        (NoTuple, TypeError, r"NoTuple\.init_dist_group\(\) must return tuples .* got 3"),
         (
             TakesTensor,
             ValueError,

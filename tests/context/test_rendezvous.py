@@ -176,7 +176,7 @@ def test_a_rank_that_met_a_leaving_store_comes_back_to_the_next(port: int) -> No
     leaving = store_at(port)
     with ThreadPoolExecutor(2) as pool:
         second = pool.submit(meet, 1, 2, port)
-        leaving.wait(["colossalai/rank/1"])
+        leaving.wait(["colossalai/0/rank/1"])
         del leaving
         first = pool.submit(meet, 0, 2, port)
         assert isinstance(first.result(), dist.Store)

@@ -37,6 +37,7 @@ def _no_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"world_size": 2.0}, TypeError, "argument world_size must be of type int, got float 2.0"),
         ({"host": 7}, TypeError, "argument host must be of type str, got int 7"),
         ({"seed": "1"}, TypeError, "argument seed must be of type int, got str '1'"),
+        ({"seed": None}, TypeError, "argument seed must be of type int, got NoneType None"),
         ({"rank": 2}, ValueError, "argument rank must be from 0 to 1, got 2 with world_size=2"),
         ({"rank": -1}, ValueError, "argument rank must be from 0 to 1, got -1 with world_size=2"),
         ({"local_rank": 2}, ValueError, "argument local_rank must be from 0 to 1, got 2 with world_size=2"),

@@ -14,6 +14,13 @@ def test_a_sample_is_spread_and_repeatable() -> None:
     assert [case // 100 for case in sample] == list(range(10)), "one from each tenth"
 
 
+@pytest.mark.parametrize("n", range(1, 12))
+def test_a_sample_has_no_case_twice(n: int) -> None:
+    sample = sample_cases(range(11), n)
+    assert len(sample) == n
+    assert sample == sorted(set(sample))
+
+
 def test_a_sample_of_all_is_all() -> None:
     assert sample_cases("abc", 3) == sample_cases("abc", 9) == ["a", "b", "c"]
 

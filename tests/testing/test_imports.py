@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 HEAVY = (
     "torchvision",
@@ -66,7 +67,10 @@ sys.exit(failed)
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False
+    )
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

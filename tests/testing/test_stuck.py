@@ -15,7 +15,7 @@ import torch.distributed as dist
 from colossalai.mesh import Mesh
 from colossalai.testing import RankError, spawn
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 
 
 def _reduce_in_thread() -> None:
@@ -62,7 +62,7 @@ def error() -> RankError:
 
 
 def test_the_error_says_how_many_and_is_a_timeout(error: RankError) -> None:
-    assert str(error).startswith("7 of 8 ranks did not finish within 3 s\n")
+    assert str(error).startswith("7 of 8 ranks did not finish within 5 s\n")
     assert (error.rank, error.cause_type) == (1, TimeoutError)
 
 
@@ -129,4 +129,4 @@ def test_a_group_that_is_never_complete() -> None:
     with pytest.raises(
         RankError, match=r"ranks 1, 2 wait in init_process_group \(no process group yet\) called at"
     ):
-        spawn(wait_for_rank_0, 3, timeout=2)
+        spawn(wait_for_rank_0, 3, timeout=3)

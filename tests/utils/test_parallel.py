@@ -111,19 +111,20 @@ def _dropouts(x: torch.Tensor) -> torch.Tensor:
 def _step(reentrant: bool | None) -> list[torch.Tensor]:
     """Output, gradient, and what each stream draws next, with or without checkpointing."""
     gpc.set_seed(5)
-    x = torch.linspace(-1, 1, 50).requires_grad_()
+    device = utils.get_current_device()  # the streams of the modes are those of the device
+    x = torch.linspace(-1, 1, 50, device=device).requires_grad_()
     y = _dropouts(x) if reentrant is None else utils.checkpoint(_dropouts, False, x, use_reentrant=reentrant)
     with seed(ParallelMode.TENSOR):
-        torch.rand(2)
-    torch.rand(1)
+        torch.rand(2, device=device)
+    torch.rand(1, device=device)
     if reentrant is not None:
         with seed(ParallelMode.TENSOR):  # the backward pass may run in another mode than the forward pass
             y.sum().backward()
     else:
         y.sum().backward()
-    after = torch.rand(4)
+    after = torch.rand(4, device=device)
     with seed(ParallelMode.TENSOR):
-        after_tensor = torch.rand(4)
+        after_tensor = torch.rand(4, device=device)
     assert x.grad is not None
     return [y.detach(), x.grad, after, after_tensor]
 
@@ -134,9 +135,9 @@ def _seeded_checkpoint(rank: int, world_size: int, port: int) -> None:
     for reentrant in (True, False):
         for got, expected in zip(_step(reentrant), plain, strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    other = plain[0].clone()
+    other = plain[0].cpu().clone()
     dist.broadcast(other, src=0)
-    assert torch.equal(other, plain[0]) == (rank == 0)  # the tensor stream differs between its ranks
+    assert torch.equal(other, plain[0].cpu()) == (rank == 0)  # the tensor stream differs between its ranks
 
 
 def test_checkpoint_repeats_the_streams_of_the_parallel_modes() -> None:

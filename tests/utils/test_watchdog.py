@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from colossalai.testing import spawn
 from colossalai.utils.watchdog import Frame, Issued, Snapshot, Wait, Watchdog, explain, take_snapshot
+from colossalai.utils.watchdog.snapshot import show_ranks
 
 TIMEOUT = 0.5
 
@@ -170,3 +171,17 @@ def test_the_report_leads_from_the_library_to_the_user() -> None:
     assert re.search(
         r"called at .*snapshot.py:1 in reduce, reached from tests/utils/test_watchdog.py:1 in train", text
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shown"),
+    [
+        ([5], "5"),
+        ([0, 1], "0, 1"),
+        ([0, 1, 2, 4, 6, 7], "0-2, 4, 6, 7"),
+        (range(1024), "0-1023"),
+        (range(0, 64, 2), "0, 2, 4, 6, 8, 10, 12, 14, ..., 62"),
+    ],
+)
+def test_many_ranks_take_little_space(ranks: list[int], shown: str) -> None:
+    assert show_ranks(ranks) == shown

@@ -71,7 +71,7 @@ class Watchdog:
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(timeout=5.0)  # it may be blocked on a store that is gone
 
     def _run(self) -> None:
         try:

@@ -6,7 +6,7 @@ import linecache
 import os
 from collections.abc import Iterable, Mapping
 
-from colossalai.utils.watchdog.snapshot import Frame, Issued, Snapshot
+from colossalai.utils.watchdog.snapshot import Frame, Issued, Snapshot, show_ranks
 
 _PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do"}
 
@@ -30,7 +30,7 @@ def explain(states: Mapping[int, Snapshot | None], *, stacks: bool = True) -> st
 def _sentence(state: Snapshot | None) -> tuple[str, str]:
     if state is None:
         return "does", "not answer: the process is stopped, or a call into C holds the interpreter lock"
-    if state.left:
+    if state.left or not state.threads:
         return "has", "left the function"
     if state.wait is not None:
         wait = state.wait
@@ -92,7 +92,7 @@ def _stack(name: str, frames: Iterable[Frame]) -> list[str]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    return ("rank " if len(ranks) == 1 else "ranks ") + show_ranks(ranks)
 
 
 def _place(frame: Frame) -> str:

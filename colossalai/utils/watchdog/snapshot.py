@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -159,38 +159,46 @@ def _group_of(frame: FrameType) -> str:
     return "no process group yet" if group is None else _describe_group(group)[0]
 
 
-def _describe_group(group: dist.ProcessGroup | str) -> tuple[str, tuple[int, ...]]:
+def _describe_group(group: Any) -> tuple[str, tuple[int, ...]]:
     """``axis tp: ranks 0, 2`` and the ranks; torch names a group of a device mesh after its axis."""
-    if isinstance(group, str):
-        try:
+    try:
+        if isinstance(group, str):
             group = c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
-        except RuntimeError:  # destroyed since
-            return f"group {group}", ()
-    ranks = tuple(dist.get_process_group_ranks(group))
+        ranks = tuple(dist.get_process_group_ranks(group))
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        return (
+            f"group {group}",
+            (),
+        )  # destroyed since, or one of the other forms that functional collectives take
     if group.group_desc.startswith("mesh_"):
-        return f"axis {group.group_desc.removeprefix('mesh_')}: ranks {_some(ranks)}", ranks
+        return f"axis {group.group_desc.removeprefix('mesh_')}: ranks {show_ranks(ranks)}", ranks
     whole = len(ranks) == dist.get_world_size()
-    return (f"all {len(ranks)} ranks" if whole else f"ranks {_some(ranks)}"), ranks
+    return (f"all {len(ranks)} ranks" if whole else f"ranks {show_ranks(ranks)}"), ranks
 
 
-def _some(ranks: tuple[int, ...]) -> str:
-    return (
-        ", ".join(map(str, ranks))
-        if len(ranks) <= 16
-        else f"{ranks[0]} ... {ranks[-1]}, {len(ranks)} of them"
-    )
+def show_ranks(ranks: Sequence[int]) -> str:
+    """``0-3, 8``: ascending ranks, three or more in a row joined; the middle of a long list is left out."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [p for run in runs for p in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    return ", ".join(parts if len(parts) <= 16 else [*parts[:8], "...", parts[-1]])
 
 
 def _issued() -> tuple[Issued, ...]:
     last: dict[str, Issued] = {}
-    for entry in _flight_record(collectives=True)["entries"]:
+    entries = _flight_record(collectives=True)["entries"]
+    for entry in sorted(entries, key=lambda entry: entry["time_created_ns"]):
         if entry["is_p2p"] or not entry["frames"]:
             continue
-        name = entry["process_group"][0]
         caller, _ = _callers(Frame(f["filename"], f["line"], f["name"]) for f in entry["frames"])
-        kind = entry["profiling_name"].rpartition(":")[2]
+        backend, _, kind = entry["profiling_name"].rpartition(":")
+        group, ranks = _describe_group(entry["process_group"][0])
+        name = f"{entry['process_group'][0]} of {backend}"  # each backend of a group counts for itself
         last.pop(name, None)  # so that the group used most recently comes last
-        group, ranks = _describe_group(name)
         last[name] = Issued(kind, group, name, ranks, entry["collective_seq_id"], caller)
     return tuple(last.values())
 

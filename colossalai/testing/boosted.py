@@ -1,0 +1,80 @@
+"""A run under a ``Booster`` for the parity check: each rank takes its part of every global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from colossalai.booster import Booster
+from colossalai.interface import OptimizerWrapper
+from colossalai.testing.parity import Problem
+
+
+class BoosterRun:
+    """A problem under the plugin of ``booster``, where every rank is a replica.
+
+    Tensors of a batch are cut along their first dim, among the ranks and then into ``accumulate`` backward passes of
+    which only the last synchronizes gradients; the problem's loss must be a mean over that dim.  ``clip`` is called
+    with the optimizer before each step.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        booster: Booster,
+        *,
+        accumulate: int = 1,
+        clip: Callable[[OptimizerWrapper], Any] | None = None,
+    ) -> None:
+        self.problem, self.booster, self.accumulate, self.clip = problem, booster, accumulate, clip
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        model = self.build()
+        self.model, self.optimizer, *_ = booster.boost(model, problem.optimizer(model.parameters()))
+
+    def build(self) -> nn.Module:
+        return self.problem.build()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        own = _part(batch, self.rank, self.world_size)
+        losses = []
+        for i in range(self.accumulate - 1):
+            with self.booster.no_sync(self.model):
+                losses.append(self._backward(_part(own, i, self.accumulate)))
+        losses.append(self._backward(_part(own, self.accumulate - 1, self.accumulate)))
+        total = torch.stack(losses).sum()
+        dist.all_reduce(total)
+        return total / self.world_size
+
+    def _backward(self, part: Any) -> Tensor:
+        loss = self.problem.loss(self.model, part) / self.accumulate
+        self.booster.backward(loss, self.optimizer)
+        return loss.detach()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def gradient_norm(self) -> Tensor:
+        return self.optimizer.clip_grad_by_norm(float("inf"))
+
+    def update(self) -> None:
+        if self.clip:
+            self.clip(self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _part(batch: Any, index: int, parts: int) -> Any:
+    def cut(tensor: Tensor) -> Tensor:
+        if len(tensor) % parts:
+            raise ValueError(f"a batch of {len(tensor)} samples cannot be cut into {parts} equal parts")
+        return tensor.chunk(parts)[index]
+
+    return tree_map_only(Tensor, cut, batch)
