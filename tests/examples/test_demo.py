@@ -44,7 +44,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         str(free_port()),
     ]
     command += [str(DEMO / "train.py"), "--steps", "6", "--out", str(out), *TINY, *SHAPE]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "CUDA_VISIBLE_DEVICES": "",  # two ranks cannot share a GPU under NCCL
+    }
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=100, env=environment, cwd=out, check=False
     )

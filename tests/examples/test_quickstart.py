@@ -19,7 +19,6 @@ def programs() -> list[str]:
 
 
 def run_program(rank: int, world_size: int, port: int, program: str, folder: str) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks cannot share a GPU under NCCL
     os.chdir(folder)
     with open(f"out{rank}", "w") as file, contextlib.redirect_stdout(file):
         exec(compile(program, str(PAGE), "exec"), {})
