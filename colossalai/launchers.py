@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from colossalai.context import Config
 from colossalai.context.backend import default_backend
 from colossalai.context.parallel_context import refuse_second_launch
@@ -86,25 +84,14 @@ def launch(
     except Exception:
         gpc.destroy()  # so that the process can correct the cause and launch again
         raise
-    atexit.unregister(_let_threads_finish)
-    atexit.register(_let_threads_finish)
+    atexit.unregister(_let_gloo_finish)  # of an earlier launch
+    atexit.register(_let_gloo_finish)
     if verbose:
         get_dist_logger().info(
             f"Distributed environment is initialized, data parallel size: {gpc.data_parallel_size}, "
             f"pipeline parallel size: {gpc.pipeline_parallel_size}, tensor parallel size: {gpc.tensor_parallel_size}",
             ranks=[0],
         )
-
-
-def _let_threads_finish() -> None:
-    """Give gloo's threads the interpreter once more before it ends.
-
-    A thread that has just completed a collective may still have to release Python objects.  If the interpreter ends
-    first, the thread aborts the process: seen with torch 2.13 in 1 to 2 of 12 plain DDP scripts that ended right after
-    their last step, and in none that waited 0.3 s.
-    """
-    if dist.is_initialized():
-        time.sleep(0.3)
 
 
 def launch_from_torch(
@@ -139,6 +126,15 @@ def launch_from_openmpi(
     """``launch`` with the ranks and world size that mpirun says in the environment."""
     found = _read_environment("mpirun of OpenMPI", _OPENMPI)
     launch(config, host=host, port=port, backend=backend, seed=seed, verbose=verbose, **found)
+
+
+def _let_gloo_finish() -> None:
+    """Give gloo's threads the interpreter once more before it ends.
+
+    A thread of gloo may still hold the last collective, and with it a Python object of the backward pass.  If it lets go
+    of it while the interpreter shuts down, torch aborts the process (SIGABRT) at the end of a successful script.
+    """
+    time.sleep(0.1)
 
 
 def _read_environment(launcher: str, variables: Mapping[str, str]) -> dict[str, Any]:
