@@ -207,6 +207,11 @@ def _reset_whole(owner: nn.Module, key: int, name: str) -> dict[str, Tensor]:
     """Parameters and buffers of ``owner`` itself, as its ``reset_parameters`` makes them on whole CPU tensors."""
     reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
     if not callable(reset):
+        if lost := [n for n, b in owner.named_buffers(recurse=False) if b.is_meta]:
+            raise ValueError(
+                f"the buffer {lost[0]!r} of {name or 'the model'!r} ({type(owner).__name__}) is on the meta device and "
+                "has no values: make it with device='cpu', or give its module a reset_parameters() that fills it"
+            )
         raise ValueError(
             f"nothing says how to draw the parameters of {name or 'the model'!r} ({type(owner).__name__}): "
             "call set_init(param, ...), add its class to colossalai.mesh.initial.RECIPES, or give it a reset_parameters()"

@@ -144,6 +144,13 @@ def test_errors() -> None:
         ValueError, match=r"nothing says how to draw the parameters of '0' \(Unknown\): call set_init\(param"
     ):
         initialize(nn.Sequential(Unknown()), SEED)
+    with torch.device("meta"):
+        lost = nn.Module()
+        lost.register_buffer("table", torch.arange(3.0))
+    with pytest.raises(
+        ValueError, match=r"the buffer 'table' of 'the model' \(Module\) is on the meta device"
+    ):
+        initialize(lost, SEED)
     with pytest.raises(ValueError, match="the model has no parameter 'bais'; it has weight, bias"):
         place_parameters(nn.Linear(2, 2), {"bais": Layout(((),))}, None)
     with pytest.raises(ValueError, match=r"build the model under torch\.device"):
