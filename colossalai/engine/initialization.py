@@ -27,7 +27,7 @@ from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler
 from colossalai.engine.mesh_optimizer import MeshOptimizer, is_cut
 from colossalai.engine.ophooks import BaseOpHook
 from colossalai.logging import get_dist_logger
-from colossalai.utils import is_using_sequence
+from colossalai.utils import get_current_device, is_using_sequence
 
 Initialized = tuple[Engine, Any, Any, Any]
 
@@ -60,9 +60,9 @@ def initialize(
     model, optimizer = _build(model, optimizer)
     mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
     booster = Booster(mixed_precision=features.precision, plugin=_plugin(features, mode))
-    boosted = booster.boost(model, optimizer, criterion, train_dataloader, lr_scheduler)  # type: ignore[arg-type]
     if booster.plugin is None:
-        _share_weights(boosted.model, mode)
+        _share_weights(model, mode)  # before boost, which may copy them into master weights
+    boosted = booster.boost(model, optimizer, criterion, train_dataloader, lr_scheduler)  # type: ignore[arg-type]
     if is_cut(boosted.optimizer):
         boosted = boosted._replace(optimizer=MeshOptimizer(boosted.optimizer, gpc.mesh))
     handlers = _handlers(features, boosted.model, boosted.optimizer)
@@ -92,6 +92,8 @@ def initialize(
 def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
     if not isinstance(model, nn.Module) and callable(model):
         model = model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"colossalai.initialize needs a model, or a function that builds one, got {model!r}")
     if not isinstance(optimizer, Optimizer) and callable(optimizer):
         optimizer = optimizer(model.parameters())
     if optimizer is None:
@@ -125,6 +127,7 @@ def _share_weights(model: nn.Module, mode: ParallelMode) -> None:
     if gpc.get_world_size(mode) == 1:
         return
     first = gpc.get_ranks_in_group(mode)[0]
+    model.to(get_current_device())  # where the group can reach them
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=first, group=gpc.get_group(mode))
 

@@ -17,6 +17,7 @@ from colossalai.core import global_context as gpc
 from colossalai.engine import Engine
 from colossalai.logging import get_dist_logger
 from colossalai.testing.parity import Problem
+from colossalai.utils import get_current_device
 
 Config = dict[str, Any]
 
@@ -43,6 +44,11 @@ def data(samples: int, seed: int = 1) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, 6, generator=generator)
     return TensorDataset(x, torch.randint(3, (samples,), generator=generator))
+
+
+def on_device(*tensors: Tensor) -> list[Tensor]:
+    """Where the model of an engine is: on the GPU, if there is one."""
+    return [tensor.to(get_current_device()) for tensor in tensors]
 
 
 def loader(samples: int, batch_size: int) -> DataLoader:
@@ -99,7 +105,7 @@ class EngineRun:
         for index, part in enumerate(zip(*parts, strict=True)):
             self.engine.zero_grad()
             _, _, loss = self.engine.execute_schedule(iter([part]))
-            total += loss / self.accumulate
+            total += loss.cpu() / self.accumulate
             if index + 1 < self.accumulate:
                 self.engine.step()
         for handler in self.engine.gradient_handlers:

@@ -24,7 +24,7 @@ from colossalai.engine.gradient_accumulation import (
 from colossalai.engine.gradient_handler import BaseGradientHandler
 from colossalai.interface import ModelWrapper
 from colossalai.testing import assert_close, assert_equal, spawn
-from tests.engine.plans import data, initialize, launch, loader, mlp, sgd
+from tests.engine.plans import data, initialize, launch, loader, mlp, on_device, sgd
 
 CRITERION = nn.CrossEntropyLoss()
 
@@ -224,7 +224,7 @@ def check_collectives(rank: int, world_size: int, port: int) -> None:
 
     ddp.register_comm_hook(None, count)
     local = []
-    for x, y in batches:
+    for x, y in (on_device(*batch) for batch in batches):
         engine.zero_grad()
         engine.backward(engine.criterion(engine(x), y))  # type: ignore[misc]
         local.append(engine.optimizer.progress.done)  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import itertools
 import os
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import colossalai
 from colossalai.booster.plugin.ddp import TorchDDPModel
 from colossalai.testing import assert_equal_in_group, spawn
-from tests.engine.plans import logged
+from tests.engine.plans import logged, on_device
 
 # ---- page 21, steps 1 to 6 ----
 
@@ -351,6 +353,9 @@ def prepare(folder: Path, config: str) -> None:
     }
     sys.modules["torchvision"] = types.SimpleNamespace(**parts)  # type: ignore[assignment]
     sys.modules.update({f"torchvision.{name}": part for name, part in parts.items()})  # type: ignore[misc]
+    # two ranks may have to share one GPU, which NCCL does not allow
+    colossalai.launch = partial(colossalai.launch, backend="gloo")
+    colossalai.launch_from_torch = partial(colossalai.launch_from_torch, backend="gloo")
     if not torch.cuda.is_available():
         Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
 
@@ -410,7 +415,8 @@ class MyModel(nn.Module):
 
 def my_data() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    return [(10 * torch.randn(4, 6, generator=generator), torch.tensor([0, 1, 2, 0])) for _ in range(8)]
+    batches = [(10 * torch.randn(4, 6, generator=generator), torch.tensor([0, 1, 2, 0])) for _ in range(8)]
+    return [tuple(on_device(x, y)) for x, y in batches]  # type: ignore[misc]
 
 
 def start(

@@ -12,7 +12,6 @@ from torch import nn
 import colossalai
 from colossalai.amp import AMP_TYPE
 from colossalai.booster.mixed_precision import FP16TorchMixedPrecision
-from colossalai.booster.mixed_precision.fp16_torch import TorchAMPOptimizer
 from colossalai.booster.plugin.ddp import TorchDDPModel
 from colossalai.context.config import ConfigException
 from colossalai.core import global_context as gpc
@@ -39,7 +38,7 @@ def check_one_rank(rank: int, world_size: int, port: int) -> None:
     engine, own_train, *_ = initialize({**config, "fp16": TORCH_AMP}, train_dataloader=train)
     assert isinstance(engine.optimizer, GradAccumOptimizer)
     assert isinstance(own_train, GradAccumDataloader)
-    assert isinstance(engine.optimizer.optim, TorchAMPOptimizer)
+    assert type(engine.optimizer.optim).__name__ == "TorchAMPOptimizer"
     assert engine.optimizer.optim.scaler.get_scale() == 2.0**8
     assert not torch.backends.cudnn.deterministic
     assert torch.backends.cudnn.benchmark
@@ -120,7 +119,6 @@ def test_a_pipeline_is_refused() -> None:
 def test_precision_by_its_section() -> None:
     precision = Features.from_config({"fp16": TORCH_AMP}).precision
     assert isinstance(precision, FP16TorchMixedPrecision)
-    assert precision.scaler_options["init_scale"] == 2.0**8
     assert Features.from_config({"fp16": {**TORCH_AMP, "enabled": False}}).precision is None
     assert Features.from_config({}).precision is None
 
@@ -136,6 +134,7 @@ def check_refusals(rank: int, world_size: int, port: int) -> None:
     _raises(kind, message, lambda: initialize(config))
     _raises(ValueError, "train_dataloader is empty: it has no batch", lambda: initialize(train_dataloader=[]))
     _raises(ValueError, "test_dataloader is empty", lambda: initialize(test_dataloader=[]))
+    _raises(TypeError, "needs a model, or a function .* got 3", lambda: colossalai.initialize(3, sgd))  # type: ignore[arg-type]
     _raises(TypeError, "needs an optimizer, got None", lambda: colossalai.initialize(mlp(), None))  # type: ignore[arg-type]
     _raises(TypeError, "boost needs an optimizer", lambda: initialize(optimizer="sgd"))
     unknown = {"torch_ddp": {"bucket": 1}}

@@ -11,7 +11,7 @@ from colossalai.engine.gradient_accumulation import GradAccumOptimizer
 from colossalai.engine.mesh_optimizer import MeshOptimizer
 from colossalai.mesh import Layout, parameter, unshard
 from colossalai.testing import assert_close, spawn
-from tests.engine.plans import initialize, launch
+from tests.engine.plans import initialize, launch, on_device
 
 CUT = Layout((("tp",), ()))
 WEIGHT = torch.arange(12.0).view(4, 3) / 10
@@ -41,14 +41,14 @@ def check_clipping(rank: int, world_size: int, port: int) -> None:
         assert isinstance(engine.optimizer, GradAccumOptimizer) == bool(extra)
         for _ in range(1 + len(extra)):
             engine.zero_grad()
-            engine.backward((engine(torch.ones(2, 3)) ** 2).sum())
+            engine.backward((engine(*on_device(torch.ones(2, 3))) ** 2).sum())
             engine.step()
         serial = WEIGHT.clone().requires_grad_()
         ((torch.ones(2, 3) @ serial.t()) ** 2).sum().backward()
         assert serial.grad is not None
         nn.utils.clip_grad_norm_([serial], 0.5)
         whole = unshard(model.weight.detach(), CUT, gpc.mesh, (4, 3))
-        assert_close(whole, WEIGHT - serial.grad, rtol=1e-5, atol=1e-6)
+        assert_close(whole.cpu(), WEIGHT - serial.grad, rtol=1e-5, atol=1e-6)
     model.weight.grad = torch.full_like(model.weight, float("inf"))
     with pytest.raises(RuntimeError, match="norm of all gradients is inf"):
         inner.clip_grad_by_norm(1.0, error_if_nonfinite=True)
