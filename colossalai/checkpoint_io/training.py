@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
 from colossalai.checkpoint_io.general import GeneralCheckpointIO
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
+from colossalai.mesh import placement
 
 
 def save_checkpoint(
@@ -30,6 +31,11 @@ def save_checkpoint(
 
     Further keywords (plain values and tensors) are kept in the file beside the rest.
     """
+    if cut := [name for name, p in model.named_parameters() if placement(p).sharded]:
+        raise ValueError(
+            f"save_checkpoint writes what rank 0 holds, but {cut[0]} is cut over ranks ({len(cut)} parameters are); this"
+            " version cannot gather them into one file"
+        )
     state = {"epoch": epoch, "model": model.state_dict(), **kwargs}
     for name, part in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
         if part is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
+from colossalai.mesh import Layout, place
 from colossalai.testing import assert_equal
 from colossalai.utils import load_checkpoint, save_checkpoint
 
@@ -31,6 +32,15 @@ def test_all_parts_come_back(tmp_path: Path) -> None:
     assert_equal(other.weight, model.weight)
     assert_equal(other_optimizer.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
     assert other_scheduler.get_last_lr() == pytest.approx([0.01])
+
+
+def test_a_model_in_pieces_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    place(model.weight, Layout((("tp",), ())), (4, 2))
+    with pytest.raises(
+        ValueError, match=r"what rank 0 holds, but weight is cut over ranks \(1 parameters are\)"
+    ):
+        save_checkpoint(tmp_path / "x.pt", 0, model)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -93,6 +93,15 @@ def test_groups_equal_large_batches_with_the_last_group_and_the_scheduler(stream
         assert_close(p, q)
 
 
+def test_data_from_elsewhere_come_in_whole_groups() -> None:
+    model = mlp()
+    optimizer, batches, *_ = accumulate_gradient(model, sgd(model.parameters()), loader(10, 2), 4)
+    for x, y in batches:  # type: ignore[union-attr]
+        optimizer.backward(CRITERION(model(x), y))
+        optimizer.step()
+    assert optimizer.progress.group_size == 4, "the short group at the end of the epoch is over"
+
+
 def test_scheduler_by_epoch_steps_at_each_end() -> None:
     model = mlp()
     optimizer = sgd(model.parameters())

@@ -43,6 +43,7 @@ class GradAccumDataloader:
         for index, batch in enumerate(dataloader):
             self.progress.announce(length - index)
             yield batch
+        self.progress.announce(None)
 
     def _read_ahead(self) -> Iterator[Any]:
         batches = iter(self.dataloader)
@@ -51,6 +52,7 @@ class GradAccumDataloader:
             for index, batch in enumerate(group):
                 self.progress.announce(None if whole else len(group) - index)
                 yield batch
+        self.progress.announce(None)
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataloader":  # before __init__ (copy, pickle)
