@@ -169,6 +169,12 @@ def test_a_plain_plugin_gets_wrapped_optimizers_and_general_checkpoints() -> Non
         booster.no_sync(boosted)
 
 
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"the optimizer \(SGD\) holds no parameter of the model"):
+        Booster(device="cpu").boost(mlp(), optimizer)
+
+
 def test_boosting_twice_is_an_error() -> None:
     model = mlp()
     raw = torch.optim.SGD(model.parameters(), lr=0.1)
