@@ -60,6 +60,8 @@ class OptimizerWrapper(Optimizer):
 
         Returns the norm before clipping.
         """
+        if not max_norm >= 0:
+            raise ValueError(f"clip_grad_by_norm needs a max_norm of at least 0, got {max_norm}")
         self.unscale_grad()
         return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
