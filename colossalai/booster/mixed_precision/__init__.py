@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from colossalai.booster.mixed_precision.base import MixedPrecision
 from colossalai.booster.mixed_precision.bf16 import BF16MixedPrecision
+from colossalai.booster.mixed_precision.fp16_apex import FP16ApexMixedPrecision
+from colossalai.booster.mixed_precision.fp16_naive import FP16NaiveMixedPrecision
 from colossalai.booster.mixed_precision.fp16_torch import FP16TorchMixedPrecision
 
 PRECISIONS: dict[str, type[MixedPrecision]] = {
     "fp16": FP16TorchMixedPrecision,
+    "fp16_naive": FP16NaiveMixedPrecision,
+    "fp16_apex": FP16ApexMixedPrecision,
     "bf16": BF16MixedPrecision,
 }
 
@@ -25,6 +29,8 @@ def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
 __all__ = [
     "PRECISIONS",
     "BF16MixedPrecision",
+    "FP16ApexMixedPrecision",
+    "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
     "MixedPrecision",
     "mixed_precision_factory",
