@@ -10,6 +10,9 @@ values of rank 0.  torch counts changes of a tensor, so a weight that changed si
 master, and where the two differ, the weight is right.  Where the weight is the rounded master, the master is kept: after
 loading a model and its optimizer, in any order, the masters are those that were saved.  This happens before a step and
 before saving, so the model decides what the weights are, and masters only add digits.
+
+The digits that a model had before it was rounded are kept only if nobody writes to it before the first step: replicas
+that began with different weights and got those of rank 0 must not differ in the digits that only rank 0 has.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class _Pair:
     weight: Tensor
     master: Tensor
     seen: int  # changes of the weight when it last was the rounded master
+    begun: bool = False  # stepped or loaded; until then other replicas may have other digits
 
 
 class MasterWeights:
@@ -85,8 +89,11 @@ class MasterWeights:
         """Bring to the masters what others wrote to the weights [Note: weights that others change]."""
         for pair in self._pairs:
             if changes(pair.weight) != pair.seen:
-                same = pair.master.to(pair.weight.dtype) == pair.weight
-                pair.master.copy_(torch.where(same, pair.master, pair.weight.float()))
+                value = pair.weight.float()
+                if pair.begun:
+                    same = pair.master.to(pair.weight.dtype) == pair.weight
+                    value = torch.where(same, pair.master, value)
+                pair.master.copy_(value)
                 pair.seen = changes(pair.weight)
 
     @torch.no_grad()
@@ -95,7 +102,7 @@ class MasterWeights:
         if self._pairs:
             copy_all(self.weights(), self.masters())
         for pair in self._pairs:
-            pair.seen = changes(pair.weight)
+            pair.seen, pair.begun = changes(pair.weight), True
 
     def state_dict(self) -> dict[int, Tensor]:
         """The masters by the index that their parameter has in the optimizer's state."""
@@ -116,7 +123,8 @@ class MasterWeights:
                 )
             own.copy_(value)
         for pair in self._pairs:
-            pair.seen = -1  # compare with the weights, which may be loaded before or after
+            # compare with the weights, which may be loaded before or after
+            pair.seen, pair.begun = -1, True
 
     def _numbered(self) -> list[tuple[int, Tensor]]:
         return list(enumerate(p for group in self.optim.param_groups for p in group["params"]))
