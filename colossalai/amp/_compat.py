@@ -24,3 +24,22 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def changes(tensor: Tensor) -> int:
     """A number that grows whenever ``tensor`` is changed in place."""
     return tensor._version
+
+
+def scaled_product(
+    a: Tensor,
+    b: Tensor,
+    a_factor: Tensor,
+    b_factor: Tensor,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> Tensor:
+    """``(a * a_factor) @ (b * b_factor) + bias`` for fp8 matrices, ``b`` laid out by columns; the result is of ``dtype``.
+
+    ``fast`` sums with fewer bits, which is good enough going forward.
+    """
+    fused = bias if dtype is not torch.float32 else None  # the kernel adds no bias to a result in fp32
+    out = torch._scaled_mm(a, b, a_factor, b_factor, bias=fused, out_dtype=dtype, use_fast_accum=fast)
+    return out + bias if bias is not None and fused is None else out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from colossalai.booster.mixed_precision.base import MixedPrecision
 from colossalai.booster.mixed_precision.bf16 import BF16MixedPrecision
+from colossalai.booster.mixed_precision.fp8 import FP8MixedPrecision
 from colossalai.booster.mixed_precision.fp16_apex import FP16ApexMixedPrecision
 from colossalai.booster.mixed_precision.fp16_naive import FP16NaiveMixedPrecision
 from colossalai.booster.mixed_precision.fp16_torch import FP16TorchMixedPrecision
@@ -13,6 +14,7 @@ PRECISIONS: dict[str, type[MixedPrecision]] = {
     "fp16_naive": FP16NaiveMixedPrecision,
     "fp16_apex": FP16ApexMixedPrecision,
     "bf16": BF16MixedPrecision,
+    "fp8": FP8MixedPrecision,
 }
 
 
@@ -29,6 +31,7 @@ def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
 __all__ = [
     "PRECISIONS",
     "BF16MixedPrecision",
+    "FP8MixedPrecision",
     "FP16ApexMixedPrecision",
     "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
