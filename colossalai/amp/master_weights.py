@@ -107,13 +107,14 @@ class MasterWeights:
     def state_dict(self) -> dict[int, Tensor]:
         """The masters by the index that their parameter has in the optimizer's state."""
         self.follow_changes()
-        owned = {id(pair.master) for pair in self._pairs}
+        owned = {id(master) for master in self.masters()}
         return {i: p.detach() for i, p in self._numbered() if id(p) in owned}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[Any, Tensor]) -> None:
         """Take the masters of a checkpoint, as far as the weights of the model are these masters rounded."""
         numbered = dict(self._numbered())
+        owned = {id(master) for master in self.masters()}
         for index, value in state.items():
             own = numbered.get(int(index))
             if own is None or own.shape != value.shape:
@@ -121,7 +122,8 @@ class MasterWeights:
                 raise ValueError(
                     f"the saved master weight {index} has shape {tuple(value.shape)}, but the optimizer has {shape} there"
                 )
-            own.copy_(value)
+            if id(own) in owned:  # a weight that needs no master here is the model's affair
+                own.copy_(value)
         for pair in self._pairs:
             # compare with the weights, which may be loaded before or after
             pair.seen, pair.begun = -1, True

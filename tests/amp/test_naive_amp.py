@@ -336,3 +336,18 @@ def test_bad_arguments_are_refused() -> None:
     optimizer = FP16Optimizer(raw, DynamicGradScaler())
     with pytest.raises(ValueError, match="norm_type must be positive or inf, got 0"):
         optimizer.clip_grad_by_norm(1.0, norm_type=0)
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_sparse_gradients_are_unscaled_and_checked(masters: bool) -> None:
+    words = nn.Embedding(4, 2, sparse=True).half()
+    before = words.weight.detach().clone()
+    raw = torch.optim.SGD(words.parameters(), lr=1.0)
+    optimizer = FP16Optimizer(raw, ConstantGradScaler(4.0), master_weights=masters)
+    for factor in (1.0, float("nan")):
+        optimizer.zero_grad()
+        optimizer.backward(words(torch.tensor([1, 1])).float().sum() * factor)
+        optimizer.step()
+    assert optimizer.step_was_skipped
+    torch.testing.assert_close(words.weight[1].detach(), before[1] - 2)
+    assert torch.equal(words.weight[0], before[0])

@@ -94,11 +94,12 @@ class FP16Optimizer(ScaledOptimizer):
         if self.masters:
             self.masters.adopt({})
             self.masters.take_gradients()
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for p in self.parameters():
-            if p.grad is not None:
-                by_kind.setdefault((p.grad.device, p.grad.dtype), []).append(p.grad)
         parameters = self.parameters()
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for p in parameters:
+            if p.grad is not None:
+                values = p.grad._values() if p.grad.is_sparse else p.grad
+                by_kind.setdefault((values.device, values.dtype), []).append(values)
         home = parameters[0].device if parameters else torch.device("cpu")
         self._found_inf = torch.zeros((), device=home)
         for (device, _), grads in by_kind.items():

@@ -42,6 +42,13 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.groups = group_of(ParallelMode.MODEL, process_group)
 
+    def unscale_(self, optimizer: Optimizer) -> None:
+        if (
+            self.is_enabled() and self._scale is None
+        ):  # a rank that never saw a loss must answer the others all the same
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        super().unscale_(optimizer)
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
