@@ -13,6 +13,7 @@ from colossalai.amp.naive_amp import ConstantGradScaler, DynamicGradScaler, FP16
 from colossalai.amp.torch_amp import GradScaler, TorchAMPOptimizer
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
+from colossalai.mesh import Layout, place
 from colossalai.testing import spawn
 
 
@@ -97,10 +98,18 @@ def test_groups_may_be_given() -> None:
 
 def _norm(rank: int, world_size: int, port: int) -> None:
     _launch(rank, world_size, port, tensor=world_size)
+    for by_layout in (True, False):
+        _check_norm(rank, world_size, by_layout)
+
+
+def _check_norm(rank: int, world_size: int, by_layout: bool) -> None:
     torch.manual_seed(0)
     cut, whole = torch.randn(4, 3), torch.randn(5)
     piece = nn.Parameter(cut.chunk(world_size)[rank].half())
-    piece.is_tensor_parallel, piece.num_partitions = True, world_size  # type: ignore[attr-defined]
+    if by_layout:
+        place(piece, Layout((("tp",), ())), cut.shape)
+    else:  # the documented marks
+        piece.is_tensor_parallel, piece.num_partitions = True, world_size  # type: ignore[attr-defined]
     copy = nn.Parameter(whole.half())
     optimizer = FP16Optimizer(
         torch.optim.SGD([piece, copy], lr=1.0),
