@@ -16,7 +16,7 @@ from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dic
 from colossalai.checkpoint_io.index import CheckpointIndexFile
 from colossalai.checkpoint_io.names import GROUPS_NAME, Kind, add_variant, get_base_filenames
 from colossalai.checkpoint_io.sharding import ShardedWriter, read_shards, shard_checkpoint
-from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.interface import ModelWrapper
 
 
 class GeneralCheckpointIO(CheckpointIO):
@@ -66,7 +66,7 @@ class GeneralCheckpointIO(CheckpointIO):
         )
 
     def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path, gather_dtensor: bool) -> None:
-        self.run_write(partial(save_state_dict, _optimizer(optimizer).state_dict(), checkpoint))
+        self.run_write(partial(save_state_dict, optimizer.state_dict(), checkpoint))
 
     def save_sharded_optimizer(
         self,
@@ -76,7 +76,7 @@ class GeneralCheckpointIO(CheckpointIO):
         prefix: str | None,
         size_per_shard: float,
     ) -> None:
-        state = _optimizer(optimizer).state_dict()
+        state = optimizer.state_dict()
         weights_name, index_name = get_base_filenames(prefix, kind=Kind.OPTIMIZER)
 
         def write() -> None:
@@ -113,10 +113,6 @@ def _module(model: nn.Module) -> nn.Module:
     return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 
-def _optimizer(optimizer: Optimizer) -> Optimizer:
-    return optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
-
-
 def _load_weights(
     model: nn.Module, parts: Iterable[tuple[Path, dict[str, Any]]], checkpoint: Path, strict: bool
 ) -> None:
@@ -144,6 +140,6 @@ def _load_weights(
 
 def _load_states(optimizer: Optimizer, state: dict[str, Any], checkpoint: Path) -> None:
     try:
-        _optimizer(optimizer).load_state_dict(state)
+        optimizer.load_state_dict(state)
     except (KeyError, ValueError) as error:
         raise ValueError(f"{checkpoint} does not fit the optimizer: {error}") from error

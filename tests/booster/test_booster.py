@@ -132,7 +132,7 @@ def test_unknown_devices_are_refused() -> None:
 
 
 def test_unknown_precisions_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown mixed precision 'fp17'; choose one of fp16, bf16"):
+    with pytest.raises(ValueError, match=r"unknown mixed precision 'fp17'; choose one of fp16, .*bf16"):
         Booster(mixed_precision="fp17")
     with pytest.raises(ValueError, match=r"Foreign does not support mixed_precision='fp16', only bf16"):
         Booster(device="cpu", mixed_precision="fp16", plugin=Foreign())
