@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -299,3 +300,30 @@ def _norms(rank: int, world_size: int, port: int) -> None:
 
 def test_norms_that_are_not_finite_are_known_to_every_rank() -> None:
     spawn(_norms, 2)
+
+
+def _evaluation(rank: int, world_size: int, port: int) -> None:
+    """A forward pass without a backward pass must not leave weights behind that later ones take for the current."""
+    launch(rank, world_size, port)
+    for strategy in (None, fsdp.ShardingStrategy.SHARD_GRAD_OP):
+        for gradients in (False, True):
+            torch.manual_seed(0)
+            model = Tower()
+            serial = copy.deepcopy(model)
+            booster = Booster("cpu", plugin=TorchFSDPPlugin(sharding_strategy=strategy))
+            boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+            serial_optimizer = torch.optim.SGD(serial.parameters(), lr=0.5)
+            batch = batches((4,))[0]
+            booster.backward(loss_of(boosted, batch), optimizer)
+            loss_of(serial, batch).backward()
+            with torch.set_grad_enabled(gradients):
+                boosted(batch[0])
+            if not gradients:
+                assert all(hasattr(p, "full_tensor") for p in boosted.parameters())
+            optimizer.step()
+            serial_optimizer.step()
+            torch.testing.assert_close(boosted(batch[0]), serial(batch[0]), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_current_after_an_evaluation() -> None:
+    spawn(_evaluation, 2)

@@ -40,7 +40,26 @@ if TYPE_CHECKING:
 
 
 class TorchFSDPModel(ModelWrapper):
-    """A model that ``fully_shard`` was applied to, in place: its names and structure are still the user's."""
+    """A model that ``fully_shard`` was applied to, in place: its names and structure are still the user's.
+
+    FSDP2 leaves the weights of the outermost unit gathered after a forward pass, for the backward pass that will follow.
+    If none does, it would compute with them again after they have changed; so they are freed in time.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
+        super().__init__(module)
+        self._units: tuple[Any, ...] = tuple(units)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return result
+
+    def reshard(self) -> None:
+        """Keep nothing but this rank's part of every weight."""
+        for unit in self._units:
+            unit.reshard()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -55,9 +74,15 @@ class TorchFSDPModel(ModelWrapper):
 class TorchFSDPOptimizer(OptimizerWrapper):
     """An optimizer whose gradients are cut over ``group``; it may be wrapped by a mixed precision already."""
 
-    def __init__(self, optim: Optimizer, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, optim: Optimizer, model: TorchFSDPModel, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         super().__init__(optim)
-        self._group, self._device = group, device
+        self._model, self._group, self._device = model, group, device
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self._model.reshard()  # what is gathered would not change with the parts
+        return self.optim.step(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.optim, OptimizerWrapper):
@@ -206,10 +231,11 @@ class TorchFSDPPlugin(DPPluginBase):
         _start_alike(module, mesh, self.sync_module_states)
         before = dict(module.named_parameters())
         self._cut(module, units, mesh, ignored)
+        boosted = TorchFSDPModel(model, [*units, module])
         if raw is not None and optimizer is not None:
             _point_to(raw, {old: new for old, new in _pairs(before, module) if old is not new})
-            optimizer = TorchFSDPOptimizer(optimizer, mesh.get_group(mesh.ndim - 1), device)
-        return TorchFSDPModel(model), optimizer, criterion, dataloader, lr_scheduler
+            optimizer = TorchFSDPOptimizer(optimizer, boosted, mesh.get_group(mesh.ndim - 1), device)
+        return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         if not isinstance(model, TorchFSDPModel):
