@@ -1,8 +1,8 @@
 """Checkpoints under a plan that cuts tensors over ranks (as ``DTensor``); the files are those of whole tensors.
 
-Saving gathers one tensor at a time, on every rank's device, and only the rank that writes keeps it, on its CPU: all of a file that is
-being written, never more.  Loading reads the files on every rank, and each keeps its own part.  So a checkpoint does not
-know by how many ranks it was written, or under which plan.
+Saving gathers one tensor at a time, and only the rank that writes keeps it, on its CPU: all of the file that is being
+written, never more.  Loading reads the files on every rank, and each keeps its own part.  So a checkpoint does not know
+by how many ranks it was written, or under which plan.
 """
 
 from __future__ import annotations

@@ -115,7 +115,12 @@ def _hybrid(rank: int, world_size: int, port: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         _check(Case(tower, plugin={"sharding_strategy": ShardingStrategy.HYBRID_SHARD}))
-    # the processes of this machine are one node; cut over three of four ranks, nothing fits
+    flat = {
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        "process_group": init_device_mesh("cpu", (4,)),
+    }
+    with pytest.raises(ValueError, match="HYBRID_SHARD needs a mesh of two dims, copies and parts"):
+        _check(Case(tower, flat))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "3")
         with pytest.raises(ValueError, match=r"over the 3 ranks of each node, which does not fit 4 ranks"):

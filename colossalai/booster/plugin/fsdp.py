@@ -176,7 +176,7 @@ class TorchFSDPPlugin(DPPluginBase):
         if param_init_fn is not None:
             raise ValueError(
                 "TorchFSDPPlugin takes no param_init_fn: FSDP2 leaves initial values to the model; build it with its"
-                " weights, on every rank or with sync_module_states=True on rank 0"
+                " weights (sync_module_states=True takes those of rank 0)"
             )
         self.options = translate(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
         self.auto_wrap_policy = auto_wrap_policy
@@ -291,6 +291,10 @@ class TorchFSDPPlugin(DPPluginBase):
                 raise ValueError(
                     f"process_group is a mesh of {group.device_type!r} devices, but the model is on {device_type!r}"
                 )
+            if self.options.hybrid and group.ndim == 1:
+                raise ValueError(
+                    f"HYBRID_SHARD needs a mesh of two dims, copies and parts, got process_group={group}"
+                )
             return group
         if not self.options.hybrid:
             everyone: Any = dist.group.WORLD
@@ -338,14 +342,11 @@ def _point_to(optimizer: Optimizer, new: dict[Any, Any]) -> None:
         if param is old:
             continue
         del optimizer.state[old]
-        optimizer.state[param] = {
-            name: distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None).to(
-                param.device
-            )
-            if isinstance(value, Tensor) and value.shape == param.shape
-            else value
-            for name, value in values.items()
-        }
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                cut = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+                values[name] = cut.to(param.device)
+        optimizer.state[param] = values
 
 
 def _start_alike(module: nn.Module, mesh: DeviceMesh, broadcast: bool) -> None:
@@ -359,17 +360,17 @@ def _start_alike(module: nn.Module, mesh: DeviceMesh, broadcast: bool) -> None:
         return
     sums = [_bits(p.detach()) for p in module.parameters()]
     own = torch.stack([*sums, torch.zeros((), dtype=torch.int64)]).to(mesh.device_type)
-    for group in groups:
-        least, most = own.clone(), own.clone()
+    least, most = own.clone(), own.clone()
+    for group in groups:  # one dim of the mesh after the other, so that in the end all ranks know the same
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        differ = (least != most).nonzero().flatten().tolist()
-        if differ:
-            name = [name for name, _ in module.named_parameters()][differ[0]]
-            raise RuntimeError(
-                f"the ranks start from different values of {name!r}, and TorchFSDPPlugin would mix them; set the same"
-                " seed on every rank before the model is built, or pass sync_module_states=True to take rank 0's"
-            )
+    differ = (least != most).nonzero().flatten().tolist()
+    if differ:
+        name = [name for name, _ in module.named_parameters()][differ[0]]
+        raise RuntimeError(
+            f"the ranks start from different values of {name!r}, and TorchFSDPPlugin would mix them; set the same"
+            " seed on every rank before the model is built, or pass sync_module_states=True to take rank 0's"
+        )
 
 
 def _bits(tensor: Tensor) -> Tensor:
