@@ -6,7 +6,7 @@ the pieces of the values that the serial model gets; no rank builds a tensor lar
 
 What a parameter is drawn from is, in this order:
 
-1. the attribute ``init`` of the parameter, one of the distributions below;
+1. the attribute ``init`` of the parameter, one of the distributions below (``set_init``);
 2. the row of its module's class in ``RECIPES``, which are torch's own defaults;
 3. the module's ``reset_parameters()``, run on whole tensors under a generator seeded by the module's name: always
    right, but it does build these tensors whole, one module at a time.
@@ -110,6 +110,11 @@ RECIPES: dict[type[nn.Module], dict[str, Recipe]] = {
 }
 
 
+def set_init(param: Tensor, distribution: Distribution) -> None:
+    """Say what ``initialize`` draws ``param`` from."""
+    param.init = distribution  # type: ignore[attr-defined]
+
+
 def draw(
     distribution: Distribution,
     key: int,
@@ -202,9 +207,14 @@ def _reset_whole(owner: nn.Module, key: int, name: str) -> dict[str, Tensor]:
     """Parameters and buffers of ``owner`` itself, as its ``reset_parameters`` makes them on whole CPU tensors."""
     reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
     if not callable(reset):
+        if lost := [n for n, b in owner.named_buffers(recurse=False) if b.is_meta]:
+            raise ValueError(
+                f"the buffer {lost[0]!r} of {name or 'the model'!r} ({type(owner).__name__}) is on the meta device and "
+                "has no values: make it with device='cpu', or give its module a reset_parameters() that fills it"
+            )
         raise ValueError(
             f"nothing says how to draw the parameters of {name or 'the model'!r} ({type(owner).__name__}): "
-            "set `param.init`, add its class to colossalai.mesh.initial.RECIPES, or give it a reset_parameters()"
+            "call set_init(param, ...), add its class to colossalai.mesh.initial.RECIPES, or give it a reset_parameters()"
         )
     kept = dict(owner._parameters), dict(owner._buffers)
     try:

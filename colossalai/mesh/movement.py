@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from colossalai.mesh import collectives
+import colossalai.mesh.collectives as collectives
 from colossalai.mesh.layout import Layout, local_range
 from colossalai.mesh.mesh import Axes, Mesh
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colossalai.mesh import collectives
+import colossalai.mesh.collectives as collectives
 from colossalai.mesh.layout import Layout, replicated, shard
 from colossalai.mesh.mesh import Mesh
 from colossalai.mesh.movement import redistribute
