@@ -18,6 +18,7 @@ SMALL = ["--steps", "1", "--batch_size", "4"]
 
 
 def _run(rank: int, world_size: int, port: int, folder: Path, options: list[str]) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks cannot share a GPU under NCCL
     os.chdir(folder)
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):

@@ -59,8 +59,9 @@ def problem(build: Callable[[], nn.Module]) -> Problem:
 def _check(rank: int, world_size: int, port: int) -> None:
     colossalai.launch({}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
     for build in (gpt, vit, resnet):
-        for plugin in (TorchDDPPlugin, TorchFSDPPlugin):
-            check_plan(problem(build), lambda p, made=plugin: BoosterRun(p, Booster("cpu", plugin=made())))
+        check_plan(problem(build), lambda p: BoosterRun(p, Booster("cpu", plugin=TorchFSDPPlugin())))
+    for build in (vit, resnet):  # GPT's turn is in test_gpt_parity
+        check_plan(problem(build), lambda p: BoosterRun(p, Booster("cpu", plugin=TorchDDPPlugin())))
 
 
 def test_models_equal_themselves_trained_serially() -> None:
