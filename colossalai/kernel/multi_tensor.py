@@ -73,10 +73,32 @@ def type_of(tensors: list[Tensor]) -> Any:
     }[tensors[0].dtype]
 
 
+# [Note: full blocks first] Loads and stores are wide only if the compiler knows that no element of a row of 16 bytes is left
+# out.  So programs run over the full blocks of their chunk without a mask, and once more, with one, over what is left.
+
+
 @triton.jit
 def pointer(addresses, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The address at ``index`` of the table; loads are wide only if the compiler knows that it is a multiple of 16."""
-    address = tl.load(addresses + index)
+    """The address at ``index`` of the table, which the compiler may know to be a multiple of 16."""
+    row = tl.load(addresses + index).to(tl.pointer_type(DTYPE))
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(DTYPE))
+        row = tl.multiple_of(row, 16)
+    return row
+
+
+@triton.jit
+def load(row, at, size, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The elements ``at`` of a row in float32; 0 beyond its end."""
+    if MASKED:
+        return tl.load(row + at, mask=at < size, other=0.0).to(tl.float32)
+    return tl.load(row + at).to(tl.float32)
+
+
+@triton.jit
+def store(row, at, value, size, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the elements ``at`` of a row, in its dtype."""
+    value = value.to(row.dtype.element_ty)
+    if MASKED:
+        tl.store(row + at, value, mask=at < size)
+    else:
+        tl.store(row + at, value)

@@ -9,7 +9,25 @@ import triton
 import triton.language as tl
 
 from colossalai.kernel.adam import AdamLists, AdamOptions, adam_foreach_
-from colossalai.kernel.multi_tensor import BLOCK, CHUNK, pointer, table, type_of
+from colossalai.kernel.multi_tensor import BLOCK, CHUNK, load, pointer, store, table, type_of
+
+
+@triton.jit
+def _block(  # type: ignore[no-untyped-def]
+    at, size, rows, numbers, HAS_HALF: tl.constexpr, MASKED: tl.constexpr
+):
+    w_row, g_row, m_row, v_row, h_row = rows
+    decay, l2, beta1, rest1, beta2, rest2, step_size, root, eps, scale = numbers
+    w = load(w_row, at, size, MASKED)
+    g = load(g_row, at, size, MASKED) * scale + l2 * w
+    m = beta1 * load(m_row, at, size, MASKED) + rest1 * g
+    v = beta2 * load(v_row, at, size, MASKED) + rest2 * g * g
+    w = decay * w - step_size * m / (tl.sqrt(v) * root + eps)
+    store(w_row, at, w, size, MASKED)
+    store(m_row, at, m, size, MASKED)
+    store(v_row, at, v, size, MASKED)
+    if HAS_HALF:
+        store(h_row, at, w, size, MASKED)
 
 
 @triton.jit
@@ -40,31 +58,26 @@ def _adam(  # type: ignore[no-untyped-def]
     owner = tl.load(owners + program)
     start = (program - tl.load(firsts + owner)) * CHUNK
     size = tl.load(sizes + owner)
-    w_row = pointer(addresses, owner, tl.float32, ALIGNED)
-    g_row = pointer(addresses, tensors + owner, GRAD, ALIGNED)
-    m_row = pointer(addresses, 2 * tensors + owner, tl.float32, ALIGNED)
-    v_row = pointer(addresses, 3 * tensors + owner, tl.float32, ALIGNED)
-    for offset in range(0, CHUNK, BLOCK):
-        at = start + offset + tl.arange(0, BLOCK)
-        inside = at < size
-        w = tl.load(w_row + at, mask=inside, other=0.0)
-        g = tl.load(g_row + at, mask=inside, other=0.0).to(tl.float32) * scale + l2 * w
-        m = beta1 * tl.load(m_row + at, mask=inside, other=0.0) + rest1 * g
-        v = beta2 * tl.load(v_row + at, mask=inside, other=0.0) + rest2 * g * g
-        w = decay * w - step_size * m / (tl.sqrt(v) * root + eps)
-        tl.store(w_row + at, w, mask=inside)
-        tl.store(m_row + at, m, mask=inside)
-        tl.store(v_row + at, v, mask=inside)
-        if HAS_HALF:
-            h_row = pointer(addresses, 4 * tensors + owner, HALF, ALIGNED)
-            tl.store(h_row + at, w.to(HALF), mask=inside)
+    rows = (
+        pointer(addresses, owner, tl.float32, ALIGNED),
+        pointer(addresses, tensors + owner, GRAD, ALIGNED),
+        pointer(addresses, 2 * tensors + owner, tl.float32, ALIGNED),
+        pointer(addresses, 3 * tensors + owner, tl.float32, ALIGNED),
+        pointer(addresses, 4 * tensors + owner, HALF, ALIGNED),
+    )
+    numbers = (decay, l2, beta1, rest1, beta2, rest2, step_size, root, eps, scale)
+    full = (tl.minimum(CHUNK, size - start) // BLOCK) * BLOCK  # [Note: full blocks first]
+    for offset in range(0, full, BLOCK):
+        _block(start + offset + tl.arange(0, BLOCK), size, rows, numbers, HAS_HALF, False)
+    if full < CHUNK:
+        _block(start + full + tl.arange(0, BLOCK), size, rows, numbers, HAS_HALF, True)
 
 
 def adam_(lists: AdamLists, step: int, options: AdamOptions) -> None:
-    columns = [lists.weights, lists.grads, lists.exp_avgs, lists.exp_avg_sqs]
-    if lists.halves:
-        columns.append(lists.halves)
-    addresses, chunks, aligned = table(*columns)
+    # without halves nothing is written into the last column
+    addresses, chunks, aligned = table(
+        lists.weights, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.halves or lists.weights
+    )
     if not chunks.programs:  # only empty tensors
         return
     c1, c2 = options.corrections(step)

@@ -15,7 +15,24 @@ from torch import Tensor
 
 from colossalai.kernel.lamb import LambLists, LambOptions
 from colossalai.kernel.lars import LarsLists, LarsOptions
-from colossalai.kernel.multi_tensor import BLOCK, CHUNK, pointer, table, type_of
+from colossalai.kernel.multi_tensor import BLOCK, CHUNK, load, pointer, store, table, type_of
+
+
+@triton.jit
+def _moments_block(at, size, rows, numbers, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Update the moments; the squares of the weights and of the step."""
+    w_row, m_row, v_row, g_row = rows
+    decay, l2, beta1, beta3, beta2, rest2, unbias, root, eps, scale = numbers
+    w = load(w_row, at, size, MASKED)
+    g = load(g_row, at, size, MASKED) * scale + l2 * w
+    m = beta1 * load(m_row, at, size, MASKED) + beta3 * g
+    v = beta2 * load(v_row, at, size, MASKED) + rest2 * g * g
+    u = unbias * m / (tl.sqrt(v) * root + eps) + decay * w
+    if MASKED:
+        u = tl.where(at < size, u, 0.0)  # with eps = 0 the padding is 0 / 0
+    store(m_row, at, m, size, MASKED)
+    store(v_row, at, v, size, MASKED)
+    return w * w, u * u
 
 
 @triton.jit
@@ -47,25 +64,24 @@ def _moments(  # type: ignore[no-untyped-def]
     start = (program - tl.load(firsts + owner)) * CHUNK
     size = tl.load(sizes + owner)
     scale = 1.0 / tl.load(divisor)
-    w_row = pointer(addresses, owner, tl.float32, ALIGNED)
-    m_row = pointer(addresses, tensors + owner, tl.float32, ALIGNED)
-    v_row = pointer(addresses, 2 * tensors + owner, tl.float32, ALIGNED)
-    g_row = pointer(addresses, 3 * tensors + owner, GRAD, ALIGNED)
+    rows = (
+        pointer(addresses, owner, tl.float32, ALIGNED),
+        pointer(addresses, tensors + owner, tl.float32, ALIGNED),
+        pointer(addresses, 2 * tensors + owner, tl.float32, ALIGNED),
+        pointer(addresses, 3 * tensors + owner, GRAD, ALIGNED),
+    )
+    numbers = (decay, l2, beta1, beta3, beta2, rest2, unbias, root, eps, scale)
     w_sum = tl.zeros((BLOCK,), tl.float32)
     u_sum = tl.zeros((BLOCK,), tl.float32)
-    for offset in range(0, CHUNK, BLOCK):
-        at = start + offset + tl.arange(0, BLOCK)
-        inside = at < size
-        w = tl.load(w_row + at, mask=inside, other=0.0)
-        g = tl.load(g_row + at, mask=inside, other=0.0).to(tl.float32) * scale + l2 * w
-        m = beta1 * tl.load(m_row + at, mask=inside, other=0.0) + beta3 * g
-        v = beta2 * tl.load(v_row + at, mask=inside, other=0.0) + rest2 * g * g
-        u = unbias * m / (tl.sqrt(v) * root + eps) + decay * w
-        u = tl.where(inside, u, 0.0)  # with eps = 0 the padding would be 0 / 0
-        tl.store(m_row + at, m, mask=inside)
-        tl.store(v_row + at, v, mask=inside)
-        w_sum += w * w
-        u_sum += u * u
+    full = (tl.minimum(CHUNK, size - start) // BLOCK) * BLOCK  # [Note: full blocks first]
+    for offset in range(0, full, BLOCK):
+        ww, uu = _moments_block(start + offset + tl.arange(0, BLOCK), size, rows, numbers, False)
+        w_sum += ww
+        u_sum += uu
+    if full < CHUNK:
+        ww, uu = _moments_block(start + full + tl.arange(0, BLOCK), size, rows, numbers, True)
+        w_sum += ww
+        u_sum += uu
     tl.store(weight_squares + program, tl.sum(w_sum))
     tl.store(update_squares + program, tl.sum(u_sum))
 
@@ -77,6 +93,19 @@ def _total(squares, first, last, BLOCK: tl.constexpr):  # type: ignore[no-untype
         at = begin + tl.arange(0, BLOCK)
         sums += tl.load(squares + at, mask=at < last, other=0.0)
     return tl.sum(sums)
+
+
+@triton.jit
+def _weights_block(at, size, rows, numbers, HAS_HALF: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    w_row, m_row, v_row, h_row = rows
+    decay, rate, unbias, root, eps = numbers
+    w = load(w_row, at, size, MASKED)
+    m = load(m_row, at, size, MASKED)
+    v = load(v_row, at, size, MASKED)
+    w -= rate * (unbias * m / (tl.sqrt(v) * root + eps) + decay * w)
+    store(w_row, at, w, size, MASKED)
+    if HAS_HALF:
+        store(h_row, at, w, size, MASKED)
 
 
 @triton.jit
@@ -112,27 +141,25 @@ def _weights(  # type: ignore[no-untyped-def]
         u_norm = tl.sqrt(_total(update_squares, first, last, BLOCK))
         usable = (w_norm > 0.0) & (u_norm > 0.0)
         rate = lr * tl.where(usable, w_norm / tl.where(usable, u_norm, 1.0), 1.0)
-    w_row = pointer(addresses, owner, tl.float32, ALIGNED)
-    m_row = pointer(addresses, tensors + owner, tl.float32, ALIGNED)
-    v_row = pointer(addresses, 2 * tensors + owner, tl.float32, ALIGNED)
-    for offset in range(0, CHUNK, BLOCK):
-        at = start + offset + tl.arange(0, BLOCK)
-        inside = at < size
-        w = tl.load(w_row + at, mask=inside, other=0.0)
-        m = tl.load(m_row + at, mask=inside, other=0.0)
-        v = tl.load(v_row + at, mask=inside, other=1.0)
-        w -= rate * (unbias * m / (tl.sqrt(v) * root + eps) + decay * w)
-        tl.store(w_row + at, w, mask=inside)
-        if HAS_HALF:
-            h_row = pointer(addresses, 4 * tensors + owner, HALF, ALIGNED)
-            tl.store(h_row + at, w.to(HALF), mask=inside)
+    rows = (
+        pointer(addresses, owner, tl.float32, ALIGNED),
+        pointer(addresses, tensors + owner, tl.float32, ALIGNED),
+        pointer(addresses, 2 * tensors + owner, tl.float32, ALIGNED),
+        pointer(addresses, 4 * tensors + owner, HALF, ALIGNED),
+    )
+    numbers = (decay, rate, unbias, root, eps)
+    full = (tl.minimum(CHUNK, size - start) // BLOCK) * BLOCK  # [Note: full blocks first]
+    for offset in range(0, full, BLOCK):
+        _weights_block(start + offset + tl.arange(0, BLOCK), size, rows, numbers, HAS_HALF, False)
+    if full < CHUNK:
+        _weights_block(start + full + tl.arange(0, BLOCK), size, rows, numbers, HAS_HALF, True)
 
 
 def lamb_(lists: LambLists, step: int, options: LambOptions, divisor: Tensor | None = None) -> None:
-    columns = [lists.weights, lists.exp_avgs, lists.exp_avg_sqs, lists.grads]
-    if lists.halves:
-        columns.append(lists.halves)
-    addresses, chunks, aligned = table(*columns)
+    # without halves nothing is written into the last column
+    addresses, chunks, aligned = table(
+        lists.weights, lists.exp_avgs, lists.exp_avg_sqs, lists.grads, lists.halves or lists.weights
+    )
     if not chunks.programs:  # only empty tensors
         return
     if divisor is None:
@@ -175,6 +202,23 @@ def lamb_(lists: LambLists, step: int, options: LambOptions, divisor: Tensor | N
 
 
 @triton.jit
+def _lars_block(  # type: ignore[no-untyped-def]
+    at, size, rows, numbers, HAS_HALF: tl.constexpr, HAS_MOMENTUM: tl.constexpr, MASKED: tl.constexpr
+):
+    w_row, g_row, b_row, h_row = rows
+    rate, decay, momentum = numbers
+    w = load(w_row, at, size, MASKED)
+    d = rate * (load(g_row, at, size, MASKED) + decay * w)
+    if HAS_MOMENTUM:
+        d += momentum * load(b_row, at, size, MASKED)
+        store(b_row, at, d, size, MASKED)
+    w -= d
+    store(w_row, at, w, size, MASKED)
+    if HAS_HALF:
+        store(h_row, at, w, size, MASKED)
+
+
+@triton.jit
 def _lars(  # type: ignore[no-untyped-def]
     addresses,
     owners,
@@ -197,22 +241,20 @@ def _lars(  # type: ignore[no-untyped-def]
     start = (program - tl.load(firsts + owner)) * CHUNK
     size = tl.load(sizes + owner)
     rate = tl.load(rates + owner)
-    w_row = pointer(addresses, owner, tl.float32, ALIGNED)
-    g_row = pointer(addresses, tensors + owner, GRAD, ALIGNED)
-    for offset in range(0, CHUNK, BLOCK):
+    rows = (
+        pointer(addresses, owner, tl.float32, ALIGNED),
+        pointer(addresses, tensors + owner, GRAD, ALIGNED),
+        pointer(addresses, 2 * tensors + owner, tl.float32, ALIGNED),
+        pointer(addresses, 3 * tensors + owner, HALF, ALIGNED),
+    )
+    numbers = (rate, decay, momentum)
+    full = (tl.minimum(CHUNK, size - start) // BLOCK) * BLOCK  # [Note: full blocks first]
+    for offset in range(0, full, BLOCK):
         at = start + offset + tl.arange(0, BLOCK)
-        inside = at < size
-        w = tl.load(w_row + at, mask=inside, other=0.0)
-        d = rate * (tl.load(g_row + at, mask=inside, other=0.0).to(tl.float32) + decay * w)
-        if HAS_MOMENTUM:
-            b_row = pointer(addresses, 2 * tensors + owner, tl.float32, ALIGNED)
-            d += momentum * tl.load(b_row + at, mask=inside, other=0.0)
-            tl.store(b_row + at, d, mask=inside)
-        w -= d
-        tl.store(w_row + at, w, mask=inside)
-        if HAS_HALF:
-            h_row = pointer(addresses, 3 * tensors + owner, HALF, ALIGNED)
-            tl.store(h_row + at, w.to(HALF), mask=inside)
+        _lars_block(at, size, rows, numbers, HAS_HALF, HAS_MOMENTUM, False)
+    if full < CHUNK:
+        at = start + full + tl.arange(0, BLOCK)
+        _lars_block(at, size, rows, numbers, HAS_HALF, HAS_MOMENTUM, True)
 
 
 def lars_(lists: LarsLists, rates: Tensor, options: LarsOptions) -> None:
