@@ -53,7 +53,9 @@ class LambLists(Lists):
 
 def lamb_(lists: LambLists, step: int, options: LambOptions, divisor: Tensor | None = None) -> None:
     """One update in place; ``step`` counts from 1.  Gradients are divided by ``divisor``, a number on the device."""
-    LAMB[choose(lists)](lists, step, options, divisor)
+    way = LAMB[choose(lists)]
+    for part in lists.one_by_one() if lists.device.type == "cpu" else (lists,):
+        way(part, step, options, divisor)
 
 
 def choose(lists: Lists) -> str:
@@ -91,10 +93,12 @@ def lamb_foreach_(lists: LambLists, step: int, options: LambOptions, divisor: Te
     private.addcmul_(lists.exp_avg_sqs, grads, grads, 1 - options.beta2)
     c1, c2 = options.corrections(step)
     denominators = private.sqrt(lists.exp_avg_sqs)
-    private.div_(denominators, math.sqrt(c2))
+    if options.bias_correction:
+        private.div_(denominators, math.sqrt(c2))
     private.add_(denominators, options.eps)
     updates = private.div(lists.exp_avgs, denominators)
-    private.div_(updates, c1)
+    if options.bias_correction:
+        private.div_(updates, c1)
     if options.weight_decay and options.decoupled:
         private.add_(updates, weights, alpha=options.weight_decay)
     if options.adaptive:

@@ -33,7 +33,9 @@ class LarsLists(Lists):
 
 def lars_(lists: LarsLists, options: LarsOptions) -> None:
     """One update in place."""
-    LARS[choose(lists)](lists, rates(lists, options), options)
+    way = LARS[choose(lists)]
+    for part in lists.one_by_one() if lists.device.type == "cpu" else (lists,):
+        way(part, rates(part, options), options)
 
 
 def rates(lists: LarsLists, options: LarsOptions) -> Tensor:

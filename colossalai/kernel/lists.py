@@ -5,12 +5,17 @@ The i-th entries of all lists belong to one parameter, and have its shape and st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from colossalai.kernel import private
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(kw_only=True)
@@ -46,6 +51,13 @@ class Lists:
             grads = [torch.empty_like(w) for w in self.weights]
             private.copy_(grads, self.grads)
         return private.div(grads, div_scale) if div_scale > 0 else grads
+
+    def one_by_one(self) -> Iterator[Self]:
+        """Lists of one tensor each: on a CPU, what was just read is still in the cache for the next operation."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        columns = {name: column for name, column in columns.items() if isinstance(column, list)}
+        for i in range(len(self.weights)):
+            yield replace(self, **{name: column[i : i + 1] for name, column in columns.items()})
 
     def write_halves(self) -> None:
         if self.halves:

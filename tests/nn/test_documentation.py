@@ -10,7 +10,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["lr_schedulers.md"])
+@pytest.mark.parametrize("page", ["lr_schedulers.md", "optimizers.md"])
 def test_the_page_runs(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
     assert blocks

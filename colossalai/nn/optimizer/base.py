@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,19 @@ class Bucket:
     grads: list[Tensor] = field(default_factory=list)
     halves: list[Tensor] = field(default_factory=list)
     states: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, tensors: list[Tensor], names: Sequence[str]) -> None:
+        """A parameter, its gradient, its states of these names, and its master if it has one."""
+        weight, grad, *states = tensors
+        if len(states) > len(names):
+            self.halves.append(weight)
+            weight = states.pop()
+        if grad.stride() != weight.stride():
+            grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
+        self.weights.append(weight)
+        self.grads.append(grad)
+        for name, state in zip(names, states, strict=True):
+            self.states[name].append(state)
 
 
 class MultiTensorOptimizer(Optimizer):
@@ -65,7 +78,9 @@ class MultiTensorOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for parameter in self._parameters():  # all of them, before the first is changed
-            if parameter.grad is not None:
+            if (grad := parameter.grad) is not None and (
+                grad.is_sparse or self.devices or not self.elementwise
+            ):
                 self.check(parameter)
         groups = [(group, list(self.buckets(group))) for group in self.param_groups]
         self.prepare([bucket for _, buckets in groups for bucket in buckets])
@@ -80,25 +95,24 @@ class MultiTensorOptimizer(Optimizer):
     def buckets(self, group: dict[str, Any]) -> Iterable[Bucket]:
         """The parameters of ``group`` that have a gradient; their number of steps goes up by one."""
         names = self.state_names(group)
+        needed = {"step", *names}
         found: dict[tuple[Any, ...], Bucket] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             state = self.state[parameter]
-            if missing := [name for name in ("step", *names) if name not in state]:
-                self.start(parameter, state, missing)
-            state["step"] += 1
-            step = int(state["step"])
-            weight, grad = local(parameter.detach()), local(parameter.grad)
-            key = (weight.device, weight.dtype, grad.dtype, step)
-            bucket = found.setdefault(key, Bucket(step))
+            if not needed <= state.keys():
+                self.start(parameter, state, needed - state.keys())
+            step = int(state["step"].add_(1))
+            tensors = [parameter, parameter.grad, *(state[name] for name in names)]
             if "master" in state:
-                bucket.halves.append(weight)
-                weight = local(state["master"])
-            bucket.weights.append(weight)
-            bucket.grads.append(like(grad, weight))
-            for name in names:
-                bucket.states[name].append(local(state[name]))
+                tensors.append(state["master"])
+            if type(parameter) is not torch.nn.Parameter:
+                tensors = [local(tensor) for tensor in tensors]
+            key = (parameter.device, parameter.dtype, parameter.grad.dtype, step)
+            if key not in found:
+                found[key] = Bucket(step)
+            found[key].add(tensors, names)
         return found.values()
 
     def start(self, parameter: Tensor, state: dict[str, Any], names: Iterable[str]) -> None:
@@ -176,13 +190,6 @@ def is_cut(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor; it shares memory with it."""
     return tensor.to_local() if is_cut(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def like(grad: Tensor, weight: Tensor) -> Tensor:
-    """``grad``, in memory of the same order as ``weight``."""
-    if grad.stride() == weight.stride():
-        return grad
-    return torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
 
 
 def check_rates(owner: Optimizer, **limits: tuple[float, float, float]) -> None:
