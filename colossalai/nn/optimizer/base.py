@@ -2,7 +2,7 @@
 
 A parameter in half precision keeps its weights in float32 as well, as ``master`` in the optimizer's state: an update is
 often smaller than the rounding of half precision and would be lost.  The kernel writes the rounded weights into the
-parameter in the same pass.  Moments are float32 too.
+parameter in the same pass.  Moments are float32 too.  Who writes into the parameter between two steps is followed.
 
 Parameters that are cut over ranks (``DTensor``) are updated in their local parts, if the update is element by element.
 """
@@ -87,6 +87,9 @@ class MultiTensorOptimizer(Optimizer):
         for group, buckets in groups:
             for bucket in buckets:
                 self.update(bucket, group)
+        for parameter in self._parameters():
+            if parameter.dtype in HALVES:
+                self.versions[parameter] = parameter._version
         return loss
 
     def prepare(self, buckets: list[Bucket]) -> None:
@@ -102,7 +105,9 @@ class MultiTensorOptimizer(Optimizer):
                 continue
             state = self.state[parameter]
             if not needed <= state.keys():
-                self.start(parameter, state, needed - state.keys())
+                self.start(parameter, state, [name for name in ("step", *names) if name not in state])
+            if "master" in state:
+                self.follow(parameter, state["master"])
             step = int(state["step"].add_(1))
             tensors = [parameter, parameter.grad, *(state[name] for name in names)]
             if "master" in state:
@@ -121,8 +126,21 @@ class MultiTensorOptimizer(Optimizer):
             state[name] = (
                 torch.tensor(0.0) if name == "step" else torch.zeros_like(parameter, dtype=wide(parameter))
             )
-        if parameter.dtype in HALVES:
-            state.setdefault("master", parameter.detach().to(wide(parameter)))
+        if parameter.dtype in HALVES and "master" not in state:
+            state["master"] = parameter.detach().to(wide(parameter))
+            self.versions[parameter] = parameter._version
+
+    def follow(self, parameter: Tensor, master: Tensor) -> None:
+        """Start again from the parameter if somebody else has changed it since our last step, as loading a model does."""
+        if self.versions.get(parameter) != parameter._version:
+            now = local(parameter.detach())
+            if not torch.equal(local(master).to(now.dtype), now):
+                local(master).copy_(now)
+
+    @property
+    def versions(self) -> dict[Tensor, int]:
+        """How often each half-precision parameter had been written to, after our last step."""
+        return self.__dict__.setdefault("_versions", {})  # a copied or unpickled optimizer starts without
 
     def check(self, parameter: Tensor) -> None:
         """Refuse a parameter or gradient that the kernels cannot update."""

@@ -193,6 +193,37 @@ def test_half_precision_weights_do_not_lose_small_steps(name: str) -> None:
 
 
 @each
+def test_masters_follow_weights_that_are_loaded_later(name: str) -> None:
+    def run(reload_first: bool) -> torch.Tensor:
+        p = nn.Parameter(torch.linspace(0.1, 1, 8).bfloat16())
+        optimizer = _make(name, [p])
+        for step in range(6):
+            if step == 3:
+                state, weights = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
+                p = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+                optimizer = _make(name, [p])
+                with torch.no_grad():
+                    if reload_first:
+                        p.copy_(weights)
+                    optimizer.load_state_dict(state)
+                    if not reload_first:
+                        p.copy_(weights)
+            p.grad = torch.linspace(-1, 1, 8).bfloat16() + step
+            optimizer.step()
+        with torch.no_grad():
+            p.fill_(64.0)
+        p.grad = torch.full_like(p, 1e-3)
+        before = optimizer.state[p]["master"].clone()
+        optimizer.step()
+        assert (p > 32).all()
+        return before
+
+    assert torch.equal(
+        run(True), run(False)
+    )  # masters keep the digits that the parameter lacks, in either order
+
+
+@each
 def test_strange_strides(name: str) -> None:
     results = []
     for kind in ("plain", "channels last", "gaps"):
