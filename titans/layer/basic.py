@@ -1,4 +1,4 @@
-"""The three layers with weights that every model here is made of, drawn as GPT-2 draws them.
+"""The layers with weights that every model here is made of, drawn as GPT-2 draws them.
 
 All other modules build their layers through these functions, so this file alone decides which class a
 ``Linear`` is: what a layer stores, how it is cut over devices and how its initial values are drawn are
@@ -58,6 +58,17 @@ def embedding(
         with torch.no_grad():
             layer.weight[padding_idx].zero_()
         set_init(layer.weight, ZeroRow(drawn, padding_idx, dim))
+    return layer
+
+
+def patches(
+    in_channels: int, dim: int, size: int, *, bias: bool = True, dtype: torch.dtype | None = None
+) -> nn.Conv2d:
+    """One vector of ``dim`` features for each square of ``size`` pixels, which do not overlap."""
+    layer = nn.Conv2d(in_channels, dim, kernel_size=size, stride=size, bias=bias, dtype=dtype)
+    nn.init.normal_(layer.weight, std=INIT_STD)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
     return layer
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from colossalai.booster.mixed_precision import PRECISIONS
 from colossalai.booster.plugin.base import Configured
-from colossalai.booster.plugin.dp import DPPluginBase
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend
 from colossalai.checkpoint_io import CheckpointIO, ReplicatedCheckpointIO
 from colossalai.interface import ModelWrapper
 
@@ -119,11 +119,8 @@ class TorchDDPPlugin(DPPluginBase):
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
         device = next((p.device for p in model.parameters()), None)
-        if device is not None and device.type == "cpu" and dist.get_backend() == "nccl":
-            raise RuntimeError(
-                "the model is on the CPU, whose tensors the backend 'nccl' cannot exchange; launch with backend='gloo',"
-                " or leave out device='cpu'"
-            )
+        if device is not None:
+            check_backend(device)
         # with its device named, DDP also moves the inputs there
         device_ids = [device] if device is not None and device.type == "cuda" else None
         ddp_model = TorchDDPModel(model, device_ids=device_ids, **self.ddp_options)
