@@ -155,7 +155,7 @@ def test_initialize_needs_a_launch() -> None:
 def check_log(rank: int, world_size: int, port: int) -> list[str]:
     launch(port, {"BATCH_SIZE": 4, "torch_ddp": {"static_graph": True}}, rank, world_size)
     with logged() as messages:
-        colossalai.initialize(mlp(), sgd(mlp().parameters()))
+        colossalai.initialize(mlp, sgd)
     return messages
 
 

@@ -22,6 +22,13 @@ def test_accuracy_counts_correct_predictions() -> None:
         calc_acc(logits, targets[0])
 
 
+def test_documented_names() -> None:
+    import colossalai.nn as col_nn
+
+    assert col_nn.metric.Accuracy is col_nn.Accuracy is Accuracy
+    assert col_nn.loss.CrossEntropyLoss is col_nn.CrossEntropyLoss is CrossEntropyLoss
+
+
 def test_cross_entropy() -> None:
     logits, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 2])
     assert_equal(CrossEntropyLoss()(logits, targets), nn.CrossEntropyLoss()(logits, targets))
