@@ -29,7 +29,7 @@ def test_lars_keeps_the_accuracy_and_sgd_does_not(example: ModuleType) -> None:
     assert example.train("LARS", 512, 4.0)[-1] > small - 0.01
     assert example.train("LAMB", 512, 0.06)[-1] > small - 0.015
     # the best rate found and the one of the linear scaling rule
-    assert max(example.train("SGD", 512, lr)[-1] for lr in (0.5, 1.6)) < small - 0.05
+    assert max(example.train("SGD", 512, lr)[-1] for lr in (0.5, 1.6)) < small - 0.03
 
 
 def test_the_plot(example: ModuleType, tmp_path: Path) -> None:
