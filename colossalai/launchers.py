@@ -7,7 +7,9 @@ before a connection is opened.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,8 @@ def launch(
     except Exception:
         gpc.destroy()  # so that the process can correct the cause and launch again
         raise
+    atexit.unregister(_let_gloo_finish)  # of an earlier launch
+    atexit.register(_let_gloo_finish)
     if verbose:
         get_dist_logger().info(
             f"Distributed environment is initialized, data parallel size: {gpc.data_parallel_size}, "
@@ -122,6 +126,15 @@ def launch_from_openmpi(
     """``launch`` with the ranks and world size that mpirun says in the environment."""
     found = _read_environment("mpirun of OpenMPI", _OPENMPI)
     launch(config, host=host, port=port, backend=backend, seed=seed, verbose=verbose, **found)
+
+
+def _let_gloo_finish() -> None:
+    """Give gloo's threads the interpreter once more before it ends.
+
+    A thread of gloo may still hold the last collective, and with it a Python object of the backward pass.  If it lets go
+    of it while the interpreter shuts down, torch aborts the process (SIGABRT) at the end of a successful script.
+    """
+    time.sleep(0.1)
 
 
 def _read_environment(launcher: str, variables: Mapping[str, str]) -> dict[str, Any]:

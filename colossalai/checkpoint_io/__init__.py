@@ -1,13 +1,21 @@
 """Checkpoints: one file or a folder of shards with an index, in the layout of Hugging Face.
 
-``base`` says what can be asked for, ``general`` does it for whole tensors, ``replicated`` lets one rank write for all.
+``base`` says what can be asked for, ``general`` does it for whole tensors, ``replicated`` lets one rank write for all,
+``gathered`` does so for tensors that are cut over ranks.
 Below them: ``files`` (one file, whole or not at all), ``names`` (what files are called and how they are found again),
 ``sharding`` (which tensor goes where) and ``index`` (the map of a folder).
 """
 
 from colossalai.checkpoint_io.base import CheckpointIO
+from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
 from colossalai.checkpoint_io.general import GeneralCheckpointIO
 from colossalai.checkpoint_io.index import CheckpointIndexFile
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
 
-__all__ = ["CheckpointIO", "CheckpointIndexFile", "GeneralCheckpointIO", "ReplicatedCheckpointIO"]
+__all__ = [
+    "CheckpointIO",
+    "CheckpointIndexFile",
+    "GatheredCheckpointIO",
+    "GeneralCheckpointIO",
+    "ReplicatedCheckpointIO",
+]

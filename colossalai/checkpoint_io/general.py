@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -16,7 +16,10 @@ from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dic
 from colossalai.checkpoint_io.index import CheckpointIndexFile
 from colossalai.checkpoint_io.names import GROUPS_NAME, Kind, add_variant, get_base_filenames
 from colossalai.checkpoint_io.sharding import ShardedWriter, read_shards, shard_checkpoint
-from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.interface import ModelWrapper
+
+State = dict[str, Any]
+Shards = Iterable[tuple[dict[Any, Any], float]]
 
 
 class GeneralCheckpointIO(CheckpointIO):
@@ -29,10 +32,14 @@ class GeneralCheckpointIO(CheckpointIO):
         """Everything that touches the disk goes through here, after the state was collected on every rank."""
         write()
 
+    def fit(self, value: Any, target: Tensor | None) -> Any:
+        """A loaded value as it goes into ``target``, a weight, or the parameter that a state belongs to."""
+        return value
+
     def save_unsharded_model(
         self, model: nn.Module, checkpoint: Path, gather_dtensor: bool, use_safetensors: bool
     ) -> None:
-        state = _module(model).state_dict()
+        state = module_of(model).state_dict()
         self.run_write(partial(save_state_dict, state, checkpoint, use_safetensors))
 
     def save_sharded_model(
@@ -44,29 +51,18 @@ class GeneralCheckpointIO(CheckpointIO):
         size_per_shard: float,
         use_safetensors: bool,
     ) -> None:
-        state = _module(model).state_dict()
-        weights_name, index_name = get_base_filenames(variant, use_safetensors)
-
-        def write() -> None:
-            with ShardedWriter(checkpoint, weights_name, index_name) as writer:
-                total = 0.0
-                for shard, size in shard_checkpoint(state, size_per_shard):
-                    writer.add_shard(shard, use_safetensors)
-                    total += size
-                writer.publish(total)
-
-        self.run_write(write)
+        shards = shard_checkpoint(module_of(model).state_dict(), size_per_shard)
+        self.run_write(partial(write_model_shards, shards, checkpoint, variant, use_safetensors))
 
     def load_unsharded_model(self, model: nn.Module, checkpoint: Path, strict: bool) -> None:
-        _load_weights(model, [(checkpoint, load_shard_state_dict(checkpoint))], checkpoint, strict)
+        self._load_weights(model, [(checkpoint, load_shard_state_dict(checkpoint))], checkpoint, strict)
 
     def load_sharded_model(self, model: nn.Module, index_file_path: Path, strict: bool) -> None:
-        _load_weights(
-            model, read_shards(CheckpointIndexFile.from_file(index_file_path)), index_file_path, strict
-        )
+        parts = read_shards(CheckpointIndexFile.from_file(index_file_path))
+        self._load_weights(model, parts, index_file_path, strict)
 
     def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path, gather_dtensor: bool) -> None:
-        self.run_write(partial(save_state_dict, _optimizer(optimizer).state_dict(), checkpoint))
+        self.run_write(partial(save_state_dict, optimizer.state_dict(), checkpoint))
 
     def save_sharded_optimizer(
         self,
@@ -76,23 +72,13 @@ class GeneralCheckpointIO(CheckpointIO):
         prefix: str | None,
         size_per_shard: float,
     ) -> None:
-        state = _optimizer(optimizer).state_dict()
-        weights_name, index_name = get_base_filenames(prefix, kind=Kind.OPTIMIZER)
-
-        def write() -> None:
-            with ShardedWriter(checkpoint, weights_name, index_name) as writer:
-                total = 0.0
-                for shard, size in shard_checkpoint(state["state"], size_per_shard):
-                    writer.add_shard(shard)
-                    total += size
-                groups = {name: value for name, value in state.items() if name != "state"}
-                writer.add_param_groups(add_variant(GROUPS_NAME, prefix), groups)
-                writer.publish(total)
-
-        self.run_write(write)
+        groups = optimizer.state_dict()
+        shards = shard_checkpoint(groups.pop("state"), size_per_shard)
+        self.run_write(partial(write_optimizer_shards, shards, groups, checkpoint, prefix))
 
     def load_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path) -> None:
-        _load_states(optimizer, load_shard_state_dict(checkpoint), checkpoint)
+        state = load_shard_state_dict(checkpoint)
+        self._load_states(optimizer, state, [state.pop("state", {})], checkpoint)
 
     def load_sharded_optimizer(self, optimizer: Optimizer, index_file_path: Path) -> None:
         index = CheckpointIndexFile.from_file(index_file_path)
@@ -102,48 +88,85 @@ class GeneralCheckpointIO(CheckpointIO):
                 f"{index_file_path} is not the index of an optimizer checkpoint: its metadata names no param_groups"
             )
         state = load_shard_state_dict(index_file_path.parent / groups_file)
-        state["state"] = {name: value for _, shard in read_shards(index) for name, value in shard.items()}
-        _load_states(optimizer, state, index_file_path)
+        self._load_states(optimizer, state, (shard for _, shard in read_shards(index)), index_file_path)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         self.run_write(partial(save_state_dict, lr_scheduler.state_dict(), checkpoint))
 
+    def _load_weights(
+        self, model: nn.Module, parts: Iterable[tuple[Path, State]], checkpoint: Path, strict: bool
+    ) -> None:
+        """Load part by part; what no part has is missing, unless the model ties it to something that was loaded."""
+        module = module_of(model)
+        own = module.state_dict(keep_vars=True)
+        missing, unexpected = list(own), []
+        for path, state in parts:
+            state = {name: self.fit(value, own.get(name)) for name, value in state.items()}
+            try:
+                result = module.load_state_dict(state, strict=False)
+            except RuntimeError as error:
+                raise RuntimeError(f"{path} does not fit the model: {error}") from error
+            absent = set(result.missing_keys)
+            missing = [name for name in missing if name in absent]
+            unexpected += result.unexpected_keys
+        loaded = {id(value) for name, value in own.items() if name not in missing}
+        missing = [name for name in missing if id(own[name]) not in loaded]
+        if strict and (missing or unexpected):
+            faults = [("it lacks", missing), ("the model does not know", unexpected)]
+            details = "; ".join(f"{what} {', '.join(names)}" for what, names in faults if names)
+            raise RuntimeError(
+                f"{checkpoint} does not fit {type(module).__name__}: {details}. Pass strict=False to pass over this"
+            )
 
-def _module(model: nn.Module) -> nn.Module:
+    def _load_states(
+        self, optimizer: Optimizer, rest: State, parts: Iterable[dict[Any, Any]], checkpoint: Path
+    ) -> None:
+        """``parts`` hold the states of parameters by number, ``rest`` what else is in an optimizer's state dict."""
+        try:
+            owners = _owners(optimizer, rest["param_groups"])
+            states = {
+                number: {name: self.fit(value, owners.get(number)) for name, value in state.items()}
+                for part in parts
+                for number, state in part.items()
+            }
+            optimizer.load_state_dict({"state": states, **rest})
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{checkpoint} does not fit the optimizer: {error}") from error
+
+
+def module_of(model: nn.Module) -> nn.Module:
     return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 
-def _optimizer(optimizer: Optimizer) -> Optimizer:
-    return optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
-
-
-def _load_weights(
-    model: nn.Module, parts: Iterable[tuple[Path, dict[str, Any]]], checkpoint: Path, strict: bool
+def write_model_shards(
+    shards: Shards, folder: Path, variant: str | None = None, use_safetensors: bool = False
 ) -> None:
-    """Load part by part; what no part has is missing, unless the model ties it to something that was loaded."""
-    module = _module(model)
-    own = module.state_dict(keep_vars=True)
-    missing, unexpected = list(own), []
-    for path, state in parts:
-        try:
-            result = module.load_state_dict(state, strict=False)
-        except RuntimeError as error:
-            raise RuntimeError(f"{path} does not fit the model: {error}") from error
-        absent = set(result.missing_keys)
-        missing = [name for name in missing if name in absent]
-        unexpected += result.unexpected_keys
-    loaded = {id(value) for name, value in own.items() if name not in missing}
-    missing = [name for name in missing if id(own[name]) not in loaded]
-    if strict and (missing or unexpected):
-        faults = [("it lacks", missing), ("the model does not know", unexpected)]
-        details = "; ".join(f"{what} {', '.join(names)}" for what, names in faults if names)
-        raise RuntimeError(
-            f"{checkpoint} does not fit {type(module).__name__}: {details}. Pass strict=False to pass over this"
-        )
+    """Write a folder of weights; the shards may be made one by one."""
+    with ShardedWriter(folder, *get_base_filenames(variant, use_safetensors)) as writer:
+        total = 0.0
+        for shard, size in shards:
+            writer.add_shard(shard, use_safetensors)
+            total += size
+        writer.publish(total)
 
 
-def _load_states(optimizer: Optimizer, state: dict[str, Any], checkpoint: Path) -> None:
-    try:
-        _optimizer(optimizer).load_state_dict(state)
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{checkpoint} does not fit the optimizer: {error}") from error
+def write_optimizer_shards(shards: Shards, groups: State, folder: Path, prefix: str | None = None) -> None:
+    """Write a folder of an optimizer's states and, beside them, its ``groups``."""
+    with ShardedWriter(folder, *get_base_filenames(prefix, kind=Kind.OPTIMIZER)) as writer:
+        total = 0.0
+        for shard, size in shards:
+            writer.add_shard(shard)
+            total += size
+        writer.add_param_groups(add_variant(GROUPS_NAME, prefix), groups)
+        writer.publish(total)
+
+
+def _owners(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> dict[Any, Tensor]:
+    """The parameters by the numbers of the checkpoint; groups that do not match are torch's to complain about."""
+    own = [group["params"] for group in optimizer.param_groups]
+    saved = [group["params"] for group in saved_groups]
+    return {
+        number: p
+        for numbers, params in zip(saved, own, strict=False)
+        for number, p in zip(numbers, params, strict=False)
+    }

@@ -14,17 +14,31 @@ from colossalai.checkpoint_io.general import GeneralCheckpointIO
 
 
 class ReplicatedCheckpointIO(GeneralCheckpointIO):
-    """Saving is a collective: every rank must call it.  Loading is not: every rank reads the files for itself."""
+    """Saving is a collective: every rank must call it.  Loading is not: every rank reads the files for itself.
+
+    ``group`` holds the ranks that take part, by default all; its first rank is the one that writes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    @property
+    def is_writer(self) -> bool:
+        return dist.get_rank(self.group) == 0
 
     def run_write(self, write: Callable[[], None]) -> None:
         failure: Exception | None = None
-        if dist.get_rank() == 0:
+        if self.is_writer:
             try:
                 write()
             except Exception as error:
                 failure = error
+        self.agree(failure)
+
+    def agree(self, failure: Exception | None) -> None:
+        """Raise on all ranks what failed on rank 0, if anything did."""
         outcome = [None if failure is None else f"{type(failure).__name__}: {failure}"]
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
         if failure is not None:
             raise failure
         if outcome[0] is not None:

@@ -6,7 +6,7 @@ old one, in one step; then the old shards go.  Whenever the machine stops, the f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,31 +33,36 @@ def shard_checkpoint(
     An entry may be a tensor or a dict of them (an optimizer's state of one parameter).  One that is larger than a shard
     is a shard of its own, and tied tensors go together.
     """
-    tied: dict[tuple[Any, ...], list[Any]] = {}
-    units: list[list[Any]] = []  # names that must not be separated
+    units: dict[Any, list[Any]] = {}  # names that must not be separated
     for name, value in state_dict.items():
         key = same_memory(value) if isinstance(value, Tensor) else None
-        unit = [] if key is None else tied.setdefault(key, [])
-        if not unit:
-            units.append(unit)
-        unit.append(name)
-    shard: dict[Any, Any] = {}
+        units.setdefault(("name", name) if key is None else key, []).append(name)
+    sizes = [(names, size_of(state_dict[names[0]])) for names in units.values()]
+    for shard, size in plan_shards(sizes, max_shard_size):
+        yield {name: state_dict[name] for name in shard}, size
+
+
+def plan_shards(
+    units: Iterable[tuple[list[Any], float]], max_shard_size: float
+) -> Iterator[tuple[list[Any], float]]:
+    """Join units, each some names with their size, to shards of at most ``max_shard_size``, in order."""
+    shard: list[Any] = []
     shard_size = 0.0
-    for unit in units:
-        size = _size(state_dict[unit[0]])
+    for names, size in units:
         if shard and shard_size + size > max_shard_size:
             yield shard, shard_size
-            shard, shard_size = {}, 0.0
-        shard |= {name: state_dict[name] for name in unit}
+            shard, shard_size = [], 0.0
+        shard = shard + names
         shard_size += size
     if shard:
         yield shard, shard_size
 
 
-def _size(value: Any) -> float:
+def size_of(value: Any) -> float:
+    """Size in MB of a tensor, or of all tensors in a dict."""
     if isinstance(value, Tensor):
         return calculate_tensor_size(value)
-    return sum(map(_size, value.values())) if isinstance(value, dict) else 0.0
+    return sum(map(size_of, value.values())) if isinstance(value, dict) else 0.0
 
 
 class ShardedWriter:

@@ -88,10 +88,9 @@ class Launcher:
             for node in self._nodes:
                 node.start()
             self._await_all(Event.READY)
-            if len(self._nodes) > 1:
-                for node in self._nodes:
-                    node.order(Order.PROBE)
-                self._await_all(Event.REACHED)
+            for node in self._nodes:
+                node.order(Order.PROBE)
+            self._await_all(Event.REACHED)
             for node in self._nodes:
                 node.order(Order.GO)
         except BaseException:

@@ -14,7 +14,7 @@ from colossalai.constants import ALLOWED_MODES, INITIALIZER_MAPPING
 from colossalai.context.config import ConfigException
 from colossalai.context.config_schema import is_positive_int
 from colossalai.context.parallel_mode import ParallelMode
-from colossalai.context.spelling import suggestion
+from colossalai.context.spelling import near, suggestion
 from colossalai.context.tensor_modes import (
     DATA_AXIS,
     PIPELINE_AXIS,
@@ -62,7 +62,7 @@ class ParallelConfig:
         for name, size in {"data": self.data, "pipeline": self.pipeline, "tensor": self.tensor}.items():
             if not (name == "data" and size is None):
                 _check_size(f"the size of parallel.{name}", size)
-        _check_mode(self.mode, self.tensor)
+        _check_mode(self.mode, self.tensor, self.options)
         if self.mode not in TENSOR_MODES:
             return  # a mode of the user's own: its initializer knows which options and sizes fit
         _check_options(self.mode, self.options)
@@ -149,9 +149,11 @@ def _known_modes() -> list[str]:
     return [*ours, *(mode for mode in INITIALIZER_MAPPING if mode not in (*ALWAYS, *ours))]
 
 
-def _check_mode(mode: Any, size: int) -> None:
+def _check_mode(mode: Any, size: int, options: Mapping[str, Any]) -> None:
     known = _known_modes()
     if mode is None and size > 1:
+        if meant := [key for key in options if near("mode", [str(key).lower()])]:
+            _refuse_unknown("parallel.tensor", {meant[0]: None}, ("mode", "size"))
         raise ConfigException(
             f"parallel.tensor has size {size} but no mode; write tensor=dict(size={size}, mode='1d') "
             f"with one of the modes {', '.join(map(repr, known))}"

@@ -83,7 +83,11 @@ class Rendezvous:
     def _connect(self, deadline: float) -> TCPStore:
         if self._hosts_store:
             store = self._open_store("localhost", deadline)
-            self._wait_for_listener(deadline)  # as the others will: the host may be another machine
+            try:
+                self._wait_for_listener(deadline)  # as the others will: the host may be another machine
+            except RendezvousError:
+                del store  # the traceback holds this frame: the port would stay in use
+                raise
             return store
         self._wait_for_listener(deadline)
         return self._open_store(self.host, deadline)

@@ -13,8 +13,13 @@ CLOSE = 0.85
 def suggestion(word: object, known: Iterable[str]) -> str:
     """``"did you mean 'x'? "`` when something known is near, and then all that is known."""
     words = sorted(known)
-    near = difflib.get_close_matches(str(word).lower(), words, n=1, cutoff=0.5)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(map(repr, words))}"
+    meant = near(str(word).lower(), words)
+    return (f"did you mean {meant!r}? " if meant else "") + f"known: {', '.join(map(repr, words))}"
+
+
+def near(word: str, words: Sequence[str]) -> str | None:
+    """The one of ``words`` that is most like ``word``, if any is like it at all."""
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.5)), None)
 
 
 def misspelt(word: str, reserved: Sequence[str]) -> str | None:

@@ -8,7 +8,16 @@ This package imports nothing from the rest of ``colossalai``.
 """
 
 from colossalai.mesh.collectives import CommunicationLog, Transfer, count_communication
-from colossalai.mesh.initial import Constant, Normal, Uniform, ZeroRow, draw, initialize, place_parameters
+from colossalai.mesh.initial import (
+    Constant,
+    Normal,
+    Uniform,
+    ZeroRow,
+    draw,
+    initialize,
+    place_parameters,
+    set_init,
+)
 from colossalai.mesh.layout import Layout, local_range, local_shape, local_slices, replicated, shard
 from colossalai.mesh.matmul import MatmulPlan, matmul
 from colossalai.mesh.mesh import Axes, Mesh, mesh_coordinates, mesh_groups
@@ -68,6 +77,7 @@ __all__ = [
     "replicated",
     "route",
     "scatter",
+    "set_init",
     "shard",
     "split",
     "spread",

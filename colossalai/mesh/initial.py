@@ -6,7 +6,7 @@ the pieces of the values that the serial model gets; no rank builds a tensor lar
 
 What a parameter is drawn from is, in this order:
 
-1. the attribute ``init`` of the parameter, one of the distributions below;
+1. the attribute ``init`` of the parameter, one of the distributions below (``set_init``);
 2. the row of its module's class in ``RECIPES``, which are torch's own defaults;
 3. the module's ``reset_parameters()``, run on whole tensors under a generator seeded by the module's name: always
    right, but it does build these tensors whole, one module at a time.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from colossalai.mesh.layout import Layout, local_shape, replicated, shard
 from colossalai.mesh.mesh import Mesh
-from colossalai.mesh.parameter import full_shape, place, placement
+from colossalai.mesh.parameter import PlacedParameter, full_shape, place, placement
 from colossalai.mesh.random import fill_from, normal_numbers, random_key, uniform_numbers
 
 
@@ -108,6 +108,11 @@ RECIPES: dict[type[nn.Module], dict[str, Recipe]] = {
     nn.BatchNorm2d: _AFFINE,
     nn.BatchNorm3d: _AFFINE,
 }
+
+
+def set_init(param: Tensor, distribution: Distribution) -> None:
+    """Say what ``initialize`` draws ``param`` from."""
+    param.init = distribution  # type: ignore[attr-defined]
 
 
 def draw(
@@ -202,9 +207,14 @@ def _reset_whole(owner: nn.Module, key: int, name: str) -> dict[str, Tensor]:
     """Parameters and buffers of ``owner`` itself, as its ``reset_parameters`` makes them on whole CPU tensors."""
     reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
     if not callable(reset):
+        if lost := [n for n, b in owner.named_buffers(recurse=False) if b.is_meta]:
+            raise ValueError(
+                f"the buffer {lost[0]!r} of {name or 'the model'!r} ({type(owner).__name__}) is on the meta device and "
+                "has no values: make it with device='cpu', or give its module a reset_parameters() that fills it"
+            )
         raise ValueError(
             f"nothing says how to draw the parameters of {name or 'the model'!r} ({type(owner).__name__}): "
-            "set `param.init`, add its class to colossalai.mesh.initial.RECIPES, or give it a reset_parameters()"
+            "call set_init(param, ...), add its class to colossalai.mesh.initial.RECIPES, or give it a reset_parameters()"
         )
     kept = dict(owner._parameters), dict(owner._buffers)
     try:
@@ -237,7 +247,8 @@ def _assign(module: nn.Module, param: Tensor, value: Tensor) -> Tensor:
 
 
 def _like(param: Tensor, data: Tensor) -> nn.Parameter:
-    new = nn.Parameter(data, requires_grad=param.requires_grad)
+    kind = PlacedParameter if "placement" in {**param.__dict__, **data.__dict__} else nn.Parameter
+    new = kind(data, requires_grad=param.requires_grad)
     new.__dict__.update({**param.__dict__, **data.__dict__})  # placement, init, and what users keep there
     return new
 

@@ -6,9 +6,10 @@ expanding linear and the contracting one after it.  In 2D and 2.5D the two coinc
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from colossalai.context.tensor_modes import tensor_mode
 from colossalai.mesh import Axes, Layout
 
 
@@ -79,22 +80,23 @@ def mode_3d(q: int) -> TensorParallel:
 
 def tensor_parallel(mode: str | None, size: int = 1, depth: int = 1) -> TensorParallel:
     """The layouts of a mode by its documented name: None, '1d', '2d', '2.5d' or '3d'."""
-    table = {
-        None: mode_serial,
-        "1d": lambda: mode_1d(size),
-        "2d": lambda: mode_2d(math.isqrt(size)),
-        "2.5d": lambda: mode_2p5d(math.isqrt(size // depth), depth),
-        "3d": lambda: mode_3d(round(size ** (1 / 3))),
+    table: dict[str | None, Callable[[dict[str, int]], TensorParallel]] = {
+        None: lambda _: mode_serial(),
+        "1d": lambda axes: mode_1d(axes["tp"]),
+        "2d": lambda axes: mode_2d(axes["row"]),
+        "2.5d": lambda axes: mode_2p5d(axes["row"], axes["dep"]),
+        "3d": lambda axes: mode_3d(axes["l"]),
     }
     if mode not in table:
         raise ValueError(
             f"unknown tensor-parallel mode {mode!r}; the modes are {', '.join(map(repr, table))}"
         )
-    found = table[mode]()
-    if math.prod(found.axes.values()) != size:
-        shape = " x ".join(f"{a}={n}" for a, n in found.axes.items()) or "nothing"
-        raise ValueError(f"tensor size {size} does not fit mode {mode!r}: its mesh would be {shape}")
-    return found
+    row = tensor_mode(mode)
+    try:
+        axes = row.sizes(size, **({"depth": depth} if "depth" in row.options else {}))
+    except ValueError as error:
+        raise ValueError(f"tensor-parallel mode {mode!r}: {error}") from None
+    return table[mode](axes)
 
 
 def with_data_parallel(tp: TensorParallel, size: int, shard_weights: bool = False) -> TensorParallel:

@@ -40,7 +40,7 @@ class BoosterRun:
         return self.problem.build()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        return {name: _whole(p) for name, p in self.model.named_parameters()}
 
     def forward_backward(self, batch: Any) -> Tensor:
         own = _part(batch, self.rank, self.world_size)
@@ -59,7 +59,7 @@ class BoosterRun:
         return loss.detach()
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        return {name: _whole(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
 
     def gradient_norm(self) -> Tensor:
         return self.optimizer.clip_grad_by_norm(float("inf"))
@@ -69,6 +69,12 @@ class BoosterRun:
             self.clip(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def _whole(tensor: Any) -> Tensor:
+    """A copy of all of ``tensor``, which may be a ``DTensor`` cut over the ranks."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def _part(batch: Any, index: int, parts: int) -> Any:

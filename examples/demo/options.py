@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train a small GPT on the source of Python's standard library, then let it write some Python."
     )
     add = parser.add_argument
-    add("--steps", type=positive, default=2000, help="optimizer steps (default: %(default)s)")
+    add("--steps", type=positive, default=1800, help="optimizer steps (default: %(default)s)")
     add("--batch-size", type=positive, default=8, help="windows per process and step (%(default)s)")
     add("--seq-len", type=positive, help=f"tokens per window ({SHAPE['seq_len']})")
     add("--hidden", type=positive, help=f"width of the model ({SHAPE['hidden']})")

@@ -17,7 +17,7 @@ class Schedule:
 
     def update(self, step: int, elapsed: float) -> None:
         """Look at the pace; ``elapsed`` must be the same number on every rank."""
-        if self.seconds and step - self.first_step >= 10:
+        if self.seconds and elapsed > self.seconds / 10:  # the first steps are slower than the rest
             affordable = self.first_step + int(self.seconds / elapsed * (step - self.first_step))
             self.end = min(self.steps, max(affordable, step))
 

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ MB = 1_000_000
 VOCAB_SIZE = 1024
 VALIDATION_WINDOWS = 256
 VALIDATIONS = 16  # per training
-PROMPTS = ("def ", "class ")
+PROMPTS = ("    def __init__(self", "def read_lines(")
 GRADIENT_CLIPPING = 1.0
 
 
@@ -82,9 +83,9 @@ class Demo:
                 f"{len(windows)} windows of text are too few for {dist.get_world_size()} x {args.batch_size} "
                 "per step; lower --batch-size or --seq-len, or raise --text-bytes"
             )
-        self.validation_loader = plugin.prepare_dataloader(
-            Subset(held_out, range(min(VALIDATION_WINDOWS, len(held_out)))), batch_size=32
-        )
+        # spread over all files held out, since one file may be much easier than another
+        chosen = range(0, len(held_out), max(1, len(held_out) // VALIDATION_WINDOWS))[:VALIDATION_WINDOWS]
+        self.validation_loader = plugin.prepare_dataloader(Subset(held_out, chosen), batch_size=32)
         model = build_model(args, self.tokenizer)
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
@@ -120,7 +121,7 @@ class Demo:
         """Train until the schedule ends (True) or somebody pressed Ctrl-C (False)."""
         start, first = time.monotonic(), self.step
         batches = endless(self.train_loader, first)
-        validate_every = max(1, (self.args.steps - first) // VALIDATIONS)
+        validate_every = math.ceil((self.args.steps - first) / VALIDATIONS)
         with Progress(first, self.args.steps, active=self.is_master) as progress:
             if first == 0:
                 self.validate(progress)
@@ -209,12 +210,12 @@ class Demo:
         script = "examples/demo/train.py"
         if str(self.out) != OUT:
             script += f" --out {self.out}"
-        resume = f"colossalai run --nproc_per_node {dist.get_world_size()} {script} --resume"
+        resume = f"{tool('colossalai')} run --nproc_per_node {dist.get_world_size()} {script} --resume"
         if not finished:
             return f"\nStopped at step {self.step} of {self.args.steps}, as you asked. To go on:\n  {resume}"
         return (
             f"\nWhat to try next:\n  {resume} --steps {2 * self.step}\n"
-            f'  python {script} --sample-only "def read_lines("\n'
+            f'  {tool("python")} {script} --sample-only "class Parser"\n'
             "  examples/demo/README.md explains the options and the code, docs/quickstart.md the rest"
         )
 
@@ -228,6 +229,12 @@ class Demo:
         print(f"without context: {known.uniform:.3f} by guessing, {known.unigram:.3f} by token frequencies")
         for prompt in PROMPTS:
             print("\n" + sample(self.model.unwrap(), self.tokenizer, prompt, self.args.seed))
+
+
+def tool(name: str) -> str:
+    """A command as the user must type it: the environment that ``make`` creates is not on the PATH."""
+    ours = Path(sys.executable).with_name(name)
+    return name if not ours.exists() or shutil.which(name) == str(ours) else os.path.relpath(ours)
 
 
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> GPT:
@@ -259,7 +266,7 @@ def endless(loader: DataLoader, first: int) -> Iterator[Tensor]:
 def sample(model: GPT, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
     device = next(model.parameters()).device
     prompt_ids = torch.tensor([tokenizer.encode(prompt)], device=device)
-    ids = generate(model, prompt_ids, 150, temperature=0.7, top_k=50, seed=seed)
+    ids = generate(model, prompt_ids, 120, temperature=0.65, top_k=50, seed=seed)
     return tokenizer.decode(ids[0].tolist())
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,3 +71,37 @@ class PluginRun(BoosterRun):
             for p in model.parameters():
                 p.add_(self.rank)
         return model
+
+
+@dataclass
+class Case:
+    """A row of a parity test: a problem, the arguments of the plugin and those of the run."""
+
+    problem: Callable[[], Problem] = problem
+    plugin: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def clipping(
+    serial: Callable[[Any], Any],
+    boosted: Callable[[Any], Any],
+    problem: Callable[..., Problem] = problem,
+    **run: Any,
+) -> Case:
+    """The serial optimizer clips by itself at each step; the boosted one is plain and told to clip."""
+
+    def clipping_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        params = list(params)
+        optimizer = sgd(params)
+
+        def clip(*_: Any) -> None:
+            serial(params)
+
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    return Case(lambda: problem(optimizer=clipping_sgd), run={"optimizer": sgd, "clip": boosted, **run})

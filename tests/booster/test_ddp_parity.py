@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,8 +14,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.interface import ModelWrapper
 from colossalai.testing import RankError, spawn
-from colossalai.testing.parity import ParityError, Problem, check_plan
-from tests.booster.plans import Batch, PluginRun, launch, loss_of, mlp, problem
+from colossalai.testing.parity import ParityError, check_plan
+from tests.booster.plans import Batch, Case, PluginRun, clipping, launch, loss_of, mlp, problem, sgd
 
 
 class HalfUsed(nn.Module):
@@ -52,33 +50,6 @@ def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
     model[2].weight = model[0].weight
     return model
-
-
-def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-@dataclass
-class Case:
-    problem: Callable[[], Problem] = problem
-    plugin: dict[str, Any] = field(default_factory=dict)
-    run: dict[str, Any] = field(default_factory=dict)
-
-
-def clipping(serial: Callable[[Any], Any], boosted: Callable[[Any], Any], **run: Any) -> Case:
-    """The serial optimizer clips by itself at each step; the boosted one is plain and told to clip."""
-
-    def clipping_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        params = list(params)
-        optimizer = sgd(params)
-
-        def clip(*_: Any) -> None:
-            serial(params)
-
-        optimizer.register_step_pre_hook(clip)
-        return optimizer
-
-    return Case(lambda: problem(optimizer=clipping_sgd), run={"optimizer": sgd, "clip": boosted, **run})
 
 
 CASES = {

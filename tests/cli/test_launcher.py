@@ -39,7 +39,7 @@ def test_signal_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_agent_does_not_confirm_its_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replace_agent(monkeypatch, r'colossalai node agent\nr{"event": "ready"}\n')
+    replace_agent(monkeypatch, r'colossalai node agent\nr{"event": "ready"}\nr{"event": "reached"}\n')
     monkeypatch.setattr(launcher, "_STOP_MARGIN", 0.2)
     start = Launcher._bring_up
 

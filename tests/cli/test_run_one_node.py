@@ -171,6 +171,15 @@ def test_port_in_use(tmp_path: Path) -> None:
     )
 
 
+def test_address_out_of_reach(tmp_path: Path) -> None:
+    options = ["--nproc_per_node", 2, "--master_port", free_port(), "--master_addr", "no-such-host.invalid"]
+    result = run("run", *options, WORKER, tmp_path, "exit", 0)
+    assert result.code == 1, result
+    assert_matches(
+        result, r"^Error: cannot reach no-such-host.invalid port \d+: .*--master_addr must be.*\n$"
+    )
+
+
 def test_missing_script(tmp_path: Path) -> None:
     options = ["--nproc_per_node", 2, "--master_port", free_port()]
     result = run("run", *options, "nowhere.py", cwd=tmp_path)

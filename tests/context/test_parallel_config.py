@@ -102,7 +102,12 @@ POSITIVE = "must be a positive integer, got"
         ({"piepline": 2}, "parallel has an unknown key 'piepline': did you mean 'pipeline'"),
         ({"qqqq": 2}, "unknown key 'qqqq': known: 'data', 'pipeline', 'tensor'"),
         ({"pipeline": {"sizes": 2}}, "parallel.pipeline has an unknown key 'sizes': did you mean 'size'"),
-        ({"tensor": {"size": 4, "mod": "2d"}}, "has size 4 but no mode"),
+        (
+            {"tensor": {"size": 4, "mod": "2d"}},
+            "parallel.tensor has an unknown key 'mod': did you mean 'mode'",
+        ),
+        ({"tensor": {"size": 4, "Mode": "2d"}}, "unknown key 'Mode': did you mean 'mode'"),
+        ({"tensor": {"size": 8, "depth": 2}}, "has size 8 but no mode"),
         ({"tensor": {"mod": "2d"}}, "parallel.tensor has an unknown key 'mod': did you mean 'mode'"),
         ({"tensor": {"size": 8, "mode": "2.5d", "dept": 2}}, "unknown key 'dept': did you mean 'depth'"),
     ],

@@ -14,3 +14,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests start two ranks, which cannot share a GPU under NCCL."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

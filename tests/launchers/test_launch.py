@@ -100,6 +100,17 @@ def test_a_failed_launch_leaves_the_process_able_to_launch(
     assert total_of_ranks() == 0
 
 
+def test_rank_0_with_a_wrong_host_gives_its_port_back(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOSSALAI_RENDEZVOUS_TIMEOUT", "0.3")
+    with pytest.raises(RendezvousError, match=r"found nobody at no-such-host\.invalid") as caught:
+        colossalai.launch({}, 0, 1, "no-such-host.invalid", free_port, verbose=False)
+    assert caught.tb is not None  # whoever keeps the error keeps the frames that raised it
+    colossalai.launch({}, 0, 1, "localhost", free_port, verbose=False)
+    assert total_of_ranks() == 0
+
+
 def _has_ipv6() -> bool:
     try:
         with socket.socket(socket.AF_INET6) as listener:

@@ -30,6 +30,7 @@ from colossalai.mesh import (
     move,
     place,
     redistribute,
+    set_init,
     shard,
     use,
 )
@@ -136,7 +137,7 @@ def parallel_model(sizes: Sizes, tp: TensorParallel, mesh: Mesh) -> Model:
 def empty_parameter(shape: tuple[int, ...], layout: Layout, mesh: Mesh, init: object) -> nn.Parameter:
     param = nn.Parameter(torch.empty(local_shape(shape, layout, mesh)))
     place(param, layout, shape)
-    param.init = init
+    set_init(param, init)
     return param
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from colossalai.mesh import Layout, Mesh, Normal, initialize, place_parameters, placement, unshard
+from colossalai.mesh import Layout, Mesh, initialize, place_parameters, placement, unshard
 from colossalai.nn.modes import TensorParallel, mode_1d, mode_2d, mode_2p5d, mode_3d, with_data_parallel
 from colossalai.testing import spawn
 from tests.mesh.world import start
+from titans.model.gpt import GPT
 
 SEED = 42
 PLANS: dict[str, TensorParallel] = {
@@ -25,38 +27,27 @@ PLANS: dict[str, TensorParallel] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden)
-        self.expand = nn.Linear(hidden, 4 * hidden)
-        self.contract = nn.Linear(4 * hidden, hidden)
-
-
-class TinyGPT(nn.Module):
-    """Ordinary torch modules: nothing in it knows about plans."""
-
-    def __init__(self, vocab: int = 64, hidden: int = 16, layers: int = 2) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab, hidden, padding_idx=3)
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(layers))
-        self.norm = nn.LayerNorm(hidden)
-        self.head = nn.Linear(hidden, vocab, bias=False)
-        self.head.weight = self.embedding.weight
-        self.scale = nn.Parameter(torch.ones(hidden))
-        self.scale.init = Normal(1.0, 0.02)
+def build() -> nn.Module:
+    """The GPT of the zoo: ordinary torch modules that know nothing about plans."""
+    return GPT(vocab_size=64, max_position_embeddings=8, hidden_size=16, num_heads=4, depth=2, padding_idx=3)
 
 
 def layouts(tp: TensorParallel, model: nn.Module) -> dict[str, Layout]:
+    """Megatron's way of cutting a transformer, in the words of any mode."""
+    qkv = replace(tp.expand, fused=(1, 3)).transposed(), replace(tp.inner_feature, fused=(3,))
     table = {
-        "embedding.weight": tp.vocab,
-        "expand.weight": tp.expand.transposed(),
-        "expand.bias": tp.inner_feature,
-        "contract.weight": tp.contract.transposed(),
-        "contract.bias": tp.feature,
-        "norm.weight": tp.feature,
-        "norm.bias": tp.feature,
-        "scale": tp.feature,
+        "word_embeddings.weight": tp.vocab,
+        "position_embeddings.weight": Layout(((), tp.hidden.dims[-1])),
+        "query_key_value.weight": qkv[0],
+        "query_key_value.bias": qkv[1],
+        "dense.weight": tp.contract.transposed(),
+        "dense.bias": tp.feature,
+        "dense_1.weight": tp.expand.transposed(),
+        "dense_1.bias": tp.inner_feature,
+        "dense_2.weight": tp.contract.transposed(),
+        "dense_2.bias": tp.feature,
+        "weight": tp.feature,  # of the norms
+        "bias": tp.feature,
     }
     return {n: next(v for k, v in table.items() if n.endswith(k)) for n, _ in model.named_parameters()}
 
@@ -65,13 +56,13 @@ def _pieces(rank: int, world_size: int, port: int, plan: str) -> None:
     start(rank, world_size, port)
     tp = PLANS[plan]
     mesh = Mesh(tp.axes)
-    serial = initialize(TinyGPT(), SEED)
+    serial = initialize(build(), SEED)
     torch.manual_seed(1000 + rank)  # what the ordinary generators hold must not matter
     with torch.device("meta"):
-        model = TinyGPT()
+        model = build()
     place_parameters(model, layouts(tp, model), mesh)
     initialize(model, SEED, mesh)
-    assert model.head.weight is model.embedding.weight
+    assert model.head.dense.weight is model.embed.word_embeddings.weight
     expected = dict(serial.named_parameters())
     for name, p in model.named_parameters():
         assert p.numel() == expected[name].numel() // mesh.group_size(*placement(p).sharded), name
@@ -84,17 +75,18 @@ def test_pieces_are_those_of_the_serial_model(plan: str) -> None:
 
 
 def test_seeds_names_and_padding() -> None:
-    model = initialize(TinyGPT(), SEED)
-    again = initialize(TinyGPT(), SEED)
-    other = initialize(TinyGPT(), SEED + 1)
+    model = initialize(build(), SEED)
+    again = initialize(build(), SEED)
+    other = initialize(build(), SEED + 1)
     for name, p in model.named_parameters():
         assert torch.equal(p, again.get_parameter(name))
-        random = "norm" not in name
+        random = "norm" not in name and "bias" not in name
         assert torch.equal(p, other.get_parameter(name)) is not random, name
-    first, second = (model.blocks[i].expand.weight for i in (0, 1))
+    first, second = (model.blocks[i].mlp.dense_1.weight for i in (0, 1))
     assert not torch.equal(first, second)
-    assert model.embedding.weight[3].eq(0).all()
-    assert model.embedding.weight[4].ne(0).all()
+    table = model.embed.word_embeddings.weight
+    assert table[3].eq(0).all()
+    assert table[4].ne(0).all()
 
 
 def test_distributions_are_torchs_own_defaults() -> None:
@@ -149,9 +141,16 @@ def test_errors() -> None:
             self.w = nn.Parameter(torch.ones(2))
 
     with pytest.raises(
-        ValueError, match=r"nothing says how to draw the parameters of '0' \(Unknown\): set `param.init`"
+        ValueError, match=r"nothing says how to draw the parameters of '0' \(Unknown\): call set_init\(param"
     ):
         initialize(nn.Sequential(Unknown()), SEED)
+    with torch.device("meta"):
+        lost = nn.Module()
+        lost.register_buffer("table", torch.arange(3.0))
+    with pytest.raises(
+        ValueError, match=r"the buffer 'table' of 'the model' \(Module\) is on the meta device"
+    ):
+        initialize(lost, SEED)
     with pytest.raises(ValueError, match="the model has no parameter 'bais'; it has weight, bias"):
         place_parameters(nn.Linear(2, 2), {"bais": Layout(((),))}, None)
     with pytest.raises(ValueError, match=r"build the model under torch\.device"):

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-# Other people's packages, tests, and modules that are tables rather than programs.
-SKIPPED = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
-)
+# Other people's packages; tests, which would be most of the text; a hundred nearly equal tables.
+SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"})
+
+# A module with fewer functions than one in so many bytes is a table (of characters, of error numbers, ...).
+BYTES_PER_FUNCTION = 4000
 
 
 class TextSplit(NamedTuple):
@@ -29,8 +30,8 @@ def stdlib_text(
 ) -> TextSplit:
     """About ``max_bytes`` of the ``.py`` files under ``root`` (default: the running Python's standard library).
 
-    The files come in an order that is mixed but the same on every rank and in every run.  The first ones, up to
-    ``validation_share`` of the bytes, are held out for validation.
+    The files come in an order that is mixed but the same on every rank and in every run.  The first ones, as far as
+    ``validation_share`` of the bytes needs them, are held out for validation.
     """
     if max_bytes < 1 or not 0 < validation_share < 1:
         raise ValueError(
@@ -38,22 +39,33 @@ def stdlib_text(
             f"got max_bytes={max_bytes} and validation_share={validation_share}"
         )
     folder = Path(sysconfig.get_path("stdlib") if root is None else root)
-    wanted = int(max_bytes * validation_share)
-    parts: tuple[list[bytes], list[bytes]] = ([], [])  # train, validation
-    sizes = [0, 0]
-    for path in _mixed(folder):
-        if sum(sizes) >= max_bytes:
+    programs = _read(folder, max_bytes)
+    wanted = int(sum(map(len, programs)) * validation_share)
+    validation = train = b""
+    for first, program in enumerate(programs):
+        if len(validation) >= wanted:
+            train = b"".join(programs[first:])
             break
-        part = 1 if sizes[1] < wanted else 0
-        content = path.read_bytes()[: (wanted if part else max_bytes - wanted) - sizes[part]]
-        parts[part].append(content)
-        sizes[part] += len(content)
-    if not all(sizes):
+        validation += program[: wanted - len(validation)]
+    if not train or not validation:
         raise FileNotFoundError(
             f"there are not enough Python sources under {folder} for training and validation; "
             "pass root=, a folder with .py files"
         )
-    return TextSplit(*(b"".join(part) for part in parts))
+    return TextSplit(train, validation)
+
+
+def _read(folder: Path, max_bytes: int) -> list[bytes]:
+    programs: list[bytes] = []
+    left = max_bytes
+    for path in _mixed(folder):
+        content = path.read_bytes()
+        if content.count(b"def ") * BYTES_PER_FUNCTION >= len(content):
+            programs.append(content[:left])
+            left -= len(programs[-1])
+        if left <= 0:
+            break
+    return programs
 
 
 def _mixed(folder: Path) -> list[Path]:

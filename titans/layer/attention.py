@@ -1,4 +1,4 @@
-"""Causal self-attention: every token looks at itself and at the tokens before it.
+"""Self-attention: every token looks at all tokens or, if causal, at itself and at the tokens before it.
 
 ``softmax(Q K^T / sqrt(d) + mask) V`` is one call of torch's ``scaled_dot_product_attention``, which picks a
 fused kernel where it has one.  Queries, keys and values come from one matrix product; its output holds the
@@ -6,6 +6,8 @@ three blocks one after the other, ``[Q | K | V]``, and each block holds the head
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +34,14 @@ def causal_mask(attention_mask: Tensor, length: int) -> Tensor:
     return attention_mask & causal | itself
 
 
-class GPTSelfAttention(nn.Module):
-    """Multi-head causal self-attention.
+class SelfAttention(nn.Module):
+    """Multi-head self-attention; a subclass says whether it is causal.
 
     With ``fuse_scale_mask_softmax`` only torch's fused kernels are used, which never store the
     (sequence x sequence) scores; where none fits, an error says so.  Without it torch chooses freely.
     """
+
+    causal: ClassVar[bool]
 
     def __init__(
         self,
@@ -73,12 +77,14 @@ class GPTSelfAttention(nn.Module):
         return self.dropout(self.dense(y))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Tensor:
-        mask = None if attention_mask is None else causal_mask(attention_mask, q.shape[2])
+        mask = attention_mask
+        if mask is not None and self.causal:
+            mask = causal_mask(mask, q.shape[2])
         dropout = self.attention_dropout if self.training else 0.0
 
         def attend() -> Tensor:
             return scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=self.causal and mask is None
             )
 
         if not self.fuse_scale_mask_softmax:
@@ -94,3 +100,15 @@ class GPTSelfAttention(nn.Module):
                 f"{q.device.type} with head size {q.shape[-1]} and attention dropout {dropout}; "
                 "set fuse_scale_mask_softmax=False (on a CPU, attention_dropout=0 also helps)"
             ) from error
+
+
+class GPTSelfAttention(SelfAttention):
+    """A token looks at itself and at the tokens before it."""
+
+    causal = True
+
+
+class ViTSelfAttention(SelfAttention):
+    """A token looks at all tokens."""
+
+    causal = False

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from colossalai.utils import checkpoint as checkpointed
-from titans.layer.attention import GPTSelfAttention
+from titans.layer.attention import GPTSelfAttention, SelfAttention, ViTSelfAttention
 from titans.layer.basic import INIT_STD, layer_norm
+from titans.layer.drop_path import DropPath
 from titans.layer.mlp import TransformerMLP
 
 
-class GPTBlock(nn.Module):
+class TransformerBlock(nn.Module):
     """``x += attention(norm1(x)); x += mlp(norm2(x))``.
 
     ``apply_post_layernorm`` adds to the normalized stream instead: ``n = norm1(x); x = n + attention(n)``.
     ``checkpoint`` keeps only the block's input for the backward pass and computes the rest again;
-    ``activation_offload`` moves that input to the CPU until it is needed.
-
-    The mask goes in and out unchanged, so that blocks can be chained.
+    ``activation_offload`` moves that input to the CPU until it is needed.  ``drop_path`` is how often a sample skips
+    what a sub-layer adds (see ``DropPath``).
     """
+
+    attention: ClassVar[type[SelfAttention]]
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class GPTBlock(nn.Module):
         checkpoint: bool = False,
         activation_offload: bool = False,
         output_std: float = INIT_STD,
+        drop_path: float = 0.0,
     ) -> None:
         super().__init__()
         if activation_offload and not checkpoint:
@@ -51,7 +55,7 @@ class GPTBlock(nn.Module):
         self.checkpoint = checkpoint
         self.activation_offload = activation_offload
         self.norm1 = layer_norm(hidden_size, eps=layernorm_epsilon, dtype=dtype)
-        self.attn = GPTSelfAttention(
+        self.attn = self.attention(
             hidden_size,
             num_heads,
             attention_dropout=attention_dropout,
@@ -71,16 +75,34 @@ class GPTBlock(nn.Module):
             dtype=dtype,
             output_std=output_std,
         )
+        self.drop_path = DropPath(drop_path)
+
+    def run(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """The block's output, checkpointed if it is to be."""
+        if self.checkpoint and self.training:
+            return checkpointed(self._run, self.activation_offload, x, attention_mask, use_reentrant=False)
+        return self._run(x, attention_mask)
+
+    def _run(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        normed = self.norm1(x)  # (batch, seq, hidden), as everything here
+        x = (normed if self.apply_post_layernorm else x) + self.drop_path(self.attn(normed, attention_mask))
+        normed = self.norm2(x)
+        return (normed if self.apply_post_layernorm else x) + self.drop_path(self.mlp(normed))
+
+
+class GPTBlock(TransformerBlock):
+    """A block with causal attention.  The mask goes in and out unchanged, so that blocks can be chained."""
+
+    attention = GPTSelfAttention
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        if self.checkpoint and self.training:
-            x = checkpointed(self._forward, self.activation_offload, x, attention_mask, use_reentrant=False)
-        else:
-            x = self._forward(x, attention_mask)
-        return x, attention_mask
+        return self.run(x, attention_mask), attention_mask
 
-    def _forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        normed = self.norm1(x)  # (batch, seq, hidden), as everything here
-        x = (normed if self.apply_post_layernorm else x) + self.attn(normed, attention_mask)
-        normed = self.norm2(x)
-        return (normed if self.apply_post_layernorm else x) + self.mlp(normed)
+
+class ViTBlock(TransformerBlock):
+    """A block in which every token looks at all tokens."""
+
+    attention = ViTSelfAttention
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)

@@ -1,11 +1,11 @@
-"""Token ids to vectors: the sum of a word embedding and a learnt position embedding."""
+"""Token ids, or the patches of an image, to vectors; a learnt vector of the position is added to each."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from titans.layer.basic import embedding
+from titans.layer.basic import INIT_STD, embedding, patches
 
 
 class GPTEmbedding(nn.Module):
@@ -64,3 +64,40 @@ class GPTEmbedding(nn.Module):
                     f"input_ids holds values from {low} to {high}, but vocab_size={self.vocab_size} "
                     f"allows 0 to {self.vocab_size - 1}; check the tokenizer"
                 )
+
+
+class ViTEmbedding(nn.Module):
+    """The patches of an image as tokens, after a class token; each with its position, then dropout."""
+
+    def __init__(
+        self,
+        img_size: int,
+        patch_size: int,
+        in_chans: int,
+        hidden_size: int,
+        dropout: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if patch_size < 1 or img_size < patch_size or img_size % patch_size:
+            raise ValueError(
+                f"img_size={img_size} is not a multiple of patch_size={patch_size}; patches must cover the image"
+            )
+        self.in_chans, self.img_size = in_chans, img_size
+        tokens = (img_size // patch_size) ** 2 + 1
+        self.patch_embed = patches(in_chans, hidden_size, patch_size, dtype=dtype)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, hidden_size, dtype=dtype))
+        self.pos_embed = nn.Parameter(torch.empty(1, tokens, hidden_size, dtype=dtype))
+        nn.init.trunc_normal_(self.pos_embed, std=INIT_STD)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, images: Tensor) -> Tensor:
+        expected = (self.in_chans, self.img_size, self.img_size)
+        if images.dim() != 4 or tuple(images.shape[1:]) != expected:
+            raise ValueError(
+                f"this ViT needs images of shape (batch, {', '.join(map(str, expected))}), got"
+                f" {tuple(images.shape)}; resize them, or build the model with their img_size and in_chans"
+            )
+        x = self.patch_embed(images).flatten(2).transpose(1, 2)  # (batch, patches, hidden)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)  # (batch, 1 + patches, hidden)
+        return self.dropout(x + self.pos_embed)

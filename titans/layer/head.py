@@ -1,4 +1,4 @@
-"""Vectors to logits over the vocabulary."""
+"""Vectors to logits: over the vocabulary, or over the classes of an image."""
 
 from __future__ import annotations
 
@@ -35,3 +35,26 @@ class GPTLMHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dense(x)  # (batch, seq, vocab)
+
+
+class ViTHead(nn.Module):
+    """Logits of the classes from the class token, the first; optionally through a ``tanh`` layer before."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_classes: int,
+        representation_size: int | None = None,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        inner = representation_size or dim
+        self.representation = linear(dim, inner, bias=bias, dtype=dtype) if representation_size else None
+        self.dense = linear(inner, num_classes, bias=bias, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, 0]  # (batch, hidden)
+        if self.representation is not None:
+            x = torch.tanh(self.representation(x))
+        return self.dense(x)  # (batch, classes)

@@ -3,5 +3,6 @@
 from colossalai.booster.plugin.base import Plugin
 from colossalai.booster.plugin.ddp import TorchDDPPlugin
 from colossalai.booster.plugin.dp import DPPluginBase
+from colossalai.booster.plugin.fsdp import TorchFSDPPlugin
 
-__all__ = ["DPPluginBase", "Plugin", "TorchDDPPlugin"]
+__all__ = ["DPPluginBase", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -56,6 +57,15 @@ class DPPluginBase(Plugin):
             place=(self.rank, self.world_size),
             batch_size=batch_size,
             **kwargs,
+        )
+
+
+def check_backend(device: torch.device) -> None:
+    """Refuse a model whose tensors the process group cannot exchange."""
+    if device.type == "cpu" and dist.get_backend() == "nccl":
+        raise RuntimeError(
+            "the model is on the CPU, whose tensors the backend 'nccl' cannot exchange; launch with backend='gloo',"
+            " or leave out device='cpu'"
         )
 
 

@@ -1,0 +1,380 @@
+"""``TorchFSDPPlugin``: weights, gradients and optimizer states are cut over the ranks, by torch's FSDP2.
+
+``fully_shard`` replaces each parameter by a ``DTensor`` of which this rank holds a part of the rows, and gathers the
+whole of it only while its unit (see ``fsdp_units``) computes.  The optimizer of the user's script was built on the
+parameters of before; it is pointed to the new ones, in the same groups and order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from colossalai.booster.plugin.base import Configured
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend
+from colossalai.booster.plugin.fsdp_options import check_ignored, check_process_group, translate
+from colossalai.booster.plugin.fsdp_units import Policy, check_policy, find_units
+from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
+from colossalai.cluster import DistCoordinator
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        CPUOffload,
+        CPUOffloadPolicy,
+        MixedPrecision,
+        MixedPrecisionPolicy,
+        ShardingStrategy,
+    )
+
+
+class TorchFSDPModel(ModelWrapper):
+    """A model that ``fully_shard`` was applied to, in place: its names and structure are still the user's.
+
+    FSDP2 leaves the weights of the outermost unit gathered after a forward pass, for the backward pass that will follow.
+    If none does, it would compute with them again after they have changed; so they are freed in time.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
+        super().__init__(module)
+        self._units: tuple[Any, ...] = tuple(units)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return result
+
+    def reshard(self) -> None:
+        """Keep nothing but this rank's part of every weight."""
+        for unit in self._units:
+            unit.reshard()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        root: Any = self.unwrap()
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+
+class TorchFSDPOptimizer(OptimizerWrapper):
+    """An optimizer whose gradients are cut over ``group``; it may be wrapped by a mixed precision already."""
+
+    def __init__(
+        self, optim: Optimizer, model: TorchFSDPModel, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        super().__init__(optim)
+        self._model, self._group, self._device = model, group, device
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self._model.reshard()  # what is gathered would not change with the parts
+        return self.optim.step(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.optim, OptimizerWrapper):
+            self.optim.backward(loss, *args, **kwargs)
+        else:
+            super().backward(loss, *args, **kwargs)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return self.optim.scale_loss(loss) if isinstance(self.optim, OptimizerWrapper) else loss
+
+    def unscale_grad(self) -> None:
+        if isinstance(self.optim, OptimizerWrapper):
+            self.optim.unscale_grad()
+
+    @torch.no_grad()
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        self.unscale_grad()
+        for grad in self._own_gradients():
+            grad.clamp_(-clip_value, clip_value)
+
+    @torch.no_grad()
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        self.unscale_grad()
+        grads = self._own_gradients()
+        norm = self._norm(grads, float(norm_type))
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of all gradients is {norm.item()}, so they cannot be clipped; pass"
+                " error_if_nonfinite=False to clip nevertheless"
+            )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(factor.to(grad.device))
+        return norm
+
+    def _own_gradients(self) -> list[Tensor]:
+        """This rank's part of every gradient."""
+        grads: list[Any] = [p.grad for p in self.parameters() if p.grad is not None]
+        return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+
+    def _norm(self, grads: list[Tensor], p: float) -> Tensor:
+        """The ``p``-norm over the parts of all ranks.  A rank may hold nothing of a small tensor."""
+        norms = [torch.linalg.vector_norm(grad, p, dtype=torch.float32) for grad in grads if grad.numel()]
+        own = torch.stack([norm.to(self._device) for norm in norms or [torch.zeros(())]])
+        # one number per rank, joined by torch: a reduction by the backend may lose a NaN
+        parts = [own.new_empty(()) for _ in range(self._group.size())]
+        dist.all_gather(parts, torch.linalg.vector_norm(own, p), group=self._group)
+        return torch.linalg.vector_norm(torch.stack(parts), p)
+
+
+class TorchFSDPPlugin(DPPluginBase):
+    """Data parallelism in which nothing is held twice, by FSDP2 (``torch.distributed.fsdp.fully_shard``).
+
+    The arguments are those of FSDP1's ``FullyShardedDataParallel``; one that FSDP2 has no meaning for is refused.
+
+    Args:
+        process_group: the ranks to cut over, by default all; or a ``DeviceMesh``, with two dims for copies of the
+            model, each cut over the ranks of the second dim.
+        sharding_strategy: ``FULL_SHARD`` (default); ``SHARD_GRAD_OP`` keeps the weights whole between the forward and
+            the backward pass; ``HYBRID_SHARD`` cuts within a node and holds a copy on each node.
+        cpu_offload: ``CPUOffload(offload_params=True)`` or ``True``: weights, gradients and states wait on the CPU,
+            and the optimizer steps there.
+        auto_wrap_policy: which modules are units, as in ``torch.distributed.fsdp.wrap``; by default each entry of a
+            ``ModuleList``.
+        backward_prefetch: ``BACKWARD_PRE`` is what FSDP2 does; others are refused.
+        mixed_precision: a ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``) to gather weights and compute in;
+            then the booster's own ``mixed_precision`` has no effect.
+        ignored_modules: modules whose parameters stay whole, and whose gradients nobody averages.
+        param_init_fn: refused, as the weights must have their values before ``boost``.
+        sync_module_states: take the weights and buffers of rank 0.  Without it, ranks that do not start alike are an
+            error.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | CPUOffloadPolicy | bool | None = None,
+        auto_wrap_policy: Policy | None = None,
+        backward_prefetch: BackwardPrefetch | None = None,
+        mixed_precision: MixedPrecision | MixedPrecisionPolicy | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        sync_module_states: bool = False,
+    ) -> None:
+        super().__init__()
+        check_process_group(process_group)
+        check_policy(auto_wrap_policy)
+        if param_init_fn is not None:
+            raise ValueError(
+                "TorchFSDPPlugin takes no param_init_fn: FSDP2 leaves initial values to the model; build it with its"
+                " weights (sync_module_states=True takes those of rank 0)"
+            )
+        self.options = translate(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
+        self.auto_wrap_policy = auto_wrap_policy
+        self.ignored_modules = check_ignored(ignored_modules)
+        self.sync_module_states = sync_module_states
+        self._process_group = process_group
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._place_on_data_axis()
+
+    def supported_devices(self) -> list[str]:
+        return ["cpu", "cuda"]
+
+    def supported_precisions(self) -> list[str]:
+        # the scaler's decision is exchanged on the device of the gradients, which must be the backend's
+        return ["bf16"] if self.options.offload else ["fp16", "bf16"]
+
+    def control_precision(self) -> bool:
+        return self.options.precision is not None
+
+    def control_device(self) -> bool:
+        return False
+
+    def support_no_sync(self) -> bool:
+        return True
+
+    def control_checkpoint_io(self) -> bool:
+        return True
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        group = self._process_group
+        if group is None or isinstance(group, dist.ProcessGroup):
+            return GatheredCheckpointIO(group)
+        return GatheredCheckpointIO(group.get_group() if group.ndim == 1 else None)
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Configured:
+        module = model.unwrap() if isinstance(model, ModelWrapper) else model
+        raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        check_backend(device)
+        ignored = {p for part in self.ignored_modules for p in part.parameters()}
+        if raw is not None:
+            _check_optimizer(raw, module, ignored)
+        units = find_units(module, self.auto_wrap_policy, ignored)
+        mesh = self._mesh(device.type)
+        _start_alike(module, mesh, self.sync_module_states)
+        before = dict(module.named_parameters())
+        self._cut(module, units, mesh, ignored)
+        boosted = TorchFSDPModel(model, [*units, module])
+        if raw is not None and optimizer is not None:
+            _point_to(raw, {old: new for old, new in _pairs(before, module) if old is not new})
+            optimizer = TorchFSDPOptimizer(optimizer, boosted, mesh.get_group(mesh.ndim - 1), device)
+        return boosted, optimizer, criterion, dataloader, lr_scheduler
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        if not isinstance(model, TorchFSDPModel):
+            raise TypeError(
+                f"no_sync needs the model that booster.boost returned under TorchFSDPPlugin, got {type(model).__name__}"
+            )
+        return model.no_sync()
+
+    def _cut(
+        self, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter]
+    ) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        offload = self.options.offload and mesh.device_type != "cpu"  # on the CPU there is nowhere to go
+        precision = self.options.precision or MixedPrecisionPolicy()
+        inside = replace(precision, output_dtype=None)  # meant for what the model returns, not for its units
+        for unit in (*units, model):
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=self.options.reshard_after_forward,
+                mp_policy=precision if unit is model else inside,
+                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+                ignored_params=ignored or None,
+            )
+
+    def _place_on_data_axis(self) -> None:
+        """Every rank that the model is cut over is a replica, with data of its own."""
+        group = self._process_group
+        if isinstance(group, dist.ProcessGroup):
+            self.rank, self.world_size = dist.get_rank(group), group.size()
+        elif group is not None:
+            place = group.get_coordinate()
+            if place is None:
+                raise ValueError(
+                    f"rank {dist.get_rank()} is not on the mesh {group}, so it cannot train on it"
+                )
+            self.rank, self.world_size = place[0], group.size()
+            if group.ndim == 2:
+                self.rank = place[0] * group.size(1) + place[1]
+
+    def _mesh(self, device_type: str) -> DeviceMesh:
+        if device_type not in self._meshes:
+            self._meshes[device_type] = self._make_mesh(device_type)
+        return self._meshes[device_type]
+
+    def _make_mesh(self, device_type: str) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        group = self._process_group
+        if isinstance(group, DeviceMesh):
+            if group.device_type != device_type:
+                raise ValueError(
+                    f"process_group is a mesh of {group.device_type!r} devices, but the model is on {device_type!r}"
+                )
+            if self.options.hybrid and group.ndim == 1:
+                raise ValueError(
+                    f"HYBRID_SHARD needs a mesh of two dims, copies and parts, got process_group={group}"
+                )
+            return group
+        if not self.options.hybrid:
+            everyone: Any = dist.group.WORLD
+            return DeviceMesh.from_group(group or everyone, device_type)
+        per_node = DistCoordinator().local_world_size
+        if group is not None or self.world_size % per_node:
+            raise ValueError(
+                f"HYBRID_SHARD cuts the model over the {per_node} ranks of each node, which does not fit"
+                f" {self.world_size} ranks{'' if group is None else ' of a process_group'}; pass the mesh as"
+                " process_group=init_device_mesh(device, (copies, parts), mesh_dim_names=('copy', 'part'))"
+            )
+        shape = (self.world_size // per_node, per_node)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("copy", "part"))
+
+
+def _pairs(before: dict[str, nn.Parameter], module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    after = dict(module.named_parameters())
+    return ((old, after[name]) for name, old in before.items())
+
+
+def _check_optimizer(optimizer: Optimizer, module: nn.Module, ignored: set[nn.Parameter]) -> None:
+    own = set(module.parameters())
+    for i, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if p not in own:
+                raise ValueError(
+                    f"group {i} of the optimizer holds a parameter of shape {tuple(p.shape)} that is not in the"
+                    " model; under TorchFSDPPlugin nobody would average its gradient"
+                )
+            if p in ignored and p.requires_grad:
+                raise ValueError(
+                    f"group {i} of the optimizer holds a parameter of shape {tuple(p.shape)} of ignored_modules, whose"
+                    " gradient nobody averages: freeze it, or give it an optimizer of its own"
+                )
+
+
+def _point_to(optimizer: Optimizer, new: dict[Any, Any]) -> None:
+    """Let ``optimizer`` update the cut parameters; the group objects stay, for the scheduler's sake."""
+    from torch.distributed.tensor import distribute_tensor
+
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(p, p) for p in group["params"]]
+    for old, values in list(optimizer.state.items()):
+        param: Any = new.get(old, old)
+        if param is old:
+            continue
+        del optimizer.state[old]
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                cut = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+                values[name] = cut.to(param.device)
+        optimizer.state[param] = values
+
+
+def _start_alike(module: nn.Module, mesh: DeviceMesh, broadcast: bool) -> None:
+    """Each rank keeps its part of its own copy, so copies that differ would be mixed."""
+    tensors = [t.detach() for t in (*module.parameters(), *module.buffers())]
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    if broadcast:
+        for tensor in tensors:
+            for group in reversed(groups):  # within the first copy, then from copy to copy
+                dist.broadcast(tensor, group=group, group_src=0)
+        return
+    sums = [_bits(p.detach()) for p in module.parameters()]
+    own = torch.stack([*sums, torch.zeros((), dtype=torch.int64)]).to(mesh.device_type)
+    least, most = own.clone(), own.clone()
+    for group in groups:  # one dim of the mesh after the other, so that in the end all ranks know the same
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    differ = (least != most).nonzero().flatten().tolist()
+    if differ:
+        name = [name for name, _ in module.named_parameters()][differ[0]]
+        raise RuntimeError(
+            f"the ranks start from different values of {name!r}, and TorchFSDPPlugin would mix them; set the same"
+            " seed on every rank before the model is built, or pass sync_module_states=True to take rank 0's"
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The sum of the bit patterns: exact, whatever the order of summation."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    flat = tensor.contiguous().flatten()
+    return flat.view(integer or torch.uint8).sum(dtype=torch.int64).cpu()

@@ -1,0 +1,29 @@
+"""Modes by their documented names."""
+
+from __future__ import annotations
+
+import pytest
+
+from colossalai.nn.modes import mode_1d, mode_2d, mode_2p5d, mode_3d, mode_serial, tensor_parallel
+
+
+def test_modes_by_name() -> None:
+    assert tensor_parallel(None) == mode_serial()
+    assert tensor_parallel("1d", 4) == mode_1d(4)
+    assert tensor_parallel("2d", 9) == mode_2d(3)
+    assert tensor_parallel("2.5d", 12, depth=3) == mode_2p5d(2, 3)
+    assert tensor_parallel("3d", 27) == mode_3d(3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "message"),
+    [
+        ("4d", 4, "unknown tensor-parallel mode '4d'; the modes are None, '1d', '2d', '2.5d', '3d'"),
+        ("2d", 8, "mode '2d': size 8 is not a square number; use 4 or 9"),
+        ("2.5d", 8, r"mode '2.5d': size / depth = 8 / 1 = 8 is not a square number"),
+        ("3d", 9, "mode '3d': size 9 is not a cubic number; use 8 or 27"),
+    ],
+)
+def test_sizes_that_do_not_fit_a_mode(mode: str, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tensor_parallel(mode, size)
