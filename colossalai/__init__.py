@@ -12,6 +12,7 @@ from colossalai._version import __version__
 
 if TYPE_CHECKING:
     from colossalai.booster import Booster as Booster
+    from colossalai.engine.initialization import initialize as initialize
     from colossalai.launchers import get_default_parser as get_default_parser
     from colossalai.launchers import launch as launch
     from colossalai.launchers import launch_from_openmpi as launch_from_openmpi
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Booster": "colossalai.booster",
     "get_default_parser": "colossalai.launchers",
+    "initialize": "colossalai.engine.initialization",
     "launch": "colossalai.launchers",
     "launch_from_openmpi": "colossalai.launchers",
     "launch_from_slurm": "colossalai.launchers",
@@ -31,6 +33,7 @@ __all__ = [
     "Booster",
     "__version__",
     "get_default_parser",
+    "initialize",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",

@@ -2,9 +2,20 @@
 
 from colossalai.booster.mixed_precision import (
     BF16MixedPrecision,
+    FP8MixedPrecision,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
     MixedPrecision,
     mixed_precision_factory,
 )
 
-__all__ = ["BF16MixedPrecision", "FP16TorchMixedPrecision", "MixedPrecision", "mixed_precision_factory"]
+__all__ = [
+    "BF16MixedPrecision",
+    "FP8MixedPrecision",
+    "FP16ApexMixedPrecision",
+    "FP16NaiveMixedPrecision",
+    "FP16TorchMixedPrecision",
+    "MixedPrecision",
+    "mixed_precision_factory",
+]

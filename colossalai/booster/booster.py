@@ -239,6 +239,13 @@ def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
                 f"this {name} ({type(item).__name__}) was boosted before; go on with what that call returned,"
                 f" or build a new {name}"
             )
+    if optimizer is not None:
+        own = {id(p) for p in model.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"the optimizer ({type(optimizer).__name__}) holds no parameter of the model ({type(model).__name__});"
+                " build it with model.parameters() of the model that is boosted"
+            )
 
 
 def _check_type(who: str, name: str, value: object, kind: type) -> None:

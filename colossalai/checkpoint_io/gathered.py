@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from colossalai.checkpoint_io.files import save_state_dict
 from colossalai.checkpoint_io.general import (
     module_of,
-    optimizer_of,
     write_model_shards,
     write_optimizer_shards,
 )
@@ -74,7 +73,7 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
 
     def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path, gather_dtensor: bool) -> None:
         _check(gather_dtensor)
-        rest = optimizer_of(optimizer).state_dict()
+        rest = optimizer.state_dict()
         parts = _gather(rest.pop("state"), float("inf"), self.is_writer)
 
         def write() -> None:
@@ -91,7 +90,7 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         size_per_shard: float,
     ) -> None:
         _check(gather_dtensor)
-        rest = optimizer_of(optimizer).state_dict()
+        rest = optimizer.state_dict()
         parts = _gather(rest.pop("state"), size_per_shard, self.is_writer)
         self._write_while_gathering(partial(write_optimizer_shards, parts, rest, checkpoint, prefix), parts)
 

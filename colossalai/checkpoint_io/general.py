@@ -16,7 +16,7 @@ from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dic
 from colossalai.checkpoint_io.index import CheckpointIndexFile
 from colossalai.checkpoint_io.names import GROUPS_NAME, Kind, add_variant, get_base_filenames
 from colossalai.checkpoint_io.sharding import ShardedWriter, read_shards, shard_checkpoint
-from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.interface import ModelWrapper
 
 State = dict[str, Any]
 Shards = Iterable[tuple[dict[Any, Any], float]]
@@ -62,7 +62,7 @@ class GeneralCheckpointIO(CheckpointIO):
         self._load_weights(model, parts, index_file_path, strict)
 
     def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path, gather_dtensor: bool) -> None:
-        self.run_write(partial(save_state_dict, optimizer_of(optimizer).state_dict(), checkpoint))
+        self.run_write(partial(save_state_dict, optimizer.state_dict(), checkpoint))
 
     def save_sharded_optimizer(
         self,
@@ -72,7 +72,7 @@ class GeneralCheckpointIO(CheckpointIO):
         prefix: str | None,
         size_per_shard: float,
     ) -> None:
-        groups = optimizer_of(optimizer).state_dict()
+        groups = optimizer.state_dict()
         shards = shard_checkpoint(groups.pop("state"), size_per_shard)
         self.run_write(partial(write_optimizer_shards, shards, groups, checkpoint, prefix))
 
@@ -122,25 +122,20 @@ class GeneralCheckpointIO(CheckpointIO):
         self, optimizer: Optimizer, rest: State, parts: Iterable[dict[Any, Any]], checkpoint: Path
     ) -> None:
         """``parts`` hold the states of parameters by number, ``rest`` what else is in an optimizer's state dict."""
-        inner = optimizer_of(optimizer)
         try:
-            owners = _owners(inner, rest["param_groups"])
+            owners = _owners(optimizer, rest["param_groups"])
             states = {
                 number: {name: self.fit(value, owners.get(number)) for name, value in state.items()}
                 for part in parts
                 for number, state in part.items()
             }
-            inner.load_state_dict({"state": states, **rest})
+            optimizer.load_state_dict({"state": states, **rest})
         except (KeyError, ValueError) as error:
             raise ValueError(f"{checkpoint} does not fit the optimizer: {error}") from error
 
 
 def module_of(model: nn.Module) -> nn.Module:
     return model.unwrap() if isinstance(model, ModelWrapper) else model
-
-
-def optimizer_of(optimizer: Optimizer) -> Optimizer:
-    return optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
 
 
 def write_model_shards(

@@ -44,14 +44,16 @@ class Failure:
 def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any]]) -> list[Failure]:
     """Join what torchrun saw of its ranks with what the ranks noted about themselves.
 
-    A rank that was killed leaves no note, and a torchrun that was stopped leaves no exit codes.
+    A rank that was killed leaves no note, and a torchrun that was stopped leaves no exit codes.  A rank that had failed
+    but was still ending when we stopped all has its own exit code in the note, and our signal in torchrun's eyes.
     """
     merged: dict[int, dict[str, Any]] = {}
     for ended in exits:
         merged[ended["rank"]] = {**ended, "summary": f"ended with {exit_text(ended['exitcode'])}"}
     for note in notes:
-        seen = merged.get(note["rank"], {})
-        merged[note["rank"]] = {**note, "exitcode": seen.get("exitcode", note["exitcode"])}
+        seen = merged.get(note["rank"], {"kind": "stopped"})
+        exitcode = note["exitcode"] if seen["kind"] == "stopped" else seen["exitcode"]
+        merged[note["rank"]] = {**note, "exitcode": exitcode}
     names = {field.name for field in fields(Failure)}
     return [Failure(**{name: one[name] for name in names & one.keys()}) for one in merged.values()]
 

@@ -21,6 +21,7 @@ import torch
 from packaging.version import Version
 
 from colossalai._version import __version__
+from colossalai.kernel import implementations
 
 OLDEST_TORCH = "2.11"
 OLDEST_PYTHON = "3.10"
@@ -193,6 +194,7 @@ def _kernels() -> list[Row]:
         _row("torch.compile on the GPU", triton, "", "Triton"),
         _row("torch.compile on the CPU", compiler, "", "a C++ compiler: apt-get install g++"),
         _row("FP8 matrix products", fp8, "", "a GPU since Ada, compute capability 8.9"),
+        *(Row(label=f"Step of {name}", value=way) for name, way in implementations().items()),
     ]
 
 

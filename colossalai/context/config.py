@@ -72,7 +72,7 @@ class Config(dict[str, Any]):
             raise FileNotFoundError(f"there is no config file {str(path)!r} (looked for {path.absolute()})")
         try:
             return Config(_READERS[path.suffix](path))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = f", line {line}" if (line := _line_of(error, path)) else ""
             raise ConfigException(
                 f"cannot read the config {str(path)!r}{where}: {type(error).__name__}: {error}"
@@ -115,7 +115,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 _READERS = {".py": _read_python, ".json": _read_json}
 
 
-def _line_of(error: Exception, path: Path) -> int | None:
+def _line_of(error: BaseException, path: Path) -> int | None:
     """The line of the config file where ``error`` was raised, also when it was raised deeper."""
     if isinstance(error, (SyntaxError, json.JSONDecodeError)):
         return error.lineno

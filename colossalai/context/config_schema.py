@@ -58,6 +58,9 @@ FEATURES: dict[str, Rule] = {
 # The one hyper-parameter whose meaning is ours as well: the pipeline schedule reads it.
 READ_BY_FEATURES: dict[str, Rule] = {"NUM_MICRO_BATCHES": _COUNT}
 
+# What belongs inside ``parallel``; one level up it would be taken for a hyper-parameter and do nothing.
+_SIZES_OF_PARALLEL = ("tensor", "pipeline")
+
 
 def load_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
     """The checked ``Config`` for any form a user may give: a dict, the path of a file, or nothing."""
@@ -83,6 +86,10 @@ def check_config(config: Mapping[str, Any]) -> None:
                 f"config key {key!r} is not a feature; did you mean {meant!r}? "
                 f"If it is a hyper-parameter of yours, give it a name less like {meant!r}"
             )
+        if key in _SIZES_OF_PARALLEL and (is_positive_int(value) or _has_size(value)):
+            raise ConfigException(
+                f"config key {key!r} stands one level too high: write parallel=dict({key}={value!r})"
+            )
         rule = FEATURES.get(key) or READ_BY_FEATURES.get(key)
         if rule is not None and value is not None and not rule.holds(value):
             comma = "; is there a comma at the end of the line?" if _is_stray_tuple(rule, value) else ""
@@ -101,6 +108,10 @@ def _misspelt_feature(key: str, value: Any) -> str | None:
     if meant is not None and key.isupper() and not isinstance(value, Mapping):
         return None
     return meant
+
+
+def _has_size(value: Any) -> bool:
+    return isinstance(value, Mapping) and "size" in value
 
 
 def _is_stray_tuple(rule: Rule, value: Any) -> bool:

@@ -50,7 +50,8 @@ class OptimizerWrapper(Optimizer):
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clip every element of every gradient to ``[-clip_value, clip_value]``."""
         self.unscale_grad()
-        torch.nn.utils.clip_grad_value_(self.parameters(), clip_value)
+        if any(p.grad is not None for p in self.parameters()):  # torch refuses to clip nothing by value
+            torch.nn.utils.clip_grad_value_(self.parameters(), clip_value)
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -59,6 +60,8 @@ class OptimizerWrapper(Optimizer):
 
         Returns the norm before clipping.
         """
+        if not max_norm >= 0:
+            raise ValueError(f"clip_grad_by_norm needs a max_norm of at least 0, got {max_norm}")
         self.unscale_grad()
         return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,10 @@ class CommunicationLog:
         return "\n".join(lines)
 
     def _matching(self, kind: Kind | None, axis: str | None) -> Iterator[Transfer]:
+        if kind is not None and kind not in get_args(
+            Kind
+        ):  # or a test against 0 would pass by its misspelling
+            raise ValueError(f"there is no collective {kind!r}; there are {', '.join(get_args(Kind))}")
         return (t for t in self.transfers if kind in (None, t.kind) and axis in (None, t.axis))
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from colossalai.mesh.layout import Layout, local_shape, replicated, shard
 from colossalai.mesh.mesh import Mesh
-from colossalai.mesh.parameter import full_shape, place, placement
+from colossalai.mesh.parameter import PlacedParameter, full_shape, place, placement
 from colossalai.mesh.random import fill_from, normal_numbers, random_key, uniform_numbers
 
 
@@ -247,7 +247,8 @@ def _assign(module: nn.Module, param: Tensor, value: Tensor) -> Tensor:
 
 
 def _like(param: Tensor, data: Tensor) -> nn.Parameter:
-    new = nn.Parameter(data, requires_grad=param.requires_grad)
+    kind = PlacedParameter if "placement" in {**param.__dict__, **data.__dict__} else nn.Parameter
+    new = kind(data, requires_grad=param.requires_grad)
     new.__dict__.update({**param.__dict__, **data.__dict__})  # placement, init, and what users keep there
     return new
 

@@ -41,6 +41,11 @@ class Layout:
     """For every dim the number of equal blocks that are cut one by one: (1, 3) for a weight that holds q, k and v."""
 
     def __post_init__(self) -> None:
+        for axes in (*self.dims, self.partial, self.spread):
+            if isinstance(axes, str):  # a string is a sequence of letters
+                raise TypeError(
+                    f"axes are given as a tuple or a set of names: write ({axes!r},), not {axes!r}"
+                )
         named = [*self.sharded, *self.partial, *self.spread]
         for axis in named:
             if named.count(axis) > 1:
@@ -51,6 +56,8 @@ class Layout:
             raise ValueError(
                 f"fused={self.fused} must name one number of blocks for each of {len(self.dims)} dims"
             )
+        if any(blocks < 1 for blocks in self.fused):
+            raise ValueError(f"fused={self.fused}: a dim that is cut as one has 1 block")
 
     def state(self, axis: str) -> State:
         """``"I"``, ``"R"``, ``"P"``, or the tensor dim that the axis cuts."""

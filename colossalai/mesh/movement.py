@@ -187,7 +187,11 @@ def redistribute(
 
 
 def unshard(local: Tensor, layout: Layout, mesh: Mesh, shape: tuple[int, ...] | None = None) -> Tensor:
-    """The inverse of :func:`colossalai.mesh.layout.shard`, on every rank; not differentiable."""
+    """The inverse of :func:`colossalai.mesh.layout.shard`, on every rank; not differentiable.
+
+    Pieces of different lengths need ``shape``: without it the ranks would send different amounts, which backends answer
+    with a crash.
+    """
     return move(local.detach(), layout, layout.whole(), mesh, shape)
 
 

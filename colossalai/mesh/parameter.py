@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,21 @@ def placement(tensor: Tensor) -> Layout:
     return replicated(tensor.ndim) if layout is None else layout
 
 
+class PlacedParameter(nn.Parameter):
+    """A parameter whose copies lie where it lies: torch's own ``deepcopy`` forgets the attributes of a parameter."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedParameter:
+        if id(self) not in memo:
+            memo[id(self)] = super().__deepcopy__(memo)
+            memo[id(self)].__dict__.update(self.__dict__)
+        return memo[id(self)]
+
+
 def place(tensor: Tensor, layout: Layout, shape: Iterable[int]) -> Tensor:
     """Write on ``tensor`` that it is a piece, in ``layout``, of a tensor of ``shape``."""
     tensor.placement, tensor.full_shape = layout, torch.Size(shape)  # type: ignore[attr-defined]
+    if type(tensor) is nn.Parameter:
+        tensor.__class__ = PlacedParameter
     return tensor
 
 
@@ -78,6 +91,8 @@ def grad_norm(params: Iterable[Tensor], mesh: Mesh, norm_type: float = 2.0) -> T
 
 def clip_grads(params: Iterable[Tensor], max_norm: float, mesh: Mesh, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients so that their common norm is at most ``max_norm``; returns the norm before."""
+    if not max_norm >= 0:
+        raise ValueError(f"clip_grads needs a max_norm of at least 0, got {max_norm}")
     params = [p for p in params if p.grad is not None]
     norm = grad_norm(params, mesh, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's own formula, so that both clip alike

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from colossalai.utils.activation_checkpoint import checkpoint, register_random_state
 from colossalai.utils.common import conditional_context, disposable, ensure_path_exists, print_rank_0
 from colossalai.utils.dataloader import DataParallelSampler, get_dataloader
 from colossalai.utils.device import empty_cache, get_current_device, set_to_cuda, synchronize
+from colossalai.utils.gradient import clip_grad_norm_fp32, count_zeros_fp32
 from colossalai.utils.memory import (
     colo_device_memory_capacity,
     colo_device_memory_used,
@@ -35,12 +39,14 @@ __all__ = [
     "TensorDetector",
     "Timer",
     "checkpoint",
+    "clip_grad_norm_fp32",
     "colo_device_memory_capacity",
     "colo_device_memory_used",
     "colo_get_cpu_memory_capacity",
     "colo_set_cpu_memory_capacity",
     "colo_set_process_memory_fraction",
     "conditional_context",
+    "count_zeros_fp32",
     "disposable",
     "empty_cache",
     "ensure_path_exists",
@@ -62,3 +68,16 @@ __all__ = [
     "sync_model_param",
     "synchronize",
 ]
+
+
+# Documented as parts of this package, but built on what lies above it; they load on first use.
+_ELSEWHERE = {
+    "load_checkpoint": "colossalai.checkpoint_io.training",
+    "save_checkpoint": "colossalai.checkpoint_io.training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_ELSEWHERE[name]), name)

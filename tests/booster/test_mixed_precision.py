@@ -2,17 +2,22 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
+from colossalai import mixed_precision
 from colossalai.booster import Booster
 from colossalai.booster.mixed_precision import (
     BF16MixedPrecision,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
     mixed_precision_factory,
 )
@@ -21,7 +26,8 @@ from colossalai.testing import spawn
 from tests.booster.plans import batches, launch, mlp
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-RELATIVE = {"fp16": 2e-3, "bf16": 2e-2}  # of the loss, against fp32
+# of the loss, against fp32
+RELATIVE = {"fp16": 2e-3, "fp16_naive": 2e-3, "fp16_apex": 2e-3, "bf16": 2e-2}
 
 
 def _boost(precision: Any, lr: float = 0.1) -> tuple[nn.Module, Any, Any, Booster]:
@@ -34,8 +40,59 @@ def _boost(precision: Any, lr: float = 0.1) -> tuple[nn.Module, Any, Any, Booste
 
 
 def test_the_factory_makes_what_is_asked_for() -> None:
-    assert isinstance(mixed_precision_factory("fp16"), FP16TorchMixedPrecision)
-    assert isinstance(mixed_precision_factory("bf16"), BF16MixedPrecision)
+    made = {name: type(mixed_precision_factory(name)) for name in RELATIVE}
+    assert made == {
+        "fp16": FP16TorchMixedPrecision,
+        "fp16_naive": FP16NaiveMixedPrecision,
+        "fp16_apex": FP16ApexMixedPrecision,
+        "bf16": BF16MixedPrecision,
+    }
+    assert mixed_precision.FP16NaiveMixedPrecision is FP16NaiveMixedPrecision
+
+
+def test_documented_arguments_reach_the_machinery() -> None:
+    naive = FP16NaiveMixedPrecision(False, 2**10, 4, 0.25, 1, 2**12, None)
+    model, optimizer, _ = naive.configure(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
+    assert optimizer.loss_scale == 2**10  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"min_scale <= initial_scale <= max_scale, got 1 <= 65536 <= 2"):
+        FP16NaiveMixedPrecision(max_scale=2)
+    apex = FP16ApexMixedPrecision("O2", loss_scale=4.0, cast_model_outputs=torch.float16)
+    model, optimizer, _ = apex.configure(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
+    assert optimizer.loss_scale == 4.0  # type: ignore[union-attr]
+    assert model(torch.ones(2, 6)).dtype is torch.float16
+    with pytest.raises(ValueError, match="opt_level must be one of O0, O1, O2, O3"):
+        FP16ApexMixedPrecision("O4")
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive", "fp16_apex"])
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_checkpoint_of_the_booster_goes_on_exactly(precision: str, shard: bool, tmp_path: Path) -> None:
+    def steps(model: nn.Module, optimizer: Any, criterion: Any) -> list[float]:
+        losses = []
+        for x, y in batches((16,) * 3):
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            optimizer.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer, criterion, booster = _boost(precision)
+    optimizer.backward(
+        model(torch.ones(2, 6)).sum() * float("inf")
+    )  # the scale is not the first one any more
+    optimizer.step()
+    steps(model, optimizer, criterion)
+    booster.save_model(model, tmp_path / "model", shard=shard)
+    booster.save_optimizer(optimizer, tmp_path / "optimizer", shard=shard)
+    expected = steps(model, optimizer, criterion)
+    other, other_optimizer, criterion, booster = _boost(precision)
+    booster.load_model(other, tmp_path / "model")
+    booster.load_optimizer(other_optimizer, tmp_path / "optimizer")
+    assert steps(other, other_optimizer, criterion) == expected
+    assert other_optimizer.state_dict()["grad_scaler"] == optimizer.state_dict()["grad_scaler"]
+    for p, q in zip(other_optimizer.parameters(), optimizer.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -160,7 +217,7 @@ def test_closures_and_senseless_options_are_refused() -> None:
 
 def _amp_under_ddp(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
-    for precision in ("fp16", "bf16"):
+    for precision in RELATIVE:
         torch.manual_seed(0)
         model = mlp()
         serial = copy.deepcopy(model)
@@ -183,14 +240,40 @@ def _amp_under_ddp(rank: int, world_size: int, port: int) -> None:
                 o.step()
         for p, q in zip(boosted.parameters(), serial.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=RELATIVE[precision], atol=1e-3)
-        if rank == 1 and precision == "fp16":  # an overflow on one rank is seen by all
+        if rank == 1 and precision != "bf16":  # an overflow on one rank is seen by all
             x = x * float("inf")
         before = copy.deepcopy(boosted.state_dict())
         optimizer.zero_grad()
         booster.backward(criterion(boosted(x), y), optimizer)
         optimizer.step()
         skipped = all(torch.equal(v, before[k]) for k, v in boosted.state_dict().items())
-        assert skipped == (precision == "fp16")
+        assert skipped == (precision != "bf16")
+
+
+def _masters_under_ddp(rank: int, world_size: int, port: int) -> None:
+    """Ranks that start from different weights; DDP brings those of rank 0 to all, and the masters must notice."""
+    launch(rank, world_size, port)
+    for precision in ("fp16_naive", FP16ApexMixedPrecision("O2")):
+        torch.manual_seed(rank)
+        model = mlp()
+        first = copy.deepcopy(model.state_dict())
+        raw = torch.optim.SGD(model.parameters(), lr=0.1)
+        booster = Booster(device="cpu", mixed_precision=precision, plugin=TorchDDPPlugin())
+        boosted, optimizer, *_ = booster.boost(model, raw)
+        x, y = batches((16,))[0]
+        booster.backward(F.cross_entropy(boosted(x[rank::2]), y[rank::2]), optimizer)
+        optimizer.step()
+        for tensor in (*boosted.parameters(), *optimizer.parameters()):
+            others = [torch.empty_like(tensor) for _ in range(world_size)]
+            dist.all_gather(others, tensor.detach())
+            assert torch.equal(others[0], others[1])
+        first_of_rank_0 = [first["0.weight"]]
+        dist.broadcast_object_list(first_of_rank_0, src=0)
+        assert (boosted.state_dict()["0.weight"].float() - first_of_rank_0[0]).abs().max() < 0.02
+
+
+def test_masters_follow_the_weights_that_ddp_chose() -> None:
+    spawn(_masters_under_ddp, 2)
 
 
 def test_mixed_precision_under_ddp() -> None:

@@ -59,6 +59,13 @@ def test_collect_joins_exit_codes_and_notes() -> None:
     assert (two.kind, two.traceback, two.exitcode) == ("raised", "Traceback ...", 1)
 
 
+def test_a_rank_stopped_while_it_was_ending_keeps_its_own_exit_code() -> None:
+    ended = {"rank": 1, "local_rank": 1, "exitcode": -15, "kind": "stopped", "time": 3.0}
+    note = {**ended, "exitcode": 1, "kind": "raised", "summary": "ValueError: x", "time": 2.0}
+    (failure,) = collect([ended], [note])
+    assert (failure.kind, failure.shell_code) == ("raised", 1)
+
+
 def test_describe_names_the_others_but_not_the_stopped() -> None:
     cause = make(2, host="node7", traceback="Traceback:\n  deep inside\nValueError: x\n", time=1.0)
     text = describe(

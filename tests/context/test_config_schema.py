@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from colossalai.context import Config, ConfigException
-from colossalai.context.config_schema import load_config
+from colossalai.context.config_schema import check_config, load_config
 from colossalai.context.spelling import misspelt, suggestion
 
 
@@ -125,3 +126,20 @@ def test_suggestions() -> None:
     assert suggestion("tensors", ["data", "tensor"]) == "did you mean 'tensor'? known: 'data', 'tensor'"
     assert suggestion("qqq", ["data", "tensor"]) == "known: 'data', 'tensor'"
     assert misspelt("parallel", ["parallel"]) is None
+
+
+@pytest.mark.parametrize("config", [{"tensor": {"size": 2, "mode": "1d"}}, {"pipeline": 2}, {"tensor": 4}])
+def test_sizes_one_level_too_high_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigException, match=r"stands one level too high: write parallel=dict\("):
+        check_config(Config(config))
+
+
+def test_a_hyper_parameter_may_share_their_names() -> None:
+    check_config(Config({"tensor": "fp32", "pipeline": ["resize", "crop"], "data": 3}))
+
+
+def test_a_config_file_that_exits_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "config.py"
+    file.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigException, match=r"line 2: SystemExit: 3"):
+        Config.from_file(file)

@@ -181,3 +181,17 @@ def test_a_norm_that_is_not_finite_can_be_an_error() -> None:
     model.weight.grad[0, 0] = float("inf")
     with pytest.raises(RuntimeError, match="non-finite"):
         optimizer.clip_grad_by_norm(1.0, error_if_nonfinite=True)
+
+
+def test_without_gradients_there_is_nothing_to_clip() -> None:
+    model, optimizer = _trained()
+    optimizer.zero_grad()
+    optimizer.clip_grad_by_value(0.1)
+    assert optimizer.clip_grad_by_norm(1.0) == 0
+    assert model.weight.grad is None
+
+
+def test_a_negative_norm_is_refused_instead_of_turning_gradients_around() -> None:
+    optimizer = OptimizerWrapper(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    with pytest.raises(ValueError, match=r"max_norm of at least 0, got -1\.0"):
+        optimizer.clip_grad_by_norm(-1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from colossalai.mesh import (
@@ -38,6 +39,8 @@ def _each_kind(rank: int, world_size: int, port: int) -> None:
     assert (log.calls("all_to_all"), log.sent("all_to_all")) == (2, 2 * 128 * 3 / 4)
     assert (log.calls("broadcast"), log.bytes("broadcast"), log.sent("broadcast")) == (1, 128, 128.0)
     assert log.calls(axis="dp") == 0
+    with pytest.raises(ValueError, match="no collective 'all_reduec'; there are all_gather"):
+        log.calls("all_reduec")  # type: ignore[arg-type]
     assert log.calls() == 5
     assert "all_to_all      tp           4       2             256             192" in log.table()
     with count_communication() as outer, count_communication() as inner:

@@ -227,4 +227,15 @@ def test_a_layout_names_each_axis_once() -> None:
         Layout((A,), partial=frozenset("a"))
     with pytest.raises(ValueError, match="one number of blocks for each of 2 dims"):
         Layout((A, ()), fused=(3,))
+    with pytest.raises(ValueError, match="has 1 block"):
+        Layout((A, ()), fused=(0, 3))
+
+
+def test_axes_are_not_letters() -> None:
+    for wrong in (lambda: Layout(("tp", ())), lambda: Layout(((), ()), partial="tp")):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"write \('tp',\), not 'tp'"):
+            wrong()
+
+
+def test_a_layout_in_words() -> None:
     assert str(Layout((("a", "b"), ()), partial=frozenset("c"), fused=(1, 3))) == "[a+b, -] P(c) fused(1, 3)"

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from colossalai.booster.mixed_precision.base import MixedPrecision
 from colossalai.booster.mixed_precision.bf16 import BF16MixedPrecision
+from colossalai.booster.mixed_precision.fp8 import FP8MixedPrecision
+from colossalai.booster.mixed_precision.fp16_apex import FP16ApexMixedPrecision
+from colossalai.booster.mixed_precision.fp16_naive import FP16NaiveMixedPrecision
 from colossalai.booster.mixed_precision.fp16_torch import FP16TorchMixedPrecision
 
 PRECISIONS: dict[str, type[MixedPrecision]] = {
     "fp16": FP16TorchMixedPrecision,
+    "fp16_naive": FP16NaiveMixedPrecision,
+    "fp16_apex": FP16ApexMixedPrecision,
     "bf16": BF16MixedPrecision,
+    "fp8": FP8MixedPrecision,
 }
 
 
@@ -25,6 +31,9 @@ def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
 __all__ = [
     "PRECISIONS",
     "BF16MixedPrecision",
+    "FP8MixedPrecision",
+    "FP16ApexMixedPrecision",
+    "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
     "MixedPrecision",
     "mixed_precision_factory",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-Criterion = Callable[..., Any]
+from colossalai.amp.autocast import Criterion
+
+__all__ = ["Criterion", "MixedPrecision"]
 
 
 class MixedPrecision(ABC):

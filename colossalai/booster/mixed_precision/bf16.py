@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.booster.mixed_precision.autocast import AutocastModel, autocast_criterion, device_type_of
+from colossalai.amp.autocast import AutocastModel, autocast_criterion, device_type_of
 from colossalai.booster.mixed_precision.base import Criterion, MixedPrecision
 
 

@@ -28,13 +28,15 @@ class TorchDDPModel(ModelWrapper):
     A model without parameters to train has no gradients to average, and DDP refuses it; it only gets rank 0's values.
     """
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(
+        self, module: nn.Module, process_group: dist.ProcessGroup | None = None, **options: Any
+    ) -> None:
         super().__init__(module)
         if any(p.requires_grad for p in module.parameters()):
-            self.module = DistributedDataParallel(module, **options)
+            self.module = DistributedDataParallel(module, process_group=process_group, **options)
         else:
             for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
+                dist.broadcast(tensor.detach(), group=process_group, group_src=0)
 
     def unwrap(self) -> nn.Module:
         inner = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
@@ -57,6 +59,7 @@ class TorchDDPPlugin(DPPluginBase):
         check_reduction: without effect in torch; a warning says so.
         gradient_as_bucket_view: let gradients be views of the buckets, which saves their memory.
         static_graph: promise that the same parameters are used in every step.
+        process_group: the ranks that are replicas of each other; all ranks if left out.
     """
 
     def __init__(
@@ -67,8 +70,11 @@ class TorchDDPPlugin(DPPluginBase):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        *,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if check_reduction:
             warnings.warn("check_reduction has no effect: torch ignores it", stacklevel=2)
         # torch 2.13 renamed the option
@@ -80,6 +86,7 @@ class TorchDDPPlugin(DPPluginBase):
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
+            "process_group": process_group,
         }
 
     def supported_devices(self) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
-from colossalai.booster.mixed_precision.base import Criterion
 from colossalai.interface import ModelWrapper
+
+Criterion = Callable[..., Any]
 
 
 class AutocastModel(ModelWrapper):

@@ -1,0 +1,114 @@
+"""``ScaledOptimizer``: an optimizer whose losses are scaled, and whose step may be skipped.
+
+Small gradients vanish in fp16, so the loss is multiplied by a scale before the backward pass, and the gradients are
+divided by it before they are used.  A gradient that overflows shows as inf or nan: then the step is skipped and the
+scale reduced.  This class is the order of these things; where gradients and scale live is up to its subclasses.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colossalai.amp.report import SkipReport
+from colossalai.interface import OptimizerWrapper
+
+SCALER_KEY = "grad_scaler"
+
+
+class ScaledOptimizer(OptimizerWrapper):
+    """Gradients are unscaled once: when they are clipped, or else when the optimizer steps.
+
+    ``step_was_skipped`` tells whether the last ``step`` was.  ``groups`` are the ranks that decide together; each of
+    them must call ``step``, also if it has no gradient of its own.
+    """
+
+    scaler: Any
+
+    def __init__(self, optim: Optimizer, groups: Sequence[dist.ProcessGroup], report: bool = True) -> None:
+        super().__init__(optim)
+        self.step_was_skipped = False
+        self._groups = list(groups)
+        self._report = SkipReport(report)
+        self._unscaled = False
+
+    @property
+    @abstractmethod
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by."""
+
+    @abstractmethod
+    def _unscale(self) -> None:
+        """Divide the gradients by the scale and find out whether any rank has one that overflowed."""
+
+    @abstractmethod
+    def _overflowed(self) -> bool:
+        """What ``_unscale`` found."""
+
+    @abstractmethod
+    def _update_scale(self, overflowed: bool) -> None:
+        """Choose the scale of the next iteration."""
+
+    def _apply_step(self) -> Any:
+        return self.optim.step()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._unscaled:
+            raise RuntimeError(
+                "the gradients were unscaled already (by clipping), and a scaled loss cannot be added to them; call"
+                " optimizer.step() or optimizer.zero_grad() before the next backward pass"
+            )
+        super().backward(loss, *args, **kwargs)
+
+    def unscale_grad(self) -> None:
+        if not self._unscaled and (self._groups or self._has_grad()):
+            self._unscale()
+            self._unscaled = True
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step, unless a gradient is inf or nan; then only the loss scale is reduced."""
+        if args or kwargs:
+            raise ValueError("an optimizer under fp16 takes no closure: the loss scale may skip the step")
+        self.unscale_grad()
+        if not self._unscaled:  # no gradient, and nobody to agree with
+            self.step_was_skipped = False
+            return self.optim.step()
+        self.step_was_skipped = self._overflowed()
+        result = None if self.step_was_skipped else self._apply_step()
+        # a skipped step is no reason for torch to warn that the scheduler ran before the optimizer
+        self.optim._opt_called = True  # type: ignore[attr-defined]
+        self._end_of_iteration(self.step_was_skipped)
+        return result
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        super().zero_grad(*args, **kwargs)
+        if self._unscaled:  # the gradients were clipped and then thrown away
+            self._end_of_iteration(self._overflowed())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), SCALER_KEY: self.scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load; a state without loss scale, of an optimizer in another precision, leaves the present one."""
+        state_dict = dict(state_dict)
+        scaler_state = state_dict.pop(SCALER_KEY, None)
+        super().load_state_dict(state_dict)
+        if scaler_state:
+            self.scaler.load_state_dict(scaler_state)
+
+    def _end_of_iteration(self, overflowed: bool) -> None:
+        scale = self.loss_scale if overflowed else None
+        self._update_scale(overflowed)
+        if scale is None:
+            self._report.good_step()
+        else:
+            self._report.skipped_step(scale, self.loss_scale)
+        self._unscaled = False
+
+    def _has_grad(self) -> bool:
+        return any(p.grad is not None for p in self.parameters())

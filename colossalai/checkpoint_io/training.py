@@ -1,0 +1,74 @@
+"""One file with everything a run needs to go on: epoch, model, optimizer and scheduler.
+
+``colossalai.utils`` offers these two functions under their documented names.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
+from colossalai.checkpoint_io.general import GeneralCheckpointIO
+from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
+from colossalai.mesh import placement
+
+
+def save_checkpoint(
+    file: str | Path,
+    epoch: int,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Write one file; in a distributed job every rank calls this and rank 0 writes.
+
+    Further keywords (plain values and tensors) are kept in the file beside the rest.
+    """
+    if cut := [name for name, p in model.named_parameters() if placement(p).sharded]:
+        raise ValueError(
+            f"save_checkpoint writes what rank 0 holds, but {cut[0]} is cut over ranks ({len(cut)} parameters are); this"
+            " version cannot gather them into one file"
+        )
+    state = {"epoch": epoch, "model": model.state_dict(), **kwargs}
+    for name, part in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        if part is not None:
+            state[name] = part.state_dict()
+    together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    io = ReplicatedCheckpointIO() if together else GeneralCheckpointIO()
+    io.run_write(partial(save_state_dict, state, file))
+
+
+def load_checkpoint(
+    file: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Any = None,
+    strict: bool = True,
+) -> int:
+    """Load what ``save_checkpoint`` wrote into the objects that are given; returns the epoch it was written in.
+
+    Not ``strict``: missing and unknown weights are passed over.
+    """
+    state = load_shard_state_dict(file)
+    wanted = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+    absent = [name for name, part in wanted.items() if part is not None and name not in state]
+    if "epoch" not in state or absent:
+        raise RuntimeError(
+            f"{file} is not a checkpoint with {', '.join(absent) or 'an epoch'}; it holds {', '.join(map(str, state))}"
+        )
+    try:
+        model.load_state_dict(state["model"], strict=strict)
+    except RuntimeError as error:
+        raise RuntimeError(f"{file} does not fit the model: {error}") from error
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+    if lr_scheduler is not None:
+        lr_scheduler.load_state_dict(state["lr_scheduler"])
+    return int(state["epoch"])

@@ -1,0 +1,88 @@
+"""What a config asks ``initialize`` for, checked and with types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from colossalai.amp import AMP_TYPE
+from colossalai.booster.mixed_precision import PRECISIONS, MixedPrecision, mixed_precision_factory
+from colossalai.context.config import ConfigException
+
+# The mixed precision of a config, by the name it has for Booster.
+PRECISION_OF = {AMP_TYPE.TORCH: "fp16", AMP_TYPE.NAIVE: "fp16_naive", AMP_TYPE.APEX: "fp16_apex"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """The sections of a config that ``initialize`` reads."""
+
+    precision: MixedPrecision | None = None
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)
+    handlers: tuple[Mapping[str, Any], ...] = ()
+    accumulate: int = 1
+    clip_grad_norm: float = 0.0
+    cudnn_benchmark: bool = False
+    cudnn_deterministic: bool = True
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], pipeline_size: int = 1) -> Features:
+        """Read ``config``, whose reserved words ``launch`` has checked one by one; here they must fit each other."""
+        _check_combination(config, pipeline_size)
+        return cls(
+            precision=_precision(config.get("fp16")),
+            ddp_options=config.get("torch_ddp") or {},
+            handlers=tuple(config.get("gradient_handler") or config.get("gradient_handlers") or ()),
+            accumulate=config.get("gradient_accumulation") or 1,
+            clip_grad_norm=config.get("clip_grad_norm") or 0.0,
+            cudnn_benchmark=bool(config.get("cudnn_benchmark")),
+            cudnn_deterministic=config.get("cudnn_deterministic") in (None, True),
+        )
+
+
+def _check_combination(config: Mapping[str, Any], pipeline_size: int) -> None:
+    fp16, zero = config.get("fp16"), config.get("zero")
+    if fp16 is not None and zero is not None:
+        raise ConfigException(
+            "config has both 'fp16' and 'zero'; ZeRO does its own mixed precision, so keep one of them"
+        )
+    if zero is not None:
+        raise ConfigException("config has a 'zero' section, but this version has no ZeRO yet; remove it")
+    if pipeline_size > 1:
+        if fp16 is not None and _mode(fp16) is not AMP_TYPE.NAIVE:
+            raise ConfigException(
+                f"config has a pipeline and fp16 mode {_mode(fp16)}; a pipeline works with AMP_TYPE.NAIVE only"
+            )
+        raise ConfigException(
+            f"config has a pipeline of {pipeline_size} stages, but this version's initialize has no pipeline schedule"
+            " yet; set parallel.pipeline to 1"
+        )
+
+
+def _mode(fp16: Mapping[str, Any]) -> AMP_TYPE:
+    if "mode" not in fp16:
+        raise ConfigException(
+            "config section 'fp16' needs a mode, such as fp16 = dict(mode=AMP_TYPE.TORCH) (from colossalai.amp)"
+        )
+    try:
+        return AMP_TYPE(fp16["mode"])
+    except ValueError:
+        known = ", ".join(str(mode) for mode in AMP_TYPE)
+        raise ConfigException(f"fp16 mode must be one of {known}, got {fp16['mode']!r}") from None
+
+
+def _precision(fp16: Mapping[str, Any] | None) -> MixedPrecision | None:
+    if fp16 is None:
+        return None
+    mode = _mode(fp16)
+    options = {name: value for name, value in fp16.items() if name != "mode"}
+    if not options.pop("enabled", True):
+        return None
+    name = PRECISION_OF[mode]
+    if not options or name not in PRECISIONS:
+        return mixed_precision_factory(name)  # refuses a name it does not know
+    try:
+        return PRECISIONS[name](**options)
+    except TypeError as error:
+        raise ConfigException(f"config section 'fp16' with mode {mode}: {error}") from error

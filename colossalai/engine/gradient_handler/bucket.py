@@ -1,0 +1,75 @@
+"""One all-reduce for many gradients.
+
+Gradients of one dtype and device travel in flat buckets.  A bucket holds every parameter of the list, also those
+without a gradient here, because another rank may have one: its shape is then the same on all ranks.  Behind the
+gradients it carries one flag for each, whose sum tells whether any rank had a gradient; a parameter that no rank used
+stays without one, as it would in serial training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def bucket_allreduce(
+    param_list: Iterable[Tensor], group: dist.ProcessGroup | None = None, *, average: bool = True
+) -> None:
+    """Replace the gradient of every parameter by its mean over the ranks of ``group``, or by its sum.
+
+    Every rank passes the same parameters in the same order.  ``None`` is the group of all ranks.
+    """
+    params = [p for p in param_list if p.requires_grad]
+    for p in params:
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise TypeError(
+                f"bucket_allreduce takes dense gradients, got one in layout {p.grad.layout} of a parameter of shape"
+                f" {tuple(p.shape)}; build its layer with sparse=False"
+            )
+    size = dist.get_world_size(group)
+    if size == 1:
+        return
+    for bucket in _buckets(params):
+        _allreduce(bucket, group, size if average else 1)
+
+
+def _buckets(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for p in params:
+        kinds.setdefault((p.dtype, p.device), []).append(p)
+    for kind in kinds.values():
+        bucket: list[Tensor] = []
+        filled = 0
+        for p in kind:
+            if bucket and filled + p.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(p)
+            filled += p.nbytes
+        yield bucket
+
+
+@torch.no_grad()
+def _allreduce(bucket: list[Tensor], group: dist.ProcessGroup | None, divisor: int) -> None:
+    first = bucket[0]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+    present = torch.tensor([p.grad is not None for p in bucket], dtype=first.dtype).to(
+        first.device, non_blocking=True
+    )
+    flat = torch.cat([*(g.reshape(-1).to(first.dtype) for g in grads), present])
+    flat[: -len(bucket)].div_(divisor)  # before the sum, which could overflow in fp16
+    dist.all_reduce(flat, group=group)
+    used = flat[-len(bucket) :]
+    # the flags are read, which waits for the device, only where a gradient is missing
+    used_anywhere = (used > 0).tolist() if any(p.grad is None for p in bucket) else [True] * len(bucket)
+    offset = 0
+    for p, grad, keep in zip(bucket, grads, used_anywhere, strict=True):
+        if keep:
+            grad.copy_(flat[offset : offset + p.numel()].view_as(p))
+            p.grad = grad
+        offset += p.numel()

@@ -1,0 +1,54 @@
+"""The handlers that are built in: all of them are ``bucket_allreduce`` over some group.
+
+Ranks that saw different data average, since every loss is a mean over its own rank's samples (or tokens).  Stages that
+use one weight together add, since the loss depends on it through each use.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from colossalai.engine.gradient_handler.base import BaseGradientHandler
+from colossalai.engine.gradient_handler.bucket import bucket_allreduce
+from colossalai.registry import GRADIENT_HANDLER
+from colossalai.utils import is_ddp_ignored
+
+SHARED_GROUP = "pipeline_shared_module_pg"
+
+
+class _AveragingHandler(BaseGradientHandler):
+    mode: ParallelMode
+
+    def handle_gradient(self) -> None:
+        if gpc.is_initialized(self.mode) and gpc.get_world_size(self.mode) > 1:
+            params = [p for p in self._model.parameters() if not is_ddp_ignored(p)]
+            bucket_allreduce(params, gpc.get_group(self.mode))
+
+
+@GRADIENT_HANDLER.register_module
+class DataParallelGradientHandler(_AveragingHandler):
+    """Averages gradients over the data-parallel ranks, after the backward pass."""
+
+    mode = ParallelMode.DATA
+
+
+@GRADIENT_HANDLER.register_module
+class SequenceParallelGradientHandler(_AveragingHandler):
+    """Averages gradients over all ranks that hold other samples or other parts of the sequences."""
+
+    mode = ParallelMode.SEQUENCE_DP
+
+
+@GRADIENT_HANDLER.register_module
+class PipelineSharedModuleGradientHandler(BaseGradientHandler):
+    """Adds the gradients of weights that several pipeline stages share (see ``pipeline_shared_module_pg``)."""
+
+    def handle_gradient(self) -> None:
+        shared: dict[object, list[Tensor]] = {}
+        for p in self._model.parameters():
+            if (group := getattr(p, SHARED_GROUP, None)) is not None:
+                shared.setdefault(group, []).append(p)
+        for group, params in shared.items():
+            bucket_allreduce(params, group, average=False)  # type: ignore[arg-type]

@@ -1,0 +1,160 @@
+"""``initialize``: from the objects of a plain training script and the launched config to an ``Engine``.
+
+It only chooses: which plugin, which precision, which handlers.  ``Booster`` does the work.
+"""
+
+from __future__ import annotations
+
+import pprint
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from colossalai.booster import Booster
+from colossalai.booster.plugin import Plugin, TorchDDPPlugin
+from colossalai.context import ParallelMode
+from colossalai.context.config import ConfigException
+from colossalai.core import global_context as gpc
+from colossalai.engine.engine import Engine
+from colossalai.engine.features import Features
+from colossalai.engine.gradient_accumulation import accumulate_gradient
+from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler, build_gradient_handler
+from colossalai.engine.mesh_optimizer import MeshOptimizer, is_cut
+from colossalai.engine.ophooks import BaseOpHook
+from colossalai.logging import get_dist_logger
+from colossalai.utils import get_current_device, is_using_sequence
+
+Initialized = tuple[Engine, Any, Any, Any]
+
+
+def initialize(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
+    criterion: Callable[..., Any] | None = None,
+    train_dataloader: Iterable[Any] | None = None,
+    test_dataloader: Iterable[Any] | None = None,
+    lr_scheduler: LRScheduler | None = None,
+    ophooks: Sequence[BaseOpHook] | None = None,
+    verbose: bool = True,
+) -> Initialized:
+    """Put the features of the config into the training objects: ``(engine, train, test dataloader, lr_scheduler)``.
+
+    Needs ``colossalai.launch`` before it.  ``model`` may be a function that builds the model, and ``optimizer`` a class
+    (or function) that takes its parameters.  Go on with what is returned: under gradient accumulation the training data
+    loader and the scheduler are wrapped.
+    """
+    if not gpc.is_initialized(ParallelMode.GLOBAL):
+        raise RuntimeError(
+            "colossalai.initialize needs a launched job; call colossalai.launch_from_torch first"
+        )
+    features = Features.from_config(gpc.config, gpc.pipeline_parallel_size)
+    _check_not_empty(train_dataloader=train_dataloader, test_dataloader=test_dataloader)
+    _set_cudnn(features)
+    if verbose:
+        _log(features)
+    model, optimizer = _build(model, optimizer)
+    mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
+    booster = Booster(mixed_precision=features.precision, plugin=_plugin(features, mode))
+    if booster.plugin is None:
+        _share_weights(model, mode)  # before boost, which may copy them into master weights
+    boosted = booster.boost(model, optimizer, criterion, train_dataloader, lr_scheduler)  # type: ignore[arg-type]
+    if is_cut(boosted.optimizer):
+        boosted = boosted._replace(optimizer=MeshOptimizer(boosted.optimizer, gpc.mesh))
+    handlers = _handlers(features, boosted.model, boosted.optimizer)
+    parts: tuple[Any, ...] = (boosted.optimizer, boosted.dataloader, handlers, boosted.lr_scheduler)
+    if features.accumulate > 1:
+        parts = accumulate_gradient(
+            boosted.model,
+            boosted.optimizer,
+            boosted.dataloader,
+            features.accumulate,
+            handlers,
+            boosted.lr_scheduler,
+        )
+    ready_optimizer, train_dataloader, ready_handlers, lr_scheduler = parts
+    engine = Engine(
+        boosted.model,
+        ready_optimizer,
+        boosted.criterion,
+        ready_handlers,
+        features.clip_grad_norm,
+        ophooks,
+        verbose,
+    )
+    return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
+    if not isinstance(model, nn.Module) and callable(model):
+        model = model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"colossalai.initialize needs a model, or a function that builds one, got {model!r}")
+    if not isinstance(optimizer, Optimizer) and callable(optimizer):
+        optimizer = optimizer(model.parameters())
+    if optimizer is None:
+        raise TypeError("colossalai.initialize needs an optimizer, got None")
+    return model, optimizer
+
+
+def _plugin(features: Features, mode: ParallelMode) -> Plugin | None:
+    """DDP averages gradients over ``mode``, unless there is nothing to average or handlers do so."""
+    if gpc.get_world_size(mode) == 1 or features.handlers:
+        if features.ddp_options:
+            why = "gradient handlers take the place of DDP" if features.handlers else "there is one replica"
+            get_dist_logger().warning(f"config section 'torch_ddp' has no effect: {why}", ranks=[0])
+        return None
+    try:
+        return TorchDDPPlugin(process_group=gpc.get_group(mode), **features.ddp_options)
+    except TypeError as error:
+        raise ConfigException(f"config section 'torch_ddp': {error}") from error
+
+
+def _handlers(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:
+    configs = list(features.handlers)
+    shared = {"type": "PipelineSharedModuleGradientHandler"}
+    if any(hasattr(p, SHARED_GROUP) for p in model.parameters()) and shared not in configs:
+        configs.append(shared)
+    return [build_gradient_handler(config, model, optimizer) for config in configs]
+
+
+def _share_weights(model: nn.Module, mode: ParallelMode) -> None:
+    """Replicas start alike, with the values of the first one; DDP does this by itself."""
+    if gpc.get_world_size(mode) == 1:
+        return
+    first = gpc.get_ranks_in_group(mode)[0]
+    model.to(get_current_device())  # where the group can reach them
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), src=first, group=gpc.get_group(mode))
+
+
+def _check_not_empty(**dataloaders: Any) -> None:
+    for name, dataloader in dataloaders.items():
+        try:
+            empty = dataloader is not None and len(dataloader) == 0
+        except TypeError:  # it has no length
+            continue
+        if empty:
+            raise ValueError(
+                f"{name} is empty: it has no batch. Is the dataset empty, or smaller than the batch size with"
+                " drop_last=True?"
+            )
+
+
+def _set_cudnn(features: Features) -> None:
+    torch.backends.cudnn.benchmark = features.cudnn_benchmark
+    torch.backends.cudnn.deterministic = features.cudnn_deterministic
+
+
+def _log(features: Features) -> None:
+    logger = get_dist_logger()
+    config = pprint.pformat(dict(gpc.config))
+    logger.info(f"\n========== Your Config ========\n{config}\n================================\n", ranks=[0])
+    logger.info(
+        f"cuDNN benchmark = {features.cudnn_benchmark}, deterministic = {features.cudnn_deterministic}",
+        ranks=[0],
+    )

@@ -1,0 +1,43 @@
+"""A loss that is nan or infinite is reported, once, and never changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from colossalai.logging import get_dist_logger
+
+# Reading a value from a CUDA device waits for it, so there the losses are looked at in bundles.
+LOOK_EVERY = 32
+
+
+class LossWatch:
+    """Looks at every loss on its way into the backward pass."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._looked_at = 0
+        self._bad: Tensor | None = None
+        self._was_bad = False
+
+    def see(self, loss: Tensor) -> None:
+        self._seen += 1
+        bad = ~torch.isfinite(loss.detach()).all()
+        self._bad = bad if self._bad is None else self._bad | bad
+        if loss.device.type == "cpu" or self._seen - self._looked_at == LOOK_EVERY:
+            self.report()
+
+    def report(self) -> None:
+        """Warn if a loss since the last look was not finite, unless the last look found the same."""
+        if self._bad is None:
+            return
+        is_bad = bool(self._bad)
+        first = self._looked_at + 1
+        where = f"pass {first}" if first == self._seen else f"passes {first} to {self._seen}"
+        self._bad, self._looked_at = None, self._seen
+        if is_bad and not self._was_bad:
+            get_dist_logger().warning(
+                f"the loss is nan or infinite (backward {where}): the weights may be lost; try a lower learning rate,"
+                " clip_grad_norm, or look at the data"
+            )
+        self._was_bad = is_bad

@@ -1,0 +1,6 @@
+"""Schedules: how an engine executes the forward and backward passes of an iteration."""
+
+from colossalai.engine.schedule.base import BaseSchedule
+from colossalai.engine.schedule.non_pipeline import NonPipelineSchedule
+
+__all__ = ["BaseSchedule", "NonPipelineSchedule"]

@@ -1,0 +1,65 @@
+"""``BaseSchedule``: how the forward and backward passes of one iteration are executed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from colossalai.engine.schedule.nest import batch_size, to_device
+from colossalai.utils import get_current_device
+
+if TYPE_CHECKING:
+    from colossalai.engine.engine import Engine
+
+StepResult = tuple[Any, Any, Any]
+
+
+class BaseSchedule:
+    """Inherit and implement ``forward_backward_step``, or ``forward_back_step``, the name in some documents.
+
+    Args:
+        data_process_func: turns a batch of the data loader, already on the device, into ``(data, label)``.
+    """
+
+    uses_pipeline = False
+
+    def __init__(self, data_process_func: Callable[[Any], tuple[Any, Any]] | None = None) -> None:
+        if data_process_func is not None and not callable(data_process_func):
+            raise TypeError(
+                f"data_process_func is a function from a batch to (data, label), got {data_process_func!r}"
+            )
+        self.data_process_func = data_process_func
+        self.batch_size = 0
+        self._device: torch.device | None = None
+
+    def pre_processing(self, engine: Engine) -> None:
+        """Called once, by the engine that will use this schedule."""
+        self._device = next((p.device for p in engine.model.parameters()), None)
+
+    def load_batch(self, data_iter: Iterator[Any], to_gpu: bool = True) -> Any:
+        """The next batch, with ``to_gpu`` on the device of the model; any nest of tensors will do."""
+        batch = next(data_iter)
+        self.batch_size = batch_size(batch)
+        return to_device(batch, self._device or get_current_device()) if to_gpu else batch
+
+    def forward_backward_step(
+        self,
+        engine: Engine,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> StepResult:
+        """Take a batch from ``data_iter`` through the engine; returns ``(output, label, loss)``, None where not asked for."""
+        if type(self).forward_back_step is BaseSchedule.forward_back_step:
+            raise TypeError(
+                f"{type(self).__name__} must implement forward_backward_step(engine, data_iter, forward_only,"
+                " return_loss, return_output_label)"
+            )
+        return self.forward_back_step(engine, data_iter, forward_only, return_loss, return_output_label)
+
+    def forward_back_step(self, *args: Any, **kwargs: Any) -> StepResult:
+        """Another name of ``forward_backward_step``."""
+        return self.forward_backward_step(*args, **kwargs)

@@ -1,0 +1,40 @@
+"""Batches are nests of tensors: tuples, lists and dicts in any depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(nest: Any, device: torch.device) -> Any:
+    """The same nest with every tensor on ``device``; what is not a tensor stays as it is."""
+    if isinstance(nest, Tensor) or (hasattr(nest, "to") and callable(nest.to)):
+        # a copy from pinned memory goes on while the host continues; torch orders it before the first use
+        return nest.to(device, non_blocking=True) if isinstance(nest, Tensor) else nest.to(device)
+    if isinstance(nest, Mapping):
+        return {key: to_device(value, device) for key, value in nest.items()}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(to_device(value, device) for value in nest))
+    if isinstance(nest, (list, tuple)):
+        return type(nest)(to_device(value, device) for value in nest)
+    return nest
+
+
+def tensors(nest: Any) -> Iterator[Tensor]:
+    """All tensors of a nest, in order."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, Mapping):
+        for value in nest.values():
+            yield from tensors(value)
+    elif isinstance(nest, (list, tuple)):
+        for value in nest:
+            yield from tensors(value)
+
+
+def batch_size(nest: Any) -> int:
+    """The length of the first tensor that has one; 0 if there is none."""
+    return next((len(tensor) for tensor in tensors(nest) if tensor.ndim), 0)

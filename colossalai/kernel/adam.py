@@ -1,0 +1,161 @@
+"""Adam and AdamW on many tensors:  m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,
+w <- w - lr (m / c1) / (sqrt(v / c2) + eps),  with c = 1 - b^step, or 1 without bias correction.
+
+Weight decay is part of g (Adam) or shrinks w beforehand (AdamW).
+
+Four ways to compute it, chosen by `choose`:
+
+- ``fused``: torch's own kernel, where weights and gradients have one dtype;
+- ``triton``: half-precision gradients in, float32 weights and moments updated, half-precision weights out, in one pass and
+  one launch, on CUDA;
+- ``blocks``: the same on CPU, as casts around torch's kernel in blocks that stay in the cache;
+- ``foreach``: plain PyTorch, anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossalai.kernel import private
+from colossalai.kernel.lists import Lists, row
+from colossalai.kernel.probe import triton_works
+
+BLOCK = (
+    1 << 18
+)  # elements: 1 MiB of float32, so that a block's gradient and weights are still in L2 when used again
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamOptions:
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool  # AdamW
+    bias_correction: bool = True
+    div_scale: float = -1.0  # gradients are divided by it if it is positive
+
+    def corrections(self, step: int) -> tuple[float, float]:
+        """c1 and c2 of the formula at the top."""
+        if not self.bias_correction:
+            return 1.0, 1.0
+        return 1 - self.beta1**step, 1 - self.beta2**step
+
+
+@dataclass(kw_only=True)
+class AdamLists(Lists):
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+
+
+def adam_(lists: AdamLists, step: int, options: AdamOptions) -> None:
+    """One update in place; ``step`` counts from 1."""
+    ADAM[choose(lists)](lists, step, options)
+
+
+def choose(lists: AdamLists) -> str:
+    """The name in ``ADAM`` of the fastest way for these tensors."""
+    kind = lists.device.type
+    if kind not in private.FUSED_DEVICES or not lists.is_dense:
+        return "foreach"
+    if not lists.is_mixed:
+        return "fused"
+    if lists.weights[0].dtype != torch.float32:
+        return "foreach"
+    if kind == "cpu":
+        return "blocks"
+    return "triton" if triton_works() else "foreach"
+
+
+def adam_fused_(lists: AdamLists, step: int, options: AdamOptions) -> None:
+    device = lists.device
+    scale = torch.full((), options.div_scale, device=device) if options.div_scale > 0 else None
+    _call_fused(
+        (lists.weights, lists.grads, lists.exp_avgs, lists.exp_avg_sqs),
+        _step_tensor(step, options, device),
+        options,
+        scale,
+    )
+
+
+def _step_tensor(step: int, options: AdamOptions, device: torch.device) -> Tensor:
+    # torch's kernel always corrects the bias, by 1 - beta ** step; at a huge step that is 1
+    return torch.full((), float(step) if options.bias_correction else 1e30, device=device)
+
+
+def _call_fused(
+    lists: tuple[list[Tensor], ...], step: Tensor, options: AdamOptions, scale: Tensor | None = None
+) -> None:
+    function = private.fused_adamw_ if options.decoupled else private.fused_adam_
+    function(
+        *lists,
+        [],
+        [step] * len(lists[0]),
+        lr=options.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=scale,
+    )
+
+
+def adam_blocks_(lists: AdamLists, step: int, options: AdamOptions) -> None:
+    longest = max(w.numel() for w in lists.weights)
+    buffer = torch.empty(min(BLOCK, longest), dtype=lists.weights[0].dtype)
+    when = _step_tensor(step, options, lists.device)
+    halves: list[Any] = lists.halves or [None] * len(lists.weights)
+    for *entry, half in zip(
+        lists.weights, lists.exp_avgs, lists.exp_avg_sqs, lists.grads, halves, strict=True
+    ):
+        w, m, v, g = map(row, entry)
+        half_row = None if half is None else row(half)
+        for start in range(0, w.numel(), BLOCK):
+            part = slice(start, start + BLOCK)
+            grad = buffer[: w[part].numel()].copy_(g[part])
+            if options.div_scale > 0:
+                grad /= options.div_scale
+            _call_fused(([w[part]], [grad], [m[part]], [v[part]]), when, options)
+            if half_row is not None:
+                half_row[part].copy_(w[part])
+
+
+def adam_foreach_(lists: AdamLists, step: int, options: AdamOptions) -> None:
+    weights, grads = lists.weights, lists.full_grads(options.div_scale)
+    c1, c2 = options.corrections(step)
+    if options.weight_decay and options.decoupled:
+        private.mul_(weights, 1 - options.lr * options.weight_decay)
+    elif options.weight_decay:
+        grads = private.add(grads, weights, alpha=options.weight_decay)
+    private.lerp_(lists.exp_avgs, grads, 1 - options.beta1)
+    private.mul_(lists.exp_avg_sqs, options.beta2)
+    private.addcmul_(lists.exp_avg_sqs, grads, grads, 1 - options.beta2)
+    denominators = private.sqrt(lists.exp_avg_sqs)
+    private.div_(denominators, math.sqrt(c2))
+    private.add_(denominators, options.eps)
+    private.addcdiv_(weights, lists.exp_avgs, denominators, -options.lr / c1)
+    lists.write_halves()
+
+
+def adam_triton_(lists: AdamLists, step: int, options: AdamOptions) -> None:
+    from colossalai.kernel import multi_tensor, triton_adam  # Triton is imported only where it is used
+
+    with multi_tensor.on(lists.device):
+        triton_adam.adam_(lists, step, options)
+
+
+ADAM: dict[str, Callable[[AdamLists, int, AdamOptions], None]] = {
+    "fused": adam_fused_,
+    "triton": adam_triton_,
+    "blocks": adam_blocks_,
+    "foreach": adam_foreach_,
+}

@@ -1,0 +1,82 @@
+"""What a multi-tensor optimizer kernel works on: lists of tensors on one device, with one dtype per list.
+
+The i-th entries of all lists belong to one parameter, and have its shape and strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from colossalai.kernel import private
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(kw_only=True)
+class Lists:
+    """``weights`` are what the update is computed on, in float32 (or float64).
+
+    ``halves``, if any, are the parameters themselves in half precision: the kernel writes the new weights into them too.
+    ``grads`` may have another dtype than the weights.
+    """
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    halves: list[Tensor] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights[0].device
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether two dtypes are at work, which torch's fused kernels do not do."""
+        return bool(self.halves) or self.grads[0].dtype != self.weights[0].dtype
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether each tensor covers its memory without gaps, so that a kernel may run over it as one row."""
+        return all(map(covers_its_memory, self.weights))
+
+    def full_grads(self, div_scale: float = -1.0) -> list[Tensor]:
+        """The gradients in the dtype of the weights, divided by ``div_scale`` if that is positive."""
+        grads = self.grads
+        if grads[0].dtype != self.weights[0].dtype:
+            grads = [torch.empty_like(w) for w in self.weights]
+            private.copy_(grads, self.grads)
+        return private.div(grads, div_scale) if div_scale > 0 else grads
+
+    def one_by_one(self) -> Iterator[Self]:
+        """Lists of one tensor each: on a CPU, what was just read is still in the cache for the next operation."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        columns = {name: column for name, column in columns.items() if isinstance(column, list)}
+        for i in range(len(self.weights)):
+            yield replace(self, **{name: column[i : i + 1] for name, column in columns.items()})
+
+    def write_halves(self) -> None:
+        if self.halves:
+            private.copy_(self.halves, self.weights)
+
+
+def covers_its_memory(tensor: Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def row(tensor: Tensor) -> Tensor:
+    """All elements of a dense tensor, in the order in which they lie in memory, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))

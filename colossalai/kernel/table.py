@@ -1,0 +1,20 @@
+"""Which implementation of each kernel is at work on this machine."""
+
+from __future__ import annotations
+
+import torch
+
+from colossalai.kernel.probe import triton_works
+
+
+def implementations() -> dict[str, str]:
+    """The name of each kernel and the implementation that float32 weights on the best device here get."""
+    gpu = torch.cuda.is_available()
+    own = "triton" if triton_works() else "foreach"
+    return {
+        "Adam": "fused (torch)",
+        "Adam, half-precision weights": own if gpu else "blocks (torch)",
+        "SGD": "fused (torch)",
+        "LAMB": own,
+        "LARS": own,
+    }

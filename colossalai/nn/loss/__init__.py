@@ -1,0 +1,5 @@
+"""Losses."""
+
+from colossalai.nn.loss.cross_entropy import CrossEntropyLoss
+
+__all__ = ["CrossEntropyLoss"]

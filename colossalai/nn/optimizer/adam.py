@@ -1,0 +1,143 @@
+"""Adam and AdamW on GPU, on CPU, or on both in one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from colossalai.kernel.adam import AdamLists, AdamOptions, adam_
+from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_rates
+from colossalai.registry import OPTIMIZERS
+
+INF = float("inf")
+
+
+class _Adam(MultiTensorOptimizer):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        bias_correction: bool,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        adamw_mode: bool,
+        **defaults: Any,
+    ) -> None:
+        check_rates(
+            self,
+            lr=(lr, 0.0, INF),
+            eps=(eps, 0.0, INF),
+            weight_decay=(weight_decay, 0.0, INF),
+            beta1=(betas[0], 0.0, 1.0),
+            beta2=(betas[1], 0.0, 1.0),
+        )
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        modes = {"bias_correction": bias_correction, "adamw_mode": adamw_mode}
+        super().__init__(params, options | modes | defaults)
+        self._div_scale = -1.0
+
+    def step(self, closure: Callable[[], Any] | None = None, div_scale: float = -1) -> Any:
+        """Update all parameters that have a gradient; ``closure`` computes the loss again, and is called first.
+
+        Gradients are divided by ``div_scale`` if it is positive; whether what is left in ``.grad`` is the divided gradient
+        depends on the kernel.
+        """
+        self._div_scale = div_scale
+        return super().step(closure)
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
+        lists = AdamLists(
+            weights=bucket.weights,
+            grads=bucket.grads,
+            halves=bucket.halves,
+            exp_avgs=bucket.states["exp_avg"],
+            exp_avg_sqs=bucket.states["exp_avg_sq"],
+        )
+        beta1, beta2 = group["betas"]
+        options = AdamOptions(
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["adamw_mode"],
+            bias_correction=group["bias_correction"],
+            div_scale=self._div_scale,
+        )
+        adam_(lists, bucket.step, options)
+
+
+@OPTIMIZERS.register_module
+class FusedAdam(_Adam):
+    """AdamW (``adamw_mode``) or Adam with one kernel for all parameters.
+
+    Without ``bias_correction`` the moments are used as they are.  With ``set_grad_none``, ``zero_grad`` frees the
+    gradients; otherwise it sets them to zero.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adamw_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("FusedAdam has no AMSGrad variant; use torch.optim.AdamW(amsgrad=True)")
+        super().__init__(
+            params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, set_grad_none=set_grad_none
+        )
+
+
+@OPTIMIZERS.register_module
+class HybridAdam(_Adam):
+    """AdamW (``adamw_mode``) or Adam whose parameters may be on CPU and on GPU, each updated where it is.
+
+    ``defaults`` are further entries of every parameter group.  States stay in memory: of ``nvme_offload_fraction`` and
+    ``nvme_offload_dir`` only 0 and None are taken.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        adamw_mode: bool = True,
+        **defaults: Any,
+    ) -> None:
+        if offload := {n: v for n, v in defaults.items() if n.startswith("nvme_offload") and v}:
+            raise ValueError(
+                f"HybridAdam keeps its states in memory, it does not put them on a disk; got {offload}"
+            )
+        super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, **defaults)
+
+
+@OPTIMIZERS.register_module
+class CPUAdam(_Adam):
+    """AdamW (``adamw_mode``) or Adam for parameters on the CPU."""
+
+    devices = ("cpu",)
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        adamw_mode: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)

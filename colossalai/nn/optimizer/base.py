@@ -1,0 +1,220 @@
+"""What our optimizers share: parameters are gathered into lists that one kernel updates in few launches.
+
+A parameter in half precision keeps its weights in float32 as well, as ``master`` in the optimizer's state: an update is
+often smaller than the rounding of half precision and would be lost.  The kernel writes the rounded weights into the
+parameter in the same pass.  Moments are float32 too.  Who writes into the parameter between two steps is followed.
+
+Parameters that are cut over ranks (``DTensor``) are updated in their local parts, if the update is element by element.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, *HALVES)
+
+
+@dataclass
+class Bucket:
+    """Parameters of one group that one call of a kernel updates: same device, dtypes and number of steps."""
+
+    step: int
+    weights: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    halves: list[Tensor] = field(default_factory=list)
+    states: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, tensors: list[Tensor], names: Sequence[str]) -> None:
+        """A parameter, its gradient, its states of these names, and its master if it has one."""
+        weight, grad, *states = tensors
+        if len(states) > len(names):
+            self.halves.append(weight)
+            weight = states.pop()
+        if grad.stride() != weight.stride():
+            grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
+        self.weights.append(weight)
+        self.grads.append(grad)
+        for name, state in zip(names, states, strict=True):
+            self.states[name].append(state)
+
+
+class MultiTensorOptimizer(Optimizer):
+    """A subclass names its states, which start as zeros, and writes ``update``."""
+
+    elementwise = True  # every element of a parameter is updated without knowing the others
+    devices: tuple[str, ...] = ()  # where parameters may be; empty: anywhere
+
+    @abstractmethod
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The tensors that each parameter of the group has in the optimizer's state."""
+
+    @abstractmethod
+    def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
+        """Update the parameters of a bucket in place; ``bucket.step`` counts from 1."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype not in DTYPES:
+                raise TypeError(
+                    f"{type(self).__name__} updates parameters of {', '.join(str(d) for d in DTYPES)};"
+                    f" got one of {parameter.dtype}, shape {tuple(parameter.shape)}"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; ``closure`` computes the loss again, and is called first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter in self._parameters():  # all of them, before the first is changed
+            if (grad := parameter.grad) is not None and (
+                grad.is_sparse or self.devices or not self.elementwise
+            ):
+                self.check(parameter)
+        groups = [(group, list(self.buckets(group))) for group in self.param_groups]
+        self.prepare([bucket for _, buckets in groups for bucket in buckets])
+        for group, buckets in groups:
+            for bucket in buckets:
+                self.update(bucket, group)
+        for parameter in self._parameters():
+            if parameter.dtype in HALVES:
+                self.versions[parameter] = parameter._version
+        return loss
+
+    def prepare(self, buckets: list[Bucket]) -> None:
+        """What must be known of all gradients before the first update."""
+
+    def buckets(self, group: dict[str, Any]) -> Iterable[Bucket]:
+        """The parameters of ``group`` that have a gradient; their number of steps goes up by one."""
+        names = self.state_names(group)
+        needed = {"step", *names}
+        found: dict[tuple[Any, ...], Bucket] = {}
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not needed <= state.keys():
+                self.start(parameter, state, [name for name in ("step", *names) if name not in state])
+            if "master" in state:
+                self.follow(parameter, state["master"])
+            step = int(state["step"].add_(1))
+            tensors = [parameter, parameter.grad, *(state[name] for name in names)]
+            if "master" in state:
+                tensors.append(state["master"])
+            if type(parameter) is not torch.nn.Parameter:
+                tensors = [local(tensor) for tensor in tensors]
+            key = (parameter.device, parameter.dtype, parameter.grad.dtype, step)
+            if key not in found:
+                found[key] = Bucket(step)
+            found[key].add(tensors, names)
+        return found.values()
+
+    def start(self, parameter: Tensor, state: dict[str, Any], names: Iterable[str]) -> None:
+        """The entries ``names`` of a parameter's state, before its first step."""
+        for name in names:
+            state[name] = (
+                torch.tensor(0.0) if name == "step" else torch.zeros_like(parameter, dtype=wide(parameter))
+            )
+        if parameter.dtype in HALVES and "master" not in state:
+            state["master"] = parameter.detach().to(wide(parameter))
+            self.versions[parameter] = parameter._version
+
+    def follow(self, parameter: Tensor, master: Tensor) -> None:
+        """Start again from the parameter if somebody else has changed it since our last step, as loading a model does."""
+        if self.versions.get(parameter) != parameter._version:
+            now = local(parameter.detach())
+            if not torch.equal(local(master).to(now.dtype), now):
+                local(master).copy_(now)
+
+    @property
+    def versions(self) -> dict[Tensor, int]:
+        """How often each half-precision parameter had been written to, after our last step."""
+        return self.__dict__.setdefault("_versions", {})  # a copied or unpickled optimizer starts without
+
+    def check(self, parameter: Tensor) -> None:
+        """Refuse a parameter or gradient that the kernels cannot update."""
+        who, shape = type(self).__name__, tuple(parameter.shape)
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            raise RuntimeError(
+                f"{who} does not take sparse gradients; the parameter of shape {shape} has one."
+                f" Use torch.optim.SparseAdam for it, or a layer with sparse=False"
+            )
+        if self.devices and parameter.device.type not in self.devices:
+            raise RuntimeError(
+                f"{who} updates parameters on {' or '.join(self.devices)}; the parameter of shape {shape} is on"
+                f" {parameter.device}. HybridAdam takes both"
+            )
+        if not self.elementwise and is_cut(parameter):
+            raise RuntimeError(
+                f"{who} needs the norm of whole parameters; the parameter of shape {shape} is cut over ranks (DTensor)"
+            )
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Free the gradients, or set them to zero; by default as ``set_grad_none`` says, if the optimizer has it."""
+        default = self.defaults.get("set_grad_none", True)
+        super().zero_grad(default if set_to_none is None else set_to_none)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a state of the optimizer of torch lacks some of our options
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of the one of torch with the same formula."""
+        super().load_state_dict(state_dict)
+        # torch casts states to the dtype of the parameter, and leaves their strides as they were
+        saved_state, indices = state_dict["state"], _indices(state_dict["param_groups"])
+        for index, parameter in zip(indices, self._parameters(), strict=True):
+            state = self.state.get(parameter, {})
+            for name, value in saved_state.get(index, {}).items():
+                if name == "step":
+                    state[name] = torch.as_tensor(value, dtype=torch.float32).cpu().clone()
+                elif torch.is_tensor(value) and value.shape == parameter.shape:
+                    state[name] = torch.zeros_like(parameter, dtype=wide(parameter)).copy_(value)
+            if state and parameter.dtype in HALVES:
+                state.setdefault("master", parameter.detach().to(wide(parameter)))
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+
+def _indices(param_groups: list[dict[str, Any]]) -> list[int]:
+    return [index for group in param_groups for index in group["params"]]
+
+
+def wide(parameter: Tensor) -> torch.dtype:
+    """The dtype in which a parameter is updated."""
+    return torch.float32 if parameter.dtype in HALVES else parameter.dtype
+
+
+def is_cut(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local")  # a DTensor, whose class is expensive to import
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; it shares memory with it."""
+    return tensor.to_local() if is_cut(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def check_rates(owner: Optimizer, **limits: tuple[float, float, float]) -> None:
+    """``name=(value, least, bound)``: least <= value < bound, or an error that names the optimizer and the argument."""
+    for name, (value, least, bound) in limits.items():
+        if not least <= value < bound:
+            upper = "" if bound == float("inf") else f" and below {bound:g}"
+            raise ValueError(
+                f"{type(owner).__name__} needs {name} of at least {least:g}{upper}; got {value!r}"
+            )

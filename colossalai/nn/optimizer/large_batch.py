@@ -1,0 +1,197 @@
+"""LAMB and LARS: learning rates per tensor, for batches so large that one rate for all diverges."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossalai.kernel import private
+from colossalai.kernel.lamb import LambLists, LambOptions, lamb_
+from colossalai.kernel.lars import LarsLists, LarsOptions, lars_
+from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_rates
+from colossalai.registry import OPTIMIZERS
+
+INF = float("inf")
+
+
+class _Lamb(MultiTensorOptimizer):
+    elementwise = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        **defaults: Any,
+    ) -> None:
+        check_rates(
+            self,
+            lr=(lr, 0.0, INF),
+            eps=(eps, 0.0, INF),
+            weight_decay=(weight_decay, 0.0, INF),
+            beta1=(betas[0], 0.0, 1.0),
+            beta2=(betas[1], 0.0, 1.0),
+        )
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, options | defaults)
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    @abstractmethod
+    def options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What is particular to the variant of LAMB."""
+
+    def prepare(self, buckets: list[Bucket]) -> None:
+        self._divisors: dict[torch.device, Tensor] = {}  # what gradients are divided by to clip them
+
+    def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
+        lists = LambLists(
+            weights=bucket.weights,
+            grads=bucket.grads,
+            halves=bucket.halves,
+            exp_avgs=bucket.states["exp_avg"],
+            exp_avg_sqs=bucket.states["exp_avg_sq"],
+        )
+        beta1, beta2 = group["betas"]
+        options = LambOptions(
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            **self.options(group),
+        )
+        lamb_(lists, bucket.step, options, self._divisors.get(lists.device))
+
+
+@OPTIMIZERS.register_module
+class Lamb(_Lamb):
+    """LAMB as first published: no bias correction, no clipping; with ``adam=True`` no learning rates per tensor."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        adam: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, adam=adam)
+
+    def options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"bias_correction": False, "adaptive": not group["adam"]}
+
+
+@OPTIMIZERS.register_module
+class FusedLAMB(_Lamb):
+    """LAMB with bias correction, and gradients clipped together to a norm of ``max_grad_norm`` (0: not at all).
+
+    ``adam_w_mode``: weight decay is a part of the step, otherwise of the gradient.  ``grad_averaging``: the gradient enters
+    the first moment with the factor 1 - beta1, otherwise 1.  Groups without weight decay have one learning rate for all
+    tensors unless ``use_nvlamb``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("FusedLAMB has no AMSGrad variant; leave amsgrad=False")
+        check_rates(self, max_grad_norm=(max_grad_norm, 0.0, INF))
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+            adam_w_mode=adam_w_mode,
+            use_nvlamb=use_nvlamb,
+            set_grad_none=set_grad_none,
+        )
+
+    def options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "bias_correction": group["bias_correction"],
+            "averaging": group["grad_averaging"],
+            "decoupled": group["adam_w_mode"],
+            "adaptive": group["use_nvlamb"] or group["weight_decay"] != 0,
+        }
+
+    def prepare(self, buckets: list[Bucket]) -> None:
+        super().prepare(buckets)
+        limit = self.defaults["max_grad_norm"]  # one for all groups
+        if not buckets or limit == 0:
+            return
+        norms = [norm for b in buckets for norm in private.norm(b.grads, 2, b.weights[0].dtype)]
+        home = norms[0].device
+        norm = torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms]))
+        divisor = torch.clamp(norm / limit, min=1.0)
+        self._divisors = {b.weights[0].device: divisor.to(b.weights[0].device) for b in buckets}
+
+
+@OPTIMIZERS.register_module
+class Lars(MultiTensorOptimizer):
+    """LARS: SGD with momentum, where each tensor's rate is lr * eeta * |w| / (|g| + weight_decay |w| + epsilon)."""
+
+    elementwise = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0,
+        eeta: float = 1e-3,
+        weight_decay: float = 0,
+        epsilon: float = 0.0,
+    ) -> None:
+        check_rates(
+            self,
+            lr=(lr, 0.0, INF),
+            momentum=(momentum, 0.0, INF),
+            eeta=(eeta, 0.0, INF),
+            weight_decay=(weight_decay, 0.0, INF),
+            epsilon=(epsilon, 0.0, INF),
+        )
+        defaults = {"lr": lr, "momentum": momentum, "eeta": eeta}
+        super().__init__(params, defaults | {"weight_decay": weight_decay, "epsilon": epsilon})
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
+        lists = LarsLists(
+            weights=bucket.weights,
+            grads=bucket.grads,
+            halves=bucket.halves,
+            buffers=bucket.states["momentum_buffer"],
+        )
+        options = LarsOptions(
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            eeta=group["eeta"],
+            weight_decay=group["weight_decay"],
+            epsilon=group["epsilon"],
+        )
+        lars_(lists, options)

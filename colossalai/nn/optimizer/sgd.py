@@ -1,0 +1,69 @@
+"""Stochastic gradient descent with one kernel for all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from colossalai.kernel.sgd import SgdLists, SgdOptions, sgd_
+from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_rates
+from colossalai.registry import OPTIMIZERS
+
+INF = float("inf")
+
+
+@OPTIMIZERS.register_module
+class FusedSGD(MultiTensorOptimizer):
+    """SGD with momentum.  With ``wd_after_momentum`` the decay of the weights does not enter the momentum."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+    ) -> None:
+        check_rates(
+            self, lr=(lr, 0.0, INF), momentum=(momentum, 0.0, INF), weight_decay=(weight_decay, 0.0, INF)
+        )
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"FusedSGD with nesterov needs a momentum and no dampening; got momentum={momentum}, dampening={dampening}"
+            )
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"nesterov": nesterov, "wd_after_momentum": wd_after_momentum})
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # torch.optim.SGD does not count steps, but there has been one if there is a momentum
+        for parameter, state in list(self.state.items()):
+            if state.get("momentum_buffer", 0) is None:
+                del self.state[parameter]
+            else:
+                state.setdefault("step", torch.tensor(1.0))
+
+    def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
+        lists = SgdLists(
+            weights=bucket.weights,
+            grads=bucket.grads,
+            halves=bucket.halves,
+            buffers=bucket.states["momentum_buffer"],
+            is_first=bucket.step == 1,
+        )
+        options = SgdOptions(
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            decay_after_momentum=group["wd_after_momentum"],
+        )
+        sgd_(lists, options)

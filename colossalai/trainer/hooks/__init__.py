@@ -1,0 +1,42 @@
+"""Hooks of the trainer, and the metrics they keep."""
+
+from colossalai.trainer.hooks.base import BaseHook
+from colossalai.trainer.hooks.checkpoint_hook import SaveCheckpointHook
+from colossalai.trainer.hooks.log_hooks import (
+    LogByEpochHook,
+    LogMemoryByEpochHook,
+    LogMetricByEpochHook,
+    LogMetricByStepHook,
+    LogTimingByEpochHook,
+    TensorboardHook,
+)
+from colossalai.trainer.hooks.lr_scheduler_hook import LRSchedulerHook
+from colossalai.trainer.hooks.metric_hooks import AccuracyHook, LossHook, MetricHook, ThroughputHook
+from colossalai.trainer.hooks.metrics import (
+    AccuracyMetric,
+    LearningRateMetric,
+    LossMetric,
+    Metric,
+    ThroughputMetric,
+)
+
+__all__ = [
+    "AccuracyHook",
+    "AccuracyMetric",
+    "BaseHook",
+    "LRSchedulerHook",
+    "LearningRateMetric",
+    "LogByEpochHook",
+    "LogMemoryByEpochHook",
+    "LogMetricByEpochHook",
+    "LogMetricByStepHook",
+    "LogTimingByEpochHook",
+    "LossHook",
+    "LossMetric",
+    "Metric",
+    "MetricHook",
+    "SaveCheckpointHook",
+    "TensorboardHook",
+    "ThroughputHook",
+    "ThroughputMetric",
+]

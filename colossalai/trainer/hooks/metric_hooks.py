@@ -1,0 +1,157 @@
+"""Hooks that measure: they fill ``trainer.states['metrics']``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from colossalai.engine.schedule.nest import tensors
+from colossalai.registry import HOOKS
+from colossalai.trainer.hooks.base import BaseHook
+from colossalai.trainer.hooks.metrics import AccuracyMetric, LossMetric, Metric, ThroughputMetric
+from colossalai.utils import is_no_pp_or_last_stage
+
+if TYPE_CHECKING:
+    from colossalai.trainer.trainer import Trainer
+
+MODES = ("train", "test")
+
+
+class MetricHook(BaseHook):
+    """A hook with one metric for training and one for testing, reset at the start of each epoch."""
+
+    name: str
+
+    def __init__(self, priority: int) -> None:
+        super().__init__(priority)
+        self._is_stage_to_compute = is_no_pp_or_last_stage()
+        self.metrics: dict[str, Metric] = {}
+
+    def make_metric(self, mode: str) -> Metric:
+        """A new metric for ``'train'`` or ``'test'``."""
+        raise TypeError(f"{type(self).__name__} must implement make_metric(mode) and set the attribute name")
+
+    def after_hook_is_attached(self, trainer: Trainer) -> None:
+        self.init_runner_states(trainer, "metrics", {mode: {} for mode in MODES})
+        if not self._is_stage_to_compute:
+            return
+        for mode in MODES:
+            if self.name in trainer.states["metrics"][mode]:
+                raise ValueError(f"two hooks measure {self.name!r}; attach {type(self).__name__} once")
+            self.metrics[mode] = trainer.states["metrics"][mode][self.name] = self.make_metric(mode)
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        self._reset("train")
+
+    def before_test(self, trainer: Trainer) -> None:
+        self._reset("test")
+
+    def _reset(self, mode: str) -> None:
+        if self._is_stage_to_compute:
+            self.metrics[mode].reset()
+
+
+@HOOKS.register_module
+class LossHook(MetricHook):
+    """Measures ``Loss``."""
+
+    name = "Loss"
+
+    def __init__(self, priority: int = 0) -> None:
+        super().__init__(priority)
+
+    def make_metric(self, mode: str) -> Metric:
+        return LossMetric(epoch_only=mode == "test")
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        if self._is_stage_to_compute:
+            self.metrics["train"].update(loss)
+
+    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        if self._is_stage_to_compute:
+            self.metrics["test"].update(loss)
+
+
+@HOOKS.register_module
+class AccuracyHook(MetricHook):
+    """Measures ``Accuracy``: correct predictions per label.
+
+    Args:
+        accuracy_func: the number of correct predictions, such as ``colossalai.nn.metric.Accuracy()``.
+    """
+
+    name = "Accuracy"
+
+    def __init__(self, accuracy_func: Callable[[Any, Any], Any], priority: int = 0) -> None:
+        super().__init__(priority)
+        if not callable(accuracy_func):
+            raise TypeError(f"accuracy_func is a function of outputs and labels, got {accuracy_func!r}")
+        self.accuracy_func = accuracy_func
+
+    def make_metric(self, mode: str) -> Metric:
+        return AccuracyMetric(epoch_only=mode == "test", accuracy_func=self.accuracy_func)
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        self._update("train", output, label)
+
+    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        self._update("test", output, label)
+
+    def _update(self, mode: str, output: Any, label: Any) -> None:
+        if not self._is_stage_to_compute:
+            return
+        if output is None:
+            raise ValueError(
+                "AccuracyHook needs outputs and labels; call fit or evaluate with return_output_label=True"
+            )
+        labels = next(tensors(label), None)
+        if labels is None:
+            raise ValueError(
+                f"AccuracyHook needs labels, got {type(label).__name__}; does the data have any?"
+            )
+        self.metrics[mode].update(output, label, labels.numel())
+
+
+@HOOKS.register_module
+class ThroughputHook(MetricHook):
+    """Measures ``Throughput`` in samples per second, and in TFLOPS where the work of a step is known.
+
+    Args:
+        ignored_steps: iterations at the start of each epoch that do not count (warm-up).
+        tflop_per_step: the work of one iteration of one rank, in units of 10**12 operations.
+        use_local: count this rank only, not all data-parallel ranks.
+    """
+
+    name = "Throughput"
+
+    def __init__(
+        self,
+        ignored_steps: int = 0,
+        priority: int = 10,
+        tflop_per_step: float = 0,
+        use_local: bool = False,
+    ) -> None:
+        super().__init__(priority)
+        self.options: dict[str, Any] = {
+            "ignored_steps": ignored_steps,
+            "tflop_per_step": tflop_per_step,
+            "use_local": use_local,
+        }
+
+    def make_metric(self, mode: str) -> Metric:
+        return ThroughputMetric(epoch_only=mode == "test", **self.options)
+
+    def after_hook_is_attached(self, trainer: Trainer) -> None:
+        super().after_hook_is_attached(trainer)
+        trainer.timer.set_status(True)
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        self._update(trainer, "train", "Train-step")
+
+    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        self._update(trainer, "test", "Test-step")
+
+    def _update(self, trainer: Trainer, mode: str, timer: str) -> None:
+        if self._is_stage_to_compute:
+            seconds = trainer.timer.get_timer(timer).get_elapsed_time()
+            self.metrics[mode].update(trainer.engine.schedule.batch_size, seconds)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai.amp
+from colossalai.amp import AMP_TYPE, convert_to_amp
+from colossalai.amp.torch_amp import GradScaler, TorchAMPLoss, TorchAMPModel, TorchAMPOptimizer
+from colossalai.context import Config
+from tests.amp.tools import batch, mlp
+
+
+@pytest.mark.parametrize("mode", AMP_TYPE)
+def test_every_mode_trains(mode: AMP_TYPE) -> None:
+    model = mlp()
+    before = [p.detach().clone() for p in model.parameters()]
+    raw = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp_model, optimizer, criterion = colossalai.amp.convert_to_amp(model, raw, nn.CrossEntropyLoss(), mode)
+    x, y = batch()
+    loss = criterion(amp_model(x), y)  # type: ignore[misc]
+    assert loss.dtype is torch.float32
+    optimizer.backward(loss)  # type: ignore[union-attr]
+    optimizer.step()  # type: ignore[union-attr]
+    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert next(model.parameters()).dtype is (torch.float16 if mode is AMP_TYPE.NAIVE else torch.float32)
+
+
+@pytest.mark.parametrize("mode", AMP_TYPE)
+def test_a_model_may_come_alone(mode: AMP_TYPE) -> None:
+    amp_model, optimizer, criterion = convert_to_amp(mlp(), None, None, mode)
+    assert (optimizer, criterion) == (None, None)
+    assert amp_model(batch()[0]).isfinite().all()
+
+
+DOCUMENTED: dict[AMP_TYPE, dict[str, Any]] = {
+    AMP_TYPE.TORCH: {
+        "init_scale": 2.0**16,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "enabled": True,
+    },
+    AMP_TYPE.APEX: {
+        "enabled": True,
+        "opt_level": "O1",
+        "cast_model_type": None,
+        "patch_torch_functions": None,
+        "keep_batchnorm_fp32": None,
+        "master_weights": None,
+        "loss_scale": None,
+        "cast_model_outputs": None,
+        "num_losses": 1,
+        "verbosity": 1,
+        "min_loss_scale": None,
+        "max_loss_scale": 16777216.0,
+    },
+    AMP_TYPE.NAIVE: {
+        "log_num_zeros_in_grad": False,
+        "initial_scale": 2**32,
+        "min_scale": 1,
+        "growth_factor": 2,
+        "backoff_factor": 0.5,
+        "growth_interval": 1000,
+        "hysteresis": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("mode", AMP_TYPE)
+def test_the_documented_sections_are_understood(mode: AMP_TYPE) -> None:
+    model = mlp()
+    section = Config({"mode": mode, **DOCUMENTED[mode]})
+    raw = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, optimizer, _ = convert_to_amp(model, raw, None, mode, section)
+    assert optimizer.loss_scale == (2**32 if mode is AMP_TYPE.NAIVE else 2**16)  # type: ignore[union-attr]
+
+
+def test_bad_input_is_refused() -> None:
+    raw = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"does not know the mode 'naive'; it knows AMP_TYPE\.APEX"):
+        convert_to_amp(mlp(), raw, None, "naive")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"AMP_TYPE.NAIVE has no option 'init_scale'; it knows .*initial_scale"
+    ):
+        convert_to_amp(mlp(), raw, None, AMP_TYPE.NAIVE, {"init_scale": 2})
+    with pytest.raises(
+        ValueError, match=r"amp_config has mode=AMP_TYPE.APEX, but AMP_TYPE.TORCH is asked for"
+    ):
+        convert_to_amp(mlp(), raw, None, AMP_TYPE.TORCH, {"mode": AMP_TYPE.APEX})
+    with pytest.raises(TypeError, match="takes a scaler or options to make one, got both: init_scale"):
+        TorchAMPOptimizer(raw, GradScaler(device="cpu"), init_scale=2.0)
+
+
+def test_the_pieces_of_torch_amp_work_alone() -> None:
+    x, y = batch()
+    model = TorchAMPModel(mlp())
+    optimizer = TorchAMPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), init_scale=4.0)
+    for criterion in (nn.CrossEntropyLoss(), nn.functional.cross_entropy):
+        loss = TorchAMPLoss(criterion, "cpu")(model(x), y)
+        assert loss.dtype is torch.float32
+        optimizer.backward(loss)
+    assert optimizer.loss_scale == 4.0
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
+def test_a_disabled_scaler_lets_everything_through() -> None:
+    model = TorchAMPModel(mlp())
+    optimizer = TorchAMPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), enabled=False)
+    optimizer.backward(model(batch()[0]).sum() * float("nan"))
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert next(model.parameters()).isnan().any()
+
+
+def test_the_scale_of_torch_amp_is_saved_and_goes_to_other_precisions() -> None:
+    states = []
+    for mode in AMP_TYPE:
+        model = mlp()
+        raw = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp_model, optimizer, _ = convert_to_amp(model, raw, None, mode)
+        optimizer.backward(amp_model(batch()[0]).sum() * float("inf"))  # type: ignore[union-attr]
+        optimizer.step()  # type: ignore[union-attr]
+        for state in states:
+            optimizer.load_state_dict(state)  # type: ignore[union-attr]
+            assert optimizer.loss_scale == state["grad_scaler"]["scale"]  # type: ignore[union-attr]
+        states.append(optimizer.state_dict())  # type: ignore[union-attr]
+    assert len(states) == 3

@@ -1,0 +1,57 @@
+"""One file with everything a run needs to go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from colossalai.mesh import Layout, place
+from colossalai.testing import assert_equal
+from colossalai.utils import load_checkpoint, save_checkpoint
+
+
+def test_all_parts_come_back(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    file = tmp_path / "new" / "all.pt"
+    save_checkpoint(file, 7, model, optimizer, scheduler, note="mine")
+    assert torch.load(file, weights_only=True)["note"] == "mine"
+
+    other = nn.Linear(2, 2)
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    other_scheduler = StepLR(other_optimizer, 1)
+    assert load_checkpoint(file, other, other_optimizer, other_scheduler) == 7
+    assert_equal(other.weight, model.weight)
+    assert_equal(other_optimizer.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert other_scheduler.get_last_lr() == pytest.approx([0.01])
+
+
+def test_a_model_in_pieces_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    place(model.weight, Layout((("tp",), ())), (4, 2))
+    with pytest.raises(
+        ValueError, match=r"what rank 0 holds, but weight is cut over ranks \(1 parameters are\)"
+    ):
+        save_checkpoint(tmp_path / "x.pt", 0, model)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    model = nn.Linear(2, 2)
+    save_checkpoint(file, 0, model)
+    with pytest.raises(RuntimeError, match=r"is not a checkpoint with optimizer; it holds epoch, model"):
+        load_checkpoint(file, model, torch.optim.SGD(model.parameters(), lr=1))
+    with pytest.raises(RuntimeError, match=r"model\.pt does not fit the model: Error"):
+        load_checkpoint(file, nn.BatchNorm1d(2))
+    load_checkpoint(file, nn.Sequential(), strict=False)
+    torch.save({"weight": torch.ones(1)}, file)
+    with pytest.raises(RuntimeError, match="is not a checkpoint with model; it holds weight"):
+        load_checkpoint(file, model)

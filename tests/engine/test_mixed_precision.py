@@ -1,0 +1,39 @@
+"""Every mixed precision that a config can name, with all other features at once, on two ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from colossalai.amp import AMP_TYPE
+from colossalai.booster.mixed_precision import PRECISIONS
+from colossalai.engine.features import PRECISION_OF
+from colossalai.testing import assert_equal_in_group, spawn
+from tests.engine.plans import initialize, launch, loader, mlp, on_device
+
+OPTIONS = {AMP_TYPE.NAIVE: {"initial_scale": 2.0**8}}
+HANDLERS = [{"type": "DataParallelGradientHandler"}]
+
+
+def check_modes(rank: int, world_size: int, port: int) -> None:
+    launch(port, {}, rank, world_size)
+    for mode in (mode for mode, name in PRECISION_OF.items() if name in PRECISIONS):
+        for handlers in ([], HANDLERS):
+            config = {
+                "fp16": {"mode": mode, **OPTIONS.get(mode, {})},
+                "gradient_accumulation": 2,
+                "clip_grad_norm": 0.1,
+                "gradient_handler": handlers,
+            }
+            engine, batches, *_ = initialize(config, train_dataloader=loader(20, 2), model=mlp(rank))
+            before = [p.detach().clone() for p in engine.model.parameters()]
+            for x, y in (on_device(*batch) for batch in batches):
+                engine.zero_grad()
+                engine.backward(engine.criterion(engine(x + rank), y))  # type: ignore[misc]
+                engine.step()
+            for p, q in zip(engine.model.parameters(), before, strict=True):
+                assert_equal_in_group(p)  # fails if masters of the ranks differ, or a rank skips a step alone
+                assert not torch.equal(p, q), f"{mode} does not train"
+
+
+def test_every_mode_trains_and_keeps_the_replicas_alike() -> None:
+    spawn(check_modes, 2)
