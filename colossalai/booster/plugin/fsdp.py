@@ -252,8 +252,10 @@ class TorchFSDPPlugin(DPPluginBase):
         offload = self.options.offload and mesh.device_type != "cpu"  # on the CPU there is nowhere to go
         precision = self.options.precision or MixedPrecisionPolicy()
         inside = replace(precision, output_dtype=None)  # meant for what the model returns, not for its units
+        # gloo's averages depend on its version and device; its sums do not
+        only_sums = mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(0)) == "gloo"
         for unit in (*units, model):
-            fully_shard(
+            cut: Any = fully_shard(
                 unit,
                 mesh=mesh,
                 reshard_after_forward=self.options.reshard_after_forward,
@@ -261,6 +263,7 @@ class TorchFSDPPlugin(DPPluginBase):
                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                 ignored_params=ignored or None,
             )
+            cut.set_force_sum_reduction_for_comms(only_sums)
 
     def _place_on_data_axis(self) -> None:
         """Every rank that the model is cut over is a replica, with data of its own."""
