@@ -190,8 +190,7 @@ def test_what_initialize_refuses() -> None:
 
 def test_initialize_needs_a_launch() -> None:
     with pytest.raises(RuntimeError, match=r"needs a launched job; call colossalai\.launch_from_torch"):
-        model = mlp()
-    colossalai.initialize(model, sgd(model.parameters()))
+        colossalai.initialize(mlp, sgd)
 
 
 def check_log(rank: int, world_size: int, port: int) -> list[str]:
