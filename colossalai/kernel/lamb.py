@@ -54,7 +54,7 @@ class LambLists(Lists):
 def lamb_(lists: LambLists, step: int, options: LambOptions, divisor: Tensor | None = None) -> None:
     """One update in place; ``step`` counts from 1.  Gradients are divided by ``divisor``, a number on the device."""
     way = LAMB[choose(lists)]
-    for part in lists.one_by_one() if lists.device.type == "cpu" else (lists,):
+    for part in lists.portions():
         way(part, step, options, divisor)
 
 

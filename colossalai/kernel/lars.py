@@ -34,7 +34,7 @@ class LarsLists(Lists):
 def lars_(lists: LarsLists, options: LarsOptions) -> None:
     """One update in place."""
     way = LARS[choose(lists)]
-    for part in lists.one_by_one() if lists.device.type == "cpu" else (lists,):
+    for part in lists.portions():
         way(part, rates(part, options), options)
 
 

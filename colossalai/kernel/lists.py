@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+SMALL = 1 << 14  # elements
+
+
 @dataclass(kw_only=True)
 class Lists:
     """``weights`` are what the update is computed on, in float32 (or float64).
@@ -52,12 +55,21 @@ class Lists:
             private.copy_(grads, self.grads)
         return private.div(grads, div_scale) if div_scale > 0 else grads
 
-    def one_by_one(self) -> Iterator[Self]:
-        """Lists of one tensor each: on a CPU, what was just read is still in the cache for the next operation."""
+    def portions(self) -> Iterator[Self]:
+        """On a CPU large tensors one by one: what one operation reads is still in the cache for the next.
+
+        Small ones stay together, because calls cost more than numbers there.
+        """
+        sizes = [w.numel() for w in self.weights]
+        small = [i for i, size in enumerate(sizes) if size < SMALL]
+        alone = [[i] for i, size in enumerate(sizes) if size >= SMALL]
+        if self.device.type != "cpu" or not alone:
+            yield self
+            return
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        columns = {name: column for name, column in columns.items() if isinstance(column, list)}
-        for i in range(len(self.weights)):
-            yield replace(self, **{name: column[i : i + 1] for name, column in columns.items()})
+        columns = {name: column for name, column in columns.items() if isinstance(column, list) and column}
+        for part in [small, *alone] if small else alone:
+            yield replace(self, **{name: [column[i] for i in part] for name, column in columns.items()})
 
     def write_halves(self) -> None:
         if self.halves:

@@ -213,6 +213,16 @@ def test_which_way_is_chosen() -> None:
     assert adam.choose(lists(torch.bfloat16, torch.ones(4, 4, dtype=torch.float64))) == "foreach"
 
 
+def test_portions_are_the_whole() -> None:
+    lists = make(lars.LarsLists, ("buffers",), torch.bfloat16, True, "cpu")
+    options = lars.LarsOptions(lr=0.1, momentum=0.9, eeta=0.1, weight_decay=0.1, epsilon=0.01)
+    plain = run_lars("foreach", torch.bfloat16, True, "cpu", True)
+    assert [len(part.weights) for part in lists.portions()] == [6, 1, 1]
+    lars.lars_(lists, options)
+    for column in ("weights", "halves", "buffers"):
+        torch.testing.assert_close(getattr(lists, column), getattr(plain, column))
+
+
 def test_dense_memory() -> None:
     image = torch.ones(2, 3, 4, 5)
     assert covers_its_memory(image.to(memory_format=torch.channels_last))
