@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -129,13 +130,21 @@ def _gather(state: Mapping[Any, Any], max_shard_size: float, keep: bool) -> Iter
         yield {name: whole[id(state[name])] for name in names}, size
 
 
+def whole_tensor(value: Any) -> Tensor:
+    """All of a cut tensor, on every rank, on a device where its backend can gather."""
+    mesh = value.device_mesh
+    # Under gloo the parts travel from host memory: torch 2.11 crashes when it gathers CUDA tensors there.  NCCL knows
+    # the devices of the mesh only, while the parts of an offloaded tensor wait on the CPU.
+    by_gloo = dist.get_backend(mesh.get_group(0)) == "gloo"
+    return value.detach().to("cpu" if by_gloo else mesh.device_type).full_tensor()
+
+
 def _whole(value: Any, keep: bool) -> Any:
     """``value`` without cuts, on the CPU of a rank that is to ``keep`` it; None on the others."""
     if isinstance(value, dict):
         return {name: _whole(inner, keep) for name, inner in value.items()}
     if is_cut(value):
-        # the parts of an offloaded tensor wait on the CPU, and the backend may only know the devices of the mesh
-        gathered = value.detach().to(value.device_mesh.device_type).full_tensor()
+        gathered = whole_tensor(value)
         return gathered.cpu() if keep else None
     if isinstance(value, Tensor):
         return value.detach().cpu() if keep else None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colossalai.booster import Booster
+from colossalai.checkpoint_io.gathered import whole_tensor
 from colossalai.interface import OptimizerWrapper
 from colossalai.testing.parity import Problem
 
@@ -74,7 +75,7 @@ class BoosterRun:
 def _whole(tensor: Any) -> Tensor:
     """A copy of all of ``tensor``, which may be a ``DTensor`` cut over the ranks."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+    return (whole_tensor(tensor) if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def _part(batch: Any, index: int, parts: int) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import DPPluginBase, TorchDDPPlugin, TorchFSDPPlugin
+from colossalai.checkpoint_io.gathered import whole_tensor
 from colossalai.testing import spawn
 from tests.booster.plans import batches, mlp
 
@@ -72,9 +73,8 @@ def _train(
 
 
 def _whole(model: nn.Module) -> list[Tensor]:
-    """All of every parameter on the GPU; an offloaded part is moved first, as its backend may know CUDA only."""
-    params: list[Any] = [p.detach().cuda() for p in model.parameters()]
-    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in params]
+    """All of every parameter, on the GPU."""
+    return [(whole_tensor(p) if hasattr(p, "full_tensor") else p.detach()).cuda() for p in model.parameters()]
 
 
 @pytest.mark.parametrize(("backend", "world_size"), [("nccl", 1), ("gloo", 1), ("gloo", 2)])
