@@ -180,11 +180,13 @@ def test_each_rank_has_its_file(tmp_path: Path) -> None:
 @pytest.fixture
 def other_loggers() -> Iterator[dict[str, logging.Logger]]:
     loggers = {name: logging.getLogger(name) for name in ("colossalai.part", "lib", "lib.part", "library")}
+    everyone = [item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger)]
+    levels = [(logger, logger.level) for logger in everyone]
     for logger in loggers.values():
         logger.setLevel(logging.DEBUG)
     yield loggers
-    for logger in loggers.values():
-        logger.setLevel(logging.NOTSET)
+    for logger, level in levels:  # those of the package and of libraries are silenced too
+        logger.setLevel(level)
 
 
 def test_other_loggers_are_silenced(other_loggers: dict[str, logging.Logger]) -> None:
