@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 MB = 1024 * 1024
@@ -85,12 +84,8 @@ class TensorDetector:
         return found
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        # no memory of its own: meta and fake tensors (torch.compile keeps some); what a wrapper holds is found by itself
-        if (
-            tensor.device.type == "meta"
-            or isinstance(tensor, FakeTensor)
-            or is_traceable_wrapper_subclass(tensor)
-        ):
+        # what a wrapper holds is found by itself
+        if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor) or not _has_memory(tensor):
             return False
         return self._include_cpu or tensor.device.type != "cpu"
 
@@ -99,6 +94,15 @@ class TensorDetector:
             return {}
         tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
         return {id(tensor): name for name, tensor in tensors}
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is storage behind ``tensor``; torch.compile leaves fake and functional tensors, which have none."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _describe(tensor: torch.Tensor, name: str) -> _Seen:
