@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 MB = 1024 * 1024
@@ -98,6 +99,8 @@ class TensorDetector:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether there is storage behind ``tensor``; torch.compile leaves fake and functional tensors, which have none."""
+    if isinstance(tensor, FakeTensor):
+        return False
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:
