@@ -18,6 +18,7 @@ from colossalai.core import global_context as gpc
 from colossalai.engine.features import PRECISION_OF, Features
 from colossalai.engine.gradient_accumulation import GradAccumDataloader, GradAccumOptimizer
 from colossalai.testing import assert_equal_in_group, spawn
+from tests.amp.page_38 import DOCUMENTED
 from tests.engine.plans import initialize, launch, loader, logged, mlp, sgd, use_config
 
 TORCH_AMP = {"mode": AMP_TYPE.TORCH, "init_scale": 2.0**8, "growth_interval": 10, "enabled": True}
@@ -123,44 +124,9 @@ def test_precision_by_its_section() -> None:
     assert Features.from_config({}).precision is None
 
 
-# page 38, with all the defaults that it lists
-PAGE_38: dict[AMP_TYPE, dict[str, Any]] = {
-    AMP_TYPE.TORCH: {
-        "init_scale": 2.0**16,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-        "enabled": True,
-    },
-    AMP_TYPE.APEX: {
-        "enabled": True,
-        "opt_level": "O1",
-        "cast_model_type": None,
-        "patch_torch_functions": None,
-        "keep_batchnorm_fp32": None,
-        "master_weights": None,
-        "loss_scale": None,
-        "cast_model_outputs": None,
-        "num_losses": 1,
-        "verbosity": 1,
-        "min_loss_scale": None,
-        "max_loss_scale": 16777216.0,
-    },
-    AMP_TYPE.NAIVE: {
-        "log_num_zeros_in_grad": False,
-        "initial_scale": 2**32,
-        "min_scale": 1,
-        "growth_factor": 2,
-        "backoff_factor": 0.5,
-        "growth_interval": 1000,
-        "hysteresis": 2,
-    },
-}
-
-
 @pytest.mark.parametrize("mode", AMP_TYPE)
 def test_the_options_of_the_documents_are_accepted(mode: AMP_TYPE) -> None:
-    precision = Features.from_config({"fp16": {"mode": mode, **PAGE_38[mode]}}).precision
+    precision = Features.from_config({"fp16": {"mode": mode, **DOCUMENTED[mode]}}).precision
     assert type(precision) is PRECISIONS[PRECISION_OF[mode]]
 
 
