@@ -29,7 +29,7 @@ from colossalai.amp._compat import changes, copy_all
 
 HALF = (torch.float16, torch.bfloat16)
 # what layers write on a parameter and gradient norms read
-_MARKS = ("placement", "full_shape", "is_tensor_parallel", "num_partitions")
+_MARKS = ("placement", "full_shape", "transposed", "is_tensor_parallel", "num_partitions")
 
 
 @dataclass

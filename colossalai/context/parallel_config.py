@@ -166,8 +166,11 @@ def _check_mode(mode: Any, size: int, options: Mapping[str, Any]) -> None:
 
 
 def _check_options(mode: str | None, options: Mapping[str, Any]) -> None:
-    wanted = TENSOR_MODES[mode].options
-    _refuse_unknown("parallel.tensor", options, ("size", "mode", *wanted))
+    wanted, flags = TENSOR_MODES[mode].options, TENSOR_MODES[mode].flags
+    _refuse_unknown("parallel.tensor", options, ("size", "mode", *wanted, *flags))
+    for name in flags:
+        if not isinstance(options.get(name, False), bool):
+            raise ConfigException(f"parallel.tensor.{name} must be True or False, got {options[name]!r}")
     for name in wanted:
         if name not in options:
             raise ConfigException(
