@@ -64,7 +64,7 @@ class Plan:
 
 
 @contextmanager
-def _kept(parameters: Iterator[nn.Parameter]) -> Iterator[dict[int, int]]:
+def kept(parameters: Iterator[nn.Parameter]) -> Iterator[dict[int, int]]:
     """The storages that autograd keeps, with their numbers of elements; parameters live anyway."""
     found: dict[int, int] = {}
     own = {p.untyped_storage()._cdata for p in parameters}
@@ -86,9 +86,9 @@ def measured(tp: TensorParallel, build: Callable[[TensorParallel, Mesh], nn.Modu
         model = build(tp, mesh)
         x = torch.zeros(local_shape((BATCH, SEQUENCE, WIDTH), tp.hidden, mesh), requires_grad=True)
         with count_communication() as log:
-            with _kept(model.parameters()) as kept:
+            with kept(model.parameters()) as found:
                 y = model(x)
-            total = sum(kept.values())  # before the backward pass frees them
+            total = sum(found.values())  # before the backward pass frees them
             y.sum().backward()
         return Cost(
             Fraction(sum(p.numel() for p in model.parameters())),
