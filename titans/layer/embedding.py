@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titans.layer.basic import INIT_STD, embedding, patches
+from titans.layer.basic import dropout as residual_dropout
+from titans.layer.basic import embedding, patches
 
 
 class GPTEmbedding(nn.Module):
@@ -33,7 +34,7 @@ class GPTEmbedding(nn.Module):
         self.max_position_embeddings = max_position_embeddings
         self.word_embeddings = embedding(vocab_size, hidden_size, padding_idx=padding_idx, dtype=dtype)
         self.position_embeddings = embedding(max_position_embeddings, hidden_size, dtype=dtype)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = residual_dropout(dropout)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         self._check(input_ids)
@@ -79,25 +80,8 @@ class ViTEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if patch_size < 1 or img_size < patch_size or img_size % patch_size:
-            raise ValueError(
-                f"img_size={img_size} is not a multiple of patch_size={patch_size}; patches must cover the image"
-            )
-        self.in_chans, self.img_size = in_chans, img_size
-        tokens = (img_size // patch_size) ** 2 + 1
-        self.patch_embed = patches(in_chans, hidden_size, patch_size, dtype=dtype)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, hidden_size, dtype=dtype))
-        self.pos_embed = nn.Parameter(torch.empty(1, tokens, hidden_size, dtype=dtype))
-        nn.init.trunc_normal_(self.pos_embed, std=INIT_STD)
-        self.dropout = nn.Dropout(dropout)
+        self.patch_embed = patches(img_size, patch_size, in_chans, hidden_size, dtype=dtype)
+        self.dropout = residual_dropout(dropout)
 
     def forward(self, images: Tensor) -> Tensor:
-        expected = (self.in_chans, self.img_size, self.img_size)
-        if images.dim() != 4 or tuple(images.shape[1:]) != expected:
-            raise ValueError(
-                f"this ViT needs images of shape (batch, {', '.join(map(str, expected))}), got"
-                f" {tuple(images.shape)}; resize them, or build the model with their img_size and in_chans"
-            )
-        x = self.patch_embed(images).flatten(2).transpose(1, 2)  # (batch, patches, hidden)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)  # (batch, 1 + patches, hidden)
-        return self.dropout(x + self.pos_embed)
+        return self.dropout(self.patch_embed(images))  # (batch, 1 + patches, hidden)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titans.layer.basic import linear
+from colossalai.mesh import full_shape
+from colossalai.nn import first_token, to_hidden
+from titans.layer.basic import classifier, linear
 
 
 class GPTLMHead(nn.Module):
@@ -24,14 +26,14 @@ class GPTLMHead(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.dense = linear(dim, vocab_size, bias=bias, dtype=dtype)
-        if weight is not None:
-            if not isinstance(weight, nn.Parameter) or weight.shape != (vocab_size, dim):
-                raise ValueError(
-                    f"a tied head needs a parameter of shape (vocab_size, dim) = {(vocab_size, dim)}, "
-                    f"got a {type(weight).__name__} of shape {tuple(weight.shape)}"
-                )
-            self.dense.weight = weight
+        if weight is not None and (
+            not isinstance(weight, nn.Parameter) or full_shape(weight) != (vocab_size, dim)
+        ):
+            raise ValueError(
+                f"a tied head needs a parameter of shape (vocab_size, dim) = {(vocab_size, dim)}, "
+                f"got a {type(weight).__name__} of shape {tuple(full_shape(weight))}"
+            )
+        self.dense = classifier(dim, vocab_size, weight=weight, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dense(x)  # (batch, seq, vocab)
@@ -50,11 +52,13 @@ class ViTHead(nn.Module):
     ) -> None:
         super().__init__()
         inner = representation_size or dim
-        self.representation = linear(dim, inner, bias=bias, dtype=dtype) if representation_size else None
-        self.dense = linear(inner, num_classes, bias=bias, dtype=dtype)
+        self.representation = (
+            linear(dim, inner, role="expand", bias=bias, dtype=dtype) if representation_size else None
+        )
+        self.dense = classifier(inner, num_classes, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x[:, 0]  # (batch, hidden)
+        x = first_token(x)  # (batch, hidden)
         if self.representation is not None:
-            x = torch.tanh(self.representation(x))
+            x = to_hidden(torch.tanh(self.representation(x)))
         return self.dense(x)  # (batch, classes)
