@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from titans.layer.basic import dropout as residual_dropout
-from titans.layer.basic import embedding, patches
+from titans.layer.basic import embedding, layer_norm, patches
 
 
 class GPTEmbedding(nn.Module):
@@ -65,6 +65,33 @@ class GPTEmbedding(nn.Module):
                     f"input_ids holds values from {low} to {high}, but vocab_size={self.vocab_size} "
                     f"allows 0 to {self.vocab_size - 1}; check the tokenizer"
                 )
+
+
+class BertEmbedding(GPTEmbedding):
+    """Words, positions and the types of tokens (first or second sentence), then a layer norm and dropout."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        num_token_types: int = 2,
+        padding_idx: int | None = None,
+        dropout: float = 0.0,
+        layernorm_epsilon: float = 1e-12,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, max_position_embeddings, padding_idx, dropout, dtype)
+        self.token_type_embeddings = embedding(num_token_types, hidden_size, dtype=dtype)
+        self.norm = layer_norm(hidden_size, eps=layernorm_epsilon, dtype=dtype)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        self._check(input_ids)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)  # (seq,)
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(positions)  # the first type, for all rows
+        x = self.word_embeddings(input_ids) + self.position_embeddings(positions)  # (batch, seq, hidden)
+        return self.dropout(self.norm(x + self.token_type_embeddings(token_type_ids)))
 
 
 class ViTEmbedding(nn.Module):

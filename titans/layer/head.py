@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu
 
 from colossalai.mesh import full_shape
 from colossalai.nn import first_token, to_hidden
-from titans.layer.basic import classifier, linear
+from colossalai.nn.modes import current
+from titans.layer.basic import classifier, layer_norm, linear
 
 
 class GPTLMHead(nn.Module):
@@ -39,6 +43,29 @@ class GPTLMHead(nn.Module):
         return self.dense(x)  # (batch, seq, vocab)
 
 
+class BertLMHead(nn.Module):
+    """A dense layer with its activation and layer norm, then one logit per word."""
+
+    def __init__(
+        self,
+        dim: int,
+        vocab_size: int,
+        weight: nn.Parameter | None = None,
+        activation: Callable[[Tensor], Tensor] = gelu,
+        layernorm_epsilon: float = 1e-12,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.place, self.activation = current(), activation
+        self.transform = linear(dim, dim, role="expand", dtype=dtype)
+        self.norm = layer_norm(dim, eps=layernorm_epsilon, dtype=dtype)
+        self.dense = classifier(dim, vocab_size, weight=weight, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = to_hidden(self.activation(self.transform(x)), self.place)
+        return self.dense(self.norm(x))  # (batch, seq, vocab)
+
+
 class ViTHead(nn.Module):
     """Logits of the classes from the class token, the first; optionally through a ``tanh`` layer before."""
 
@@ -51,6 +78,7 @@ class ViTHead(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.place = current()
         inner = representation_size or dim
         self.representation = (
             linear(dim, inner, role="expand", bias=bias, dtype=dtype) if representation_size else None
@@ -58,7 +86,7 @@ class ViTHead(nn.Module):
         self.dense = classifier(inner, num_classes, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = first_token(x)  # (batch, hidden)
+        x = first_token(x, self.place)  # (batch, hidden)
         if self.representation is not None:
-            x = to_hidden(torch.tanh(self.representation(x)))
+            x = to_hidden(torch.tanh(self.representation(x)), self.place)
         return self.dense(x)  # (batch, classes)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from colossalai.nn import partition_batch
+from colossalai.nn.modes import current
 from titans.layer.basic import layer_norm, residual_std
 from titans.layer.block import GPTBlock
 from titans.layer.embedding import GPTEmbedding
@@ -60,6 +61,7 @@ class GPT(nn.Module):
         super().__init__()
         if depth < 1:
             raise ValueError(f"a GPT needs at least one block, got depth={depth}")
+        self.place = current()._asdict()
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.embed = GPTEmbedding(
@@ -104,8 +106,9 @@ class GPT(nn.Module):
         if attention_mask is not None:
             key_mask = as_key_mask(attention_mask, input_ids)  # (batch, 1, 1, seq)
             position_ids = (key_mask[:, 0, 0].long().cumsum(dim=-1) - 1).clamp(min=0)  # (batch, seq)
-            position_ids, key_mask = partition_batch(position_ids), partition_batch(key_mask, at="inner")
-        x = self.embed(partition_batch(input_ids), position_ids)  # (batch, seq, hidden)
+            position_ids = partition_batch(position_ids, **self.place)
+            key_mask = partition_batch(key_mask, at="inner", **self.place)
+        x = self.embed(partition_batch(input_ids, **self.place), position_ids)  # (batch, seq, hidden)
         for block in self.blocks:
             x, _ = block(x, key_mask)
         return self.head(self.norm(x))  # (batch, seq, vocab)

@@ -8,6 +8,7 @@ plan, the serial model included, the same masks; this is slower and for comparin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -19,6 +20,7 @@ from colossalai.context.random import get_seeds, seed
 from colossalai.mesh import Layout, Mesh, RandomStream, dropout_mask
 from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.modes import TensorParallel, Where, at_rank, stream_position
+from colossalai.utils import register_random_state
 
 _exact: list[RandomStream] = []
 # the stream of this launch's seed, for what ranks with different pieces must agree on
@@ -27,12 +29,24 @@ _launched: dict[int, RandomStream] = {}
 
 @contextmanager
 def plan_independent_dropout(seed: int) -> Iterator[RandomStream]:
-    """Draw the same masks under every plan: each dropout takes the next key of one counted stream."""
+    """Draw the same masks under every plan: each dropout takes the next key of one counted stream.
+
+    The backward pass may run outside: a checkpointed function goes back into the block that it ran in.
+    """
+    _remember_in_checkpoints()
     _exact.append(RandomStream(seed, "dropout"))
     try:
         yield _exact[-1]
     finally:
         _exact.pop()
+
+
+@functools.cache
+def _remember_in_checkpoints() -> None:
+    def back_to(streams: list[RandomStream]) -> None:
+        _exact[:] = streams
+
+    register_random_state(_exact.copy, back_to)
 
 
 def exact_stream() -> RandomStream | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from colossalai.nn import Classifier, Linear, PatchEmbedding, init, partition_batch
+from colossalai.nn.modes import current
 from titans.layer.basic import layer_norm
 from titans.layer.block import ViTBlock
 from titans.layer.embedding import ViTEmbedding
@@ -59,6 +60,7 @@ class VisionTransformer(nn.Module):
             )
         if init_method not in INIT_METHODS:
             raise ValueError(f"init_method must be one of {', '.join(INIT_METHODS)}, got {init_method!r}")
+        self.place = current()._asdict()
         self.num_classes = num_classes
         self.embed = ViTEmbedding(img_size, patch_size, in_chans, hidden_size, dropout=dropout, dtype=dtype)
         self.blocks = nn.ModuleList(
@@ -83,7 +85,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (batch, num_classes) for ``images`` (batch, in_chans, img_size, img_size)."""
-        x = self.embed(partition_batch(images))  # (batch, 1 + patches, hidden)
+        x = self.embed(partition_batch(images, **self.place))  # (batch, 1 + patches, hidden)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
