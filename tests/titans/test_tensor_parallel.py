@@ -7,6 +7,7 @@ gradients, their norm, and weights after the last step of AdamW.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,9 @@ def build(case: Case) -> nn.Module:
     torch.manual_seed(0)
     how = {**SIZES, "dtype": getattr(torch, case.dtype), "checkpoint": case.checkpoint}
     if case.model == "vit":
-        return VisionTransformer(6, 2, num_classes=5, representation_size=36, drop_path=0.2, **how)
+        return VisionTransformer(
+            6, 2, num_classes=5, representation_size=36, drop_path=2 * SIZES["dropout"], **how
+        )
     if case.model == "bert":
         return BERT(53, SEQUENCE, tied=case.tied, **how)
     return GPT(2053, SEQUENCE, tied=case.tied, embedding_dropout=SIZES["dropout"], padding_idx=3, **how)
@@ -123,6 +126,10 @@ def plan(problem: Problem, case: Case) -> LaunchedRun:
     return LaunchedRun(problem, build(case), gpc.mesh, Counted(criterion(case)))
 
 
+def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
 def _check(rank: int, world_size: int, port: int, case: Case) -> None:
     torch.set_num_threads(1)
     # replicas draw other masks than one model for all rows would: with them, dropout is left out
@@ -133,11 +140,12 @@ def _check(rank: int, world_size: int, port: int, case: Case) -> None:
         build=lambda: build(case),
         batches=batches(case),
         loss=Counted(criterion(case)),
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2 if exact else 1e-4, eps=1e-4),
+        # Adam makes a whole step of a gradient that is nothing but rounding, of which there are many in bf16
+        **({} if exact else {"optimizer": _sgd}),
     )
     check_plan(problem, lambda p: plan(p, case), tolerance=FP32 if exact else BF16)
 
 
-@parametrize_sample("case", [(c,) for c in CASES], 10, ids=["-".join(map(str, c)) for c in CASES])
+@parametrize_sample("case", CASES, 10, ids=["-".join(map(str, c)) for c in CASES])
 def test_models_equal_themselves_trained_serially(case: Case) -> None:
     spawn(_check, case.world_size, case=case, timeout=300)
