@@ -51,7 +51,9 @@ from colossalai.nn.layer import (
     VocabParallelEmbedding2p5D,
     VocabParallelEmbedding3D,
     divide,
+    first_token,
     get_tensor_parallel_mode,
+    local_heads,
     partition_batch,
     plan_independent_dropout,
     reduce_by_batch_2d,
@@ -64,6 +66,7 @@ from colossalai.nn.layer import (
     split_batch_3d,
     split_tensor_3d,
     to_2tuple,
+    to_hidden,
 )
 from colossalai.nn.loss import (
     CrossEntropyLoss,
@@ -148,9 +151,11 @@ __all__ = [
     "VocabParallelEmbedding2p5D",
     "VocabParallelEmbedding3D",
     "divide",
+    "first_token",
     "get_tensor_parallel_mode",
     "init",
     "layer",
+    "local_heads",
     "loss",
     "lr_scheduler",
     "metric",
@@ -168,5 +173,6 @@ __all__ = [
     "split_batch_3d",
     "split_tensor_3d",
     "to_2tuple",
+    "to_hidden",
     "vocab_parallel_cross_entropy",
 ]

@@ -54,6 +54,7 @@ from colossalai.nn.layer.named import (
 )
 from colossalai.nn.layer.normalization import LayerNorm, RMSNorm
 from colossalai.nn.layer.patch import PatchEmbedding
+from colossalai.nn.layer.stream import first_token, local_heads, to_hidden
 from colossalai.nn.layer.utils import (
     ACT2FN,
     CheckpointModule,
@@ -114,7 +115,9 @@ __all__ = [
     "VocabParallelEmbedding2p5D",
     "VocabParallelEmbedding3D",
     "divide",
+    "first_token",
     "get_tensor_parallel_mode",
+    "local_heads",
     "partition_batch",
     "plan_independent_dropout",
     "reduce_by_batch_2d",
@@ -127,4 +130,5 @@ __all__ = [
     "split_batch_3d",
     "split_tensor_3d",
     "to_2tuple",
+    "to_hidden",
 ]

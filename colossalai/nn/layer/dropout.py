@@ -8,8 +8,9 @@ plan, the serial model included, the same masks; this is slower and for comparin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,16 +18,22 @@ from torch import Tensor
 from colossalai.context import ParallelMode
 from colossalai.context.random import get_seeds, seed
 from colossalai.mesh import Layout, Mesh, RandomStream, dropout_mask
-from colossalai.nn.init import new_key
 from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.modes import TensorParallel, Where, at_rank, stream_position
+from colossalai.utils import register_random_state
 
 _exact: list[RandomStream] = []
+# the stream of this launch's seed, for what ranks with different pieces must agree on
+_launched: dict[int, RandomStream] = {}
 
 
 @contextmanager
 def plan_independent_dropout(seed: int) -> Iterator[RandomStream]:
-    """Draw the same masks under every plan: each dropout takes the next key of one counted stream."""
+    """Draw the same masks under every plan: each dropout takes the next key of one counted stream.
+
+    The backward pass may run outside: a checkpointed function goes back into the block that it ran in.
+    """
+    _remember_in_checkpoints()
     _exact.append(RandomStream(seed, "dropout"))
     try:
         yield _exact[-1]
@@ -34,9 +41,22 @@ def plan_independent_dropout(seed: int) -> Iterator[RandomStream]:
         _exact.pop()
 
 
+@functools.cache
+def _remember_in_checkpoints() -> None:
+    def back_to(streams: list[RandomStream]) -> None:
+        _exact[:] = streams
+
+    register_random_state(_exact.copy, back_to)
+
+
 def exact_stream() -> RandomStream | None:
     """The stream of the innermost ``plan_independent_dropout``, if there is one."""
     return _exact[-1] if _exact else None
+
+
+def _launched_stream() -> RandomStream:
+    seed = get_seeds().get(ParallelMode.DATA, 0)
+    return _launched.setdefault(seed, RandomStream(seed, "drop path"))
 
 
 class Dropout(ParallelLayer):
@@ -71,10 +91,14 @@ class Dropout(ParallelLayer):
             if self.plain:
                 return stream.dropout(x, self.p)
             return stream.dropout(x, self.p, self.mesh, self._at(x.ndim))
+        with self.own_stream():
+            return F.dropout(x, self.p, True, self.inplace)
+
+    def own_stream(self) -> AbstractContextManager[None]:
+        """Draw from the stream that belongs to where the input lies: alike on ranks that hold the same of it."""
         if self.plain or not self.layout.sharded or not get_seeds():
-            return F.dropout(x, self.p, True, self.inplace)
-        with seed(ParallelMode.TENSOR):
-            return F.dropout(x, self.p, True, self.inplace)
+            return nullcontext()
+        return seed(ParallelMode.TENSOR)
 
     def _at(self, ndim: int) -> Layout:
         return self.layout if len(self.layout.dims) == ndim else at_rank(self.layout, ndim)
@@ -100,8 +124,6 @@ class DropPath(ParallelLayer):
         self.drop_prob = drop_prob or 0.0
         if not 0 <= self.drop_prob < 1:
             raise ValueError(f"drop_path must be at least 0 and less than 1, got {drop_prob}")
-        # seeded from the generator that all ranks share, also where it is not needed: then plans stay in step
-        self._stream = RandomStream(new_key() if self.drop_prob else 0, "drop path")
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.drop_prob == 0:
@@ -113,7 +135,7 @@ class DropPath(ParallelLayer):
         stream = exact_stream()
         if stream is None and self.plain:
             return x.new_empty(len(x)).bernoulli_(1 - self.drop_prob)
-        key = (stream or self._stream).next_key()
+        key = (stream or _launched_stream()).next_key()
         batch, mesh = Layout((self.tp.hidden.dims[0],)), None if self.plain else self.mesh
         samples = len(x) if mesh is None else len(x) * mesh.group_size(*batch.dims[0])
         return dropout_mask(key, self.drop_prob, (samples,), batch, mesh, x.device).to(x.dtype)
