@@ -26,7 +26,7 @@ from colossalai.testing import spawn
 
 # batch, sequence, width, heads
 SIZES = {"small": (2, 64, 256, 4), "GPT-2's": (2, 128, 768, 12)}
-GRID_SIZE = (4, 64, 512, 8)
+GRID_SIZE = (8, 128, 256, 8)
 GPU_SIZES = {"small": (2, 64, 256, 4), "GPT-2 XL's": (8, 1024, 1600, 25)}
 
 
@@ -151,6 +151,7 @@ def _grid_beside_line(rank: int, world_size: int, port: int) -> dict[str, tuple[
 
 def _one_device(compiled: bool) -> list[Row]:
     """Our layers with nothing to cut beside torch's: the same kernels, so the difference is ours."""
+    torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rows = []

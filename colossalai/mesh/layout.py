@@ -18,7 +18,8 @@ the random stream, so none of these is ever written down a second time.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 
@@ -68,10 +69,31 @@ class Layout:
 
     def dual(self) -> Layout:
         """The layout of the gradient."""
-        return replace(self, partial=self.spread, spread=self.partial)
+        return self._dual
 
     def transposed(self) -> Layout:
+        return self._transposed
+
+    # Every step asks for these and looks routes up by layouts, so they are computed once.
+
+    @cached_property
+    def _dual(self) -> Layout:
+        return replace(self, partial=self.spread, spread=self.partial)
+
+    @cached_property
+    def _transposed(self) -> Layout:
         return replace(self, dims=self.dims[::-1], fused=self.fused[::-1])
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.partial, self.spread, self.fused))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # without what was computed: strings have other hashes in other processes
+        return Layout, (self.dims, self.partial, self.spread, self.fused)
 
     def whole(self) -> Layout:
         """The same tensor with nothing cut."""
@@ -80,12 +102,12 @@ class Layout:
     def blocks(self, dim: int) -> int:
         return self.fused[dim] if self.fused else 1
 
-    @property
+    @cached_property
     def sharded(self) -> Axes:
         """Every axis that cuts some dim."""
         return tuple(a for axes in self.dims for a in axes)
 
-    @property
+    @cached_property
     def rows(self) -> frozenset[str]:
         """The axes that cut any dim but the last."""
         return frozenset(a for axes in self.dims[:-1] for a in axes)

@@ -33,8 +33,9 @@ class _Matmul(torch.autograd.Function):
         ctx.plan, ctx.mesh, ctx.stored, ctx.has_bias = plan, mesh, stored, bias is not None
         now = bias if plan.y_use == plan.y else None
         y = F.linear(x_use, stored.out_in(w_use), now)
-        y = move(y, plan.y_use, plan.y, mesh, stored.whole_y(y, plan.y_use, mesh))
-        return y if bias is None or now is not None else y + bias
+        # y is ours until it is returned: sums and the bias go into it
+        y = start_move(y, plan.y_use, plan.y, mesh, stored.whole_y(y, plan.y_use, mesh))()
+        return y if bias is None or now is not None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

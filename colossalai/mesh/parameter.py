@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -73,7 +74,13 @@ def parameter(full: Tensor, layout: Layout, mesh: Mesh, *, uneven: bool = False)
 def use(param: Tensor, rows: Iterable[str], mesh: Mesh) -> Tensor:
     """``param`` about to be applied to rows that the axes ``rows`` cut: its gradient is summed over them."""
     rest = placement(param)
-    return redistribute(param, rest, replace(rest, spread=frozenset(rows) - set(rest.sharded)), mesh)
+    spread = frozenset(rows).difference(rest.sharded)
+    return param if spread == rest.spread else redistribute(param, rest, _spread(rest, spread), mesh)
+
+
+@lru_cache(maxsize=1024)
+def _spread(layout: Layout, axes: frozenset[str]) -> Layout:
+    return replace(layout, spread=axes)
 
 
 def grad_norm(params: Iterable[Tensor], mesh: Mesh, norm_type: float = 2.0) -> Tensor:
