@@ -24,10 +24,11 @@ from colossalai.mesh import Mesh, shard
 from colossalai.nn.modes import TensorParallel, mode_1d, mode_2d
 from colossalai.testing import spawn
 
-# batch, sequence, width, heads
-SIZES = {"small": (2, 64, 256, 4), "GPT-2's": (2, 128, 768, 12)}
-GRID_SIZE = (8, 128, 256, 8)
-GPU_SIZES = {"small": (2, 64, 256, 4), "GPT-2 XL's": (8, 1024, 1600, 25)}
+Size = tuple[int, int, int, int]  # batch, sequence, width, heads
+
+SIZES: dict[str, Size] = {"small": (2, 64, 256, 4), "GPT-2's": (2, 128, 768, 12)}
+GRID_SIZE: Size = (8, 128, 256, 8)
+GPU_SIZES: dict[str, Size] = {"small": (2, 64, 256, 4), "GPT-2 XL's": (8, 1024, 1600, 25)}
 
 
 def torch_block(width: int, heads: int) -> Block:
@@ -103,11 +104,14 @@ def in_turns(
     return {name: median(found) for name, found in times.items()}
 
 
-def _beside_dtensor(rank: int, world_size: int, port: int) -> dict[str, dict[str, float]]:
+def beside_dtensor(
+    rank: int, world_size: int, port: int, sizes: Mapping[str, Size] = SIZES, repeat: int = 15
+) -> dict[str, dict[str, float]]:
+    """Times of a step by name of the size, ours and the peer's."""
     dist.init_process_group("gloo")
     tp = mode_1d(world_size)
     mesh, found = Mesh(tp.axes), {}
-    for name, (batch, length, width, heads) in SIZES.items():
+    for name, (batch, length, width, heads) in sizes.items():
         torch.manual_seed(0)
         native = torch_block(width, heads)
         ours, peer = our_block(native, tp, mesh), dtensor_block(native, mesh)
@@ -120,14 +124,16 @@ def _beside_dtensor(rank: int, world_size: int, port: int) -> dict[str, dict[str
             "ours": lambda m=ours, x=x, g=grad: step(m, x, g),
             "peer": lambda m=peer, x=x, g=grad: step(m, x, g),
         }
-        found[name] = in_turns(rounds, repeat=15)
+        found[name] = in_turns(rounds, repeat)
     return found
 
 
-def _grid_beside_line(rank: int, world_size: int, port: int) -> dict[str, tuple[float, float]]:
+def grid_beside_line(
+    rank: int, world_size: int, port: int, size: Size = GRID_SIZE, repeat: int = 9
+) -> dict[str, tuple[float, float]]:
     """Time of a step and bytes kept for the backward pass, of both modes."""
     dist.init_process_group("gloo")
-    batch, length, width, heads = GRID_SIZE
+    batch, length, width, heads = size
     torch.manual_seed(0)
     native, whole, whole_grad = torch_block(width, heads), *torch.randn(2, batch, length, width)
     expected = native(whole)
@@ -145,11 +151,11 @@ def _grid_beside_line(rank: int, world_size: int, port: int) -> dict[str, tuple[
         memory[name] = sum(found.values()) * WORD
         del y
         rounds[name] = lambda m=model, x=x, g=grad: step(m, x, g)
-    times = in_turns(rounds, repeat=9)
+    times = in_turns(rounds, repeat)
     return {name: (times[name], memory[name]) for name in times}
 
 
-def _one_device(compiled: bool) -> list[Row]:
+def one_device(compiled: bool) -> list[Row]:
     """Our layers with nothing to cut beside torch's: the same kernels, so the difference is ours."""
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -177,18 +183,18 @@ def _one_device(compiled: bool) -> list[Row]:
 
 
 def rows() -> list[Row]:
-    found = spawn(_beside_dtensor, 2, timeout=300)[0]
+    found = spawn(beside_dtensor, 2, timeout=300)[0]
     result = [
         Row(f"{name} GPT block, 1D on 2 ranks", times["ours"], times["peer"], "DTensor parallelize_module")
         for name, times in found.items()
     ]
-    grid = spawn(_grid_beside_line, 4, timeout=300)[0]
+    grid = spawn(grid_beside_line, 4, timeout=300)[0]
     (line_time, line_memory), (grid_time, grid_memory) = grid["1D"], grid["2D"]
     result += [
         Row("GPT block, 2D on 4 ranks", grid_time, line_time, "1D on 4 ranks"),
         Row("its activations kept, 2D", grid_memory / 2**20, line_memory / 2**20, "1D on 4 ranks", unit="MB"),
-        *_one_device(compiled=False),
+        *one_device(compiled=False),
     ]
     if torch.cuda.is_available():
-        result += _one_device(compiled=True)
+        result += one_device(compiled=True)
     return result

@@ -15,7 +15,6 @@ import colossalai.nn as col_nn
 from colossalai.cli.benchmark.live_bytes import LiveBytes
 from colossalai.cli.benchmark.models import MODELS, Shape
 from colossalai.cli.benchmark.plans import Plan
-from colossalai.core import global_context as gpc
 from colossalai.launchers import launch_from_torch
 from colossalai.mesh import count_communication, shard
 from colossalai.nn.modes import current
@@ -57,14 +56,11 @@ def measure(
     """Run ``request`` as one rank of ``plan``; rank 0 adds a byte to the file ``ticks`` after every step."""
     backend = "nccl" if request.device == "cuda" else "gloo"
     launch_from_torch(plan.config, backend=backend, verbose=False)
-    try:
-        return _Measurement(plan, request, ticks if rank == 0 else None).run()
-    finally:
-        gpc.destroy()
+    return _Measurement(request, ticks if rank == 0 else None).run()
 
 
 class _Measurement:
-    def __init__(self, plan: Plan, request: Request, ticks: str | None) -> None:
+    def __init__(self, request: Request, ticks: str | None) -> None:
         self.request, self.ticks = request, Path(ticks) if ticks else None
         self.device = get_current_device()
         row = MODELS[request.model]
