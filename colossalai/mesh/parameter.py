@@ -73,7 +73,8 @@ def parameter(full: Tensor, layout: Layout, mesh: Mesh, *, uneven: bool = False)
 def use(param: Tensor, rows: Iterable[str], mesh: Mesh) -> Tensor:
     """``param`` about to be applied to rows that the axes ``rows`` cut: its gradient is summed over them."""
     rest = placement(param)
-    return redistribute(param, rest, replace(rest, spread=frozenset(rows) - set(rest.sharded)), mesh)
+    spread = frozenset(rows).difference(rest.sharded)
+    return redistribute(param, rest, replace(rest, spread=spread), mesh) if spread else param
 
 
 def grad_norm(params: Iterable[Tensor], mesh: Mesh, norm_type: float = 2.0) -> Tensor:
