@@ -75,7 +75,7 @@ def use(param: Tensor, rows: Iterable[str], mesh: Mesh) -> Tensor:
     """``param`` about to be applied to rows that the axes ``rows`` cut: its gradient is summed over them."""
     rest = placement(param)
     spread = frozenset(rows).difference(rest.sharded)
-    return param if spread == rest.spread else redistribute(param, rest, _spread(rest, spread), mesh)
+    return redistribute(param, rest, _spread(rest, spread), mesh) if spread else param
 
 
 @lru_cache(maxsize=1024)
