@@ -88,9 +88,8 @@ class Mesh:
 
         A group of several axes is made at its first use, which every rank must reach.
         """
-        if (
-            axes not in self._groups
-        ):  # also a group of one axis: every collective asks, and torch's answer takes time
+        # also a group of one axis is kept: every collective asks, and torch's answer takes time
+        if axes not in self._groups:
             key = self.in_order(axes)
             if len(key) == 1:
                 self._groups[axes] = self.device_mesh.get_group(key[0])

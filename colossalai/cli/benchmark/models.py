@@ -48,10 +48,13 @@ class Attention(nn.Module):
 
     def __init__(self, dimension: int, heads: int, causal: bool) -> None:
         super().__init__()
+        if dimension % heads:
+            raise ValueError(
+                f"dimension={dimension} cannot be shared by {heads} heads; choose a multiple of {heads}"
+            )
         self.query_key_value = col_nn.Linear(dimension, 3 * dimension, role="expand", fused=3)
         self.dense = col_nn.Linear(dimension, dimension, role="contract")
-        self.causal = causal
-        self.heads = _local_heads(heads, dimension, self.query_key_value)
+        self.causal, self.heads = causal, col_nn.local_heads(heads)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.query_key_value(x)  # (batch, seq, 3 * dimension)
@@ -59,20 +62,6 @@ class Attention(nn.Module):
         q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)  # (batch, heads, seq, head size)
         return self.dense(y.transpose(1, 2).reshape(batch, length, width // 3))
-
-
-def _local_heads(heads: int, dimension: int, layer: col_nn.Linear) -> int:
-    if dimension % heads:
-        raise ValueError(
-            f"dimension={dimension} cannot be shared by {heads} heads; choose a multiple of {heads}"
-        )
-    parts = 1 if layer.plain else layer.mesh.group_size(*layer.tp.inner.dims[-1])
-    if heads % parts:
-        raise ValueError(
-            f"{heads} attention heads cannot be shared by {parts} ranks; with head size {dimension // heads} choose a "
-            f"dimension that is a multiple of {parts * dimension // heads}"
-        )
-    return heads // parts
 
 
 class Block(nn.Module):
