@@ -10,8 +10,8 @@ from colossalai.amp.apex_amp import LEVELS
 from colossalai.amp.naive_amp import NaiveAMPOptimizer
 from colossalai.amp.scaled_optimizer import ScaledOptimizer
 from colossalai.amp.torch_amp import TorchAMPOptimizer
-from colossalai.interface import OptimizerWrapper
 from colossalai.booster.mixed_precision import PRECISIONS
+from colossalai.interface import OptimizerWrapper
 
 PAGE = (Path(__file__).parents[2] / "docs" / "mixed_precision.md").read_text()
 
