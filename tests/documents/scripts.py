@@ -1,6 +1,6 @@
 """How the scripts of the documents run here.
 
-``torchvision`` and ``timm`` are stand-ins (`prepare`): their data sets are a few random images of the right shape, their
+``torchvision`` and ``timm`` are stand-ins (`install`): their data sets are a few random images of the right shape, their
 transforms do nothing, ``resnet18`` is that of `titans` and the other models are small, because half precision is slow on a
 CPU.  ``.cuda()`` does nothing where there is no CUDA.
 """
@@ -100,6 +100,11 @@ def prepare(folder: Path, config: str = "", arguments: Sequence[str] = ()) -> No
     draft = Path(f"config_{os.getpid()}")
     draft.write_text(config)
     draft.replace("config.py")  # whole at every moment: the other ranks read it, too
+    install()
+
+
+def install() -> None:
+    """Put the stand-ins into this process."""
     for name, content in STAND_INS.items():
         stand_in(name, **content)
     # two ranks may have to share one GPU, which NCCL does not allow

@@ -107,7 +107,7 @@ def iterate(names: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
     def batches() -> Any:
         for batch in names["train_dataloader"]:
             before = weight.detach().clone()
-            yield batch
+            yield on_device(*batch)
             seen.append((before, weight.detach().clone()))
 
     _, loop = code("21.iteration").split("for img")
