@@ -24,7 +24,7 @@ def test_page_38_torch_distributed_launch(tmp_path: Path) -> None:
         code("38.components"),
         code("38.initialize"),
         code("38.train", WITHOUT_INDEX),
-        "print(f'loss {loss.item():.1f} on local rank {args.local_rank}')",
+        "Path(f'loss_{args.local_rank}').write_text(str(loss.item()))",
     )
     (tmp_path / "train_with_engine.py").write_text("\n".join(blocks))
     command = (
@@ -37,8 +37,7 @@ def test_page_38_torch_distributed_launch(tmp_path: Path) -> None:
         env={**environment_with_package(), "OMP_NUM_THREADS": "1", "DATA": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    ends = sorted(line[-12:] for line in done.stdout.splitlines() if line.startswith("loss"))
-    assert ends == ["local rank 0", "local rank 1"]
+    assert all(float((tmp_path / f"loss_{rank}").read_text()) > 0 for rank in (0, 1))

@@ -87,7 +87,7 @@ def check_train_with_engine(rank: int, world_size: int, port: int, folder: Path)
     assert len(norms) >= iterations - 2, "hardly a step is skipped at the first scale"
     assert max(norms) <= 1.0 + 1e-3
     assert names["loss"].isfinite()
-    assert names["lr_scheduler"].last_epoch == iterations
+    assert names["lr_scheduler"].last_epoch >= len(norms)
     for p in parameters:
         assert p.dtype is torch.float32
         assert_equal_in_group(p.detach())
