@@ -54,7 +54,7 @@ class Images(Dataset):
 
 
 def _cifar10(root: str | Path, train: bool = True, download: bool = False, transform: Any = None) -> Dataset:
-    return Images(80, 32, 10, transform, seed=int(train)) if train else Images(24, 32, 10, transform)
+    return Images(80 if train else 24, 32, 10, transform, seed=int(train))
 
 
 def _caltech101(root: str | Path, download: bool = False, transform: Any = None) -> Dataset:

@@ -199,7 +199,6 @@ def test_page_35_gradients_are_clipped(tmp_path: Path) -> None:
 
 def check_handlers(rank: int, world_size: int, port: int, folder: Path, handler: str, config: str) -> int:
     calls: list[int] = []
-    prepare(folder)
     run(handler, do_something=lambda: calls.append(1))
 
     def data() -> list[tuple[Tensor, Tensor]]:
