@@ -23,7 +23,9 @@ from colossalai.booster.accelerator import Accelerator
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import Plugin
 from colossalai.checkpoint_io import CheckpointIO, GeneralCheckpointIO
-from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from colossalai.interface import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
 
 
 class Boosted(NamedTuple):
@@ -131,8 +133,12 @@ class Booster:
             model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
                 model, optimizer, criterion, dataloader, lr_scheduler
             )
-        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
-            optimizer = OptimizerWrapper(optimizer)
+        if optimizer is not None:
+            optimizer = optimizer if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)
+            if optimizer.mesh is None and gpc.is_initialized(ParallelMode.GLOBAL):
+                optimizer.mesh = gpc.mesh  # the parameters may be cut over it, whatever the plugin
+            if lr_scheduler is not None and optimizer.skips_steps:
+                lr_scheduler = LRSchedulerWrapper(lr_scheduler, optimizer)
         _boosted.update(raw)
         return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
 

@@ -24,7 +24,6 @@ from colossalai.engine.engine import Engine
 from colossalai.engine.features import Features
 from colossalai.engine.gradient_accumulation import accumulate_gradient
 from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler, build_gradient_handler
-from colossalai.engine.mesh_optimizer import MeshOptimizer, is_cut
 from colossalai.engine.ophooks import BaseOpHook
 from colossalai.logging import get_dist_logger
 from colossalai.utils import get_current_device, is_using_sequence
@@ -63,8 +62,6 @@ def initialize(
     if booster.plugin is None:
         _share_weights(model, mode)  # before boost, which may copy them into master weights
     boosted = booster.boost(model, optimizer, criterion, train_dataloader, lr_scheduler)  # type: ignore[arg-type]
-    if is_cut(boosted.optimizer):
-        boosted = boosted._replace(optimizer=MeshOptimizer(boosted.optimizer, gpc.mesh))
     handlers = _handlers(features, boosted.model, boosted.optimizer)
     parts: tuple[Any, ...] = (boosted.optimizer, boosted.dataloader, handlers, boosted.lr_scheduler)
     if features.accumulate > 1:

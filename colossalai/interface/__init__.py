@@ -1,6 +1,7 @@
-"""What a boosted model and a boosted optimizer promise, whatever plugin stands behind them."""
+"""The contract between training scripts, plugins and mixed precisions: boosted models, optimizers and schedulers."""
 
+from colossalai.interface.lr_scheduler import LRSchedulerWrapper
 from colossalai.interface.model import ModelWrapper
 from colossalai.interface.optimizer import OptimizerWrapper
 
-__all__ = ["ModelWrapper", "OptimizerWrapper"]
+__all__ = ["LRSchedulerWrapper", "ModelWrapper", "OptimizerWrapper"]
