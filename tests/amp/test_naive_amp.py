@@ -164,7 +164,8 @@ def test_a_state_moves_between_fp32_and_naive_amp() -> None:
     raw.step()
     model, optimizer = _converted()
     model.load_state_dict(reference.state_dict())
-    optimizer.load_state_dict(raw.state_dict())
+    with pytest.warns(UserWarning, match="holds no loss scale"):
+        optimizer.load_state_dict(raw.state_dict())
     assert optimizer.state[optimizer.parameters()[0]]["exp_avg"].dtype is torch.float32
     train(model, optimizer, range(3))
     assert optimizer.state[optimizer.parameters()[0]]["step"] == 4

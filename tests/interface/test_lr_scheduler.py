@@ -85,7 +85,7 @@ def test_a_scheduler_that_did_not_go_through_boost_counts_its_calls() -> None:
 
 def test_without_fp16_the_scheduler_is_the_users() -> None:
     for precision in (None, "bf16"):
-        model, optimizer, scheduler, _ = _boost(precision)
+        _, optimizer, scheduler, _ = _boost(precision)
         assert type(scheduler) is LambdaLR
         assert not optimizer.skips_steps
         assert not optimizer.step_was_skipped
