@@ -134,7 +134,7 @@ def _over_model(
 
 
 def _where(param: Any, mesh: Mesh | None) -> _Where:
-    axes = _axes(param, mesh)
+    axes = piece_axes(param, mesh)
     if not hasattr(param, "to_local"):
         return _Where(axes)
     dims = [dim for dim, kind in enumerate(param.placements) if not kind.is_replicate()]
@@ -142,7 +142,13 @@ def _where(param: Any, mesh: Mesh | None) -> _Where:
     return _Where(axes, tuple(grid.get_group(dim) for dim in dims), grid.device_type)
 
 
-def _axes(param: Tensor, mesh: Mesh | None) -> Axes:
+def tensor_axes(mesh: Mesh) -> Axes:
+    """The axes that are neither data nor pipeline."""
+    return tuple(axis for axis in mesh.size if axis not in (DATA, STAGES))
+
+
+def piece_axes(param: Tensor, mesh: Mesh | None) -> Axes:
+    """The axes whose ranks hold other pieces of ``param``, major first."""
     cut = placement(param).sharded
     marked = not cut and bool(getattr(param, "is_tensor_parallel", False))
     if mesh is None:
@@ -154,7 +160,7 @@ def _axes(param: Tensor, mesh: Mesh | None) -> Axes:
         return ()
     if not marked:
         return mesh.in_order(tuple(cut))
-    axes = tuple(axis for axis in mesh.size if axis not in (DATA, STAGES))
+    axes = tensor_axes(mesh)
     pieces = getattr(param, "num_partitions", mesh.group_size(*axes))
     if pieces not in (1, mesh.group_size(*axes)):
         raise ValueError(

@@ -69,7 +69,9 @@ def _save(run: Run, folder: Path, how: str) -> None:
         save_checkpoint(folder / "all.pt", 0, run.model, run.optimizer, run.scheduler)
         return
     run.booster.save_model(run.model, folder / "model", shard=how == "shards")
-    run.booster.save_optimizer(run.optimizer, folder / "optimizer", shard=how == "shards", size_per_shard=1e-3)
+    run.booster.save_optimizer(
+        run.optimizer, folder / "optimizer", shard=how == "shards", size_per_shard=1e-3
+    )
     run.booster.save_lr_scheduler(run.scheduler, folder / "scheduler")
 
 
