@@ -27,6 +27,7 @@ from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler
 from colossalai.engine.ophooks import BaseOpHook
 from colossalai.logging import get_dist_logger
 from colossalai.utils import get_current_device, is_using_sequence
+from colossalai.utils.dataloader import check_not_empty
 
 Initialized = tuple[Engine, Any, Any, Any]
 
@@ -52,7 +53,8 @@ def initialize(
             "colossalai.initialize needs a launched job; call colossalai.launch_from_torch first"
         )
     features = Features.from_config(gpc.config, gpc.pipeline_parallel_size)
-    _check_not_empty(train_dataloader=train_dataloader, test_dataloader=test_dataloader)
+    check_not_empty("train_dataloader", train_dataloader)
+    check_not_empty("test_dataloader", test_dataloader)
     _set_cudnn(features)
     if verbose:
         _log(features)
@@ -127,19 +129,6 @@ def _share_weights(model: nn.Module, mode: ParallelMode) -> None:
     model.to(get_current_device())  # where the group can reach them
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=first, group=gpc.get_group(mode))
-
-
-def _check_not_empty(**dataloaders: Any) -> None:
-    for name, dataloader in dataloaders.items():
-        try:
-            empty = dataloader is not None and len(dataloader) == 0
-        except TypeError:  # it has no length
-            continue
-        if empty:
-            raise ValueError(
-                f"{name} is empty: it has no batch. Is the dataset empty, or smaller than the batch size with"
-                " drop_last=True?"
-            )
 
 
 def _set_cudnn(features: Features) -> None:
