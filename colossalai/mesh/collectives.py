@@ -127,11 +127,11 @@ def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int, length: int | None = 
 
 def gather_numbers(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The number ``x`` of every rank of a group that is no axis of a mesh of ours."""
-    numbers = x.new_empty(dist.get_world_size(group))
-    all_gather_single(numbers, x.reshape(1), group=group)
+    numbers = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(numbers, x, group=group)
     for log in _active_logs:
-        log.transfers.append(Transfer("all_gather", "other", len(numbers), _nbytes(numbers)))
-    return numbers
+        log.transfers.append(Transfer("all_gather", "other", len(numbers), len(numbers) * _nbytes(x)))
+    return torch.stack(numbers)
 
 
 def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: bool = False) -> Tensor:

@@ -85,8 +85,8 @@ def _load(run: Run, folder: Path, how: str) -> None:
 
 
 @MODES
-@pytest.mark.parametrize("how", ["file", "shards", "one file"])
-@pytest.mark.parametrize("saved", [4, 5, 8])  # before an overflow, between two, and between good steps
+# saved before an overflow, between two, and between good steps
+@pytest.mark.parametrize(("how", "saved"), [("file", 4), ("shards", 5), ("one file", 8)])
 def test_a_resumed_run_is_the_undisturbed_one(precision: Any, how: str, saved: int, tmp_path: Path) -> None:
     whole = Run(precision())
     whole.train(range(saved))
