@@ -1,4 +1,4 @@
-"""Who decides together that a step overflowed, and over whom the norm of the gradients is taken.
+"""Who decides together that a step overflowed.
 
 A rank that holds a part of the model sees only its own gradients.  If it alone skipped a step, the parts would no
 longer belong together, so one number travels over every group that shares the model before anybody steps.
@@ -21,11 +21,6 @@ def group_of(mode: ParallelMode, given: dist.ProcessGroup | None = None) -> list
     if given is None and gpc.is_initialized(mode):
         given = gpc.get_group(mode)
     return [given] if given is not None and dist.get_world_size(given) > 1 else []
-
-
-def mesh_of_job() -> Mesh | None:
-    """The mesh of the launched job, if there is one."""
-    return gpc.mesh if gpc.is_initialized(ParallelMode.GLOBAL) else None
 
 
 def groups_of_pieces(

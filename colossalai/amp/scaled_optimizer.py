@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from colossalai.amp.groups import mesh_of_job
 from colossalai.amp.report import SkipReport
 from colossalai.interface import OptimizerWrapper
 from colossalai.mesh import Mesh
+from colossalai.utils.parallel import launched_mesh
 
 SCALER_KEY = "grad_scaler"
 
@@ -42,7 +42,7 @@ class ScaledOptimizer(OptimizerWrapper):
         report: bool = True,
         mesh: Mesh | None = None,
     ) -> None:
-        super().__init__(optim, mesh or mesh_of_job())
+        super().__init__(optim, mesh or launched_mesh())
         self._skipped = False
         self._groups = list(groups)
         self._report = SkipReport(report)

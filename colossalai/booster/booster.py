@@ -23,8 +23,6 @@ from colossalai.booster.accelerator import Accelerator
 from colossalai.booster.mixed_precision import PRECISIONS, MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import Plugin
 from colossalai.checkpoint_io import CheckpointIO, GeneralCheckpointIO
-from colossalai.context import ParallelMode
-from colossalai.core import global_context as gpc
 from colossalai.interface import (
     LossWatch,
     LRSchedulerWrapper,
@@ -33,6 +31,7 @@ from colossalai.interface import (
     check_loss,
 )
 from colossalai.utils.dataloader import check_not_empty
+from colossalai.utils.parallel import launched_mesh
 
 
 class Boosted(NamedTuple):
@@ -144,8 +143,8 @@ class Booster:
             )
         if optimizer is not None:
             optimizer = optimizer if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)
-            if optimizer.mesh is None and gpc.is_initialized(ParallelMode.GLOBAL):
-                optimizer.mesh = gpc.mesh  # the parameters may be cut over it, whatever the plugin
+            if optimizer.mesh is None:  # the parameters may be cut over that of the job, whatever the plugin
+                optimizer.mesh = launched_mesh()
             if lr_scheduler is not None and optimizer.skips_steps:
                 lr_scheduler = LRSchedulerWrapper(lr_scheduler, optimizer)
         _boosted.update(raw)

@@ -14,6 +14,7 @@ from colossalai.engine.gradient_handler import BaseGradientHandler
 from colossalai.engine.ophooks import BaseOpHook, attach
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule
 from colossalai.interface import LossWatch, OptimizerWrapper, check_differentiable, check_loss
+from colossalai.utils.parallel import launched_mesh
 
 Handler = BaseGradientHandler | GradAccumGradientHandler
 
@@ -48,6 +49,8 @@ class Engine:
         self._optimizer = (
             optimizer if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)
         )
+        if self._optimizer.mesh is None:
+            self._optimizer.mesh = launched_mesh()
         self._criterion = criterion
         self._gradient_handlers = list(gradient_handlers or ())
         self._clip_grad_norm = float(clip_grad_norm)

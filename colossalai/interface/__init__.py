@@ -1,4 +1,4 @@
-"""The contract between training scripts, plugins and mixed precisions: boosted models, optimizers and schedulers, and losses."""
+"""What boosted models, optimizers and schedulers promise, whatever plan stands behind them, and what a loss must be."""
 
 from colossalai.interface.loss import LossWatch, check_differentiable, check_loss
 from colossalai.interface.lr_scheduler import LRSchedulerWrapper

@@ -87,6 +87,9 @@ class OptimizerWrapper(Optimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clip every element of every gradient to ``[-clip_value, clip_value]``."""
+        if isinstance(self.optim, OptimizerWrapper):
+            self.optim.clip_grad_by_value(clip_value)
+            return
         self.unscale_grad()
         if any(p.grad is not None for p in self.parameters()):  # torch refuses to clip nothing by value
             torch.nn.utils.clip_grad_value_(self.parameters(), clip_value)
@@ -98,6 +101,8 @@ class OptimizerWrapper(Optimizer):
 
         Returns the norm before clipping.  Pieces of parameters on other ranks are counted, copies are counted once.
         """
+        if isinstance(self.optim, OptimizerWrapper):
+            return self.optim.clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
         self.unscale_grad()
         return clip_grads(
             self.parameters(), max_norm, self.mesh, norm_type, error_if_nonfinite=error_if_nonfinite

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from colossalai.context import ParallelMode
-from colossalai.core import global_context as gpc
-from colossalai.mesh import Mesh, clip_grads, grad_zeros
+from colossalai.mesh import clip_grads, grad_zeros
+from colossalai.utils.parallel import launched_mesh
 
 
 def clip_grad_norm_fp32(
@@ -18,16 +17,12 @@ def clip_grad_norm_fp32(
 
     Pieces of a parameter that is cut over ranks are added up, copies are counted once.  Returns the norm before.
     """
-    return float(clip_grads(_list(parameters), max_norm, _mesh(), norm_type))
+    return float(clip_grads(_list(parameters), max_norm, launched_mesh(), norm_type))
 
 
 def count_zeros_fp32(parameters: Tensor | Iterable[Tensor]) -> int:
     """How many elements of all gradients are zero; pieces are added up, copies are counted once."""
-    return grad_zeros(_list(parameters), _mesh())
-
-
-def _mesh() -> Mesh | None:
-    return gpc.mesh if gpc.is_initialized(ParallelMode.GLOBAL) else None
+    return grad_zeros(_list(parameters), launched_mesh())
 
 
 def _list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

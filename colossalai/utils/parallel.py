@@ -12,8 +12,13 @@ from torch import nn
 from colossalai.constants import IS_TENSOR_PARALLEL, TENSOR_PARALLEL_ATTRIBUTES
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.mesh import full_shape, place, placement
+from colossalai.mesh import Mesh, full_shape, place, placement
 from colossalai.mesh.norm import DATA, STAGES, piece_axes, tensor_axes
+
+
+def launched_mesh() -> Mesh | None:
+    """The mesh of the launched job, if there is one: for the doors that give it to what lies below."""
+    return gpc.mesh if gpc.is_initialized(ParallelMode.GLOBAL) else None
 
 
 def is_dp_rank_0() -> bool:

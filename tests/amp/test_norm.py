@@ -16,8 +16,9 @@ from colossalai.amp.naive_amp import ConstantGradScaler, FP16Optimizer
 from colossalai.amp.torch_amp import GradScaler, TorchAMPOptimizer
 from colossalai.booster import Booster
 from colossalai.core import global_context as gpc
+from colossalai.engine import Engine
 from colossalai.interface import OptimizerWrapper
-from colossalai.mesh import Layout, Mesh, grad_norm, parameter, placement, shard
+from colossalai.mesh import Layout, Mesh, grad_norm, norm, parameter, placement, shard
 from colossalai.testing import spawn
 
 # the pieces of a 1D layer, a parameter cut over the data axis, one cut over both, and a copy
@@ -60,6 +61,7 @@ def _optimizers(model: Mixed) -> dict[str, Any]:
     scaler = GradScaler(4.0, device="cpu")
     return {
         "plain": OptimizerWrapper(raw(), gpc.mesh),
+        "engine": Engine(model, raw()).optimizer,
         "booster": _boosted(None),
         "booster fp16": _boosted("fp16"),
         "torch": TorchAMPOptimizer(raw(), scaler, mesh=gpc.mesh),
@@ -101,6 +103,9 @@ def _norms(rank: int, world_size: int, port: int) -> None:
         dist.all_reduce(everyone)
         assert not torch.isclose(alone, model.serial_norm(2.0)), name
         assert not torch.isclose(everyone.sqrt(), model.serial_norm(2.0)), name
+    norm.piece_axes = lambda *_: ()  # a norm that does not look where parameters lie is found out
+    optimizer = OptimizerWrapper(torch.optim.SGD(model.parameters(), lr=0.1), gpc.mesh)
+    assert not torch.isclose(optimizer.clip_grad_by_norm(1.0), model.serial_norm(2.0))
 
 
 def test_mixed_layouts_have_the_norm_of_the_serial_model() -> None:
@@ -116,8 +121,8 @@ def _half(rank: int, world_size: int, port: int) -> None:
     _, optimizer, _ = convert_to_amp(model, raw, None, AMP_TYPE.NAIVE, {"initial_scale": 4})
     assert [placement(p) for p in optimizer.parameters()] == list(LAYOUTS.values())  # type: ignore[union-attr]
     optimizer.backward(model().float())  # type: ignore[union-attr]
-    norm = optimizer.clip_grad_by_norm(0.5)  # type: ignore[union-attr]
-    torch.testing.assert_close(norm, model.serial_norm(2.0), rtol=1e-3, atol=0)
+    total = optimizer.clip_grad_by_norm(0.5)  # type: ignore[union-attr]
+    torch.testing.assert_close(total, model.serial_norm(2.0), rtol=1e-3, atol=0)
     if rank == 3:
         optimizer.parameters()[3].grad[0, 0] = math.nan  # type: ignore[union-attr, index]
     for norm_type in (2.0, math.inf):
@@ -156,8 +161,8 @@ def _by_group(rank: int, world_size: int, port: int) -> None:
         log_num_zeros_in_grad=True,
     )
     optimizer.backward((weight * torch.tensor([0.0, 3.0 * rank, 4.0])).sum())
-    norm = optimizer.clip_grad_by_norm(100.0)
-    torch.testing.assert_close(norm, torch.tensor([4.0, 3.0, 4.0]).norm())
+    total = OptimizerWrapper(optimizer).clip_grad_by_norm(100.0)  # a wrapper around it passes on
+    torch.testing.assert_close(total, torch.tensor([4.0, 3.0, 4.0]).norm())
     optimizer.step()
     assert optimizer.num_zeros_in_grad == 3
 
