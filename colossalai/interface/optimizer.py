@@ -177,8 +177,9 @@ class OptimizerWrapper(Optimizer):
         return getattr(self.optim, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a learning-rate scheduler replaces `step` by a closure of its own, which cannot be pickled
-        return {name: value for name, value in self.__dict__.items() if name != "step"}
+        # A learning-rate scheduler replaces `step` by a closure of its own, which cannot be pickled; a mesh belongs to the
+        # job that made it.
+        return {name: value for name, value in self.__dict__.items() if name != "step"} | {"_mesh": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
