@@ -34,12 +34,12 @@ LAYOUTS = {
 class Mixed(nn.Module):
     """Its loss is linear, so that the gradients are known: those of a serial model, cut."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, device: str = "cpu") -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.gradients: dict[str, Tensor] = {}
         for name, layout in LAYOUTS.items():
-            weight, gradient = torch.randn(2, 8, 4, generator=generator)
+            weight, gradient = torch.randn(2, 8, 4, generator=generator).to(device)
             setattr(self, name, parameter(nn.Parameter(weight), layout, mesh))
             self.gradients[name] = gradient
         self.own = {n: shard(self.gradients[n], layout, mesh) for n, layout in LAYOUTS.items()}
@@ -52,45 +52,47 @@ class Mixed(nn.Module):
         return torch.linalg.vector_norm(flat, norm_type)
 
 
-def _optimizers(model: Mixed) -> dict[str, Any]:
+def _optimizers(model: Mixed, device: str) -> dict[str, Any]:
     """Every optimizer that clips, each over the parameters of ``model``."""
 
     def raw() -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
-    scaler = GradScaler(4.0, device="cpu")
+    scaler = GradScaler(4.0, device=device)
     return {
         "plain": OptimizerWrapper(raw(), gpc.mesh),
         "engine": Engine(model, raw()).optimizer,
-        "booster": _boosted(None),
-        "booster fp16": _boosted("fp16"),
+        "booster": _boosted(None, device),
+        "booster fp16": _boosted("fp16", device),
         "torch": TorchAMPOptimizer(raw(), scaler, mesh=gpc.mesh),
         "naive": FP16Optimizer(raw(), ConstantGradScaler(4.0), mesh=gpc.mesh),
         "apex": convert_to_amp(model, raw(), None, AMP_TYPE.APEX, {"opt_level": "O1"})[1],
     }
 
 
-def _boosted(precision: str | None) -> Any:
-    model = Mixed(gpc.mesh)
-    boosted = Booster(device="cpu", mixed_precision=precision).boost(
+def _boosted(precision: str | None, device: str) -> Any:
+    model = Mixed(gpc.mesh, device)
+    boosted = Booster(device=device, mixed_precision=precision).boost(
         model, torch.optim.SGD(model.parameters(), lr=0.1)
     )
     boosted.optimizer.model = model
     return boosted.optimizer
 
 
-def _norms(rank: int, world_size: int, port: int) -> None:
+def _norms(rank: int, world_size: int, port: int, device: str = "cpu") -> None:
     config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
     colossalai.launch(config, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
-    model = Mixed(gpc.mesh)
-    for name, optimizer in _optimizers(model).items():
+    model = Mixed(gpc.mesh, device)
+    for name, optimizer in _optimizers(model, device).items():
         mine = getattr(optimizer, "model", model)
         for norm_type in (2.0, 1.0, math.inf):
             optimizer.zero_grad()
             optimizer.backward(mine())
             expected = model.serial_norm(norm_type)
             torch.testing.assert_close(optimizer.clip_grad_by_norm(0.5, norm_type), expected, msg=name)
-            torch.testing.assert_close(grad_norm(mine.parameters(), gpc.mesh, norm_type), torch.tensor(0.5))
+            torch.testing.assert_close(
+                grad_norm(mine.parameters(), gpc.mesh, norm_type), expected.new_tensor(0.5)
+            )
             for key, p in mine.named_parameters():
                 clipped = mine.own[key] * 0.5 / expected
                 torch.testing.assert_close(p.grad, clipped, msg=f"{name} {key}")
@@ -110,6 +112,12 @@ def _norms(rank: int, world_size: int, port: int) -> None:
 
 def test_mixed_layouts_have_the_norm_of_the_serial_model() -> None:
     spawn(_norms, 4)
+
+
+@pytest.mark.gpu
+def test_the_same_on_one_gpu() -> None:
+    """All ranks share the GPU and talk over gloo."""
+    spawn(_norms, 4, device="cuda")
 
 
 def _half(rank: int, world_size: int, port: int) -> None:
