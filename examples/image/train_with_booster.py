@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from parts import batches, build_parser, build_parts, checkpoint_of, evaluate, mean
 from torch import Tensor
@@ -99,7 +98,9 @@ def main() -> None:
     say = DistCoordinator().print_on_master
     plugin, precision = PLANS[args.plugin]
     if unused := [name for name in OF_INITIALIZE if name in gpc.config]:
-        say(f"{' and '.join(unused)} of the config are for colossalai.initialize; here -p {args.plugin} decides")
+        say(
+            f"only colossalai.initialize reads {' and '.join(unused)} of the config; here -p {args.plugin} decides"
+        )
     booster = Booster(mixed_precision=precision, plugin=plugin())
     model, optimizer, criterion, train, test, scheduler = build_parts(gpc.config, args.data)
     parts = booster.boost(model, optimizer, criterion, train, scheduler)

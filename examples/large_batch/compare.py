@@ -79,7 +79,7 @@ def clouds(count: int = 40, features: int = 32, training: int = 8192, test: int 
 
 PROBLEMS = {
     "digits": Problem(
-        "1437 handwritten digits of scikit-learn to train on, 360 to test with",
+        "1438 handwritten digits of scikit-learn to train on, 359 to test with",
         digits,
         width=128,
         epochs=30,

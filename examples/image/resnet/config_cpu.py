@@ -1,4 +1,4 @@
-"""ResNet-18 in float32, a few epochs: half a minute on two CPU cores.
+"""ResNet-18 in float32, a few epochs: a minute on two CPU cores.
 
 Convolutions in fp16 are some 70 times slower than in float32 on a CPU, and without ``small_images`` the first layers shrink
 the images to an eighth.
@@ -8,7 +8,7 @@ import torch
 
 from titans.model import resnet
 
-BATCH_SIZE = 64
+BATCH_SIZE = 64  # per process
 NUM_EPOCHS = 4
 WARMUP_EPOCHS = 0
 IMG_SIZE = 32
