@@ -87,10 +87,10 @@ def test_an_engine_trains_with(optimizer: str, cifar: Path, tmp_path: Path) -> N
 def test_noise_with_the_flag_of_the_page(tmp_path: Path) -> None:
     config = tmp_path / "config.py"
     config.write_text(
-        "BATCH_SIZE, NUM_EPOCHS, WARMUP_STEPS, WEIGHT_DECAY = 2, 2, 5, 1e-4\n"
+        "BATCH_SIZE, NUM_EPOCHS, WARMUP_STEPS, WEIGHT_DECAY = 2, 1, 5, 1e-4\n"
         "LEARNING_RATE = dict(lars=0.1, lamb=1e-3)\nclip_grad_norm = 1.0\n"
     )
-    text = run_script("large_batch/train.py", "--config", config, "-s", nprocs=2)
+    text = run_script("large_batch/train.py", "--config", config, "-s")
     assert "build_cifar" not in text
-    assert re.search(r"Epoch 1 / 2: 100%.* 10/10 ", text)
+    assert re.search(r"Epoch 0 / 1: 100%.* 10/10 ", text)
     assert "nan" not in text
