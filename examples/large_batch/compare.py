@@ -172,7 +172,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    torch.set_num_threads(1)  # faster for a model this small, and the numbers do not depend on the machine's cores
+    torch.set_num_threads(1)  # faster for so small a model, and the same numbers on every machine
     problem = PROBLEMS[args.data]
     print(f"data: {problem.what}; {problem.epochs} epochs", flush=True)
     best: dict[str, list[float]] = {}
