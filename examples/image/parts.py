@@ -70,7 +70,8 @@ def checkpoint_of(parser: argparse.ArgumentParser, folder: Path, epoch: int) -> 
     """The model's part of a checkpoint; refused here, before the processes wait for each other."""
     path = folder / f"model_{epoch}"
     if not path.exists():
-        there = sorted(int(file.name.removeprefix("model_")) for file in folder.glob("model_*"))
+        names = [file.name.removeprefix("model_") for file in folder.glob("model_*")]
+        there = sorted(int(name) for name in names if name.isdecimal())
         parser.error(
             f"there is no checkpoint of epoch {epoch} in {folder}; there are those of epochs {there or 'none'}"
         )

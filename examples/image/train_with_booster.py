@@ -19,6 +19,7 @@ import colossalai
 from colossalai.booster import Boosted, Booster
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.cluster import DistCoordinator
+from colossalai.context import Config
 from colossalai.core import global_context as gpc
 
 # name: the plugin, and the mixed precision
@@ -56,6 +57,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume >= 0:
         checkpoint_of(parser, args.checkpoint, args.resume)
+    if args.resume + 1 >= (epochs := Config.from_file(args.config).NUM_EPOCHS):
+        parser.error(f"nothing is left after epoch {args.resume}: NUM_EPOCHS = {epochs} in {args.config}")
     return args
 
 

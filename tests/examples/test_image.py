@@ -71,6 +71,8 @@ def test_a_booster_changes_its_plan_between_epochs(config: Path, cifar: Path, tm
 
 def test_bad_options(config: Path, cifar: Path, tmp_path: Path) -> None:
     (tmp_path / "model_7").mkdir()
+    with pytest.raises(RankError, match=r"nothing is left after epoch 7: NUM_EPOCHS = 3 in .*config.py"):
+        run_script("image/train_with_booster.py", "--config", config, "-c", tmp_path, "-r", 7)
     for script, option in (("train_with_booster.py", "-r"), ("eval.py", "-e")):
         with pytest.raises(
             RankError, match=r"no checkpoint of epoch 3 in .*; there are those of epochs \[7\]"

@@ -27,7 +27,10 @@ def example() -> ModuleType:
 
 
 # data; the best rates of SGD with 32, LARS and LAMB with 512; and rates of SGD with 512, the best among them
-BEST = [("digits", 0.05, 3.0, 0.04, (0.3, 1.6)), ("clouds", 0.1, 4.0, 0.06, (0.5, 1.6))]
+BEST = [
+    ("digits", 0.05, 3.0, 0.04, (0.3, 1.6)),
+    pytest.param("clouds", 0.1, 4.0, 0.06, (0.5, 1.6), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("data", "small_rate", "lars_rate", "lamb_rate", "sgd_rates"), BEST)
