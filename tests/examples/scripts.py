@@ -46,7 +46,9 @@ def write_cifar(folder: Path, per_batch: int = 32) -> None:
 
 def run_script(name: str, *options: object, data: Path | None = None, nprocs: int = 1) -> str:
     """What ``colossalai run --nproc_per_node nprocs examples/name options`` shows of rank 0."""
-    out = spawn(_run, nprocs, script=EXAMPLES / name, options=[str(o) for o in options], data=data)[0]
+    arguments = [str(option) for option in options]
+    # a minute would do, but for a machine that also does other work
+    out = spawn(_run, nprocs, timeout=120, script=EXAMPLES / name, options=arguments, data=data)[0]
     assert isinstance(out, str)
     return out
 
