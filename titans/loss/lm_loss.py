@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from colossalai.nn import CrossEntropyLoss
 
@@ -26,4 +27,6 @@ class GPTLMLoss(nn.Module):
                 f"(batch, sequence) with at least 2 tokens per row, got {tuple(logits.shape)} and "
                 f"{tuple(labels.shape)}"
             )
-        return self.loss(logits[:, :-1], labels[:, 1:])
+        # The labels are shifted rather than the logits cut, which would copy them; the last logits have no label.
+        labels = pad(labels[:, 1:], (0, 1), value=self.loss.loss.ignore_index)  # (batch, seq)
+        return self.loss(logits, labels)

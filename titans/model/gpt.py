@@ -17,7 +17,7 @@ from torch.nn.functional import gelu
 from colossalai.nn import partition_batch
 from colossalai.nn.modes import current
 from titans.layer.basic import layer_norm, residual_std
-from titans.layer.block import GPTBlock
+from titans.layer.block import Checkpoint, GPTBlock
 from titans.layer.embedding import GPTEmbedding
 from titans.layer.head import GPTLMHead
 from titans.loss.lm_loss import GPTLMLoss
@@ -54,7 +54,7 @@ class GPT(nn.Module):
         bias: bool = True,
         apply_post_layernorm: bool = False,
         fuse_scale_mask_softmax: bool = False,
-        checkpoint: bool = False,
+        checkpoint: Checkpoint = False,
         activation_offload: bool = False,
         tied: bool = True,
     ) -> None:
