@@ -23,6 +23,7 @@ from colossalai.cli.benchmark.models import Block
 from colossalai.mesh import Mesh, shard
 from colossalai.nn.modes import TensorParallel, mode_1d, mode_2d
 from colossalai.testing import spawn
+from colossalai.utils import synchronize
 
 Size = tuple[int, int, int, int]  # batch, sequence, width, heads
 
@@ -91,21 +92,20 @@ def in_turns(
     """The median time of each in milliseconds, after two rounds that warm up."""
     times: dict[str, list[float]] = {name: [] for name in competitors}
     for turn in range(repeat + 2):
-        for name, work in competitors.items():
+        for name, work in list(competitors.items())[:: -1 if turn % 2 else 1]:
             if dist.is_initialized():
                 dist.barrier()
             start = time.perf_counter()
             for _ in range(inner):
                 work()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            synchronize()
             if turn > 1:
                 times[name].append((time.perf_counter() - start) * 1000 / inner)
     return {name: median(found) for name, found in times.items()}
 
 
 def beside_dtensor(
-    rank: int, world_size: int, port: int, sizes: Mapping[str, Size] = SIZES, repeat: int = 15
+    rank: int, world_size: int, port: int, sizes: Mapping[str, Size] = SIZES, repeat: int = 25
 ) -> dict[str, dict[str, float]]:
     """Times of a step by name of the size, ours and the peer's."""
     dist.init_process_group("gloo")

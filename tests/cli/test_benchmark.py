@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import signal
 from pathlib import Path
@@ -11,12 +12,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from colossalai.cli.app import cli
-from colossalai.cli.benchmark import command
+from colossalai.cli.benchmark import command, runner
 from colossalai.cli.benchmark.live_bytes import LiveBytes
 from colossalai.cli.benchmark.measure import Request
 from colossalai.cli.benchmark.models import MLP, Block, Shape
 from colossalai.cli.benchmark.plans import Plan, all_plans
-from colossalai.cli.benchmark.runner import run_plan
 from tests.cli.tools import Command, survivors, wait_until
 
 TINY = ("-s", "4", "-d", "32", "-w", "1", "-p", "2", "-l", "1", "--device", "cpu", "--timeout", "60")
@@ -108,7 +108,7 @@ def test_no_plan_works(tmp_path: Path) -> None:
 def test_models(model: str, plan: Plan) -> None:
     shape = Shape(batch_size=4, seq_len=3, dimension=32, layers=1)
     request = Request(model=model, shape=shape, warmup_steps=0, profile_steps=1, device="cpu")
-    outcome = run_plan(plan, request, timeout=60)
+    outcome = runner.run_plan(plan, request, timeout=60)
     assert outcome.error is None
     assert outcome.result is not None
     assert outcome.result.forward > 0
@@ -188,6 +188,19 @@ def test_interrupted_leaves_no_process(tmp_path: Path) -> None:
     assert result.code == 1
     assert "Aborted!" in result.err
     assert result.survivors == {}
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, ticks = Terminal(), tmp_path / "ticks"
+    monkeypatch.setattr("sys.stderr", terminal)
+    ticks.write_bytes(b"...")
+    with runner._progress(ticks, steps=7, every=0.01):
+        wait_until(lambda: "3/7" in terminal.getvalue(), seconds=10, what="three steps")
+    assert terminal.getvalue().endswith("\r")  # the bar is gone
 
 
 def test_live_bytes() -> None:

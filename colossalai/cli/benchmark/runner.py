@@ -83,7 +83,8 @@ def _progress(ticks: Path, steps: int, every: float = 0.2) -> Iterator[None]:
 
     def follow() -> None:
         while not done.wait(every):
-            bar.update(ticks.stat().st_size - bar.n)
+            bar.n = ticks.stat().st_size
+            bar.refresh()
 
     watcher = threading.Thread(target=follow, daemon=True)
     watcher.start()
