@@ -74,7 +74,8 @@ class Layout:
     def transposed(self) -> Layout:
         return self._transposed
 
-    # Every step asks for these and looks routes up by layouts, so they are computed once.
+    # Every step asks for these and looks routes up by layouts, so they are computed once.  (What serial layers read is
+    # not cached: torch.compile cannot look into the lock that cached_property has before Python 3.12.)
 
     @cached_property
     def _dual(self) -> Layout:
@@ -102,12 +103,12 @@ class Layout:
     def blocks(self, dim: int) -> int:
         return self.fused[dim] if self.fused else 1
 
-    @cached_property
+    @property
     def sharded(self) -> Axes:
         """Every axis that cuts some dim."""
         return tuple(a for axes in self.dims for a in axes)
 
-    @cached_property
+    @property
     def rows(self) -> frozenset[str]:
         """The axes that cut any dim but the last."""
         return frozenset(a for axes in self.dims[:-1] for a in axes)
