@@ -101,6 +101,12 @@ class ParallelConfig:
         return [*ALWAYS, *([self.mode] if self.mode is not None else [])]
 
     @property
+    def group_options(self) -> dict[str, Any]:
+        """What the mode's initializer is given: all options but the flags, which say how layers use the groups."""
+        flags = tensor_mode(self.mode).flags
+        return {name: value for name, value in self.options.items() if name not in flags}
+
+    @property
     def env_fields(self) -> dict[str, Any]:
         """What ``tensor_parallel_env`` holds under this plan."""
         return {"mode": self.mode, **tensor_mode(self.mode).env_fields(self._tensor_sizes())}
@@ -166,8 +172,11 @@ def _check_mode(mode: Any, size: int, options: Mapping[str, Any]) -> None:
 
 
 def _check_options(mode: str | None, options: Mapping[str, Any]) -> None:
-    wanted = TENSOR_MODES[mode].options
-    _refuse_unknown("parallel.tensor", options, ("size", "mode", *wanted))
+    wanted, flags = TENSOR_MODES[mode].options, TENSOR_MODES[mode].flags
+    _refuse_unknown("parallel.tensor", options, ("size", "mode", *wanted, *flags))
+    for name in flags:
+        if not isinstance(options.get(name, False), bool):
+            raise ConfigException(f"parallel.tensor.{name} must be True or False, got {options[name]!r}")
     for name in wanted:
         if name not in options:
             raise ConfigException(

@@ -59,6 +59,11 @@ class ParallelContext(metaclass=SingletonMeta):
         return self._config
 
     @property
+    def plan(self) -> ParallelConfig:
+        """The ``parallel`` section of the config as an object."""
+        return self._plan
+
+    @property
     def mesh(self) -> Mesh:
         """The mesh of the job, whose axes all process groups are made of."""
         if self._mesh is None:

@@ -57,6 +57,9 @@ class TensorMode:
     axes: Axes
     cut: Callable[..., tuple[int, ...]] = _line
     options: tuple[str, ...] = ()
+    """Further sizes that the config must name."""
+    flags: tuple[str, ...] = ()
+    """What the config may switch on with True."""
     modes: Mapping[ParallelMode, Axes] = field(default_factory=dict)
     # field of tensor_parallel_env -> an axis, whose size it holds, or a ParallelMode
     env: Mapping[str, str | ParallelMode] = field(default_factory=dict)
@@ -73,7 +76,7 @@ PLAIN = TensorMode(axes=("tp",))
 
 TENSOR_MODES: dict[str | None, TensorMode] = {
     None: PLAIN,
-    "1d": TensorMode(axes=("tp",), modes={ParallelMode.PARALLEL_1D: ("tp",)}),
+    "1d": TensorMode(axes=("tp",), flags=("sequence_parallel",), modes={ParallelMode.PARALLEL_1D: ("tp",)}),
     "2d": TensorMode(
         axes=("row", "col"),
         cut=_square,

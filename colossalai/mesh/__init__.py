@@ -1,8 +1,9 @@
 """The mesh-and-layout core: who talks to whom, where every tensor lies, and what it costs to move it.
 
 Read in this order: ``mesh`` (named axes), ``layout`` (where a tensor lies), ``movement`` (from one layout to another,
-with gradients), ``collectives`` (the counted primitives), ``matmul`` (one product for all modes), ``parameter``
-(placed parameters), ``norm`` (of their gradients), ``random`` and ``initial`` (numbers that do not depend on the plan).
+with gradients), ``collectives`` (the counted primitives), ``plan``, ``matmul`` and ``summa`` (one product for all modes),
+``parameter`` (placed parameters), ``norm`` (of their gradients), ``random`` and ``initial`` (numbers that do not depend on
+the plan).
 
 This package imports nothing from the rest of ``colossalai``.
 """
@@ -10,7 +11,10 @@ This package imports nothing from the rest of ``colossalai``.
 from colossalai.mesh.collectives import CommunicationLog, Transfer, count_communication
 from colossalai.mesh.initial import (
     Constant,
+    Distribution,
     Normal,
+    Transposed,
+    TruncatedNormal,
     Uniform,
     ZeroRow,
     draw,
@@ -19,7 +23,7 @@ from colossalai.mesh.initial import (
     set_init,
 )
 from colossalai.mesh.layout import Layout, local_range, local_shape, local_slices, replicated, shard
-from colossalai.mesh.matmul import MatmulPlan, matmul
+from colossalai.mesh.matmul import matmul
 from colossalai.mesh.mesh import Axes, Mesh, mesh_coordinates, mesh_groups
 from colossalai.mesh.movement import (
     all_to_all,
@@ -36,19 +40,25 @@ from colossalai.mesh.movement import (
     unshard,
 )
 from colossalai.mesh.norm import clip_grads, grad_norm, grad_zeros
-from colossalai.mesh.parameter import full_shape, parameter, place, placement, use
+from colossalai.mesh.parameter import full_shape, parameter, place, placement, serial_form, use
+from colossalai.mesh.plan import MatmulPlan, Order, Role
 from colossalai.mesh.random import RandomStream, dropout_mask, random_key
 
 __all__ = [
     "Axes",
     "CommunicationLog",
     "Constant",
+    "Distribution",
     "Layout",
     "MatmulPlan",
     "Mesh",
     "Normal",
+    "Order",
     "RandomStream",
+    "Role",
     "Transfer",
+    "Transposed",
+    "TruncatedNormal",
     "Uniform",
     "ZeroRow",
     "all_to_all",
@@ -79,6 +89,7 @@ __all__ = [
     "replicated",
     "route",
     "scatter",
+    "serial_form",
     "set_init",
     "shard",
     "split",

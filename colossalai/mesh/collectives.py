@@ -9,7 +9,7 @@ whole dim.  Backends want equal pieces, so uneven ones travel padded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -24,12 +24,18 @@ from colossalai.mesh.mesh import Mesh
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"]
 
-# How often the whole tensor crosses the wire from one rank, in units of (p - 1) / p, with a ring.
+# A collective under way: calling it waits for the end and gives the result.
+Pending = Callable[[], Tensor]
+
+# How often the whole tensor crosses the wire from one rank, in units of (p - 1) / p, with a ring.  A broadcast or a
+# reduce is a chain of p - 1 sends: a rank sends (p - 1) / p of its panels when the source goes round.
 _RING_PASSES: dict[str, int] = {
     "all_gather": 1,
     "reduce_scatter": 1,
     "all_reduce": 2,
     "all_to_all": 1,
+    "broadcast": 1,
+    "reduce": 1,
 }
 
 
@@ -46,10 +52,8 @@ class Transfer:
 
     @property
     def sent(self) -> float:
-        """Bytes this rank sends with the ring algorithm; broadcast and reduce are pipelined, one pass."""
-        if self.kind in _RING_PASSES:
-            return _RING_PASSES[self.kind] * self.bytes * (self.size - 1) / self.size
-        return float(self.bytes)
+        """Bytes this rank sends with the ring algorithm; for broadcast and reduce the mean over the ranks."""
+        return _RING_PASSES[self.kind] * self.bytes * (self.size - 1) / self.size
 
 
 @dataclass
@@ -136,26 +140,39 @@ def gather_numbers(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: bool = False) -> Tensor:
     """This rank's piece along ``dim`` of the sum over ``axis``."""
+    return start_reduce_scatter(x, mesh, axis, dim, uneven=uneven)()
+
+
+def start_reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: bool = False) -> Pending:
     parts = mesh.size[axis]
     if parts == 1:
-        return x
+        return lambda: x
     pieces = _pieces(x, mesh, axis, dim, uneven)
     own = pieces[mesh.coord[axis]].size(dim)
     stacked = torch.stack([_padded(t, dim, pieces[0].size(dim)) for t in pieces])
     out = torch.empty_like(stacked[0])
-    reduce_scatter_single(out, stacked.flatten(0, 1), group=mesh.group(axis))
+    work = reduce_scatter_single(out, stacked.flatten(0, 1), group=mesh.group(axis), async_op=True)
     _record("reduce_scatter", mesh, axis, _nbytes(stacked))
-    return out.narrow(dim, 0, own).contiguous()
+    return _after(work, lambda: out.narrow(dim, 0, own).contiguous(), stacked)
 
 
 def all_reduce(x: Tensor, mesh: Mesh, axis: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or ``op``) over ``axis``, on every rank; ``x`` is left as it is."""
     if mesh.size[axis] == 1:
         return x
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, op=op, group=mesh.group(axis))
+    return start_all_reduce(x.clone(memory_format=torch.contiguous_format), mesh, axis, op)()
+
+
+def start_all_reduce(
+    x: Tensor, mesh: Mesh, axis: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Pending:
+    """The same in ``x`` itself, if it is contiguous."""
+    if mesh.size[axis] == 1:
+        return lambda: x
+    x = x.contiguous()
+    work = dist.all_reduce(x, op=op, group=mesh.group(axis), async_op=True)
     _record("all_reduce", mesh, axis, _nbytes(x))
-    return x
+    return _after(work, lambda: x)
 
 
 def all_to_all(x: Tensor, mesh: Mesh, axis: str, uncut: int, cut: int, length: int | None = None) -> Tensor:
@@ -188,11 +205,40 @@ def broadcast(x: Tensor, mesh: Mesh, axis: str, source: int) -> Tensor:
     """What the rank at coordinate ``source`` of ``axis`` holds; the others pass a tensor of the same shape."""
     if mesh.size[axis] == 1:
         return x
-    x = x.clone(memory_format=torch.contiguous_format) if mesh.coord[axis] == source else torch.empty_like(x)
+    return start_broadcast(x.clone(), mesh, axis, source, tuple(x.shape))()
+
+
+def start_broadcast(x: Tensor, mesh: Mesh, axis: str, source: int, shape: tuple[int, ...]) -> Pending:
+    """``x`` of the rank at ``source``, of ``shape``; the other ranks give only its dtype and device."""
+    if mesh.size[axis] == 1:
+        return lambda: x
+    x = x.contiguous() if mesh.coord[axis] == source else x.new_empty(shape)
     group = mesh.group(axis)
-    dist.broadcast(x, src=dist.get_global_rank(group, source), group=group)
+    work = dist.broadcast(x, src=dist.get_global_rank(group, source), group=group, async_op=True)
     _record("broadcast", mesh, axis, _nbytes(x))
-    return x
+    return _after(work, lambda: x)
+
+
+def start_reduce(x: Tensor, mesh: Mesh, axis: str, target: int) -> Pending:
+    """The sum over ``axis`` for the rank at coordinate ``target``; ``x`` is used up on all ranks."""
+    if mesh.size[axis] == 1:
+        return lambda: x
+    x = x.contiguous()
+    group = mesh.group(axis)
+    work = dist.reduce(x, dst=dist.get_global_rank(group, target), group=group, async_op=True)
+    _record("reduce", mesh, axis, _nbytes(x))
+    return _after(work, lambda: x)
+
+
+def _after(work: dist.Work | None, result: Pending, *inputs: Tensor) -> Pending:
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        alive.clear()
+        return result()
+
+    alive = list(inputs)  # what is being sent must live until it has arrived
+    return wait
 
 
 def _pieces(x: Tensor, mesh: Mesh, axis: str, dim: int, uneven: bool) -> list[Tensor]:

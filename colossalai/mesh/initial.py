@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from colossalai.mesh.layout import Layout, local_shape, replicated, shard
 from colossalai.mesh.mesh import Mesh
 from colossalai.mesh.parameter import PlacedParameter, full_shape, place, placement
-from colossalai.mesh.random import fill_from, normal_numbers, random_key, uniform_numbers
+from colossalai.mesh.random import (
+    fill_from,
+    normal_numbers,
+    random_key,
+    truncated_normal_numbers,
+    uniform_numbers,
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,38 @@ class ZeroRow:
         return self.other.numbers(key, index).masked_fill_(row == self.row, 0.0)
 
 
-Distribution = Constant | Uniform | Normal | ZeroRow
+@dataclass(frozen=True)
+class TruncatedNormal:
+    """``Normal`` without what lies outside of [low, high]."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    low: float = -2.0
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"a truncated normal needs low < high, got {self.low} and {self.high}")
+
+    def numbers(self, key: int, index: Tensor) -> Tensor:
+        bounds = ((self.low - self.mean) / self.std, (self.high - self.mean) / self.std)
+        return truncated_normal_numbers(key, index, *bounds).mul_(self.std).add_(self.mean)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """Another distribution for a matrix that is stored (columns, rows): the same number for the same element."""
+
+    other: Distribution
+    rows: int
+    columns: int
+
+    def numbers(self, key: int, index: Tensor) -> Tensor:
+        column = torch.div(index, self.rows, rounding_mode="floor")
+        return self.other.numbers(key, (index - column * self.rows) * self.columns + column)
+
+
+Distribution = Constant | Uniform | Normal | TruncatedNormal | ZeroRow | Transposed
 
 Recipe = Callable[[nn.Module], Distribution]
 
@@ -198,9 +235,9 @@ def _initial_value(
     where = param.device if not param.is_meta else torch.device(device or "cpu")
     if distribution is None:
         assert whole is not None
-        piece = whole if mesh is None else shard(whole, layout, mesh)
+        piece = whole if mesh is None else shard(whole, layout, mesh, uneven=True)
         return piece.to(where, param.dtype)
-    return draw(distribution, key, shape, layout, mesh, dtype=param.dtype, device=where)
+    return draw(distribution, key, shape, layout, mesh, dtype=param.dtype, device=where, uneven=True)
 
 
 def _reset_whole(owner: nn.Module, key: int, name: str) -> dict[str, Tensor]:

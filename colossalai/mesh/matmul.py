@@ -1,103 +1,89 @@
-"""One matrix product for every tensor-parallel mode.
+"""One matrix product for every tensor-parallel mode: fetch what the plan says, multiply, send the result home.
 
-For ``y[m, n] = sum_k x[m, k] w[k, n]`` each mesh axis takes one role, read off the layouts in which x, w and y rest,
-and the role says which of the three tensors travels:
-
-====  ==================  =========================  ======================================
-role  cuts                what travels               found in
-====  ==================  =========================  ======================================
-M     the rows            w must be whole: w         2D, 2.5D, 3D, data parallel, ZeRO-3
-N     the columns         x must be whole: x         1D column, 2D, 2.5D, 3D
-K     the sum             y is partial: y            1D row, 3D, vocabulary tables
-====  ==================  =========================  ======================================
+The backward pass is the same with the transposed plan.  This is the only place (with ``summa``, the streamed form)
+where communication and products overlap.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from colossalai.mesh.layout import Layout
-from colossalai.mesh.mesh import Axes, Mesh
-from colossalai.mesh.movement import move
-
-Role = Literal["M", "N", "K"]
-
-
-@dataclass(frozen=True)
-class MatmulPlan:
-    """How ``y = x @ w`` runs when x, w and y rest in the given layouts; fails when the layouts make no sense."""
-
-    x: Layout
-    w: Layout
-    y: Layout
-    prefer_moving_y: bool = False
-    """Where an axis cuts both the rows and k: move x's rows and y instead of w (a vocabulary table is large)."""
-    roles: dict[str, Role] = field(init=False, compare=False)
-    x_use: Layout = field(init=False, compare=False)
-    w_use: Layout = field(init=False, compare=False)
-    y_use: Layout = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        roles = {a: self._role(a) for a in sorted({*self.x.sharded, *self.w.sharded, *self.y.sharded})}
-
-        def only(axes: Axes, role: Role) -> Axes:
-            return tuple(a for a in axes if roles[a] == role)
-
-        def having(role: Role) -> frozenset[str]:
-            return frozenset(a for a, r in roles.items() if r == role)
-
-        k, n = only(self.w.dims[0], "K"), only(self.w.dims[1], "N")
-        rows = tuple(only(axes, "M") for axes in self.x.dims[:-1])
-        derived = {
-            "roles": roles,
-            "x_use": Layout((*rows, k), spread=having("N")),
-            "w_use": replace(self.w, dims=(k, n), spread=having("M")),
-            "y_use": Layout((*rows, n), partial=frozenset(k)),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
-
-    def _role(self, axis: str) -> Role:
-        x, w, y, last = self.x.state(axis), self.w.state(axis), self.y.state(axis), len(self.x.dims) - 1
-        if w == 1 and y in (last, "I"):
-            return "N"
-        if w == 0 and x in (last, "I"):
-            return "K"
-        if x == y and x not in (last, "I"):
-            return "K" if w == 0 and self.prefer_moving_y else "M"
-        raise ValueError(
-            f"axis {axis!r}: no matrix product takes x in state {x} and w in state {w} to y in state {y} "
-            f"(x {self.x}, w {self.w}, y {self.y})"
-        )
+from colossalai.mesh.collectives import Pending
+from colossalai.mesh.mesh import Mesh
+from colossalai.mesh.movement import move, start_move
+from colossalai.mesh.plan import MatmulPlan, Order, Stored
+from colossalai.mesh.summa import Panels, stream_product
 
 
 class _Matmul(torch.autograd.Function):
-    # Saves x and w at rest and fetches them again in backward: the gathered operands never outlive the product.
+    # Saves x and w at rest and fetches them again in backward, so the gathered operands never outlive the product;
+    # unless the plan keeps them, which costs memory and spares the second fetch.
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, plan: MatmulPlan, mesh: Mesh) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.plan, ctx.mesh = plan, mesh
-        y = move(x, plan.x, plan.x_use, mesh) @ move(w, plan.w, plan.w_use, mesh)
-        return move(y, plan.y_use, plan.y, mesh)
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: MatmulPlan, mesh: Mesh, stored: Stored
+    ) -> Tensor:
+        x_use = move(x, plan.x, plan.x_use, mesh)
+        w_use = move(w, stored.layout(plan.w), stored.layout(plan.w_use), mesh, stored.shape)
+        ctx.save_for_backward(*((x_use, w_use) if plan.keep_operands else (x, w)))
+        ctx.plan, ctx.mesh, ctx.stored, ctx.has_bias = plan, mesh, stored, bias is not None
+        now = bias if plan.y_use == plan.y else None
+        y = F.linear(x_use, stored.out_in(w_use), now)
+        y = move(y, plan.y_use, plan.y, mesh, stored.whole_y(y, plan.y_use, mesh))
+        return y if bias is None or now is not None else y + bias
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (x, w), p, mesh = ctx.saved_tensors, ctx.plan, ctx.mesh
-        dx = dw = None
-        dy = move(dy, p.y.dual(), p.y_use.dual(), mesh)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, w), p, mesh, stored = ctx.saved_tensors, ctx.plan, ctx.mesh, ctx.stored
+        db = dw = None
+        finish_dx: Pending | None = None
+        if ctx.needs_input_grad[2]:
+            db = dy.flatten(0, -2).sum(0)
+        dy = move(dy, p.y.dual(), p.y_use.dual(), mesh, stored.whole_y(dy, p.y, mesh))
         if ctx.needs_input_grad[0]:
-            dx = move(dy @ move(w, p.w, p.w_use, mesh).t(), p.x_use.dual(), p.x.dual(), mesh)
+            if not p.keep_operands:
+                w = move(w, stored.layout(p.w), stored.layout(p.w_use), mesh, stored.shape)
+            # its sum over the ranks runs while dw is computed
+            finish_dx = start_move(dy @ stored.out_in(w), p.x_use.dual(), p.x.dual(), mesh)
         if ctx.needs_input_grad[1]:
-            x = move(x, p.x, p.x_use, mesh)
-            dw = move(x.flatten(0, -2).t() @ dy.flatten(0, -2), p.w_use.dual(), p.w.dual(), mesh)
-        return dx, dw, None, None
+            if not p.keep_operands:
+                x = move(x, p.x, p.x_use, mesh)
+            dw = stored.gradient(x.flatten(0, -2), dy.flatten(0, -2))
+            dw = move(dw, stored.layout(p.w_use.dual()), stored.layout(p.w.dual()), mesh, stored.shape)
+        return finish_dx() if finish_dx else None, dw, db, None, None, None
 
 
-def matmul(x: Tensor, w: Tensor, plan: MatmulPlan, mesh: Mesh) -> Tensor:
-    """``x @ w`` by ``plan``; x, w and the result lie in the plan's resting layouts."""
-    return _Matmul.apply(x, w, plan, mesh)
+def matmul(
+    x: Tensor,
+    w: Tensor,
+    plan: MatmulPlan,
+    mesh: Mesh,
+    *,
+    bias: Tensor | None = None,
+    order: Order = "io",
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:
+    """``x @ w + bias`` by ``plan``; x, w and the result lie in the plan's resting layouts.
+
+    ``order`` says how w is stored: (in, out), or (out, in) as torch's layers do; the plan's layouts are written (in, out)
+    in both cases.  ``shape`` is w's whole shape as it is stored, needed where pieces differ in length.  ``bias`` is ready
+    to be used by this rank's rows (see :func:`colossalai.mesh.parameter.use`).
+    """
+    x, w, bias = _autocast(x, w, bias)
+    stored = Stored(order, shape)
+    panels = Panels.of(plan, mesh)
+    if panels is not None:
+        return stream_product(x, w, bias, plan, mesh, stored, panels)
+    return _Matmul.apply(x, w, bias, plan, mesh, stored)
+
+
+def _autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    # Cast outside of the autograd function: what travels is then in the lower precision as well.
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, w, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -62,6 +64,15 @@ class Mesh:
             device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)
         )
         self._joined: dict[Axes, dist.ProcessGroup] = {}
+        _meshes.add(self)
+
+    # A copied or unpickled layer stays on the mesh of this process: process groups cannot be copied.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mesh_like, (self.size, self.device_type)
 
     @property
     def axes(self) -> Axes:
@@ -101,3 +112,17 @@ class Mesh:
         return (
             f"Mesh({', '.join(f'{a}={n}' for a, n in self.size.items())}; rank {self.rank} at {self.coord})"
         )
+
+
+_meshes: WeakSet[Mesh] = WeakSet()
+
+
+def _mesh_like(axes: dict[str, int], device_type: str) -> Mesh:
+    for mesh in _meshes:
+        if (mesh.size, mesh.device_type) == (axes, device_type):
+            return mesh
+    wanted = ", ".join(f"{a}={n}" for a, n in axes.items())
+    raise RuntimeError(
+        f"what is unpickled lies on a mesh ({wanted}) on {device_type}, and this process has no such mesh; "
+        "launch with the same parallel plan first"
+    )

@@ -133,6 +133,30 @@ def move(x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...]
     return x
 
 
+def start_move(
+    x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...] | None = None
+) -> collectives.Pending:
+    """``move`` whose first sum runs while the caller computes something else; ``x`` is used up."""
+    steps = route(src, dst)
+    if not steps:
+        return lambda: x
+    first = steps[0]
+    if first.do == "all_reduce":
+        pending = collectives.start_all_reduce(x, mesh, first.axis)
+    elif first.do == "reduce_scatter" and src.blocks(first.dim) == 1:
+        pending = collectives.start_reduce_scatter(x, mesh, first.axis, first.dim, uneven=shape is not None)
+    else:
+        return lambda: move(x, src, dst, mesh, shape)
+
+    def finish() -> Tensor:
+        moved = pending()
+        for step in steps[1:]:
+            moved = _apply(moved, step, src, mesh, shape)
+        return moved
+
+    return finish
+
+
 def _apply(x: Tensor, step: Step, layout: Layout, mesh: Mesh, shape: tuple[int, ...] | None) -> Tensor:
     if step.do == "all_reduce":
         return collectives.all_reduce(x, mesh, step.axis)

@@ -33,9 +33,14 @@ class PlacedParameter(nn.Parameter):
         return memo[id(self)]
 
 
-def place(tensor: Tensor, layout: Layout, shape: Iterable[int]) -> Tensor:
-    """Write on ``tensor`` that it is a piece, in ``layout``, of a tensor of ``shape``."""
+def place(tensor: Tensor, layout: Layout, shape: Iterable[int], *, transposed: bool = False) -> Tensor:
+    """Write on ``tensor`` that it is a piece, in ``layout``, of a tensor of ``shape``.
+
+    ``transposed``: the serial model stores this matrix the other way round; layout and shape are as stored here.
+    """
     tensor.placement, tensor.full_shape = layout, torch.Size(shape)  # type: ignore[attr-defined]
+    if transposed:
+        tensor.transposed = True  # type: ignore[attr-defined]
     if type(tensor) is nn.Parameter:
         tensor.__class__ = PlacedParameter
     return tensor
@@ -45,6 +50,14 @@ def full_shape(tensor: Tensor) -> torch.Size:
     """The shape of the whole tensor that ``tensor`` is a piece of."""
     shape: torch.Size = getattr(tensor, "full_shape", tensor.shape)
     return shape
+
+
+def serial_form(whole: Tensor, param: Tensor) -> Tensor:
+    """A whole tensor stored like ``param`` (its value, gradient or optimizer state) as the serial model stores it.
+
+    It is its own inverse: a tensor of the serial model becomes one that ``placement(param)`` cuts.
+    """
+    return whole.t() if getattr(param, "transposed", False) else whole
 
 
 def parameter(full: Tensor, layout: Layout, mesh: Mesh, *, uneven: bool = False) -> nn.Parameter:

@@ -73,6 +73,15 @@ def normal_numbers(key: int, index: Tensor) -> Tensor:
     return torch.where((bits & 1).bool(), value, -value)
 
 
+def truncated_normal_numbers(key: int, index: Tensor, low: float, high: float) -> Tensor:
+    """float32 from the standard normal distribution between ``low`` and ``high``, by inversion."""
+    below, above = (0.5 * math.erfc(-bound / math.sqrt(2.0)) for bound in (low, high))
+    p = uniform_numbers(key, index).mul_(above - below).add_(below)
+    upper = p > 0.5
+    value = _upper_quantile(torch.where(upper, 1.0 - p, p).clamp_(2.0**-24, 0.5))
+    return torch.where(upper, value, -value).clamp_(low, high)
+
+
 # Algorithm AS 241 (Wichura 1988), routine PPND7: rational approximations, relative error about 1e-7.
 _CENTRE = (
     (59.109374720, 159.29113202, 50.434271938, 3.3871327179),
@@ -189,10 +198,11 @@ def _rows_and_runs(
 
 
 def dropout_mask(
-    key: int, p: float, shape: tuple[int, ...], layout: Layout, mesh: Mesh, device: torch.device
+    key: int, p: float, shape: tuple[int, ...], layout: Layout, mesh: Mesh | None, device: torch.device
 ) -> Tensor:
     """This rank's piece of the mask that the serial model would draw: True where an element is kept."""
-    out = torch.empty(local_shape(shape, layout, mesh), dtype=torch.bool, device=device)
+    local = shape if mesh is None else local_shape(shape, layout, mesh)
+    out = torch.empty(local, dtype=torch.bool, device=device)
     return fill_from(lambda index: uniform_numbers(key, index) >= p, out, shape, layout, mesh)
 
 
@@ -248,14 +258,8 @@ class RandomStream:
         if not training or p == 0.0:
             return x
         key = self.next_key()
-        if mesh is None:
-            keep = fill_from(
-                lambda index: uniform_numbers(key, index) >= p,
-                torch.empty_like(x, dtype=torch.bool),
-                tuple(x.shape),
-            )
-        else:
-            layout = replicated(x.ndim) if layout is None else layout
-            shape = tuple(n * mesh.group_size(*axes) for n, axes in zip(x.shape, layout.dims, strict=True))
-            keep = dropout_mask(key, p, shape, layout, mesh, x.device)
+        shape, layout = tuple(x.shape), replicated(x.ndim) if layout is None else layout
+        if mesh is not None:
+            shape = tuple(n * mesh.group_size(*axes) for n, axes in zip(shape, layout.dims, strict=True))
+        keep = dropout_mask(key, p, shape, layout, mesh, x.device)
         return x * keep * (1.0 / (1.0 - p))

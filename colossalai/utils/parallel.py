@@ -70,7 +70,8 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
 def copy_tensor_parallel_attributes(src_tensor: torch.Tensor, dst_tensor: torch.Tensor) -> None:
     """Write on ``dst_tensor`` where ``src_tensor`` lies: its placement, or the marks of layers in the old style."""
     if hasattr(src_tensor, "placement"):
-        place(dst_tensor, placement(src_tensor), full_shape(src_tensor))
+        turned = getattr(src_tensor, "transposed", False)
+        place(dst_tensor, placement(src_tensor), full_shape(src_tensor), transposed=turned)
     for name in TENSOR_PARALLEL_ATTRIBUTES:
         if hasattr(src_tensor, name):
             setattr(dst_tensor, name, getattr(src_tensor, name))

@@ -1,25 +1,138 @@
-"""Cross entropy of scores that are whole on this rank."""
+"""Cross entropy of scores that are whole, or cut over the ranks that share one model.
+
+The mean is over all rows of the batch that this model sees: rows that other ranks hold are counted, rows with the label
+``ignore_index`` are not.  Averaging the means of ranks would be wrong as soon as they hold different numbers of valid rows.
+Under data parallelism each replica has the mean of its own batch, as with torch's loss.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from colossalai.mesh import Layout, Mesh, redistribute
+from colossalai.nn.layer.base import FOLLOW_CONFIG, resolve
+from colossalai.nn.layer.batch import split_rows
+from colossalai.nn.logits import Logits, find_logits
+from colossalai.nn.loss.row_loss import Classes, row_losses
+from colossalai.nn.modes import TensorParallel
 from colossalai.registry import LOSSES
+
+_REDUCTIONS = {True: "mean", False: "none"}
 
 
 @LOSSES.register_module
 class CrossEntropyLoss(nn.Module):
     """``torch.nn.CrossEntropyLoss``: the mean over the batch, or with ``reduction=False`` the loss of each sample.
 
-    Other arguments are those of torch's class.
+    Other arguments are those of torch's class.  ``logits`` are what the model's ``Classifier`` returns, (..., classes);
+    ``targets`` are the labels of the whole batch of this model, or of the rows that this rank holds.  Where scores are
+    cut, ``num_classes`` and ``vocab_parallel`` say which Classifier is meant, if there are several of one width.
     """
 
-    def __init__(self, reduction: bool = True, *args: Any, **kwargs: Any) -> None:
+    mode: ClassVar[str | None] = FOLLOW_CONFIG
+    cut: ClassVar[bool | None] = None
+
+    def __init__(
+        self,
+        reduction: bool = True,
+        *args: Any,
+        num_classes: int | None = None,
+        vocab_parallel: bool | None = None,
+        tp: TensorParallel | None = None,
+        mesh: Mesh | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
-        kwargs["reduction"] = "mean" if reduction else "none"
+        kwargs["reduction"] = _REDUCTIONS[reduction]
         self.loss = nn.CrossEntropyLoss(*args, **kwargs)
+        self.num_classes = num_classes
+        self.vocab_parallel = self.cut if vocab_parallel is None else vocab_parallel
+        self.tp, self.mesh = resolve(self, self.mode, tp, mesh)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        mesh = self.mesh
+        if mesh is None or self.tp.size == 1:
+            return self._plain(logits, targets)
+        if self.loss.weight is not None or targets.is_floating_point():
+            raise ValueError(
+                f"{type(self).__name__}: scores that are cut over ranks take class indices as labels and no class weights"
+            )
+        place = find_logits(mesh, logits.size(-1), cut=self.vocab_parallel, classes=self.num_classes)
+        targets = _check_targets(targets, place, self.loss.ignore_index)
+        targets = local_rows(logits, targets, place.layout, mesh)
+        return cross_entropy(
+            logits,
+            targets,
+            place,
+            mesh,
+            self.loss.ignore_index,
+            self.loss.label_smoothing,
+            self.loss.reduction,
+        )
+
+    def _plain(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if logits.ndim > 2 and logits.shape[:-1] == targets.shape:
+            return self.loss(logits.flatten(0, -2), targets.flatten()).view(
+                () if self.loss.reduction == "mean" else targets.shape
+            )
         return self.loss(logits, targets)
+
+
+def local_rows(logits: Tensor, targets: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """The targets of this rank's rows, from those of the whole batch; they may also be cut already."""
+    if targets.shape == logits.shape[:-1]:
+        return targets
+    axes = layout.dims[0]
+    whole = (logits.size(0) * mesh.group_size(*axes), *logits.shape[1:-1])
+    if tuple(targets.shape) != whole:
+        raise ValueError(
+            f"labels of shape {tuple(targets.shape)} do not fit scores of shape {tuple(logits.shape)}, which are this rank's "
+            f"part: expected {whole} for the whole batch, or {tuple(logits.shape[:-1])}"
+        )
+    return split_rows(targets, axes, mesh, 0)
+
+
+def _check_targets(targets: Tensor, place: Logits, ignore_index: int) -> Tensor:
+    # Reading the labels of a GPU would stall it in every step.
+    if targets.device.type == "cpu" and targets.numel():
+        wrong = targets[((targets < 0) | (targets >= place.classes)) & (targets != ignore_index)]
+        if wrong.numel():
+            raise ValueError(
+                f"the label {int(wrong[0])} is neither one of the {place.classes} classes nor ignore_index={ignore_index}"
+            )
+    return targets
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    place: Logits,
+    mesh: Mesh,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """The loss of this rank's ``logits``, which lie in ``place``, for the targets of the same rows.
+
+    ``reduction`` is ``"mean"`` over all valid rows of all ranks, or ``"none"`` for the losses of this rank's rows.
+    """
+    valid = targets != ignore_index
+    classes = Classes(place.classes, place.layout.dims[-1], mesh)
+    losses = row_losses(
+        logits.flatten(0, -2), torch.where(valid, targets, -1).flatten(), classes, label_smoothing
+    )
+    if reduction == "none":
+        return losses.view(targets.shape)
+    # P -> I: every rank goes on with the loss of all rows
+    both = torch.stack([losses.sum(), valid.sum().to(losses.dtype)])
+    rows = frozenset(place.layout.dims[0])
+    total, count = redistribute(both, Layout(((),), partial=rows), Layout(((),)), mesh).unbind()
+    return total / count
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy of what a ``Classifier`` returned, cut or whole."""
+    return CrossEntropyLoss()(logits, targets)

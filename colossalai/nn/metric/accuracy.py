@@ -1,24 +1,91 @@
-"""Accuracy of a classifier whose scores are whole on this rank."""
+"""Accuracy of a classifier, whether its scores are whole on this rank or cut."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from colossalai.mesh import Mesh, collectives, local_range
+from colossalai.nn.layer.base import FOLLOW_CONFIG, resolve
+from colossalai.nn.logits import Logits, find_logits
+from colossalai.nn.loss.cross_entropy import local_rows
+from colossalai.nn.modes import TensorParallel
+
 
 def calc_acc(logits: Tensor, targets: Tensor) -> Tensor:
     """How many rows of ``logits`` have their largest score at the class in ``targets``."""
+    _check_shapes(logits, targets)
+    return (logits.argmax(dim=-1) == targets).sum()
+
+
+def _check_shapes(logits: Tensor, targets: Tensor) -> None:
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"accuracy needs scores of shape (*targets, classes); got scores {tuple(logits.shape)} for targets"
             f" {tuple(targets.shape)}"
         )
-    return (logits.argmax(dim=-1) == targets).sum()
 
 
 class Accuracy(nn.Module):
-    """The number of correct predictions in a batch; the trainer divides by the number of labels."""
+    """The number of correct predictions in a batch; the trainer divides by the number of labels.
+
+    Where the rows or the classes of ``logits`` are cut, every rank gets the number for the whole batch of the model.
+    """
+
+    mode: ClassVar[str | None] = FOLLOW_CONFIG
+
+    def __init__(
+        self,
+        *,
+        num_classes: int | None = None,
+        tp: TensorParallel | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.tp, self.mesh = resolve(self, self.mode, tp, mesh)
 
     @torch.no_grad()
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return calc_acc(logits, targets)
+        mesh = self.mesh
+        if mesh is None or self.tp.size == 1:
+            return calc_acc(logits, targets)
+        place = find_logits(mesh, logits.size(-1), classes=self.num_classes)
+        targets = local_rows(logits, targets, place.layout, mesh)
+        correct = (_predictions(logits, place, mesh) == targets).sum()
+        for axis in place.layout.dims[0]:
+            correct = collectives.all_reduce(correct, mesh, axis)
+        return correct
+
+
+def _predictions(logits: Tensor, place: Logits, mesh: Mesh) -> Tensor:
+    """The class of the largest score of each row; of equal ones the first, as torch's argmax."""
+    axes = place.layout.dims[-1]
+    best, index = logits.max(dim=-1)
+    index = index + local_range(place.classes, axes, mesh, uneven=True)[0]
+    for axis in reversed(axes):
+        bests = collectives.all_gather(best.unsqueeze(-1), mesh, axis, best.ndim)
+        indices = collectives.all_gather(index.unsqueeze(-1), mesh, axis, index.ndim)
+        best, winner = bests.max(dim=-1)
+        index = indices.gather(-1, winner.unsqueeze(-1)).squeeze(-1)
+    return index
+
+
+class Accuracy2D(Accuracy):
+    """2D."""
+
+    mode = "2d"
+
+
+class Accuracy2p5D(Accuracy):
+    """2.5D."""
+
+    mode = "2.5d"
+
+
+class Accuracy3D(Accuracy):
+    """3D."""
+
+    mode = "3d"

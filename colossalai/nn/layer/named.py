@@ -1,0 +1,325 @@
+"""The layers under the names of the modes: ``Linear2D`` is ``Linear``, and refuses any other mode than 2D.
+
+``Vanilla...`` are serial under any launch.  Nothing is computed here; a class is a row of a table.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from colossalai.mesh import Mesh
+from colossalai.nn import init
+from colossalai.nn.layer.base import Fill
+from colossalai.nn.layer.classifier import Classifier, VocabParallelClassifier, WholeClassifier
+from colossalai.nn.layer.dropout import Dropout
+from colossalai.nn.layer.embedding import VocabParallelEmbedding, WholeEmbedding
+from colossalai.nn.layer.linear import Direction, Linear
+from colossalai.nn.layer.normalization import LayerNorm
+from colossalai.nn.layer.patch import PatchEmbedding
+from colossalai.nn.modes import TensorParallel
+
+
+class Linear1D(Linear):
+    """Column- and row-parallel in turn."""
+
+    mode = "1d"
+    direction: Direction | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        weight_initializer: Fill | None = init.WEIGHT,
+        bias_initializer: Fill | None = init.BIAS,
+        *,
+        tp: TensorParallel | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            dtype,
+            weight_initializer,
+            bias_initializer,
+            role=self.direction,
+            gather_output=gather_output,
+            skip_bias_add=skip_bias_add,
+            tp=tp,
+            mesh=mesh,
+        )
+
+
+class Linear1D_Col(Linear1D):
+    """Column-parallel: each rank computes some of the outputs."""
+
+    direction = "expand"
+
+
+class Linear1D_Row(Linear):
+    """Row-parallel: each rank has some of the inputs, and the outputs are summed."""
+
+    mode = "1d"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        parallel_input: bool = True,
+        skip_bias_add: bool = False,
+        weight_initializer: Fill | None = init.WEIGHT,
+        bias_initializer: Fill | None = init.BIAS,
+        *,
+        tp: TensorParallel | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            dtype,
+            weight_initializer,
+            bias_initializer,
+            role="contract",
+            parallel_input=parallel_input,
+            skip_bias_add=skip_bias_add,
+            tp=tp,
+            mesh=mesh,
+        )
+
+
+class Linear2D(Linear):
+    """Inputs, weights and outputs lie on a square of ranks."""
+
+    mode = "2d"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        skip_bias_add: bool = False,
+        weight_initializer: Fill | None = init.WEIGHT,
+        bias_initializer: Fill | None = init.BIAS,
+        *,
+        role: Direction | None = None,
+        tp: TensorParallel | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            dtype,
+            weight_initializer,
+            bias_initializer,
+            role=role,
+            skip_bias_add=skip_bias_add,
+            tp=tp,
+            mesh=mesh,
+        )
+
+
+class Linear2p5D(Linear2D):
+    """Several squares of ranks, each with its own rows of the batch."""
+
+    mode = "2.5d"
+
+
+class Linear3D(Linear2D):
+    """Inputs, weights and outputs lie on a cube of ranks."""
+
+    mode = "3d"
+
+
+class VanillaLinear(Linear):
+    """Serial."""
+
+    mode = None
+
+
+class Classifier1D(WholeClassifier):
+    """1D, with whole scores."""
+
+    mode = "1d"
+
+
+class VocabParallelClassifier1D(VocabParallelClassifier):
+    """1D, with scores cut along the classes."""
+
+    mode = "1d"
+
+
+class Embedding1D(WholeEmbedding):
+    """1D, with a table that is not cut along the vocabulary."""
+
+    mode = "1d"
+
+
+class VocabParallelEmbedding1D(VocabParallelEmbedding):
+    """1D, with a table cut along the vocabulary."""
+
+    mode = "1d"
+
+
+class LayerNorm1D(LayerNorm):
+    """1D."""
+
+    mode = "1d"
+
+
+class PatchEmbedding1D(PatchEmbedding):
+    """1D."""
+
+    mode = "1d"
+
+
+class Classifier2D(WholeClassifier):
+    """2D, with whole scores."""
+
+    mode = "2d"
+
+
+class VocabParallelClassifier2D(VocabParallelClassifier):
+    """2D, with scores cut along the classes."""
+
+    mode = "2d"
+
+
+class Embedding2D(WholeEmbedding):
+    """2D, with a table that is not cut along the vocabulary."""
+
+    mode = "2d"
+
+
+class VocabParallelEmbedding2D(VocabParallelEmbedding):
+    """2D, with a table cut along the vocabulary."""
+
+    mode = "2d"
+
+
+class LayerNorm2D(LayerNorm):
+    """2D."""
+
+    mode = "2d"
+
+
+class PatchEmbedding2D(PatchEmbedding):
+    """2D."""
+
+    mode = "2d"
+
+
+class Classifier2p5D(WholeClassifier):
+    """2.5D, with whole scores."""
+
+    mode = "2.5d"
+
+
+class VocabParallelClassifier2p5D(VocabParallelClassifier):
+    """2.5D, with scores cut along the classes."""
+
+    mode = "2.5d"
+
+
+class Embedding2p5D(WholeEmbedding):
+    """2.5D, with a table that is not cut along the vocabulary."""
+
+    mode = "2.5d"
+
+
+class VocabParallelEmbedding2p5D(VocabParallelEmbedding):
+    """2.5D, with a table cut along the vocabulary."""
+
+    mode = "2.5d"
+
+
+class LayerNorm2p5D(LayerNorm):
+    """2.5D."""
+
+    mode = "2.5d"
+
+
+class PatchEmbedding2p5D(PatchEmbedding):
+    """2.5D."""
+
+    mode = "2.5d"
+
+
+class Classifier3D(WholeClassifier):
+    """3D, with whole scores."""
+
+    mode = "3d"
+
+
+class VocabParallelClassifier3D(VocabParallelClassifier):
+    """3D, with scores cut along the classes."""
+
+    mode = "3d"
+
+
+class Embedding3D(WholeEmbedding):
+    """3D, with a table that is not cut along the vocabulary."""
+
+    mode = "3d"
+
+
+class VocabParallelEmbedding3D(VocabParallelEmbedding):
+    """3D, with a table cut along the vocabulary."""
+
+    mode = "3d"
+
+
+class PatchEmbedding3D(PatchEmbedding):
+    """3D."""
+
+    mode = "3d"
+
+
+class LayerNorm3D(LayerNorm):
+    """3D."""
+
+    mode = "3d"
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-12,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        *,
+        tp: TensorParallel | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, bias, dtype, tp=tp, mesh=mesh)
+
+
+class Dropout1D(Dropout):
+    """1D."""
+
+    mode = "1d"
+
+
+class VanillaClassifier(Classifier):
+    """Serial."""
+
+    mode = None
+
+
+class VanillaLayerNorm(LayerNorm):
+    """Serial."""
+
+    mode = None
+
+
+class VanillaPatchEmbedding(PatchEmbedding):
+    """Serial."""
+
+    mode = None
