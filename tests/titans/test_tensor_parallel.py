@@ -123,11 +123,11 @@ class LaunchedRun(PlacedRun):
 def plan(problem: Problem, case: Case) -> LaunchedRun:
     config = {"parallel": {"tensor": PLANS[case.plan]}}
     colossalai.launch_from_torch(config, backend="gloo", verbose=False)
-    return LaunchedRun(problem, build(case), gpc.mesh, Counted(criterion(case)))
+    return LaunchedRun(problem, build(case).cpu(), gpc.mesh, Counted(criterion(case)))
 
 
 def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(params, lr=0.02, momentum=0.9)
 
 
 def _check(rank: int, world_size: int, port: int, case: Case) -> None:

@@ -12,7 +12,13 @@ from colossalai.nn.layer.batch import (
     split_tensor_3d,
 )
 from colossalai.nn.layer.classifier import Classifier, VocabParallelClassifier
-from colossalai.nn.layer.dropout import Dropout, DropPath, plan_independent_dropout
+from colossalai.nn.layer.dropout import (
+    Dropout,
+    DropPath,
+    WrappedDropout,
+    WrappedDropPath,
+    plan_independent_dropout,
+)
 from colossalai.nn.layer.embedding import Embedding, VocabParallelEmbedding
 from colossalai.nn.layer.linear import Linear
 from colossalai.nn.layer.named import (
@@ -114,6 +120,8 @@ __all__ = [
     "VocabParallelEmbedding2D",
     "VocabParallelEmbedding2p5D",
     "VocabParallelEmbedding3D",
+    "WrappedDropPath",
+    "WrappedDropout",
     "divide",
     "first_token",
     "get_tensor_parallel_mode",

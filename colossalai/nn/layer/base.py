@@ -109,7 +109,9 @@ class ParallelLayer(nn.Module):
     def _device(self) -> torch.device:
         default = torch.get_default_device()
         # The documents build a model and feed it from the current device, without moving it there.
-        return get_current_device() if default.type == "cpu" and not self.plain else default
+        if default.type == "cpu" and not self.plain and self.mesh.device_type == "cuda":
+            return get_current_device()
+        return default
 
     def _load(self, param: nn.Parameter, whole: Tensor) -> None:
         """Write this rank's piece of a tensor of the serial model."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossalai.context import ParallelMode
 from colossalai.context.random import get_seeds, seed
@@ -107,6 +107,20 @@ class Dropout(ParallelLayer):
         return f"p={self.p}, inplace={self.inplace}"
 
 
+class WrappedDropout(nn.Module):
+    """``torch.nn.Dropout`` that draws from the stream of one parallel mode; with None from the current one."""
+
+    def __init__(self, p: float = 0.5, inplace: bool = False, mode: ParallelMode | None = None) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"WrappedDropout: p is a probability, got {p}")
+        self.p, self.inplace, self.mode = p, inplace, mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        with nullcontext() if self.mode is None else seed(self.mode):
+            return F.dropout(x, self.p, self.training, self.inplace)
+
+
 class DropPath(ParallelLayer):
     """Stochastic depth: in training, zero a whole sample with probability ``drop_prob`` and scale the others up.
 
@@ -142,3 +156,17 @@ class DropPath(ParallelLayer):
 
     def extra_repr(self) -> str:
         return f"drop_prob={self.drop_prob}"
+
+
+class WrappedDropPath(DropPath):
+    """``DropPath`` that draws from the stream of one parallel mode; with None as ``DropPath`` does."""
+
+    def __init__(self, p: float = 0.0, mode: ParallelMode | None = None) -> None:
+        super().__init__(p)
+        self.seed_mode = mode
+
+    def _kept(self, x: Tensor) -> Tensor:
+        if self.seed_mode is None:
+            return super()._kept(x)
+        with seed(self.seed_mode):
+            return x.new_empty(len(x)).bernoulli_(1 - self.drop_prob)
