@@ -223,6 +223,18 @@ def _broadcast(func: Callable[..., Any]) -> Callable[..., Any]:
     return implementation
 
 
+def _like(func: Callable[..., Any]) -> Callable[..., Any]:
+    def implementation(input: Any, *args: Any, **kwargs: Any) -> Any:
+        with plain_torch():
+            result = func(input, *args, **kwargs)
+        # what is made like a parameter is memory of its optimizer
+        if cut_dim(input) is None or input.is_model_data():
+            return result
+        return wrap(result, input.process_group, input.placement)
+
+    return implementation
+
+
 def _from_the_end(lead: ColoTensor) -> int:
     """The cut of ``lead`` as a negative dim: broadcasting aligns the last dims."""
     dim = cut_dim(lead)
@@ -269,6 +281,7 @@ def _register(names: list[str], make: Callable[[Callable[..., Any]], Callable[..
 
 _register(_UNARY, _unary)
 _register(_BROADCAST, _broadcast)
+_register(["zeros_like", "ones_like", "empty_like", "full_like"], _like)
 
 
 @colo_op_impl(Tensor.copy_)

@@ -52,11 +52,24 @@ def _(
 
 def _by_vocabulary(ids: Tensor, weight: ColoTensor, padding_idx: int | None, sparse: bool) -> Tensor:
     """Each rank looks up the ids that it has and gives zeros for the others: a sum."""
-    mesh = weight.process_group.mesh
-    start, length = local_range(weight.size_global(0), (TP,), mesh)
+    mesh, size = weight.process_group.mesh, weight.size_global(0)
+    if (wrong := outside(ids, size)) is not None:
+        raise IndexError(f"embedding: index {wrong} is not in a table of {size} rows")
+    start, length = local_range(size, (TP,), mesh)
     index = ids - start
     inside = (index >= 0) & (index < length)
     if padding_idx is not None:
         padding_idx = padding_idx - start if start <= padding_idx < start + length else None
     rows = _lookup(index.clamp(0, length - 1), as_piece(weight), padding_idx, sparse=sparse)
     return reduce(rows * inside.unsqueeze(-1), TP, mesh)
+
+
+def outside(index: Tensor, size: int) -> int | None:
+    """An index that is not from 0 to ``size - 1``: no rank would have it.
+
+    Only on the CPU, where torch looks too: on a GPU, looking means waiting for it.
+    """
+    if index.device.type != "cpu":
+        return None
+    wrong = index[(index < 0) | (index >= size)]
+    return int(wrong[0]) if len(wrong) else None

@@ -11,6 +11,7 @@ from torch import Tensor
 from colossalai.mesh import collectives, local_range, reduce
 from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes
 from colossalai.tensor.op_wrapper import colo_op_impl
+from colossalai.tensor.ops.embedding import outside
 from colossalai.tensor.pieces import as_piece
 from colossalai.tensor.process_group import TP
 
@@ -36,7 +37,10 @@ def _(
     assert isinstance(input, ColoTensor)
     target = as_piece(as_whole(target))
     valid = target != ignore_index
-    losses = _losses(input, target.masked_fill(~valid, 0)).masked_fill(~valid, 0.0)
+    target, classes = target.masked_fill(~valid, 0), input.size_global(min(1, input.ndim - 1))
+    if (wrong := outside(target, classes)) is not None:
+        raise IndexError(f"cross_entropy: target {wrong} is not one of {classes} classes")
+    losses = _losses(input, target).masked_fill(~valid, 0.0)
     if reduction == "none":
         return losses
     return losses.sum() / valid.sum() if reduction == "mean" else losses.sum()
