@@ -43,7 +43,10 @@ def convert_parameter(
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` of whole plain tensors: that of the serial model.  Every tp rank must call it."""
+    """``model.state_dict()`` of whole plain tensors: that of the serial model.  Every tp rank must call it.
+
+    As in ``state_dict``, what is whole already shares the memory of the model.
+    """
     state = model.state_dict()
     return {name: _whole(value) for name, value in state.items()}
 

@@ -3,6 +3,9 @@
 Where several tensors meet, they are arranged along the cut of the first one that is cut: a piece of the same cut stays, a
 whole tensor is cut, and a whole tensor that is broadcast along the cut moves from state I to R: every rank uses it for
 its own elements, so its gradient is a sum over the ranks.
+
+Optimizers keep plain tensors of the shape of the piece.  Next to a parameter that is cut, and without gradients, such a tensor
+is a piece, and so is the result.
 """
 
 from __future__ import annotations
@@ -204,14 +207,14 @@ def _broadcast(func: Callable[..., Any]) -> Callable[..., Any]:
 
     def implementation(*args: Any, **kwargs: Any) -> Any:
         lead = next((a for a in args if cut_dim(a) is not None), None)
-        if (
-            lead is None
-            or (in_place and args[0] is not lead)
-            or any(isinstance(v, Tensor) for v in kwargs.values())
-        ):
+        if lead is None or any(isinstance(value, Tensor) for value in kwargs.values()):
             return on_wholes(func, args, kwargs)
-        local = in_place and not torch.is_grad_enabled()  # an optimizer at work on its pieces
-        arranged = [a if in_place and a is lead else arrange(a, lead, local) for a in args]
+        if _is_update(lead, args):
+            with plain_torch():
+                return func(*args, **kwargs)
+        if in_place and args[0] is not lead:
+            return on_wholes(func, args, kwargs)
+        arranged = [a if in_place and a is lead else arrange(a, lead) for a in args]
         with plain_torch():
             result = func(*arranged, **kwargs)
         if in_place:
@@ -221,6 +224,15 @@ def _broadcast(func: Callable[..., Any]) -> Callable[..., Any]:
         return wrap(result, lead.process_group, layout)
 
     return implementation
+
+
+def _is_update(lead: ColoTensor, args: tuple[Any, ...]) -> bool:
+    """Whether this is an optimizer at work: a parameter next to plain tensors of its piece's shape, without gradients."""
+    if torch.is_grad_enabled() or not lead.is_model_data():
+        return False
+    return any(
+        isinstance(a, Tensor) and not isinstance(a, ColoTensor) and a.shape == lead.shape for a in args
+    )
 
 
 def _like(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,8 +254,8 @@ def _from_the_end(lead: ColoTensor) -> int:
     return dim - lead.ndim
 
 
-def arrange(value: Any, lead: ColoTensor, local: bool = False) -> Any:
-    """What ``value`` is next to this rank's piece of ``lead``; with ``local``, plain tensors may be pieces already."""
+def arrange(value: Any, lead: ColoTensor) -> Any:
+    """What ``value`` is next to this rank's piece of ``lead``."""
     if not isinstance(value, Tensor):
         return value
     pg, right = lead.process_group, _from_the_end(lead)
@@ -263,8 +275,6 @@ def arrange(value: Any, lead: ColoTensor, local: bool = False) -> Any:
         return spread(value, TP, pg.mesh) if value.requires_grad else value
     if size == lead.size_global(right):
         return cut(value, TP, pg.mesh, right)
-    if local and size == lead.size_local(right):
-        return value
     raise ValueError(
         f"an operand of shape {tuple(value.shape)} does not fit a tensor of shape {tuple(lead.full_shape)}, which is cut as "
         f"{lead.dist_spec}: plain tensors count as whole; make a piece known with ColoTensor.from_torch_tensor(piece, spec)"
