@@ -20,6 +20,7 @@ from colossalai.tensor.dist_spec_mgr import DistSpecManager
 from colossalai.tensor.distspec import ReplicaSpec, ShardSpec
 from colossalai.tensor.init_context import ColoInitContext, post_process_colo_init_ctx
 from colossalai.tensor.op_wrapper import colo_op_impl
+from colossalai.tensor.param_op_hook import ColoParamOpHook, ColoParamOpHookManager
 from colossalai.tensor.process_group import ProcessGroup
 from colossalai.tensor.tensor_spec import ColoTensorSpec
 from colossalai.tensor.utils import (
@@ -33,6 +34,8 @@ torch.serialization.add_safe_globals([rebuild])  # it takes plain values and mak
 
 __all__ = [
     "ColoInitContext",
+    "ColoParamOpHook",
+    "ColoParamOpHookManager",
     "ColoParameter",
     "ColoTensor",
     "ColoTensorSpec",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from colossalai.tensor.colo_tensor import ColoTensor, build
+from colossalai.tensor.colo_tensor import ColoTensor, build, is_about_memory, is_in_place, map_values
+from colossalai.tensor.param_op_hook import ColoParamOpHookManager, run_with_hooks
 from colossalai.tensor.tensor_spec import ColoTensorSpec
 
 
@@ -26,6 +31,23 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
         )
         assert isinstance(new, cls)
         return new
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not ColoParamOpHookManager.hooks or is_about_memory(func) or is_in_place(func):
+            return super().__torch_function__(func, types, args, kwargs)
+        params: list[Tensor] = []
+
+        def note(value: Any) -> Any:
+            if isinstance(value, ColoParameter) and all(value is not p for p in params):
+                params.append(value)
+            return value
+
+        map_values(note, (args, kwargs or {}))
+        run = partial(super().__torch_function__, func, types)
+        return run_with_hooks(run, params, args, kwargs or {})
 
     @staticmethod
     def from_torch_tensor(  # type: ignore[override]

@@ -88,7 +88,7 @@ class ColoTensor(Tensor):
         implementation = IMPLEMENTATIONS.get(func)
         if implementation is not None:
             return implementation(*args, **kwargs)
-        if _is_about_memory(func):
+        if is_about_memory(func):
             with plain_torch():
                 return func(*args, **kwargs)
         return on_wholes(func, args, kwargs)
@@ -309,7 +309,7 @@ def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             owners.append(value)
         return as_whole(value)
 
-    args, kwargs = _map(arrange, args), _map(arrange, kwargs)
+    args, kwargs = map_values(arrange, args), map_values(arrange, kwargs)
     with plain_torch():
         result = func(*args, **kwargs)
     if not owners:
@@ -320,14 +320,15 @@ def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return value
         return wrap(value, owners[0].process_group, replicated(value.ndim))
 
-    return _map(label, result)
+    return map_values(label, result)
 
 
-def _map(function: Callable[[Any], Any], value: Any) -> Any:
+def map_values(function: Callable[[Any], Any], value: Any) -> Any:
+    """``function`` of every value in nested lists, tuples and dicts."""
     if type(value) in (list, tuple):
-        return type(value)(_map(function, inner) for inner in value)
+        return type(value)(map_values(function, inner) for inner in value)
     if type(value) is dict:
-        return {name: _map(function, inner) for name, inner in value.items()}
+        return {name: map_values(function, inner) for name, inner in value.items()}
     return function(value)
 
 
@@ -389,7 +390,7 @@ _ABOUT_MEMORY = frozenset(
 
 
 @lru_cache(maxsize=4096)
-def _is_about_memory(func: Callable[..., Any]) -> bool:
+def is_about_memory(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     return name in _ABOUT_MEMORY or name.startswith(("_foreach_", "_fused_"))
 

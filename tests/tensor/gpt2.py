@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -125,19 +126,20 @@ def tensor_parallelize(model: nn.Module, pg: ProcessGroup) -> None:
             param.visited = True
 
 
-def build(**sizes: Any) -> nn.Module:
+def build(device: str = "cpu", **sizes: Any) -> nn.Module:
     torch.manual_seed(0)
-    return GPTLMModel(**sizes)
+    return GPTLMModel(**sizes).to(device)
 
 
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
+    torch.manual_seed(2)  # dropout
     return GPTLMLoss()(model(ids, torch.ones_like(ids)), ids)
 
 
-def problem(**sizes: Any) -> Problem:
+def problem(device: str = "cpu", **sizes: Any) -> Problem:
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, VOCABULARY, (4, SEQUENCE), generator=generator) for _ in range(3)]
-    return Problem(build=lambda: build(**sizes), batches=batches, loss=loss)
+    batches = [torch.randint(0, VOCABULARY, (4, SEQUENCE), generator=generator).to(device) for _ in range(3)]
+    return Problem(build=lambda: build(device, **sizes), batches=batches, loss=loss)
 
 
 class ColoRun(PlacedRun):
@@ -148,8 +150,6 @@ class ColoRun(PlacedRun):
         self.pg = pg
 
     def forward_backward(self, batch: Tensor) -> Tensor:
-        import torch.distributed as dist
-
         own = batch.chunk(self.pg.dp_world_size())[self.pg.dp_local_rank()]
         loss = super().forward_backward(own)
         for value in [loss, *(p.grad for p in self.model.parameters() if p.grad is not None)]:
@@ -158,11 +158,8 @@ class ColoRun(PlacedRun):
         return loss
 
 
-def page_10(problem: Problem, tp: int) -> ColoRun:
-    import colossalai
-
-    colossalai.launch_from_torch(config={}, backend="gloo", verbose=False)
-    with ColoInitContext(device=torch.device("cpu")):
+def page_10(problem: Problem, tp: int, device: str = "cpu") -> ColoRun:
+    with ColoInitContext(device=torch.device(device)):
         model = problem.build()
     pg = ProcessGroup(tp_degree=tp)
     megatron(model, pg)
@@ -170,9 +167,6 @@ def page_10(problem: Problem, tp: int) -> ColoRun:
 
 
 def page_42(problem: Problem, tp: int) -> ColoRun:
-    import colossalai
-
-    colossalai.launch_from_torch(config={}, backend="gloo", verbose=False)
     pg = ProcessGroup(tp_degree=tp)
     with ColoInitContext(device="cpu", default_dist_spec=ShardSpec([-1], [tp]), default_pg=pg):
         model = problem.build()
