@@ -129,7 +129,8 @@ def move(x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...]
         raise ValueError(
             f"the layout {src} describes {len(src.dims)} dims, the tensor has shape {tuple(x.shape)}"
         )
-    if has_torch_function_unary(x):  # a ColoTensor computes with the whole; what moves is the piece that it holds
+    if has_torch_function_unary(x):
+        # a ColoTensor computes with the whole tensor; what moves is the piece that it holds
         with torch._C.DisableTorchFunctionSubclass():
             x = x.as_subclass(Tensor)
     for step in route(src, dst):

@@ -14,7 +14,7 @@ import torch
 
 import colossalai.tensor.ops  # noqa: F401  # fills the table of functions
 from colossalai.tensor.colo_parameter import ColoParameter
-from colossalai.tensor.colo_tensor import ColoTensor, rebuild
+from colossalai.tensor.colo_tensor import ColoTensor
 from colossalai.tensor.compute_spec import ComputePattern, ComputeSpec
 from colossalai.tensor.dist_spec_mgr import DistSpecManager
 from colossalai.tensor.distspec import ReplicaSpec, ShardSpec
@@ -22,6 +22,7 @@ from colossalai.tensor.init_context import ColoInitContext, post_process_colo_in
 from colossalai.tensor.op_wrapper import colo_op_impl
 from colossalai.tensor.param_op_hook import ColoParamOpHook, ColoParamOpHookManager
 from colossalai.tensor.process_group import ProcessGroup
+from colossalai.tensor.serialization import rebuild
 from colossalai.tensor.tensor_spec import ColoTensorSpec
 from colossalai.tensor.utils import (
     convert_parameter,

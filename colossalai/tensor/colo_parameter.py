@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.tensor.colo_tensor import ColoTensor, build, is_about_memory, is_in_place, map_values
+from colossalai.tensor.colo_tensor import ColoTensor, is_about_memory, is_in_place, map_values
 from colossalai.tensor.param_op_hook import ColoParamOpHookManager, run_with_hooks
+from colossalai.tensor.pieces import as_piece
+from colossalai.tensor.serialization import build
 from colossalai.tensor.tensor_spec import ColoTensorSpec
 
 
@@ -25,12 +27,11 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
     def __new__(
         cls, data: Tensor | None = None, requires_grad: bool = True, spec: ColoTensorSpec | None = None
     ) -> ColoParameter:
-        tensor = ColoTensor(torch.empty(0) if data is None else data.detach(), spec)
-        new = build(
-            cls, tensor.data, requires_grad, tensor.process_group, tensor.placement, tensor.compute_spec, {}
-        )
-        assert isinstance(new, cls)
-        return new
+        if spec is None and isinstance(data, ColoTensor):
+            spec = data.spec()
+        tensor = ColoTensor(torch.empty(0) if data is None else as_piece(data).detach(), spec)
+        where = tensor.process_group, tensor.placement, tensor.compute_spec
+        return build(cls, tensor.data, requires_grad, *where, {})
 
     @classmethod
     def __torch_function__(

@@ -21,29 +21,31 @@ parallel layers, unless one of the arguments is a whole ColoTensor that is no pa
 A whole tensor is in state I of :mod:`colossalai.mesh.layout`: all tp ranks go on to do the same with it.  Wherever a rank uses a
 whole tensor for its own piece of the result, an implementation moves it from I to R or cuts it, so that its gradient
 is the sum over the ranks.  Plain tensors that meet a ColoTensor count as whole.
+
+[Note: views of parameters that are cut]
+``weight[3]`` of a weight that is cut along its rows is a view of a gathered copy, and whatever is written there is lost.  Optimizers
+and initializers that work so, without gradients, get a ColoTensor that can be read but not written to.
 """
 
 from __future__ import annotations
 
-import copy
+import re
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from colossalai.mesh import Layout, move, place, replicated
+from colossalai.mesh import Layout, move, replicated
 from colossalai.tensor.compute_spec import ComputePattern, ComputeSpec
 from colossalai.tensor.dist_spec_mgr import DistSpecManager
 from colossalai.tensor.distspec import DistSpec, ReplicaSpec, layout_of, spec_of
 from colossalai.tensor.op_wrapper import IMPLEMENTATIONS
-from colossalai.tensor.pieces import ConvertInPlace, Wrap, as_piece, plain_torch
+from colossalai.tensor.pieces import ConvertInPlace, Wrap, as_piece, describe, plain_torch
 from colossalai.tensor.process_group import TP, ProcessGroup
+from colossalai.tensor.serialization import deep_copy, reduced
 from colossalai.tensor.tensor_spec import ColoTensorSpec
-
-# What a ColoTensor keeps beside the tensor; anything else in its __dict__ is the user's.
-_OWN = ("process_group", "placement", "full_shape", "compute_spec")
 
 
 class ColoTensor(Tensor):
@@ -59,6 +61,7 @@ class ColoTensor(Tensor):
     placement: Layout
     full_shape: torch.Size
     compute_spec: ComputeSpec | None
+    is_copy = views_parameter = False  # [Note: views of parameters that are cut]
 
     def __new__(cls, data: Tensor, spec: ColoTensorSpec | None = None) -> ColoTensor:
         if not isinstance(data, Tensor):
@@ -85,6 +88,8 @@ class ColoTensor(Tensor):
     ) -> Any:
         """See [Note: what a function does with a ColoTensor]."""
         kwargs = kwargs or {}
+        if is_in_place(func):
+            refuse_lost_writes(func, args)
         implementation = IMPLEMENTATIONS.get(func)
         if implementation is not None:
             return implementation(*args, **kwargs)
@@ -143,6 +148,13 @@ class ColoTensor(Tensor):
         """The shape of the whole tensor, or its size along ``dim``."""
         return self.full_shape if dim is None else self.full_shape[dim]
 
+    @property
+    def to_local(self) -> Callable[[], Tensor]:
+        """Only a tensor that is cut has it: so code that is written for DTensor asks for the piece."""
+        if cut_dim(self) is None:
+            raise AttributeError("this ColoTensor is whole; only one that is cut has to_local")
+        return partial(as_piece, self)
+
     def numel_global(self) -> int:
         return self.full_shape.numel()
 
@@ -176,7 +188,9 @@ class ColoTensor(Tensor):
                 if not self.is_leaf:
                     self.detach_()
                 grad, self.grad = self.grad, None
-                self.data = move(self.data, self.placement, layout, mesh)
+                moved = move(self.data, self.placement, layout, mesh)
+                # pieces along dim 0 are windows into the whole tensor, and would keep all of it in memory
+                self.data = moved.clone() if moved.nbytes < moved.untyped_storage().nbytes() else moved
                 self.grad = None if grad is None else move(grad, self.placement, layout, mesh)
             else:
                 ConvertInPlace.apply(self, self.placement, layout, mesh)
@@ -211,37 +225,10 @@ class ColoTensor(Tensor):
     # copies and files
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ColoTensor:
-        if id(self) not in memo:
-            if not self.is_leaf:
-                raise RuntimeError(
-                    f"only a {type(self).__name__} without history can be copied; call detach() first"
-                )
-            with plain_torch():
-                piece = self.detach().clone(memory_format=torch.preserve_format)
-            extra = {name: value for name, value in self.__dict__.items() if name not in _OWN}
-            compute_spec = copy.deepcopy(self.compute_spec, memo)
-            new = build(
-                type(self), piece, self.requires_grad, self.process_group, self.placement, compute_spec, extra
-            )
-            memo[id(self)] = new
-            if self.grad is not None and not self.is_model_data():  # torch copies no gradients of parameters
-                new.grad = copy.deepcopy(self.grad, memo)
-        return memo[id(self)]
+        return cast(ColoTensor, deep_copy(self, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The piece of this rank and plain values, which ``torch.load`` reads with ``weights_only`` too."""
-        pg, spec = self.process_group, self.compute_spec
-        dim = self.placement.state(TP)
-        extra = {name: value for name, value in self.__dict__.items() if name not in _OWN}
-        return rebuild, (
-            isinstance(self, torch.nn.Parameter),
-            as_piece(self.detach()),
-            self.requires_grad,
-            (pg.ranks_in_group(), pg.tp_world_size()),
-            dim if isinstance(dim, int) else None,
-            None if spec is None else (spec.compute_pattern.name, spec.output_replicate),
-            extra,
-        )
+        return reduced(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         whole = (
@@ -249,13 +236,6 @@ class ColoTensor(Tensor):
         )
         used = "" if self.compute_spec is None else f", compute_spec={self.compute_spec}"
         return f"{type(self).__name__}({whole}{used},\n{as_piece(self)})"
-
-
-def describe(tensor: ColoTensor, pg: ProcessGroup, layout: Layout, compute_spec: ComputeSpec | None) -> None:
-    """Write on ``tensor`` what it is a piece of."""
-    sizes = (n * pg.mesh.group_size(*axes) for n, axes in zip(tensor.shape, layout.dims, strict=True))
-    place(tensor, layout, sizes)
-    tensor.process_group, tensor.compute_spec = pg, compute_spec
 
 
 def wrap(
@@ -303,24 +283,54 @@ def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             f"holds a piece ({lost[0].dist_spec}); call to_replicate_() first, or write to its piece, .data"
         )
     owners: list[ColoTensor] = []
+    copies: set[int] = set()
 
     def arrange(value: Any) -> Any:
-        if isinstance(value, ColoTensor) and value.is_replicate() and not value.is_model_data():
+        if not isinstance(value, ColoTensor):
+            return value
+        new = as_whole(value)
+        if value.is_copy or (new is not value and is_view_of_parameter(value)):
+            copies.add(_memory(new))
+        if value.is_copy or new is not value or (value.is_replicate() and not value.is_model_data()):
             owners.append(value)
-        return as_whole(value)
+        return new
 
     args, kwargs = map_values(arrange, args), map_values(arrange, kwargs)
     with plain_torch():
         result = func(*args, **kwargs)
-    if not owners:
-        return result
+    keeps_class = any(cut_dim(owner) is None for owner in owners)
 
     def label(value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, ColoTensor):
             return value
-        return wrap(value, owners[0].process_group, replicated(value.ndim))
+        is_copy = bool(copies) and _memory(value) in copies
+        if not is_copy and not keeps_class:
+            return value
+        new = wrap(value, owners[0].process_group, replicated(value.ndim))
+        new.is_copy = is_copy
+        return new
 
-    return map_values(label, result)
+    return map_values(label, result) if copies or keeps_class else result
+
+
+def is_view_of_parameter(tensor: ColoTensor) -> bool:
+    """Whether somebody may be about to write to a parameter through ``tensor``."""
+    return not torch.is_grad_enabled() and (tensor.is_model_data() or tensor.views_parameter)
+
+
+def _memory(tensor: Tensor) -> int:
+    with plain_torch():
+        return tensor.untyped_storage().data_ptr()
+
+
+def refuse_lost_writes(func: Callable[..., Any], args: Any) -> None:
+    """See [Note: views of parameters that are cut]."""
+    targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+    if any(isinstance(t, ColoTensor) and t.is_copy for t in targets):
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)} writes into a view of a parameter that is cut, which is a view of a gathered "
+            "copy: the parameter would not change; write to its piece, param.data, or call param.to_replicate_() first"
+        )
 
 
 def map_values(function: Callable[[Any], Any], value: Any) -> Any:
@@ -332,60 +342,22 @@ def map_values(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
+_IN_PLACE = re.compile(
+    r"__(setitem|i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__|.*[^_]_"
+)
+
+
+@lru_cache(maxsize=4096)
 def is_in_place(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
 
 
 _ABOUT_MEMORY = frozenset(
-    [
-        "__get__",
-        "__set__",
-        "__delete__",
-        "__hash__",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "is_inference",
-        "is_pinned",
-        "is_shared",
-        "is_conj",
-        "is_neg",
-        "get_device",
-        "stride",
-        "storage",
-        "storage_offset",
-        "untyped_storage",
-        "data_ptr",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "retain_grad",
-        "requires_grad_",
-        "detach_",
-        "share_memory_",
-        "record_stream",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_tensor",
-        "zero_",
-        "fill_",
-        "is_same_size",
-        "as_subclass",
-        "_is_view",
-        "_has_compatible_shallow_copy_type",
-    ]
+    """__get__ __set__ __delete__ __hash__ dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex
+    is_signed is_inference is_pinned is_shared is_conj is_neg get_device stride storage storage_offset untyped_storage data_ptr
+    register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ detach_ share_memory_ record_stream new_empty
+    new_zeros new_ones new_full new_tensor zero_ fill_ is_same_size as_subclass _is_view
+    _has_compatible_shallow_copy_type""".split()  # noqa: SIM905
 )
 
 
@@ -393,43 +365,3 @@ _ABOUT_MEMORY = frozenset(
 def is_about_memory(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     return name in _ABOUT_MEMORY or name.startswith(("_foreach_", "_fused_"))
-
-
-def build(
-    kind: type[ColoTensor],
-    piece: Tensor,
-    requires_grad: bool,
-    pg: ProcessGroup,
-    layout: Layout,
-    compute_spec: ComputeSpec | None,
-    extra: dict[str, Any],
-) -> ColoTensor:
-    """A leaf of class ``kind`` that shares the memory of ``piece``."""
-    with plain_torch():
-        tensor = Tensor._make_subclass(kind, piece, requires_grad)
-    describe(tensor, pg, layout, compute_spec)
-    tensor.__dict__.update(extra)
-    return tensor
-
-
-def rebuild(
-    is_parameter: bool,
-    piece: Tensor,
-    requires_grad: bool,
-    group: tuple[list[int], int],
-    dim: int | None,
-    compute: tuple[str, bool] | None,
-    extra: dict[str, Any],
-) -> ColoTensor:
-    """What ``pickle`` and ``torch.load`` call; every rank of the process group must load."""
-    from colossalai.tensor.colo_parameter import ColoParameter
-
-    pg = ProcessGroup(ranks=group[0], tp_degree=group[1])
-    layout = Layout(tuple((TP,) if d == dim else () for d in range(piece.ndim)))
-    compute_spec = None
-    if compute is not None:
-        compute_spec = ComputeSpec(ComputePattern[compute[0]])
-        compute_spec.set_output_replicate(compute[1])
-    return build(
-        ColoParameter if is_parameter else ColoTensor, piece, requires_grad, pg, layout, compute_spec, extra
-    )

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.mesh import Layout, Mesh, move
+from colossalai.mesh import Layout, Mesh, move, place
+from colossalai.tensor.compute_spec import ComputeSpec
+from colossalai.tensor.process_group import ProcessGroup
 
 plain_torch = torch._C.DisableTorchFunctionSubclass
 """Inside this block a ColoTensor is the piece that it holds, and nothing else."""
@@ -17,6 +19,13 @@ def as_piece(tensor: Tensor) -> Tensor:
     """The memory of this rank as a plain tensor, with its history."""
     with plain_torch():
         return tensor.as_subclass(Tensor)
+
+
+def describe(tensor: Any, pg: ProcessGroup, layout: Layout, compute_spec: ComputeSpec | None) -> None:
+    """Write on ``tensor`` what it is a piece of."""
+    sizes = (n * pg.mesh.group_size(*axes) for n, axes in zip(tensor.shape, layout.dims, strict=True))
+    place(tensor, layout, sizes)
+    tensor.process_group, tensor.compute_spec = pg, compute_spec
 
 
 class Wrap(torch.autograd.Function):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossalai.mesh import count_communication, full_shape, placement, unshard
 from colossalai.tensor import (
@@ -90,6 +90,23 @@ def _attributes(rank: int, world_size: int, port: int) -> None:
     assert default.get_dp_world_size() == 2
     assert isinstance(default + 1, ColoTensor)  # whole ColoTensors stay ColoTensors
     assert type(ColoParameter(torch.ones(2)) + 1) is Tensor  # what is computed from whole parameters is plain
+
+    rows = cut(torch.arange(6.0).view(2, 3), 0, pg)
+    assert rows.untyped_storage().nbytes() == 3 * 4  # the rest is not kept
+    assert [row.tolist() for row in rows] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert (int(rows[1, 1]), rows.max().item(), 4.0 in rows) == (4, 5.0, True)
+    assert rows.contiguous() is rows
+    assert rows.type() == "torch.FloatTensor"
+    again = ColoParameter(rows)
+    assert again.dist_spec == rows.dist_spec
+    assert again.data_ptr() == rows.data_ptr()
+    for whole_one in (
+        ColoTensor(torch.ones(2), ColoTensorSpec(pg)),
+        ColoParameter(torch.ones(2), spec=ColoTensorSpec(pg)),
+    ):
+        assert ColoParameter(whole_one).process_group == pg
+    assert type(nn.Parameter(rows)) is ColoTensor  # torch keeps the class
+    assert isinstance(nn.Parameter(rows), nn.Parameter)
 
 
 def test_attributes() -> None:

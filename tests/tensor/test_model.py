@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import colossalai.utils.model.colo_init_context
 import colossalai.zero
 from colossalai.mesh import clip_grads, unshard
-from colossalai.nn.optimizer import CPUAdam, FusedAdam, FusedSGD, HybridAdam
+from colossalai.nn.optimizer import CPUAdam, FusedAdam, FusedSGD, HybridAdam, Lamb
 from colossalai.tensor import (
     ColoInitContext,
     ColoParameter,
@@ -173,6 +173,67 @@ def _optimizers(rank: int, world_size: int, port: int) -> None:
 
 def test_optimizers() -> None:
     spawn(_optimizers, 2)
+
+
+def _half_precision(rank: int, world_size: int, port: int) -> None:
+    """Masters are pieces too; optimizers that look at whole parameters refuse those that are cut."""
+    start(rank, world_size, port)
+    pg, ids = ProcessGroup(tp_degree=2), torch.arange(10).view(2, 5)
+    for make in (FusedAdam, HybridAdam, CPUAdam):
+        losses = []
+        for plan in (None, "nothing", "megatron"):
+            model = build().bfloat16()
+            if plan is not None:
+                post_process_colo_init_ctx(model, dtype=torch.bfloat16)
+                lay_out(model, pg, plan)
+            optimizer = make([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+            for _ in range(5):
+                optimizer.zero_grad()
+                value = loss(model, ids)
+                value.backward()
+                optimizer.step()
+            losses.append(value.item())
+        assert losses[0] == losses[1]
+        assert losses[2] == pytest.approx(losses[0], rel=0.02)
+        assert losses[0] < 2.0
+    with pytest.raises(RuntimeError, match="Lamb needs the norm of whole parameters"):
+        Lamb(model.parameters(), lr=1e-2).step()
+
+
+def test_optimizers_in_half_precision() -> None:
+    spawn(_half_precision, 2)
+
+
+def _lost_writes(rank: int, world_size: int, port: int) -> None:
+    """A view of a gathered copy can be read; what would be written there is refused."""
+    start(rank, world_size, port)
+    pg = ProcessGroup(tp_degree=2)
+    full = torch.arange(12.0).view(4, 3)
+    weight = ColoParameter(full.chunk(2)[rank].clone(), spec=ColoTensorSpec(pg, ShardSpec([0], [2])))
+    with torch.no_grad():
+        for view in (weight[1], weight[1:3][0], weight.flatten()[3:6], weight.narrow(0, 1, 1).view(-1)):
+            assert torch.equal(view.data, full[1])
+            for write in (
+                lambda v: v.fill_(0.0),
+                lambda v: v.add_(1.0),
+                lambda v: v.copy_(torch.zeros(3)),
+                lambda v: v.normal_(),
+                lambda v: torch._foreach_mul_([v], 2.0),
+            ):
+                with pytest.raises(
+                    RuntimeError, match=r"writes into a view of a parameter that is cut.*param\.data"
+                ):
+                    write(view)
+        assert type(weight[1] * 2) is ColoTensor
+        (weight[1] * 2).add_(1)  # memory of its own
+        weight[:, 1].zero_()  # each rank has its part of this view
+    full[:, 1] = 0
+    assert torch.equal(whole(weight), full)
+    assert type(weight[1]) is Tensor  # with gradients autograd refuses such writes
+
+
+def test_lost_writes() -> None:
+    spawn(_lost_writes, 2)
 
 
 def _clipping(rank: int, world_size: int, port: int) -> None:

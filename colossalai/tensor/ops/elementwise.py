@@ -23,169 +23,20 @@ from colossalai.tensor.op_wrapper import colo_op_impl
 from colossalai.tensor.pieces import as_piece, plain_torch
 from colossalai.tensor.process_group import TP
 
-# with one tensor, which comes first; "-" and "relu_" and the like follow from the names
-_UNARY = [
-    "abs",
-    "absolute",
-    "neg",
-    "negative",
-    "positive",
-    "exp",
-    "exp2",
-    "expm1",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
-    "sqrt",
-    "rsqrt",
-    "square",
-    "reciprocal",
-    "sin",
-    "cos",
-    "tan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "asinh",
-    "acosh",
-    "atanh",
-    "erf",
-    "erfc",
-    "erfinv",
-    "sigmoid",
-    "logsigmoid",
-    "relu",
-    "relu6",
-    "leaky_relu",
-    "elu",
-    "selu",
-    "celu",
-    "gelu",
-    "silu",
-    "mish",
-    "softplus",
-    "softsign",
-    "tanhshrink",
-    "hardtanh",
-    "hardswish",
-    "hardsigmoid",
-    "hardshrink",
-    "softshrink",
-    "threshold",
-    "sign",
-    "floor",
-    "ceil",
-    "round",
-    "trunc",
-    "frac",
-    "nan_to_num",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "logical_not",
-    "bitwise_not",
-    "__invert__",
-    "__neg__",
-    "__pos__",
-    "__abs__",
-    "contiguous",
-    "clone",
-    "detach",
-    "to",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "int",
-    "long",
-    "bool",
-    "type",
-    "cpu",
-    "cuda",
-]
+# with one tensor, which comes first; relu_ and the like follow from the names
+_UNARY = """abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan
+    sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid logsigmoid relu relu6 leaky_relu elu selu celu gelu silu mish
+    softplus softsign tanhshrink hardtanh hardswish hardsigmoid hardshrink softshrink threshold sign floor ceil round trunc
+    frac nan_to_num isnan isinf isfinite logical_not bitwise_not __invert__ __neg__ __pos__ __abs__
+    contiguous clone detach to float double half bfloat16 int long bool type cpu cuda""".split()  # noqa: SIM905
 
 # with several tensors, which are broadcast against each other
-_BROADCAST = [
-    "add",
-    "sub",
-    "subtract",
-    "rsub",
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "true_divide",
-    "floor_divide",
-    "remainder",
-    "fmod",
-    "pow",
-    "maximum",
-    "minimum",
-    "fmax",
-    "fmin",
-    "where",
-    "masked_fill",
-    "clamp",
-    "clip",
-    "clamp_min",
-    "clamp_max",
-    "lerp",
-    "addcmul",
-    "addcdiv",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "atan2",
-    "hypot",
-    "copysign",
-    "xlogy",
-    "prelu",
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__mul__",
-    "__rmul__",
-    "__div__",
-    "__rdiv__",
-    "__truediv__",
-    "__rtruediv__",
-    "__floordiv__",
-    "__rfloordiv__",
-    "__mod__",
-    "__pow__",
-    "__rpow__",
-    "__and__",
-    "__or__",
-    "__xor__",
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "__idiv__",
-    "__ifloordiv__",
-    "__imod__",
-    "__ipow__",
-    "__iand__",
-    "__ior__",
-    "__ixor__",
-]
+_BROADCAST = """add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow maximum minimum fmax
+    fmin where masked_fill clamp clip clamp_min clamp_max lerp addcmul addcdiv eq ne lt le gt ge logical_and logical_or
+    logical_xor bitwise_and bitwise_or bitwise_xor atan2 hypot copysign xlogy
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__
+    __mod__ __pow__ __rpow__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __iadd__ __isub__ __imul__
+    __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__""".split()  # noqa: SIM905
 
 
 def _unary(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,9 +46,12 @@ def _unary(func: Callable[..., Any]) -> Callable[..., Any]:
         if not args or cut_dim(args[0]) is None:
             return on_wholes(func, args, kwargs)
         x: ColoTensor = args[0]
+        piece = x if in_place else as_piece(x)
         with plain_torch():
-            result = func(x if in_place else as_piece(x), *args[1:], **kwargs)
-        return x if in_place else wrap(result, x.process_group, x.placement, x.compute_spec)
+            result = func(piece, *args[1:], **kwargs)
+        if result is piece or not isinstance(result, Tensor):  # x.contiguous(), x.type()
+            return x if result is piece else result
+        return wrap(result, x.process_group, x.placement, x.compute_spec)
 
     return implementation
 

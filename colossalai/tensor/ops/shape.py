@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from colossalai.mesh import Layout
-from colossalai.tensor.colo_tensor import ColoTensor, cut_dim, on_wholes, wrap
+from colossalai.tensor.colo_tensor import ColoTensor, cut_dim, is_view_of_parameter, on_wholes, wrap
+from colossalai.tensor.compute_spec import ComputeSpec
 from colossalai.tensor.op_wrapper import colo_op_impl
 from colossalai.tensor.pieces import as_piece, plain_torch
 from colossalai.tensor.process_group import TP
 
 
-def _cut_at(ndim: int, dim: int) -> Layout:
-    return Layout(tuple((TP,) if d == dim else () for d in range(ndim)))
+def _view(x: ColoTensor, piece: Tensor, dim: int, compute_spec: ComputeSpec | None = None) -> ColoTensor:
+    """``piece``, which is a view of that of ``x``, as a piece of a tensor that is cut along ``dim``."""
+    layout = Layout(tuple((TP,) if d == dim else () for d in range(piece.ndim)))
+    view = wrap(piece, x.process_group, layout, compute_spec)
+    view.views_parameter = is_view_of_parameter(x)
+    return view
 
 
 @colo_op_impl(Tensor.size)
@@ -53,7 +58,7 @@ def _reshape(func: Callable[..., Any]) -> Callable[..., Any]:
         local = [n // parts if d == new else n for d, n in enumerate(sizes)]
         piece = as_piece(x)
         result = piece.view(local) if func.__name__.startswith("view") else piece.reshape(local)
-        return wrap(result, x.process_group, _cut_at(len(sizes), new))
+        return _view(x, result, new)
 
     return implementation
 
@@ -70,7 +75,7 @@ def _permute(func: Callable[..., Any]) -> Callable[..., Any]:
         new = list(func(probe, *args[1:], **kwargs).shape).index(2 + dim)
         with plain_torch():
             result = func(as_piece(x), *args[1:], **kwargs)
-        return wrap(result, x.process_group, _cut_at(result.ndim, new), x.compute_spec)
+        return _view(x, result, new, x.compute_spec)
 
     return implementation
 
@@ -94,7 +99,7 @@ for _name in ["transpose", "swapaxes", "swapdims", "t", "permute", "movedim", "m
     for _owner in (torch, Tensor):
         colo_op_impl(getattr(_owner, _name))(_permute(getattr(_owner, _name)))
 
-for _getter in (Tensor.T.__get__, Tensor.mT.__get__):  # type: ignore[attr-defined]
+for _getter in (Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__):  # type: ignore[attr-defined]
     colo_op_impl(_getter)(_permute(_getter))
 
 
@@ -107,8 +112,7 @@ def _(self: Tensor, index: Any) -> Any:
     if new is None:
         return on_wholes(Tensor.__getitem__, (self, index), {})
     assert isinstance(self, ColoTensor)
-    result = as_piece(self)[index]
-    return wrap(result, self.process_group, _cut_at(result.ndim, new))
+    return _view(self, as_piece(self)[index], new)
 
 
 def _dim_after(items: tuple[Any, ...], dim: int, ndim: int) -> int | None:
