@@ -37,7 +37,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from colossalai.mesh import Layout, move, replicated
+from colossalai.mesh import Layout, move, redistribute, replicated
 from colossalai.tensor.compute_spec import ComputePattern, ComputeSpec
 from colossalai.tensor.dist_spec_mgr import DistSpecManager
 from colossalai.tensor.distspec import DistSpec, ReplicaSpec, layout_of, spec_of
@@ -268,8 +268,8 @@ def as_whole(value: Any) -> Any:
     """A tensor that is cut as a plain whole one, in state I; anything else as it is."""
     if cut_dim(value) is None:
         return value
-    layout, mesh = value.placement, value.process_group.mesh
-    return DistSpecManager.convert(as_piece(value), layout, layout.whole(), mesh)
+    layout = value.placement
+    return redistribute(as_piece(value), layout, layout.whole(), value.process_group.mesh)
 
 
 def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -12,14 +12,20 @@ from colossalai.mesh import Layout, Mesh, move, redistribute
 
 
 class DistSpecManager:
-    """Converts pieces from one layout to another.  Conversions are recorded by autograd, as any operation is."""
+    """Converts pieces from one layout to another when the user asks for it.
+
+    Conversions are recorded by autograd, as any operation is.
+    """
 
     _recorded = True
 
     @classmethod
     @contextmanager
     def no_grad(cls) -> Iterator[None]:
-        """Conversions inside the block are not recorded: their results have no history."""
+        """Conversions inside the block are not recorded: their results have no history.
+
+        This is about ``redistribute``, ``set_dist_spec`` and the like; what functions do by themselves is recorded.
+        """
         before, cls._recorded = cls._recorded, False
         try:
             yield

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from colossalai.mesh import Layout, Mesh, move, place
+from colossalai.mesh._compat import plain_torch
 from colossalai.tensor.compute_spec import ComputeSpec
 from colossalai.tensor.process_group import ProcessGroup
-
-plain_torch = torch._C.DisableTorchFunctionSubclass
-"""Inside this block a ColoTensor is the piece that it holds, and nothing else."""
 
 
 def as_piece(tensor: Tensor) -> Tensor:
@@ -56,3 +54,6 @@ class ConvertInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return move(grad, *ctx.route), None, None, None
+
+
+__all__ = ["ConvertInPlace", "Wrap", "as_piece", "describe", "plain_torch"]

@@ -277,15 +277,17 @@ def test_a_megatron_pair_communicates_twice() -> None:
 def _autocast(rank: int, world_size: int, port: int) -> None:
     start(rank, world_size, port)
     pg = ProcessGroup(tp_degree=2)
-    x, w = torch.randn(3, 8), torch.randn(12, 8)
-    weight = cut(w, 0, pg, True).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, result = F.linear(x, w), F.linear(x, weight)
-    assert result.dtype == torch.bfloat16
-    torch.testing.assert_close(result.data, expected, rtol=2e-2, atol=2e-2)
-    result.float().sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.dtype == torch.float32
+    x, w, b = torch.randn(3, 8), torch.randn(12, 8), torch.randn(12)
+    for dim in (0, 1):
+        weight, bias = cut(w, dim, pg, True).requires_grad_(), cut(b, 0, pg).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, result = F.linear(x, w, b), F.linear(x, weight, bias)
+        assert result.dtype == torch.bfloat16
+        torch.testing.assert_close(result.data, expected, rtol=2e-2, atol=2e-2)
+        result.float().sum().backward()
+        for t in (weight, bias):
+            assert t.grad is not None
+            assert t.grad.dtype == torch.float32
 
 
 def test_autocast() -> None:

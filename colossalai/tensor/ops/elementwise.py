@@ -153,7 +153,7 @@ def _(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     """A whole tensor fills all pieces; a plain tensor of the piece's shape fills the piece."""
     if cut_dim(self) is not None:
         assert isinstance(self, ColoTensor)
-        if (not isinstance(src, ColoTensor) and src.shape == self.full_shape) or isinstance(src, ColoTensor):
+        if isinstance(src, ColoTensor) or src.shape == self.full_shape:
             src = arrange(src, self)
     else:
         src = as_whole(src)

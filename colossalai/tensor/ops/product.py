@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.mesh import Layout, MatmulPlan, matmul, replicated
+from colossalai.mesh import Layout, MatmulPlan, matmul, redistribute, replicated
 from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes, wrap
 from colossalai.tensor.compute_spec import ComputePattern
-from colossalai.tensor.distspec import ReplicaSpec, ShardSpec
 from colossalai.tensor.op_wrapper import colo_op_impl
 from colossalai.tensor.pieces import as_piece
-from colossalai.tensor.process_group import TP, ProcessGroup
+from colossalai.tensor.process_group import ProcessGroup
 
 
 def is_planned(x: Any, weight: Any) -> bool:
@@ -46,8 +45,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, turned: bo
     last = x.ndim - 1
     rows, n = at_rest.dims[:last], w.dims[1]
     plan = MatmulPlan(at_rest, w, Layout((*rows, n)))
-    piece = as_piece(weight).t() if turned else as_piece(weight)
-    y = matmul(*_autocast(x, piece), plan, pg.mesh)
+    x, weight, bias = _autocast(x, weight, bias)
+    y = matmul(x, as_piece(weight).t() if turned else as_piece(weight), plan, pg.mesh)
     if not plan.y.sharded:
         return y if bias is None else y + as_whole(bias)
     result: Tensor = wrap(y, pg, plan.y)
@@ -67,19 +66,18 @@ def _input(x: Tensor, w: Layout, pg: ProcessGroup) -> tuple[Tensor, Layout]:
             f"the input of a product lies on {x.process_group}, its weight on {pg}; bring one to the other's process group "
             "with redistribute(dist_spec, pg)"
         )
-    if w.state(TP) == 1:
-        x = x.redistribute(ReplicaSpec())
-    elif w.state(TP) == 0:
-        x = x.redistribute(ShardSpec([-1], [pg.tp_world_size()]))
-    return as_piece(x), x.placement
+    # a weight that is cut takes its input whole (N) or cut along the features (K); one that is whole takes rows as they are (M)
+    features = Layout((*((),) * (x.ndim - 1), w.dims[0]))
+    layout = features if w.sharded else x.placement
+    return redistribute(as_piece(x), x.placement, layout, pg.mesh), layout
 
 
-def _autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast does to the operands of a product; it does not look into an autograd function."""
     if not torch.is_autocast_enabled(x.device.type):
-        return x, w
+        return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), w.to(dtype)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 @colo_op_impl(torch.nn.functional.linear)
