@@ -37,10 +37,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from colossalai.mesh import Layout, move, redistribute, replicated
+from colossalai.mesh import Layout, move, redistribute
 from colossalai.tensor.compute_spec import ComputePattern, ComputeSpec
 from colossalai.tensor.dist_spec_mgr import DistSpecManager
-from colossalai.tensor.distspec import DistSpec, ReplicaSpec, layout_of, spec_of
+from colossalai.tensor.distspec import DistSpec, ReplicaSpec, cut_along, layout_of, spec_of
 from colossalai.tensor.op_wrapper import IMPLEMENTATIONS
 from colossalai.tensor.pieces import ConvertInPlace, Wrap, as_piece, describe, plain_torch
 from colossalai.tensor.process_group import TP, ProcessGroup
@@ -61,6 +61,8 @@ class ColoTensor(Tensor):
     placement: Layout
     full_shape: torch.Size
     compute_spec: ComputeSpec | None
+    cut_dim: int | None
+    """The dim along which it is cut into several pieces; None if it is whole, also as the only piece."""
     is_copy = views_parameter = False  # [Note: views of parameters that are cut]
 
     def __new__(cls, data: Tensor, spec: ColoTensorSpec | None = None) -> ColoTensor:
@@ -171,7 +173,7 @@ class ColoTensor(Tensor):
                 f"a tensor of shape {tuple(self.full_shape)} is cut on {self.process_group} ({self.dist_spec}) and cannot go to "
                 f"{pg}; call to_replicate_() first, or redistribute(dist_spec, pg)"
             )
-        describe(self, pg, replicated(self.ndim), self.compute_spec)
+        describe(self, pg, cut_along(None, self.ndim), self.compute_spec)
 
     def set_dist_spec(self, dist_spec: DistSpec) -> None:
         """Change in place how the tensor lies among the tp ranks; every tp rank must call it.
@@ -258,10 +260,7 @@ def wrap(
 
 def cut_dim(value: Any) -> int | None:
     """The dim along which ``value`` is cut into several pieces; None if it is whole or no ColoTensor."""
-    if not isinstance(value, ColoTensor) or value.process_group.tp_world_size() == 1:
-        return None
-    state = value.placement.state(TP)
-    return state if isinstance(state, int) else None
+    return value.cut_dim if isinstance(value, ColoTensor) else None
 
 
 def as_whole(value: Any) -> Any:
@@ -274,14 +273,7 @@ def as_whole(value: Any) -> Any:
 
 def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``func`` of whole tensors: the same on every tp rank."""
-    written = (
-        [*args[:1], kwargs.get("tensor"), kwargs.get("out")] if is_in_place(func) else [kwargs.get("out")]
-    )
-    if lost := [t for t in written if cut_dim(t) is not None]:
-        raise RuntimeError(
-            f"{getattr(func, '__name__', func)} writes into a tensor of shape {tuple(lost[0].full_shape)} of which this rank "
-            f"holds a piece ({lost[0].dist_spec}); call to_replicate_() first, or write to its piece, .data"
-        )
+    _refuse_to_write_a_piece(func, args, kwargs)
     owners: list[ColoTensor] = []
     copies: set[int] = set()
 
@@ -306,11 +298,22 @@ def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         is_copy = bool(copies) and _memory(value) in copies
         if not is_copy and not keeps_class:
             return value
-        new = wrap(value, owners[0].process_group, replicated(value.ndim))
+        new = wrap(value, owners[0].process_group, cut_along(None, value.ndim))
         new.is_copy = is_copy
         return new
 
     return map_values(label, result) if copies or keeps_class else result
+
+
+def _refuse_to_write_a_piece(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Whole tensors are gathered for ``func``, so what it writes would be lost."""
+    written = [*args[:1], kwargs.get("tensor")] if is_in_place(func) else []
+    for tensor in (*written, kwargs.get("out")):
+        if isinstance(tensor, ColoTensor) and tensor.cut_dim is not None:
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} writes into a tensor of shape {tuple(tensor.full_shape)} of which this "
+                f"rank holds a piece ({tensor.dist_spec}); call to_replicate_() first, or write to its piece, .data"
+            )
 
 
 def is_view_of_parameter(tensor: ColoTensor) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from colossalai.mesh import Layout, replicated
+from colossalai.mesh import Layout
 from colossalai.tensor.process_group import TP, ProcessGroup
 
 
@@ -44,10 +45,16 @@ class ShardSpec:
 DistSpec = ShardSpec | ReplicaSpec
 
 
+@lru_cache(maxsize=256)
+def cut_along(dim: int | None, ndim: int) -> Layout:
+    """The layout of a tensor of ``ndim`` dims that the tp ranks cut along ``dim``, or hold whole."""
+    return Layout(tuple((TP,) if d == dim else () for d in range(ndim)))
+
+
 def layout_of(dist_spec: DistSpec, shape: Sequence[int], pg: ProcessGroup, *, whole: bool) -> Layout:
     """The layout that ``dist_spec`` names for a tensor of ``shape``; ``whole`` says that this is not a piece's shape."""
     if isinstance(dist_spec, ReplicaSpec):
-        return replicated(len(shape))
+        return cut_along(None, len(shape))
     if not isinstance(dist_spec, ShardSpec):
         raise TypeError(
             f"a dist spec is a ShardSpec or a ReplicaSpec, got {type(dist_spec).__name__} {dist_spec!r}"
@@ -68,7 +75,7 @@ def layout_of(dist_spec: DistSpec, shape: Sequence[int], pg: ProcessGroup, *, wh
             f"multiple of {parts}; cut another dim, keep the tensor whole, or choose a size of "
             f"{shape[dim] // parts * parts or parts} or {-(-shape[dim] // parts) * parts}"
         )
-    return Layout(tuple((TP,) if d == dim % len(shape) else () for d in range(len(shape))))
+    return cut_along(dim % len(shape), len(shape))
 
 
 def spec_of(layout: Layout, pg: ProcessGroup) -> DistSpec:

@@ -10,7 +10,7 @@ from torch import Tensor
 from colossalai.mesh import Layout, Mesh, move, place
 from colossalai.mesh._compat import plain_torch
 from colossalai.tensor.compute_spec import ComputeSpec
-from colossalai.tensor.process_group import ProcessGroup
+from colossalai.tensor.process_group import TP, ProcessGroup
 
 
 def as_piece(tensor: Tensor) -> Tensor:
@@ -21,9 +21,13 @@ def as_piece(tensor: Tensor) -> Tensor:
 
 def describe(tensor: Any, pg: ProcessGroup, layout: Layout, compute_spec: ComputeSpec | None) -> None:
     """Write on ``tensor`` what it is a piece of."""
-    sizes = (n * pg.mesh.group_size(*axes) for n, axes in zip(tensor.shape, layout.dims, strict=True))
+    sizes = list(tensor.shape)
+    dim, parts = layout.state(TP), pg.tp_world_size()
+    if isinstance(dim, int):
+        sizes[dim] *= parts
     place(tensor, layout, sizes)
     tensor.process_group, tensor.compute_spec = pg, compute_spec
+    tensor.cut_dim = dim if isinstance(dim, int) and parts > 1 else None
 
 
 class Wrap(torch.autograd.Function):

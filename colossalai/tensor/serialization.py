@@ -10,13 +10,14 @@ from torch import Tensor
 
 from colossalai.mesh import Layout
 from colossalai.tensor.compute_spec import ComputePattern, ComputeSpec
+from colossalai.tensor.distspec import cut_along
 from colossalai.tensor.pieces import as_piece, describe, plain_torch
 from colossalai.tensor.process_group import TP, ProcessGroup
 
 T = TypeVar("T", bound=Tensor)
 
 # What a ColoTensor keeps beside the tensor; anything else in its __dict__ is the user's.
-_OWN = ("process_group", "placement", "full_shape", "compute_spec", "is_copy", "views_parameter")
+_OWN = ("process_group", "placement", "full_shape", "compute_spec", "cut_dim", "is_copy", "views_parameter")
 
 
 def _of_the_user(tensor: Tensor) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def rebuild(
     from colossalai.tensor.colo_tensor import ColoTensor
 
     pg = ProcessGroup(ranks=group[0], tp_degree=group[1])
-    layout = Layout(tuple((TP,) if d == dim else () for d in range(piece.ndim)))
+    layout = cut_along(dim, piece.ndim)
     compute_spec = None
     if compute is not None:
         compute_spec = ComputeSpec(ComputePattern[compute[0]])

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.mesh import Layout, spread
 from colossalai.mesh import split as cut
+from colossalai.mesh import spread
 from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, is_in_place, on_wholes, wrap
+from colossalai.tensor.distspec import cut_along
 from colossalai.tensor.op_wrapper import colo_op_impl
 from colossalai.tensor.pieces import as_piece, plain_torch
 from colossalai.tensor.process_group import TP
@@ -73,8 +74,7 @@ def _broadcast(func: Callable[..., Any]) -> Callable[..., Any]:
             result = func(*arranged, **kwargs)
         if in_place:
             return lead
-        dim = result.ndim + _from_the_end(lead)
-        layout = Layout(tuple((TP,) if d == dim else () for d in range(result.ndim)))
+        layout = cut_along(result.ndim + _from_the_end(lead), result.ndim)
         return wrap(result, lead.process_group, layout)
 
     return implementation

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.mesh import Layout, local_range, reduce
+from colossalai.mesh import local_range, reduce
 from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes, wrap
 from colossalai.tensor.compute_spec import ComputePattern
+from colossalai.tensor.distspec import cut_along
 from colossalai.tensor.op_wrapper import colo_op_impl
 from colossalai.tensor.pieces import as_piece
 from colossalai.tensor.process_group import TP
@@ -44,8 +45,7 @@ def _(
     if dim == 0:
         return _by_vocabulary(ids, weight, padding_idx, sparse)
     piece = _lookup(ids, as_piece(weight), padding_idx, sparse=sparse)
-    layout = Layout((*((),) * (piece.ndim - 1), (TP,)))
-    result = wrap(piece, weight.process_group, layout)
+    result = wrap(piece, weight.process_group, cut_along(piece.ndim - 1, piece.ndim))
     assert weight.compute_spec is not None
     return as_whole(result) if weight.compute_spec.output_replicate else result
 

@@ -7,14 +7,16 @@ which each rank holds some rows is role M.  Whatever else meets is brought toget
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from colossalai.mesh import Layout, MatmulPlan, matmul, redistribute, replicated
+from colossalai.mesh import Layout, MatmulPlan, matmul, redistribute
 from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes, wrap
 from colossalai.tensor.compute_spec import ComputePattern
+from colossalai.tensor.distspec import cut_along
 from colossalai.tensor.op_wrapper import colo_op_impl
 from colossalai.tensor.pieces import as_piece
 from colossalai.tensor.process_group import ProcessGroup
@@ -40,11 +42,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, turned: bo
         replicate = weight.compute_spec is None or weight.compute_spec.output_replicate
     else:
         assert isinstance(x, ColoTensor)
-        pg, w, replicate = x.process_group, replicated(2), False
+        pg, w, replicate = x.process_group, cut_along(None, 2), False
     x, at_rest = _input(x, w, pg)
-    last = x.ndim - 1
-    rows, n = at_rest.dims[:last], w.dims[1]
-    plan = MatmulPlan(at_rest, w, Layout((*rows, n)))
+    plan = _plan(at_rest, w)
     x, weight, bias = _autocast(x, weight, bias)
     y = matmul(x, as_piece(weight).t() if turned else as_piece(weight), plan, pg.mesh)
     if not plan.y.sharded:
@@ -55,11 +55,16 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, turned: bo
     return as_whole(result) if replicate else result
 
 
+@lru_cache(maxsize=256)
+def _plan(x: Layout, w: Layout) -> MatmulPlan:
+    return MatmulPlan(x, w, Layout((*x.dims[:-1], w.dims[1])))
+
+
 def _input(x: Tensor, w: Layout, pg: ProcessGroup) -> tuple[Tensor, Layout]:
     """``x`` as a product with a weight in ``w`` takes it."""
     dim = cut_dim(x)
     if dim is None:
-        return as_piece(x), replicated(x.ndim)
+        return as_piece(x), cut_along(None, x.ndim)
     assert isinstance(x, ColoTensor)
     if x.process_group != pg:
         raise ValueError(
@@ -67,8 +72,7 @@ def _input(x: Tensor, w: Layout, pg: ProcessGroup) -> tuple[Tensor, Layout]:
             "with redistribute(dist_spec, pg)"
         )
     # a weight that is cut takes its input whole (N) or cut along the features (K); one that is whole takes rows as they are (M)
-    features = Layout((*((),) * (x.ndim - 1), w.dims[0]))
-    layout = features if w.sharded else x.placement
+    layout = cut_along(x.ndim - 1 if w.dims[0] else None, x.ndim) if w.sharded else x.placement
     return redistribute(as_piece(x), x.placement, layout, pg.mesh), layout
 
 

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.mesh import Layout
 from colossalai.tensor.colo_tensor import ColoTensor, cut_dim, is_view_of_parameter, on_wholes, wrap
 from colossalai.tensor.compute_spec import ComputeSpec
+from colossalai.tensor.distspec import cut_along
 from colossalai.tensor.op_wrapper import colo_op_impl
 from colossalai.tensor.pieces import as_piece, plain_torch
-from colossalai.tensor.process_group import TP
 
 
 def _view(x: ColoTensor, piece: Tensor, dim: int, compute_spec: ComputeSpec | None = None) -> ColoTensor:
     """``piece``, which is a view of that of ``x``, as a piece of a tensor that is cut along ``dim``."""
-    layout = Layout(tuple((TP,) if d == dim else () for d in range(piece.ndim)))
-    view = wrap(piece, x.process_group, layout, compute_spec)
+    view = wrap(piece, x.process_group, cut_along(dim, piece.ndim), compute_spec)
     view.views_parameter = is_view_of_parameter(x)
     return view
 
