@@ -2,7 +2,7 @@
 
 Read in this order: ``mesh`` (named axes), ``layout`` (where a tensor lies), ``movement`` (from one layout to another,
 with gradients), ``collectives`` (the counted primitives), ``matmul`` (one product for all modes), ``parameter``
-(placed parameters, gradient norm), ``random`` and ``initial`` (numbers that do not depend on the plan).
+(placed parameters), ``norm`` (of their gradients), ``random`` and ``initial`` (numbers that do not depend on the plan).
 
 This package imports nothing from the rest of ``colossalai``.
 """
@@ -35,7 +35,8 @@ from colossalai.mesh.movement import (
     total,
     unshard,
 )
-from colossalai.mesh.parameter import clip_grads, full_shape, grad_norm, parameter, place, placement, use
+from colossalai.mesh.norm import clip_grads, grad_norm, grad_zeros
+from colossalai.mesh.parameter import full_shape, parameter, place, placement, use
 from colossalai.mesh.random import RandomStream, dropout_mask, random_key
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "full_shape",
     "gather",
     "grad_norm",
+    "grad_zeros",
     "initialize",
     "local_range",
     "local_shape",

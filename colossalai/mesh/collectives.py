@@ -125,6 +125,15 @@ def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int, length: int | None = 
     return torch.cat(pieces, dim)
 
 
+def gather_numbers(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The number ``x`` of every rank of a group that is no axis of a mesh of ours."""
+    numbers = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(numbers, x, group=group)
+    for log in _active_logs:
+        log.transfers.append(Transfer("all_gather", "other", len(numbers), len(numbers) * _nbytes(x)))
+    return torch.stack(numbers)
+
+
 def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: bool = False) -> Tensor:
     """This rank's piece along ``dim`` of the sum over ``axis``."""
     parts = mesh.size[axis]

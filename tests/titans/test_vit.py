@@ -14,6 +14,7 @@ from torch.nn.functional import gelu, layer_norm
 from titans.layer.attention import GPTSelfAttention, ViTSelfAttention
 from titans.layer.block import GPTBlock, ViTBlock
 from titans.layer.drop_path import DropPath
+from titans.layer.mlp import ViTMLP
 from titans.model import vit
 from titans.model.vit.vit import _create_vit_model
 
@@ -63,6 +64,7 @@ def test_one_attention_serves_both_and_only_gpt_is_causal() -> None:
     mask[..., -1] = False
     torch.testing.assert_close(free(x, mask)[:, :6], free(later, mask)[:, :6])
     assert GPTBlock(24, 3).state_dict().keys() == ViTBlock(24, 3).state_dict().keys()
+    assert isinstance(ViTBlock(24, 3).mlp, ViTMLP)
 
 
 def test_model_is_patches_blocks_norm_and_head() -> None:

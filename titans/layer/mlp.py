@@ -38,3 +38,6 @@ class TransformerMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.activation(self.dense_1(x))  # (batch, seq, mlp_ratio * hidden)
         return self.dropout(self.dense_2(x))  # (batch, seq, hidden)
+
+
+ViTMLP = TransformerMLP  # the two kinds of model share their MLP
