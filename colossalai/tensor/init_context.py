@@ -97,9 +97,8 @@ def _convert(
                     layout_of(dist_spec, param.shape, pg, whole=True)
                 except ValueError as problem:
                     raise ValueError(f"parameter {name!r} of {type(model).__name__}: {problem}") from None
-    done: dict[
-        int, tuple[Tensor, ColoParameter]
-    ] = {}  # keeps the old ones, whose ids would be given to others
+    # the old ones are kept until all is done, or their ids would be given to others
+    done: dict[int, tuple[Tensor, ColoParameter]] = {}
     for module in {id(m): m for model in models for m in model.modules()}.values():
         for name, old in module._parameters.items():
             if old is None or isinstance(old, ColoParameter):

@@ -16,7 +16,7 @@ from colossalai.tensor import (
     post_process_colo_init_ctx,
 )
 from colossalai.testing import spawn
-from tests.tensor.test_model import build, lay_out, loss
+from tests.tensor.net import build, lay_out, loss
 from tests.tensor.world import start
 
 
