@@ -34,9 +34,8 @@ class _Matmul(torch.autograd.Function):
         ctx.plan, ctx.mesh, ctx.stored = plan, mesh, stored
         now = bias if plan.y_use == plan.y else None
         y = F.linear(x_use, stored.out_in(w_use), now)
-        y = start_move(
-            y, plan.y_use, plan.y, mesh, stored.whole_y(y, plan.y_use, mesh)
-        )()  # in place if it can be
+        # not in place: selective activation checkpointing keeps the product itself
+        y = move(y, plan.y_use, plan.y, mesh, stored.whole_y(y, plan.y_use, mesh))
         return y if bias is None or now is not None else y + bias
 
     @staticmethod
