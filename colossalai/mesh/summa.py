@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -61,9 +61,14 @@ class Panels:
 
     def w_layout(self, plan: MatmulPlan) -> Layout:
         """The weight's layout while it is streamed: on other row axes it is whole."""
-        k, n = plan.w_use.dims
-        dims = (k, (self.w_axis,)) if self.tied else ((self.w_axis,), n)
-        return replace(plan.w_use, dims=dims, spread=plan.w_use.spread - {self.w_axis})
+        return _w_layout(self, plan)
+
+
+@lru_cache(maxsize=1024)
+def _w_layout(panels: Panels, plan: MatmulPlan) -> Layout:
+    k, n = plan.w_use.dims
+    dims = (k, (panels.w_axis,)) if panels.tied else ((panels.w_axis,), n)
+    return replace(plan.w_use, dims=dims, spread=plan.w_use.spread - {panels.w_axis})
 
 
 def stream_product(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tensor_parallel import MATRIX, measure, rows, table
+from benchmarks.linear_formulas import MATRIX, measure, rows, table
 from colossalai.testing import spawn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tensor_parallel.md").read_text()
