@@ -10,13 +10,15 @@ Four ways to compute it, chosen by `choose`:
   one launch, on CUDA;
 - ``blocks``: the same on CPU, as casts around torch's kernel in blocks that stay in the cache;
 - ``foreach``: plain PyTorch, anywhere.
+
+Weights in bfloat16 whose other 16 bits are in ``tails`` are joined and split in the same pass.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor
 from colossalai.kernel import private
 from colossalai.kernel.lists import Lists, row
 from colossalai.kernel.probe import triton_works
+from colossalai.kernel.split import join, split_
 
 BLOCK = (
     1 << 18
@@ -67,7 +70,7 @@ def choose(lists: AdamLists) -> str:
         return "foreach"
     if not lists.is_mixed:
         return "fused"
-    if lists.weights[0].dtype != torch.float32:
+    if lists.weights[0].dtype != torch.float32 and not lists.tails:
         return "foreach"
     if kind == "cpu":
         return "blocks"
@@ -111,25 +114,40 @@ def _call_fused(
 
 def adam_blocks_(lists: AdamLists, step: int, options: AdamOptions) -> None:
     longest = max(w.numel() for w in lists.weights)
-    buffer = torch.empty(min(BLOCK, longest), dtype=lists.weights[0].dtype)
+    buffer = torch.empty(min(BLOCK, longest), dtype=lists.exp_avgs[0].dtype)
     when = _step_tensor(step, options, lists.device)
-    halves: list[Any] = lists.halves or [None] * len(lists.weights)
-    for *entry, half in zip(
-        lists.weights, lists.exp_avgs, lists.exp_avg_sqs, lists.grads, halves, strict=True
+    nothing: list[Any] = [None] * len(lists.weights)
+    for *entry, half, tail in zip(
+        lists.weights,
+        lists.exp_avgs,
+        lists.exp_avg_sqs,
+        lists.grads,
+        lists.halves or nothing,
+        lists.tails or nothing,
+        strict=True,
     ):
         w, m, v, g = map(row, entry)
-        half_row = None if half is None else row(half)
+        half_row, tail_row = (None if t is None else row(t) for t in (half, tail))
         for start in range(0, w.numel(), BLOCK):
             part = slice(start, start + BLOCK)
             grad = buffer[: w[part].numel()].copy_(g[part])
             if options.div_scale > 0:
                 grad /= options.div_scale
-            _call_fused(([w[part]], [grad], [m[part]], [v[part]]), when, options)
+            weight = w[part] if tail_row is None else join(w[part], tail_row[part])
+            _call_fused(([weight], [grad], [m[part]], [v[part]]), when, options)
             if half_row is not None:
-                half_row[part].copy_(w[part])
+                half_row[part].copy_(weight)
+            if tail_row is not None:
+                split_(weight, w[part], tail_row[part])
 
 
 def adam_foreach_(lists: AdamLists, step: int, options: AdamOptions) -> None:
+    if lists.tails:
+        whole = [join(w, tail) for w, tail in zip(lists.weights, lists.tails, strict=True)]
+        adam_foreach_(replace(lists, weights=whole, tails=[]), step, options)
+        for value, w, tail in zip(whole, lists.weights, lists.tails, strict=True):
+            split_(value, w, tail)
+        return
     weights, grads = lists.weights, lists.full_grads(options.div_scale)
     c1, c2 = options.corrections(step)
     if options.weight_decay and options.decoupled:

@@ -26,12 +26,14 @@ class Lists:
     """``weights`` are what the update is computed on, in float32 (or float64).
 
     ``halves``, if any, are the parameters themselves in half precision: the kernel writes the new weights into them too.
-    ``grads`` may have another dtype than the weights.
+    With ``tails``, the weights are the parameters themselves in bfloat16, and the tails their other 16 bits (see ``split``);
+    only Adam takes them.  ``grads`` may have another dtype than the weights.
     """
 
     weights: list[Tensor]
     grads: list[Tensor]
     halves: list[Tensor] = field(default_factory=list)
+    tails: list[Tensor] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
@@ -40,7 +42,7 @@ class Lists:
     @property
     def is_mixed(self) -> bool:
         """Whether two dtypes are at work, which torch's fused kernels do not do."""
-        return bool(self.halves) or self.grads[0].dtype != self.weights[0].dtype
+        return bool(self.halves or self.tails) or self.grads[0].dtype != self.weights[0].dtype
 
     @property
     def is_dense(self) -> bool:

@@ -70,6 +70,7 @@ def type_of(tensors: list[Tensor]) -> Any:
         torch.float32: tl.float32,
         torch.bfloat16: tl.bfloat16,
         torch.float16: tl.float16,
+        torch.int16: tl.int16,
     }[tensors[0].dtype]
 
 
@@ -102,3 +103,29 @@ def store(row, at, value, size, MASKED: tl.constexpr):  # type: ignore[no-untype
         tl.store(row + at, value, mask=at < size)
     else:
         tl.store(row + at, value)
+
+
+@triton.jit
+def load_split(upper_row, tail_row, at, size, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The float32 elements ``at`` of which two rows of int16 are the halves (see ``split``); 0 beyond the end."""
+    if MASKED:
+        upper = tl.load(upper_row + at, mask=at < size, other=0)
+        tail = tl.load(tail_row + at, mask=at < size, other=0)
+    else:
+        upper = tl.load(upper_row + at)
+        tail = tl.load(tail_row + at)
+    return ((upper.to(tl.int32) << 16) + tail.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_split(upper_row, tail_row, at, value, size, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the two halves of float32 elements."""
+    bits = value.to(tl.int32, bitcast=True)
+    upper = (bits + 32768) >> 16
+    tail = (bits - (upper << 16)).to(tl.int16)
+    if MASKED:
+        tl.store(upper_row + at, upper.to(tl.int16), mask=at < size)
+        tl.store(tail_row + at, tail, mask=at < size)
+    else:
+        tl.store(upper_row + at, upper.to(tl.int16))
+        tl.store(tail_row + at, tail)

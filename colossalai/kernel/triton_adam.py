@@ -1,4 +1,7 @@
-"""Adam in one launch: gradients of any dtype in, float32 weights and moments updated, half-precision weights out."""
+"""Adam in one launch: gradients of any dtype in, float32 weights and moments updated, half-precision weights out.
+
+The half-precision weights are copies of float32 ones (``HAS_HALF``), or the upper halves of their bits (``SPLIT``).
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,37 @@ import triton
 import triton.language as tl
 
 from colossalai.kernel.adam import AdamLists, AdamOptions, adam_foreach_
-from colossalai.kernel.multi_tensor import BLOCK, CHUNK, load, pointer, store, table, type_of
+from colossalai.kernel.multi_tensor import (
+    BLOCK,
+    CHUNK,
+    load,
+    load_split,
+    pointer,
+    store,
+    store_split,
+    table,
+    type_of,
+)
 
 
 @triton.jit
 def _block(  # type: ignore[no-untyped-def]
-    at, size, rows, numbers, HAS_HALF: tl.constexpr, MASKED: tl.constexpr
+    at, size, rows, numbers, HAS_HALF: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr
 ):
     w_row, g_row, m_row, v_row, h_row = rows
     decay, l2, beta1, rest1, beta2, rest2, step_size, root, eps, scale = numbers
-    w = load(w_row, at, size, MASKED)
+    if SPLIT:  # noqa: SIM108 - the compiler would evaluate both sides
+        w = load_split(w_row, h_row, at, size, MASKED)
+    else:
+        w = load(w_row, at, size, MASKED)
     g = load(g_row, at, size, MASKED) * scale + l2 * w
     m = beta1 * load(m_row, at, size, MASKED) + rest1 * g
     v = beta2 * load(v_row, at, size, MASKED) + rest2 * g * g
     w = decay * w - step_size * m / (tl.sqrt(v) * root + eps)
-    store(w_row, at, w, size, MASKED)
+    if SPLIT:
+        store_split(w_row, h_row, at, w, size, MASKED)
+    else:
+        store(w_row, at, w, size, MASKED)
     store(m_row, at, m, size, MASKED)
     store(v_row, at, v, size, MASKED)
     if HAS_HALF:
@@ -47,9 +66,11 @@ def _adam(  # type: ignore[no-untyped-def]
     root,
     eps,
     scale,
+    WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
     HALF: tl.constexpr,
     HAS_HALF: tl.constexpr,
+    SPLIT: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,7 +80,7 @@ def _adam(  # type: ignore[no-untyped-def]
     start = (program - tl.load(firsts + owner)) * CHUNK
     size = tl.load(sizes + owner)
     rows = (
-        pointer(addresses, owner, tl.float32, ALIGNED),
+        pointer(addresses, owner, WEIGHT, ALIGNED),
         pointer(addresses, tensors + owner, GRAD, ALIGNED),
         pointer(addresses, 2 * tensors + owner, tl.float32, ALIGNED),
         pointer(addresses, 3 * tensors + owner, tl.float32, ALIGNED),
@@ -68,16 +89,15 @@ def _adam(  # type: ignore[no-untyped-def]
     numbers = (decay, l2, beta1, rest1, beta2, rest2, step_size, root, eps, scale)
     full = (tl.minimum(CHUNK, size - start) // BLOCK) * BLOCK  # [Note: full blocks first]
     for offset in range(0, full, BLOCK):
-        _block(start + offset + tl.arange(0, BLOCK), size, rows, numbers, HAS_HALF, False)
+        _block(start + offset + tl.arange(0, BLOCK), size, rows, numbers, HAS_HALF, SPLIT, False)
     if full < CHUNK:
-        _block(start + full + tl.arange(0, BLOCK), size, rows, numbers, HAS_HALF, True)
+        _block(start + full + tl.arange(0, BLOCK), size, rows, numbers, HAS_HALF, SPLIT, True)
 
 
 def adam_(lists: AdamLists, step: int, options: AdamOptions) -> None:
-    # without halves nothing is written into the last column
-    addresses, chunks, aligned = table(
-        lists.weights, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.halves or lists.weights
-    )
+    # the last column are the rounded weights, or the tails of the weights, or nobody looks at it
+    halves = lists.halves or lists.tails or lists.weights
+    addresses, chunks, aligned = table(lists.weights, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, halves)
     if not chunks.programs:  # only empty tensors
         return
     c1, c2 = options.corrections(step)
@@ -96,9 +116,11 @@ def adam_(lists: AdamLists, step: int, options: AdamOptions) -> None:
         root=1 / math.sqrt(c2),
         eps=float(options.eps),
         scale=1 / options.div_scale if options.div_scale > 0 else 1.0,
+        WEIGHT=tl.int16 if lists.tails else tl.float32,
         GRAD=type_of(lists.grads),
-        HALF=type_of(lists.halves or lists.weights),
+        HALF=type_of(halves),
         HAS_HALF=bool(lists.halves),
+        SPLIT=bool(lists.tails),
         ALIGNED=aligned,
         CHUNK=CHUNK,
         BLOCK=BLOCK,

@@ -1,7 +1,8 @@
 """Activation checkpointing: keep only the inputs of a function, and run it again in the backward pass.
 
-torch does the checkpointing; this adds two things.  The inputs can wait for the backward pass in host memory.
-And every random stream that the function may draw from is put back where it was, so that dropout drops the same
+torch does the checkpointing; this adds three things.  The inputs can wait for the backward pass in host memory.
+The results of matrix products and attention, which are most of the work, can be kept, so that only what is cheap runs
+again.  And every random stream that the function may draw from is put back where it was, so that dropout drops the same
 elements in the second run: torch's own streams, one per parallel mode of ``colossalai.context.random``, those of
 ``colossalai.mesh.RandomStream``, and whatever else was given to ``register_random_state``.
 """
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from colossalai.context import random as mode_random
@@ -26,7 +29,11 @@ SetState = Callable[[Any], None]
 
 
 def checkpoint(
-    function: Callable[..., Any], activation_offload: bool, *args: Any, use_reentrant: bool = True
+    function: Callable[..., Any],
+    activation_offload: bool,
+    *args: Any,
+    use_reentrant: bool = True,
+    keep_products: bool = False,
 ) -> Any:
     """``function(*args)``, without keeping what it computes on the way for the backward pass.
 
@@ -34,6 +41,9 @@ def checkpoint(
     ``use_reentrant`` chooses torch's implementation.  The reentrant one sees only tensors that are arguments
     themselves; where one inside a list or dict needs a gradient, or none of the arguments does (the parameters
     may), it would lose gradients, so the other one is used.
+
+    With ``keep_products``, the results of matrix products, convolutions and attention are kept, and only the rest (norms,
+    activations, dropout) is computed again: a transformer block then keeps about 60 % of what it would, for almost no time.
     """
     if not callable(function):
         raise TypeError(f"checkpoint runs a function or module, got {type(function).__name__}")
@@ -44,14 +54,19 @@ def checkpoint(
         )
     if not torch.is_grad_enabled():
         return function(*args)
+    options: dict[str, Any] = {"use_reentrant": use_reentrant and _reentrant_is_safe(args)}
+    if keep_products:
+        if activation_offload:
+            raise ValueError(
+                "checkpoint: with keep_products=True no activation_offload; the results stay on the device"
+            )
+        options = {"use_reentrant": False, "context_fn": _contexts_that_keep_products}
+    if torch.compiler.is_compiling():  # the compiler repeats random numbers itself
+        return torch_checkpoint(function, *args, **{**options, "use_reentrant": False})
     offload = saved_tensors_hooks(_to_host, _to_device) if activation_offload else nullcontext()
     with offload:
-        return torch_checkpoint(
-            _SameRandomNumbers(function),
-            *args,
-            use_reentrant=use_reentrant and _reentrant_is_safe(args),
-            preserve_rng_state=False,  # _SameRandomNumbers does it, for more streams
-        )
+        # _SameRandomNumbers preserves the random state, of more streams than torch does
+        return torch_checkpoint(_SameRandomNumbers(function), *args, preserve_rng_state=False, **options)
 
 
 def register_random_state(get_state: GetState, set_state: SetState) -> None:
@@ -79,6 +94,32 @@ class _SameRandomNumbers:
             return self._function(*args)
         finally:
             _set_states(now)
+
+
+@cache
+def _products() -> frozenset[Any]:
+    names = [
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ]
+    return frozenset(getattr(torch.ops.aten, name).default for name in names)
+
+
+def _keep_products(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = operation in _products()
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts_that_keep_products() -> Any:
+    return create_selective_checkpoint_contexts(_keep_products)
 
 
 def _reentrant_is_safe(args: tuple[Any, ...]) -> bool:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from colossalai.booster import Booster
-from colossalai.booster.mixed_precision import FP16ApexMixedPrecision
+from colossalai.booster.mixed_precision import BF16MixedPrecision, FP16ApexMixedPrecision, MixedPrecision
+from colossalai.nn.optimizer import HybridAdam
 from titans.loss.lm_loss import GPTLMLoss
 from titans.model.gpt import GPT
 
@@ -24,6 +24,14 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "fp16_apex O1": (0.07, 0.007),
     "fp16_apex O2": (0.07, 0.007),
     "bf16": (0.3, 0.08),
+    "bf16 half weights": (0.3, 0.08),
+    "bf16 half weights, our Adam": (0.3, 0.08),
+}
+PRECISIONS: dict[str, Callable[[], MixedPrecision]] = {
+    "fp16_apex O1": lambda: FP16ApexMixedPrecision("O1"),
+    "fp16_apex O2": lambda: FP16ApexMixedPrecision("O2"),
+    "bf16 half weights": lambda: BF16MixedPrecision(half_weights=True),
+    "bf16 half weights, our Adam": lambda: BF16MixedPrecision(half_weights=True),
 }
 
 
@@ -34,7 +42,7 @@ def _tokens(step: int) -> Tensor:
     return word.repeat(1, 4)
 
 
-def _losses(precision: Any, device: str = "cpu") -> Tensor:
+def _losses(name: str | None, device: str = "cpu") -> Tensor:
     torch.manual_seed(0)
     model = GPT(
         vocab_size=32,
@@ -46,8 +54,10 @@ def _losses(precision: Any, device: str = "cpu") -> Tensor:
         embedding_dropout=0.0,
         attention_dropout=0.0,
     )
-    raw = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    booster = Booster(device=device, mixed_precision=precision)
+    made = PRECISIONS.get(name or "")
+    adam = HybridAdam if name and "our Adam" in name else torch.optim.AdamW
+    raw = adam(model.parameters(), lr=3e-3, weight_decay=0.01)
+    booster = Booster(device=device, mixed_precision=made() if made else name)
     model, optimizer, criterion, *_ = booster.boost(model, raw, GPTLMLoss())  # type: ignore[assignment]
     losses = []
     for step in range(STEPS):
@@ -77,8 +87,7 @@ def _reference(device: str) -> Tensor:
 
 
 def _check(name: str, device: str) -> None:
-    kind, _, level = name.partition(" ")
-    losses = _losses(FP16ApexMixedPrecision(level) if level else kind, device)
+    losses = _losses(name, device)
     reference = _reference(device)
     assert reference[0] > 3.3  # nothing is known in the beginning, log(32) = 3.47,
     assert reference[-50:].mean() < 1.6  # and something in the end

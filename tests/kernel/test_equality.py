@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossalai.kernel import adam, implementations, lamb, lars, private, sgd
+from colossalai.kernel import adam, implementations, lamb, lars, private, sgd, split
 from colossalai.kernel.lists import Lists, covers_its_memory
 
 SIZES = (1, 7, 1000, 40_000, 70_001)
@@ -52,6 +52,28 @@ def run_adam(way: str, grad: torch.dtype, half: bool, device: str, decoupled: bo
     )
     adam.ADAM[way](lists, 3, options)
     return lists
+
+
+def run_adam_with_tails(way: str, device: str) -> Any:
+    lists = make(adam.AdamLists, STATES["adam"], torch.bfloat16, True, device)
+    lists.tails = [torch.empty_like(h, dtype=torch.int16) for h in lists.halves]
+    for w, h, tail in zip(lists.weights, lists.halves, lists.tails, strict=True):
+        split.split_(w, h, tail)
+    lists.weights, lists.halves = lists.halves, []
+    options = adam.AdamOptions(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
+    adam.ADAM[way](lists, 3, options)
+    return lists
+
+
+def compare_with_tails(way: str, device: str) -> None:
+    """Adam on weights in two halves against Adam on the same weights in one."""
+    found = run_adam_with_tails(way, device)
+    plain = make(adam.AdamLists, STATES["adam"], torch.bfloat16, True, device)
+    options = adam.AdamOptions(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
+    adam.adam_foreach_(plain, 3, options)
+    whole = [split.join(w, tail) for w, tail in zip(found.weights, found.tails, strict=True)]
+    torch.testing.assert_close(whole, plain.weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.exp_avg_sqs, plain.exp_avg_sqs, rtol=1e-5, atol=1e-6)
 
 
 def run_lamb(way: str, grad: torch.dtype, half: bool, device: str, decoupled: bool) -> Any:
@@ -102,6 +124,13 @@ def compare_all(device: str) -> None:
         for grad, half in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
             compare(name, "triton", grad, half, device)
         compare(name, "triton", torch.bfloat16, False, device)
+    compare_with_tails("triton", device)
+
+
+@pytest.mark.parametrize("way", ["foreach", "blocks"])
+def test_adam_with_tails(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "BLOCK", 1024)
+    compare_with_tails(way, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -229,3 +258,25 @@ def test_dense_memory() -> None:
     assert covers_its_memory(image.permute(3, 1, 0, 2))
     assert not covers_its_memory(image[:, 1:])
     assert not covers_its_memory(torch.ones(1).expand(3))
+
+
+def test_a_float_is_its_two_halves() -> None:
+    bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0))
+    value = bits.to(torch.int32).view(torch.float32)
+    value = value[value.isfinite() & (value.abs() < 3e38)]
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 0.0, -0.0])
+    value = torch.cat([value, ties])
+    half, tail = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
+    split.split_(value, half, tail)
+    assert torch.equal(split.join(half, tail).view(torch.int32), value.view(torch.int32))
+    even = value.bfloat16()
+    assert ((half == even) | ((half.float() - value).abs() == (even.float() - value).abs())).all()
+    assert torch.equal(split.tail_of(value, half), tail)
+    # a half that was rounded to even is at most the last bit of its value away
+    rounded = split.join(even, split.tail_of(value, even)).view(torch.int32).long()
+    assert ((rounded - value.view(torch.int32).long()).abs() <= 1).all()
+
+
+def test_a_tail_of_another_value_is_none() -> None:
+    assert split.tail_of(torch.tensor([1.0, 5.0]), torch.tensor([1.5, 5.0]).bfloat16()).tolist() == [0, 0]
+    assert split.tail_of(torch.tensor([1.0001]), torch.tensor([1.0]).bfloat16()).item() > 0

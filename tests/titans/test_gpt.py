@@ -147,6 +147,13 @@ def test_checkpointing_changes_memory_not_gradients(offload: bool) -> None:
     assert len(calls) == 3
 
 
+def test_selective_checkpointing_changes_no_gradient() -> None:
+    dropout = {"dropout": 0.2, "embedding_dropout": 0.2, "attention_dropout": 0.2}
+    plain, saving = tiny(**dropout), tiny(**dropout, checkpoint="selective")
+    for mine, other in zip(gradients(saving, 3), gradients(plain, 3), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
 def test_dropout_is_off_in_eval_and_on_in_training() -> None:
     for name in ("dropout", "embedding_dropout", "attention_dropout"):
         model = tiny(**{name: 0.5})
@@ -227,6 +234,7 @@ def test_named_sizes_take_changes() -> None:
         (lambda: GPT(depth=0), r"at least one block, got depth=0"),
         (lambda: GPT(padding_idx=60000, depth=1), r"padding_idx is 60000, .* from 0 to 50303"),
         (lambda: GPT(activation_offload=True), r"activation_offload=True .* set checkpoint=True"),
+        (lambda: GPT(checkpoint="some"), r"checkpoint is True, False or 'selective', got 'some'"),
         (lambda: TransformerMLP(8, mlp_ratio=0.0), r"mlp_ratio=0\.0 leaves no features"),
         (
             lambda: GPTLMHead(8, 10, weight=torch.nn.Parameter(torch.zeros(8, 10))),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossalai.mesh import RandomStream
 from colossalai.utils import activation_checkpoint as module
@@ -277,3 +278,50 @@ def test_plan_independent_dropout_is_repeated(use_reentrant: bool) -> None:
     checkpointed, steps_again = gradients(lambda x: checkpoint(block, False, x, use_reentrant=use_reentrant))
     assert torch.equal(plain, checkpointed)
     assert steps == steps_again == 2
+
+
+class _Count(TorchDispatchMode):
+    """Counts what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_products_that_are_kept_do_not_run_again(keep: bool) -> None:
+    _assert_same(lambda block, x: checkpoint(block, False, x, keep_products=keep, use_reentrant=False))
+    block = _block()
+    x = torch.ones(5, 6, device=get_current_device(), requires_grad=True)
+    y = checkpoint(block, False, x, keep_products=keep, use_reentrant=False)
+    with _Count() as backward:
+        y.sum().backward()
+    assert backward.calls.get("addmm", 0) == (0 if keep else 2)
+    assert backward.calls["gelu"] == 1
+
+
+def test_kept_products_stay_on_the_device() -> None:
+    with pytest.raises(ValueError, match=r"keep_products=True no activation_offload"):
+        checkpoint(_block(), True, torch.ones(5, 6), keep_products=True)
+
+
+def test_it_compiles_in_one_piece() -> None:
+    block = _block(0.0)
+    x = torch.linspace(-1, 1, 30).view(5, 6).to(get_current_device())
+    for keep in (False, True):
+        run = torch.compile(
+            lambda x, keep=keep: checkpoint(block, False, x, keep_products=keep, use_reentrant=False),
+            backend="aot_eager",
+            fullgraph=True,
+        )
+        gradients = []
+        for each in (run, block):
+            block.zero_grad()
+            each(x.requires_grad_()).square().sum().backward()
+            gradients.append([p.grad for p in block.parameters()])
+        torch.testing.assert_close(*gradients)

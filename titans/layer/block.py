@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,15 @@ from titans.layer.basic import INIT_STD, layer_norm
 from titans.layer.drop_path import DropPath
 from titans.layer.mlp import TransformerMLP
 
+Checkpoint = bool | Literal["selective"]
+
 
 class TransformerBlock(nn.Module):
     """``x += attention(norm1(x)); x += mlp(norm2(x))``.
 
     ``apply_post_layernorm`` adds to the normalized stream instead: ``n = norm1(x); x = n + attention(n)``.
-    ``checkpoint`` keeps only the block's input for the backward pass and computes the rest again;
+    ``checkpoint`` keeps only the block's input for the backward pass and computes the rest again, or, if it is
+    ``"selective"``, keeps the results of matrix products and attention too and computes what is cheap again;
     ``activation_offload`` moves that input to the CPU until it is needed.  ``drop_path`` is how often a sample skips
     what a sub-layer adds (see ``DropPath``).
     """
@@ -40,15 +43,17 @@ class TransformerBlock(nn.Module):
         bias: bool = True,
         apply_post_layernorm: bool = False,
         fuse_scale_mask_softmax: bool = False,
-        checkpoint: bool = False,
+        checkpoint: Checkpoint = False,
         activation_offload: bool = False,
         output_std: float = INIT_STD,
         drop_path: float = 0.0,
     ) -> None:
         super().__init__()
-        if activation_offload and not checkpoint:
+        if checkpoint not in (True, False, "selective"):
+            raise ValueError(f"checkpoint is True, False or 'selective', got {checkpoint!r}")
+        if activation_offload and checkpoint is not True:
             raise ValueError(
-                "activation_offload=True moves what checkpointing keeps, but checkpoint=False; "
+                f"activation_offload=True moves what checkpointing keeps, but checkpoint={checkpoint!r}; "
                 "set checkpoint=True as well"
             )
         self.apply_post_layernorm = apply_post_layernorm
@@ -80,7 +85,14 @@ class TransformerBlock(nn.Module):
     def run(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """The block's output, checkpointed if it is to be."""
         if self.checkpoint and self.training:
-            return checkpointed(self._run, self.activation_offload, x, attention_mask, use_reentrant=False)
+            return checkpointed(
+                self._run,
+                self.activation_offload,
+                x,
+                attention_mask,
+                use_reentrant=False,
+                keep_products=self.checkpoint == "selective",
+            )
         return self._run(x, attention_mask)
 
     def _run(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 
 class GPTLMLoss(nn.Module):
@@ -24,6 +24,6 @@ class GPTLMLoss(nn.Module):
                 f"(batch, sequence) with at least 2 tokens per row, got {tuple(logits.shape)} and "
                 f"{tuple(labels.shape)}"
             )
-        logits = logits[..., :-1, :].flatten(0, -2)  # (batch * (seq - 1), vocab)
-        labels = labels[..., 1:].flatten()  # (batch * (seq - 1),)
-        return cross_entropy(logits, labels, ignore_index=self.ignore_index)
+        # The labels are shifted rather than the logits cut, which would copy them; the last logits have no label.
+        labels = pad(labels[..., 1:], (0, 1), value=self.ignore_index)  # (batch, seq)
+        return cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=self.ignore_index)

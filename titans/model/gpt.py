@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from titans.layer.basic import layer_norm, residual_std
-from titans.layer.block import GPTBlock
+from titans.layer.block import Checkpoint, GPTBlock
 from titans.layer.embedding import GPTEmbedding
 from titans.layer.head import GPTLMHead
 from titans.loss.lm_loss import GPTLMLoss
@@ -48,7 +48,7 @@ class GPT(nn.Module):
         bias: bool = True,
         apply_post_layernorm: bool = False,
         fuse_scale_mask_softmax: bool = False,
-        checkpoint: bool = False,
+        checkpoint: Checkpoint = False,
         activation_offload: bool = False,
     ) -> None:
         super().__init__()

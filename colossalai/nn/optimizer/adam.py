@@ -13,6 +13,8 @@ INF = float("inf")
 
 
 class _Adam(MultiTensorOptimizer):
+    splits = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -54,6 +56,7 @@ class _Adam(MultiTensorOptimizer):
             weights=bucket.weights,
             grads=bucket.grads,
             halves=bucket.halves,
+            tails=bucket.tails,
             exp_avgs=bucket.states["exp_avg"],
             exp_avg_sqs=bucket.states["exp_avg_sq"],
         )

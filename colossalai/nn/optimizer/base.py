@@ -1,8 +1,15 @@
 """What our optimizers share: parameters are gathered into lists that one kernel updates in few launches.
 
-A parameter in half precision keeps its weights in float32 as well, as ``master`` in the optimizer's state: an update is
-often smaller than the rounding of half precision and would be lost.  The kernel writes the rounded weights into the
-parameter in the same pass.  Moments are float32 too.  Who writes into the parameter between two steps is followed.
+A parameter in half precision has its weights in float32 as well: an update is often smaller than the rounding of half
+precision and would be lost.  The kernel writes the rounded weights into the parameter in the same pass.  Moments are float32
+too.  The optimizer's state holds the float32 weights as ``master``, or, where the parameter is bfloat16 and the optimizer
+``splits``, the 16 bits that the parameter lacks as ``tail`` (see ``colossalai.kernel.split``).
+
+[Note: weights that others change]
+Somebody else may write into a parameter between two steps, as loading a model does.  torch counts changes of a tensor; where a
+parameter has changed, it is right, and its master starts again from it.  A checkpoint holds masters, never tails.  A loaded
+master waits until the next step, because the model may be loaded after the optimizer, and then counts where the parameter
+is that master rounded.
 
 Parameters that are cut over ranks (``DTensor``) are updated in their local parts, if the update is element by element.
 """
@@ -11,13 +18,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from colossalai.kernel.split import join, tail_of
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, torch.float64, *HALVES)
@@ -31,19 +40,23 @@ class Bucket:
     weights: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     halves: list[Tensor] = field(default_factory=list)
+    tails: list[Tensor] = field(default_factory=list)
     states: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(self, tensors: list[Tensor], names: Sequence[str]) -> None:
-        """A parameter, its gradient, its states of these names, and its master if it has one."""
-        weight, grad, *states = tensors
-        if len(states) > len(names):
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """A parameter ("weight"), its gradient ("grad"), and its tensors in the optimizer's state, by name."""
+        states = dict(tensors)
+        weight, grad = states.pop("weight"), states.pop("grad")
+        if "master" in states:
             self.halves.append(weight)
-            weight = states.pop()
+            weight = states.pop("master")
+        if "tail" in states:
+            self.tails.append(states.pop("tail"))
         if grad.stride() != weight.stride():
             grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
         self.weights.append(weight)
         self.grads.append(grad)
-        for name, state in zip(names, states, strict=True):
+        for name, state in states.items():
             self.states[name].append(state)
 
 
@@ -51,6 +64,7 @@ class MultiTensorOptimizer(Optimizer):
     """A subclass names its states, which start as zeros, and writes ``update``."""
 
     elementwise = True  # every element of a parameter is updated without knowing the others
+    splits = False  # ``update`` takes the weights of a bfloat16 parameter as the parameter and its tail
     devices: tuple[str, ...] = ()  # where parameters may be; empty: anywhere
 
     @abstractmethod
@@ -106,18 +120,19 @@ class MultiTensorOptimizer(Optimizer):
             state = self.state[parameter]
             if not needed <= state.keys():
                 self.start(parameter, state, [name for name in ("step", *names) if name not in state])
-            if "master" in state:
-                self.follow(parameter, state["master"])
+            tensors = {"weight": parameter, "grad": parameter.grad}
+            tensors |= {name: state[name] for name in names}
+            if parameter.dtype in HALVES:
+                self.follow(parameter, state)
+                name = self.extra(parameter)
+                tensors[name] = state[name]
             step = int(state["step"].add_(1))
-            tensors = [parameter, parameter.grad, *(state[name] for name in names)]
-            if "master" in state:
-                tensors.append(state["master"])
             if type(parameter) is not torch.nn.Parameter:
-                tensors = [local(tensor) for tensor in tensors]
+                tensors = {name: local(tensor) for name, tensor in tensors.items()}
             key = (parameter.device, parameter.dtype, parameter.grad.dtype, step)
             if key not in found:
                 found[key] = Bucket(step)
-            found[key].add(tensors, names)
+            found[key].add(tensors)
         return found.values()
 
     def start(self, parameter: Tensor, state: dict[str, Any], names: Iterable[str]) -> None:
@@ -128,14 +143,34 @@ class MultiTensorOptimizer(Optimizer):
             )
         if parameter.dtype in HALVES and "master" not in state:
             state["master"] = parameter.detach().to(wide(parameter))
-            self.versions[parameter] = parameter._version
 
-    def follow(self, parameter: Tensor, master: Tensor) -> None:
-        """Start again from the parameter if somebody else has changed it since our last step, as loading a model does."""
-        if self.versions.get(parameter) != parameter._version:
-            now = local(parameter.detach())
-            if not torch.equal(local(master).to(now.dtype), now):
-                local(master).copy_(now)
+    def extra(self, parameter: Tensor) -> str:
+        """How the state of a half-precision parameter holds the digits that the parameter lacks."""
+        return "tail" if self.splits and parameter.dtype == torch.bfloat16 else "master"
+
+    def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Bring the float32 weights in line with a parameter that others changed [Note: weights that others change]."""
+        has_changed = self.versions.get(parameter) != parameter._version
+        now = local(parameter.detach())
+        if self.extra(parameter) == "tail":
+            if "master" in state:  # begun or loaded
+                state["tail"] = torch.zeros_like(parameter, dtype=torch.int16)
+                local(state["tail"]).copy_(tail_of(local(state.pop("master")), now))
+            elif has_changed:
+                state["tail"].zero_()
+        elif has_changed and not torch.equal(local(state["master"]).to(now.dtype), now):
+            local(state["master"]).copy_(now)
+        self.versions[parameter] = parameter._version
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """The weights of ``parameter`` as the optimizer knows them: in float32, if the parameter is in half precision.
+
+        For a parameter that is cut over ranks this is the local part.
+        """
+        state = self.state.get(parameter, {})
+        if "tail" in state and "master" not in state:
+            return join(local(parameter.detach()), local(state["tail"]))
+        return local(state.get("master", parameter.detach()))
 
     @property
     def versions(self) -> dict[Tensor, int]:
@@ -172,6 +207,29 @@ class MultiTensorOptimizer(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with the float32 weights of half-precision parameters as ``master``."""
+        found = super().state_dict()
+        for index, parameter in zip(_indices(found["param_groups"]), self._parameters(), strict=True):
+            if index in found["state"]:
+                found["state"][index] = self._portable(parameter)
+        return found
+
+    def _portable(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of ``parameter`` with its master instead of a tail, which means nothing without the parameter."""
+        state = dict(self.state[parameter])
+        if "tail" in state:
+            master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+            local(master).copy_(self.master(parameter))
+            state["master"] = master
+            del state["tail"]
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles."""
+        portable = defaultdict(dict, {p: self._portable(p) for p in self.state})
+        return {**super().__getstate__(), "state": portable}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of the one of torch with the same formula."""
         super().load_state_dict(state_dict)
@@ -185,6 +243,7 @@ class MultiTensorOptimizer(Optimizer):
                 elif torch.is_tensor(value) and value.shape == parameter.shape:
                     state[name] = torch.zeros_like(parameter, dtype=wide(parameter)).copy_(value)
             if state and parameter.dtype in HALVES:
+                state.pop("tail", None)
                 state.setdefault("master", parameter.detach().to(wide(parameter)))
 
     def _parameters(self) -> Iterator[Tensor]:

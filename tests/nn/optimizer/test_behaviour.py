@@ -187,8 +187,8 @@ def test_half_precision_weights_do_not_lose_small_steps(name: str) -> None:
     for _ in range(300):
         p.grad = torch.ones_like(p)
         optimizer.step()
-    assert optimizer.state[p]["master"].dtype == torch.float32
-    assert torch.equal(p, optimizer.state[p]["master"].bfloat16())
+    assert optimizer.master(p).dtype == torch.float32
+    assert torch.equal(p, optimizer.master(p).bfloat16())
     assert (p < 0.99).all()  # a step of 1e-4 from 1 is nothing in bfloat16
 
 
@@ -213,7 +213,7 @@ def test_masters_follow_weights_that_are_loaded_later(name: str) -> None:
         with torch.no_grad():
             p.fill_(64.0)
         p.grad = torch.full_like(p, 1e-3)
-        before = optimizer.state[p]["master"].clone()
+        before = optimizer.master(p).clone()
         optimizer.step()
         assert (p > 32).all()
         return before
@@ -260,7 +260,7 @@ def test_div_scale_divides_the_gradients() -> None:
                 for step in range(3):
                     p.grad = (torch.linspace(0.5, 1, 5) * max(scale, 1) * (step + 1)).to(dtype)
                     optimizer.step(div_scale=scale)
-                results.append(optimizer.state[p].get("master", p).detach())
+                results.append(optimizer.master(p).detach())
             torch.testing.assert_close(*results)
 
 
@@ -386,7 +386,7 @@ def test_one_hybrid_adam_on_cpu_and_gpu(dtype: torch.dtype) -> None:
         for p in parameters:
             p.grad = (grad + step).to(p.device, p.dtype)
         optimizer.step()
-    masters = [optimizer.state[p].get("master", p).detach().cpu() for p in parameters]
+    masters = [optimizer.master(p).detach().cpu() for p in parameters]
     torch.testing.assert_close(masters[0], masters[1])
     assert torch.equal(masters[0], masters[2])
     assert [p.device.type for p in parameters] == ["cpu", "cuda", "cpu"]
@@ -415,5 +415,5 @@ def test_a_model_on_the_gpu_as_on_the_cpu(name: str, dtype: torch.dtype) -> None
             for p in twin:
                 p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
             optimizer.step()
-        results.append([optimizer.state[p].get("master", p).detach().cpu() for p in twin])
+        results.append([optimizer.master(p).detach().cpu() for p in twin])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)

@@ -73,7 +73,7 @@ def _train(kind: Any, options: dict[str, Any], dtype: torch.dtype, device: str =
         for p, g in zip(parameters, _grads(step, dtype), strict=True):
             p.grad = g.to(device)
         optimizer.step()
-    masters = [optimizer.state[p].get("master", p) for p in parameters]
+    masters = [optimizer.master(p) for p in parameters]
     return [w.detach().cpu().double() for w in masters]
 
 

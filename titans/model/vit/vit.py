@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from titans.layer.basic import layer_norm
-from titans.layer.block import ViTBlock
+from titans.layer.block import Checkpoint, ViTBlock
 from titans.layer.embedding import ViTEmbedding
 from titans.layer.head import ViTHead
 
@@ -48,7 +48,7 @@ class VisionTransformer(nn.Module):
         representation_size: int | None = None,
         dtype: torch.dtype | None = None,
         bias: bool = True,
-        checkpoint: bool = False,
+        checkpoint: Checkpoint = False,
         init_method: str = "torch",
     ) -> None:
         super().__init__()

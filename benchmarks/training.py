@@ -1,0 +1,142 @@
+"""A training step of GPT-2 XL in bf16, and of a wide GPT in fp8, on a GPU.
+
+Each side runs in a process of its own, so that its memory is its own, and all sides of a comparison train the same weights on
+the same tokens: beside times and memory, the losses of every step are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.table import Row
+from colossalai.booster import Booster
+from colossalai.booster.mixed_precision import BF16MixedPrecision, FP8MixedPrecision, MixedPrecision
+from colossalai.nn.optimizer import HybridAdam
+from titans.loss.lm_loss import GPTLMLoss
+from titans.model.gpt import GPT
+
+XL = {"hidden_size": 1600, "depth": 48, "num_heads": 25}
+WIDE = {"hidden_size": 4096, "depth": 8, "num_heads": 32}
+BATCH, LENGTH, STEPS, TIMED = 8, 1024, 24, 10
+ADAM: dict[str, Any] = {"lr": 2e-5, "weight_decay": 0.01}
+Step = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Result:
+    milliseconds: float
+    gib: float
+    losses: list[float]
+
+
+def build(sizes: dict[str, int], **changes: Any) -> GPT:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return GPT(**sizes, dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0, **changes)
+
+
+def plain(sizes: dict[str, int]) -> Step:
+    """PyTorch as its documents say: autocast, torch.compile, fused AdamW."""
+    model, criterion = build(sizes), GPTLMLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+
+    @torch.compile
+    def loss_of(ids: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss: Tensor = criterion(model(ids), ids)
+        return loss
+
+    def step(ids: Tensor) -> Tensor:
+        loss = loss_of(ids)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def boosted(sizes: dict[str, int], precision: MixedPrecision) -> Step:
+    model: nn.Module = build(sizes, checkpoint="selective")
+    booster = Booster(mixed_precision=precision)
+    model, optimizer, criterion, _, _ = booster.boost(
+        model, HybridAdam(model.parameters(), **ADAM), GPTLMLoss()
+    )
+    loss_of = torch.compile(lambda ids: criterion(model(ids), ids))
+
+    def step(ids: Tensor) -> Tensor:
+        loss: Tensor = loss_of(ids)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+SIDES: dict[str, Callable[[], Step]] = {
+    "plain": lambda: plain(XL),
+    "bf16": lambda: boosted(XL, BF16MixedPrecision(half_weights=True)),
+    "wide bf16": lambda: boosted(WIDE, BF16MixedPrecision(half_weights=True)),
+    "wide fp8": lambda: boosted(WIDE, FP8MixedPrecision(half_weights=True)),
+}
+
+
+def measure(step: Step) -> Result:
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(50304, (BATCH, LENGTH), generator=generator).cuda() for _ in range(4)]
+    losses = []
+    for i in range(STEPS):
+        if i == STEPS - TIMED:
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        losses.append(step(batches[i % len(batches)]))
+    torch.cuda.synchronize()
+    elapsed = (time.perf_counter() - start) * 1000 / TIMED
+    return Result(elapsed, torch.cuda.max_memory_allocated() / 2**30, torch.stack(losses).tolist())
+
+
+def run(side: str) -> Result:
+    """``side`` in a process of its own."""
+    root = Path(__file__).resolve().parent.parent
+    print(f"training: {side} ...", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.training", side], cwd=root, stdout=subprocess.PIPE, check=True
+    )
+    return Result(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def rows() -> list[Row]:
+    if not torch.cuda.is_available():
+        print("training: left out, it needs a GPU", file=sys.stderr)
+        return []
+    found = []
+    for what, ours, peer, peer_name in (
+        ("GPT-2 XL, 8 x 1024, bf16", "bf16", "plain", "PyTorch: autocast, compile, fused AdamW"),
+        ("GPT, 4096 wide, 8 layers, fp8", "wide fp8", "wide bf16", "our bf16"),
+    ):
+        a, b = run(ours), run(peer)
+        gap = max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
+        print(f"{what}: losses {[round(x, 3) for x in a.losses]}", file=sys.stderr)
+        print(f"{peer_name}: losses {[round(x, 3) for x in b.losses]}", file=sys.stderr)
+        found += [
+            Row(f"{what}: step", a.milliseconds, b.milliseconds, peer_name),
+            Row(f"{what}: memory", a.gib, b.gib, peer_name, "GiB"),
+            Row(f"{what}: last loss, largest gap {gap:.3f}", a.losses[-1], b.losses[-1], peer_name, ""),
+        ]
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure(SIDES[sys.argv[1]]()))))
