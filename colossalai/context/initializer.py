@@ -117,7 +117,7 @@ def check_initializers(plan: ParallelConfig) -> None:
                 f"INITIALIZER_MAPPING[{name!r}] is {class_name!r}, but no such class is registered; decorate it with "
                 "@DIST_GROUP_INITIALIZER.register_module and import its module before launch"
             )
-        options = plan.options if name == plan.mode else {}
+        options = plan.group_options if name == plan.mode else {}
         try:
             inspect.signature(DIST_GROUP_INITIALIZER.get_module(class_name)).bind(*range(6), **options)
         except TypeError as error:
@@ -130,7 +130,7 @@ def make_groups(plan: ParallelConfig, config: Mapping[str, Any], mesh: Mesh) -> 
     """All groups of this rank, made in the same order on every rank."""
     infos: list[GroupInfo] = []
     for name in plan.initializers:
-        options = plan.options if name == plan.mode else {}
+        options = plan.group_options if name == plan.mode else {}
         initializer = DIST_GROUP_INITIALIZER.get_module(INITIALIZER_MAPPING[name])(
             mesh.rank, dist.get_world_size(), config, plan.data, plan.pipeline, plan.tensor, **options
         )

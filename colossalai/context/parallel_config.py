@@ -101,6 +101,12 @@ class ParallelConfig:
         return [*ALWAYS, *([self.mode] if self.mode is not None else [])]
 
     @property
+    def group_options(self) -> dict[str, Any]:
+        """What the mode's initializer is given: all options but the flags, which say how layers use the groups."""
+        flags = tensor_mode(self.mode).flags
+        return {name: value for name, value in self.options.items() if name not in flags}
+
+    @property
     def env_fields(self) -> dict[str, Any]:
         """What ``tensor_parallel_env`` holds under this plan."""
         return {"mode": self.mode, **tensor_mode(self.mode).env_fields(self._tensor_sizes())}

@@ -1,16 +1,19 @@
 """How a loss knows where the scores it gets lie.
 
 Scores pass through the user's hands, and through wrappers that give them new names and types, before a loss sees them.
-So a classifier notes, when it is built, the width of the scores that this rank will hold and where they lie; a loss looks
-the width up.  Two classifiers whose scores have one width but lie differently are told apart by saying so to the loss.
+So every classifier of a job is noted while it lives, and a loss asks for the one whose scores have the width of what it
+got.  Two classifiers that a width does not tell apart are told apart by saying so to the loss; all ranks agree on whether
+they need to be, although uneven pieces differ in width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
-from colossalai.mesh import Layout, Mesh, local_range
+from colossalai.mesh import Layout, Mesh
+from colossalai.mesh.layout import piece
 
 
 @dataclass(frozen=True)
@@ -20,32 +23,41 @@ class Logits:
     layout: Layout
     classes: int
 
-    def width(self, mesh: Mesh) -> int:
-        """How many of the classes this rank holds."""
-        return local_range(self.classes, self.layout.dims[-1], mesh, uneven=True)[1]
+    def widths(self, mesh: Mesh) -> set[int]:
+        """How many of the classes a rank may hold."""
+        found = {self.classes}
+        for axis in self.layout.dims[-1]:
+            parts = mesh.size[axis]
+            found = {piece(n, parts, i)[1] for n in found for i in (0, parts - 1)}
+        return found
 
 
-_noted: WeakKeyDictionary[Mesh, set[Logits]] = WeakKeyDictionary()
+class MakesLogits(Protocol):
+    def place(self) -> Logits: ...
 
 
-def note_logits(mesh: Mesh, logits: Logits) -> None:
-    _noted.setdefault(mesh, set()).add(logits)
+_noted: WeakKeyDictionary[Mesh, WeakSet[MakesLogits]] = WeakKeyDictionary()
+
+
+def note_classifier(mesh: Mesh, classifier: MakesLogits) -> None:
+    _noted.setdefault(mesh, WeakSet()).add(classifier)
 
 
 def find_logits(mesh: Mesh, width: int, *, cut: bool | None = None, classes: int | None = None) -> Logits:
-    """The scores of ``width`` classes that a classifier of this process makes; ``cut`` and ``classes`` narrow it down."""
-    noted = _noted.get(mesh, set())
-    found = [
-        logits
-        for logits in noted
-        if logits.width(mesh) == width
-        and cut in (None, bool(logits.layout.dims[-1]))
-        and classes in (None, logits.classes)
-    ]
-    if len(found) == 1:
-        return found[0]
+    """The scores of ``width`` classes that a classifier of this job makes; ``cut`` and ``classes`` narrow it down."""
+    noted = {classifier.place() for classifier in _noted.get(mesh, ())}
+    wanted = {
+        place: place.widths(mesh)
+        for place in noted
+        if cut in (None, bool(place.layout.dims[-1])) and classes in (None, place.classes)
+    }
+    here = [widths for widths in wanted.values() if width in widths]
+    # also those that only other ranks would confuse with it: all ranks must raise, or none
+    alike = [place for place, widths in wanted.items() if any(widths & other for other in here)]
+    if len(alike) == 1:
+        return alike[0]
     known = ", ".join(sorted(f"{n.classes} classes as {n.layout}" for n in noted)) or "none"
-    problem = "no Classifier of this job makes" if not found else "several Classifiers of this job make"
+    problem = "no Classifier of this job makes" if not alike else "several Classifiers of this job make"
     raise ValueError(
         f"{problem} scores of which this rank holds {width} (there are: {known}); give the loss what the model's Classifier "
         "returns, or say which it is with num_classes= or vocab_parallel="

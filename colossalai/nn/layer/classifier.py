@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from colossalai.mesh import Layout, MatmulPlan, Mesh, matmul, placement, redistribute, use
 from colossalai.nn import init
 from colossalai.nn.layer.base import Fill, ParallelLayer
-from colossalai.nn.logits import Logits, note_logits
+from colossalai.nn.logits import Logits, note_classifier
 from colossalai.nn.modes import TensorParallel, at_rank
 
 VOCAB_PARALLEL_LIMIT = 2048
@@ -81,7 +81,11 @@ class Classifier(ParallelLayer):
             )
         if not self.plain:
             self._plan(3)  # a table that does not fit is refused now
-            note_logits(self.mesh, Logits(self.logits, num_classes))
+            note_classifier(self.mesh, self)
+
+    def place(self) -> Logits:
+        """Where the scores lie."""
+        return Logits(self.logits, self.num_classes)
 
     def _check_tied(self, weight: nn.Parameter) -> None:
         whole = tuple(getattr(weight, "full_shape", weight.shape))
@@ -136,6 +140,7 @@ class Classifier(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         if self.plain:
             return F.linear(x, self.weight, self.bias)
+        note_classifier(self.mesh, self)  # it may be a copy of what was built
         plan = self._plan(x.ndim)
         # few classes under sequence parallelism: every rank scores all tokens
         x = redistribute(x, at_rank(self.tp.hidden, x.ndim), plan.x, self.mesh)

@@ -88,15 +88,20 @@ class Linear(ParallelLayer):
                 (out_features,), along, bias_initializer, fan_in=in_features, dtype=dtype
             )
         self._local_in = in_features if self.plain else in_features // self.mesh.group_size(*x.dims[-1])
+        if (
+            role is None and self._follows_cursor()
+        ):  # last: a layer that was refused leaves the stream where it was
+            set_stream_position("inner" if expands else "hidden", self.mesh)
 
     def _take_role(self, role: Direction | None) -> Direction:
         if role not in (None, "expand", "contract"):
             raise ValueError(f"{type(self).__name__}: role is 'expand' or 'contract', got {role!r}")
-        if role is not None or self.plain or self.tp.hidden == self.tp.inner:
+        if role is not None or not self._follows_cursor():
             return role or "expand"
-        expands = stream_position(self.mesh) == "hidden"
-        set_stream_position("inner" if expands else "hidden", self.mesh)
-        return "expand" if expands else "contract"
+        return "expand" if stream_position(self.mesh) == "hidden" else "contract"
+
+    def _follows_cursor(self) -> bool:
+        return not self.plain and self.tp.hidden != self.tp.inner
 
     @classmethod
     def from_native(

@@ -36,8 +36,15 @@ class Accuracy(nn.Module):
 
     mode: ClassVar[str | None] = FOLLOW_CONFIG
 
-    def __init__(self, *, tp: TensorParallel | None = None, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_classes: int | None = None,
+        tp: TensorParallel | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
         super().__init__()
+        self.num_classes = num_classes
         self._given = tp, mesh
 
     @torch.no_grad()
@@ -51,7 +58,7 @@ class Accuracy(nn.Module):
             )
         if mesh is None or tp.size == 1:
             return calc_acc(logits, targets)
-        place = find_logits(mesh, logits.size(-1))
+        place = find_logits(mesh, logits.size(-1), classes=self.num_classes)
         targets = local_rows(logits, targets, place.layout, mesh)
         correct = (_predictions(logits, place, mesh) == targets).sum()
         for axis in place.layout.dims[0]:

@@ -22,7 +22,6 @@ from tests.nn.layer.world import (
     copy_to_serial,
     size,
     start,
-    without_sequence_cut,
 )
 
 VOCAB = 37  # prime: no mode cuts it evenly
@@ -87,6 +86,15 @@ def check_norms(tp: TensorParallel, mesh: Mesh) -> None:
         compare(layer, serial, x, tp.hidden, tp.hidden, mesh)
 
 
+class Added(nn.Module):
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table(torch.arange(SEQUENCE))
+
+
 def check_embedding(tp: TensorParallel, mesh: Mesh) -> None:
     ids = torch.randint(VOCAB, (BATCH, SEQUENCE))
     rest = Layout((tp.hidden.dims[0], ()))
@@ -99,16 +107,6 @@ def check_embedding(tp: TensorParallel, mesh: Mesh) -> None:
         words = stream(HIDDEN)
         layer, serial = kind(SEQUENCE, HIDDEN, tp=tp, mesh=mesh), nn.Embedding(SEQUENCE, HIDDEN)
         copy_to_serial(layer, serial, mesh)
-        positions = torch.arange(SEQUENCE)
-
-        class Added(nn.Module):
-            def __init__(self, table: nn.Module) -> None:
-                super().__init__()
-                self.table = table
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return x * self.table(positions)
-
         compare(Added(layer), Added(serial), words, tp.hidden, tp.hidden, mesh)
 
 
@@ -182,6 +180,3 @@ def _check(rank: int, world_size: int, port: int, name: str) -> None:
 @pytest.mark.parametrize("name", MODES)
 def test_layers_equal_torch(name: str) -> None:
     spawn(_check, size(name), name=name)
-
-
-_ = without_sequence_cut

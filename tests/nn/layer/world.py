@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -100,7 +99,3 @@ def close(got: Tensor, expected: Tensor, what: str, rtol: float = 2e-5) -> None:
     error = (got.double() - expected.double()).abs().amax() if got.numel() else torch.zeros(())
     scale = expected.double().abs().amax().clamp(min=1e-3) if got.numel() else torch.ones(())
     assert error <= rtol * scale, f"{what}: differs by {float(error):.2e} of {float(scale):.2e}"
-
-
-def without_sequence_cut(layout: Layout) -> Layout:
-    return replace(layout, dims=(layout.dims[0], (), layout.dims[-1]))
