@@ -1,0 +1,233 @@
+"""Modules of an existing model with something done around their forward.
+
+``adapt`` gives one module a subclass of its own class, under the same name: so ``isinstance``, parameter names, hooks and
+copies go on as before, and the code of the model is not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.mesh import Axes, Layout, Mesh, random_key, redistribute, replicated, use
+from colossalai.nn.layer.batch import split_rows
+from colossalai.nn.modes import TensorParallel, at_rank
+
+M = TypeVar("M", bound=nn.Module)
+Forward = Callable[..., Any]
+
+
+class Adapted:
+    """What is done around a forward; a subclass writes ``around``."""
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return forward(*args, **kwargs)
+
+
+def adapt(module: M, what: type[Adapted]) -> M:
+    """Make ``module`` do ``what`` around its forward."""
+    module.__class__ = _subclass(type(module), what)
+    return module
+
+
+@functools.cache
+def _subclass(native: type[nn.Module], what: type[Adapted]) -> type[nn.Module]:
+    @functools.wraps(native.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return what.around(self, functools.partial(native.forward, self), args, kwargs)
+
+    # the names stay: messages, and transformers when it saves, say which class a model is
+    names = {"__module__": native.__module__, "__qualname__": native.__qualname__, "__doc__": native.__doc__}
+    return type(native.__name__, (what, native), {"forward": forward, **names})
+
+
+# ---- random numbers ----
+
+# The numbers that all ranks share, for each `own_numbers` that is active: a key and how many streams were taken from it.
+_shared: list[list[int]] = []
+
+
+@contextmanager
+def own_numbers(axes: Axes, mesh: Mesh) -> Iterator[None]:
+    """Random numbers that differ between ranks which hold different pieces along ``axes``.
+
+    They start from one number of the generator that all ranks share, which goes on as if only this had been drawn.  So
+    ranks stay in step, and torch's activation checkpointing, which resets that generator, repeats the same numbers.
+    """
+    key = int(torch.randint(1 << 62, (), device="cpu"))
+    _shared.append([key, 0])
+    try:
+        with _seeded(random_key(key, "own", *(mesh.coord[a] for a in axes))):
+            yield
+    finally:
+        _shared.pop()
+
+
+@contextmanager
+def _seeded(key: int) -> Iterator[None]:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
+        torch.random.default_generator.manual_seed(key % (1 << 63))
+        if cuda:
+            torch.cuda.manual_seed(key % (1 << 63))
+        yield
+
+
+class OwnNumbers(Adapted):
+    """Draws numbers of this rank's own while training."""
+
+    training: bool
+    drawn_over: tuple[Axes, Mesh]
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with own_numbers(*self.drawn_over) if self.training else nullcontext():
+            return forward(*args, **kwargs)
+
+
+class AlikeNumbers(Adapted):
+    """Draws what all ranks draw, also inside a module that draws its own."""
+
+    training: bool
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.training or not _shared:
+            return forward(*args, **kwargs)
+        _shared[-1][1] += 1
+        with _seeded(random_key(_shared[-1][0], "alike", _shared[-1][1])):
+            return forward(*args, **kwargs)
+
+
+# ---- parameters ----
+
+
+class UsedByPieces(Adapted):
+    """Its parameters are about to be used for this rank's piece of the activations: their gradients are summed."""
+
+    used_over: tuple[frozenset[str], Mesh]
+    _parameters: dict[str, Any]
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = dict(self._parameters)
+        axes, mesh = self.used_over
+        try:
+            for name, param in own.items():
+                if param is not None:
+                    self._parameters[name] = use(param, axes, mesh)
+            return forward(*args, **kwargs)
+        finally:
+            self._parameters.update(own)
+
+
+# ---- where the stream begins and ends ----
+
+
+class WholeInput(Adapted):
+    """Gets the whole of its input, of which each rank holds a piece of the residual stream."""
+
+    cut_as: tuple[TensorParallel, Mesh]
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tp, mesh = self.cut_as
+        x, *rest = args
+        return forward(redistribute(x, at_rank(tp.hidden, x.ndim), replicated(x.ndim), mesh), *rest, **kwargs)
+
+
+class WholeRows(Adapted):
+    """A classifier whose scores are whole on every rank; its input may be whole already."""
+
+    tp: TensorParallel
+    mesh: Mesh
+    in_features: int
+    logits: Layout
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (x,) = args
+        if x.size(-1) == self.in_features:
+            x = redistribute(x, replicated(x.ndim), at_rank(self.tp.hidden, x.ndim), self.mesh)
+        y = forward(x)
+        return redistribute(y, at_rank(self.logits, y.ndim), replicated(y.ndim), self.mesh)
+
+
+# What says how many rows the batch has.
+_BATCHES = ("input_ids", "inputs_embeds", "pixel_values")
+
+
+class CutStream(Adapted):
+    """Takes a whole batch and works on this rank's rows and features of the residual stream."""
+
+    training: bool
+    cut_as: tuple[TensorParallel, Mesh]
+    attended: frozenset[str]
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tp, mesh = self.cut_as
+        given = {**dict(zip(_names(type(self)), args, strict=False)), **kwargs}
+        if self.prepare is not None:
+            given = self.prepare(given)
+        rows = next((len(given[name]) for name in _BATCHES if given.get(name) is not None), None)
+        given = {name: self._piece(name, value, rows) for name, value in given.items()}
+        with own_numbers(tp.hidden.sharded, mesh) if self.training else nullcontext():
+            return forward(**given)
+
+    def _piece(self, name: str, value: Any, rows: int | None) -> Any:
+        """This rank's part of an argument; what is no tensor, or serves all rows, stays as it is."""
+        tp, mesh = self.cut_as
+        if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != rows:
+            return value
+        if name == "inputs_embeds":
+            split_rows(value.detach(), tp.hidden.dims[0], mesh, 0)  # a batch that does not divide is refused by name
+            return redistribute(value, replicated(3), tp.hidden, mesh)
+        part = split_rows(value, (tp.inner if name in self.attended else tp.hidden).dims[0], mesh, 0)
+        if part.requires_grad:  # images: each rank makes its own features of them
+            rest = Layout((tp.hidden.dims[0], *((),) * (part.ndim - 1)))
+            features = frozenset(tp.hidden.dims[-1])
+            part = redistribute(part, rest, Layout(rest.dims, spread=features), mesh)
+        return part
+
+
+@functools.cache
+def _names(kind: type[nn.Module]) -> list[str]:
+    return list(inspect.signature(kind.forward).parameters)[1:]
+
+
+# ---- the model as a whole ----
+
+_STREAM = (
+    "last_hidden_state",
+    "hidden_states",
+    "encoder_last_hidden_state",
+    "encoder_hidden_states",
+    "decoder_hidden_states",
+)
+_SCORES = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
+
+
+class WholeOutputs(Adapted):
+    """The model itself: what it returns is whole on every rank, but for the cache of keys and values."""
+
+    parallel: tuple[TensorParallel, Mesh]
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # names are needed to know what is cut, so the result becomes a tuple afterwards
+        as_tuple = kwargs.get("return_dict") is False
+        out = forward(*args, **{**kwargs, "return_dict": True} if as_tuple else kwargs)
+        if not hasattr(out, "keys"):
+            return out
+        tp = self.parallel[0]
+        for names, layout in ((_STREAM, tp.hidden), (_SCORES, tp.heads)):
+            for name in names:
+                if layout.sharded and out.get(name) is not None:
+                    out[name] = self._whole(out[name], layout)
+        return out.to_tuple() if as_tuple else out
+
+    def _whole(self, value: Any, layout: Layout) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._whole(v, layout) for v in value)
+        return redistribute(value, layout, layout.whole(), self.parallel[1]) if isinstance(value, Tensor) else value
