@@ -13,9 +13,22 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from colossalai.mesh import Axes, Layout, Mesh, random_key, redistribute, replicated, use
+from colossalai.mesh import (
+    Axes,
+    Layout,
+    Mesh,
+    full_shape,
+    placement,
+    random_key,
+    redistribute,
+    replicated,
+    serial_form,
+    unshard,
+    use,
+)
 from colossalai.nn.layer.batch import split_rows
 from colossalai.nn.modes import TensorParallel, at_rank
 
@@ -32,11 +45,16 @@ class Adapted:
 
 def adapt(module: M, what: type[Adapted]) -> M:
     """Make ``module`` do ``what`` around its forward."""
-    module.__class__ = _subclass(type(module), what)
+    key = type(module), what
+    if key not in _classes:
+        _classes[key] = _subclass(*key)
+    module.__class__ = _classes[key]  # type: ignore[assignment]
     return module
 
 
-@functools.cache
+_classes: dict[tuple[type[nn.Module], type[Adapted]], type[nn.Module]] = {}
+
+
 def _subclass(native: type[nn.Module], what: type[Adapted]) -> type[nn.Module]:
     @functools.wraps(native.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +91,7 @@ def own_numbers(axes: Axes, mesh: Mesh) -> Iterator[None]:
 def _seeded(key: int) -> Iterator[None]:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
-        torch.random.default_generator.manual_seed(key % (1 << 63))
+        torch.default_generator.manual_seed(key % (1 << 63))
         if cuda:
             torch.cuda.manual_seed(key % (1 << 63))
         yield
@@ -168,7 +186,7 @@ class CutStream(Adapted):
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tp, mesh = self.cut_as
-        given = {**dict(zip(_names(type(self)), args, strict=False)), **kwargs}
+        given = {**dict(zip(_names(forward), args, strict=False) if args else {}), **kwargs}
         if self.prepare is not None:
             given = self.prepare(given)
         rows = next((len(given[name]) for name in _BATCHES if given.get(name) is not None), None)
@@ -182,7 +200,9 @@ class CutStream(Adapted):
         if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != rows:
             return value
         if name == "inputs_embeds":
-            split_rows(value.detach(), tp.hidden.dims[0], mesh, 0)  # a batch that does not divide is refused by name
+            split_rows(
+                value.detach(), tp.hidden.dims[0], mesh, 0
+            )  # a batch that does not divide is refused by name
             return redistribute(value, replicated(3), tp.hidden, mesh)
         part = split_rows(value, (tp.inner if name in self.attended else tp.hidden).dims[0], mesh, 0)
         if part.requires_grad:  # images: each rank makes its own features of them
@@ -192,9 +212,8 @@ class CutStream(Adapted):
         return part
 
 
-@functools.cache
-def _names(kind: type[nn.Module]) -> list[str]:
-    return list(inspect.signature(kind.forward).parameters)[1:]
+def _names(forward: Forward) -> list[str]:
+    return list(inspect.signature(forward).parameters)
 
 
 # ---- the model as a whole ----
@@ -212,7 +231,16 @@ _SCORES = ("attentions", "encoder_attentions", "decoder_attentions", "cross_atte
 class WholeOutputs(Adapted):
     """The model itself: what it returns is whole on every rank, but for the cache of keys and values."""
 
-    parallel: tuple[TensorParallel, Mesh]
+    cut_as: tuple[TensorParallel, Mesh]
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        """Write the whole model as transformers does; every rank must call it, and rank 0 writes."""
+        mesh = self.cut_as[1]
+        assert isinstance(self, nn.Module)
+        state = whole_state_dict(self, mesh, keep=mesh.rank == 0)
+        if mesh.rank == 0:
+            super().save_pretrained(save_directory, state_dict=state, **options)  # type: ignore[misc]
+        dist.barrier()
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # names are needed to know what is cut, so the result becomes a tuple afterwards
@@ -220,7 +248,7 @@ class WholeOutputs(Adapted):
         out = forward(*args, **{**kwargs, "return_dict": True} if as_tuple else kwargs)
         if not hasattr(out, "keys"):
             return out
-        tp = self.parallel[0]
+        tp = self.cut_as[0]
         for names, layout in ((_STREAM, tp.hidden), (_SCORES, tp.heads)):
             for name in names:
                 if layout.sharded and out.get(name) is not None:
@@ -230,4 +258,23 @@ class WholeOutputs(Adapted):
     def _whole(self, value: Any, layout: Layout) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(self._whole(v, layout) for v in value)
-        return redistribute(value, layout, layout.whole(), self.parallel[1]) if isinstance(value, Tensor) else value
+        return (
+            redistribute(value, layout, layout.whole(), self.cut_as[1])
+            if isinstance(value, Tensor)
+            else value
+        )
+
+
+def whole_state_dict(model: nn.Module, mesh: Mesh, *, keep: bool = True) -> dict[str, Tensor]:
+    """The state of ``model`` as the serial model has it, on the CPU of the ranks that ``keep`` it; all must call this.
+
+    One tensor at a time is gathered.  Names that share a tensor share it here as well.
+    """
+    whole: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in whole:
+            full = unshard(tensor, placement(tensor), mesh, tuple(full_shape(tensor)))
+            whole[id(tensor)] = serial_form(full, tensor).contiguous().cpu() if keep else full.new_empty(0)
+        state[name] = whole[id(tensor)]
+    return state if keep else {}

@@ -58,7 +58,7 @@ def parallelize(
         _put(model, name, module, rule.cut(module, world))
     _retie(model, world)
     adapt(model, WholeOutputs)
-    model.parallel = tp, mesh  # type: ignore[assignment]
+    model.cut_as = tp, mesh  # type: ignore[assignment]
     return model
 
 

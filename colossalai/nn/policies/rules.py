@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from colossalai.mesh import Axes, Layout, Mesh, parameter
 from colossalai.nn.layer.base import mark
@@ -53,7 +53,7 @@ class World:
             if id(param) in self.shared and isinstance(piece := getattr(layer, name, None), nn.Parameter):
                 setattr(layer, name, self.pieces.setdefault(id(param), (param, piece))[1])
 
-    def piece_of(self, param: nn.Parameter) -> nn.Parameter | None:
+    def piece_of(self, param: Tensor) -> nn.Parameter | None:
         return self.pieces[id(param)][1] if id(param) in self.pieces else None
 
 

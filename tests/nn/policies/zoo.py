@@ -65,9 +65,7 @@ def qwen2(**options: Any) -> nn.Module:
 
 def qwen3(**options: Any) -> nn.Module:
     grouped = {"num_key_value_heads": 4, "head_dim": 8}
-    return Qwen3ForCausalLM(
-        Qwen3Config(**{**_block(), **_TOKENS, **grouped, **options})
-    )
+    return Qwen3ForCausalLM(Qwen3Config(**{**_block(), **_TOKENS, **grouped, **options}))
 
 
 def t5(**options: Any) -> nn.Module:
@@ -85,9 +83,7 @@ def vit(**options: Any) -> nn.Module:
 def gpt_neox(**options: Any) -> nn.Module:
     """Has no policy of ours: the plan of its config."""
     drops = dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)
-    return GPTNeoXForCausalLM(
-        GPTNeoXConfig(**{**_block(), **drops, **_TOKENS, **options})
-    )
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**{**_block(), **drops, **_TOKENS, **options}))
 
 
 def _block() -> dict[str, Any]:
