@@ -1,7 +1,7 @@
 """Weights of a whole model read into a model that is cut: every rank reads its own pieces, and nothing else.
 
-A safetensors file tells where each tensor lies, so a piece is read without its surroundings; at no time does a rank hold
-more than its piece of the tensor that is being read.  The model may be on the meta device: it gets its memory here.
+A safetensors file tells where each tensor lies and is mapped into memory, so only the piece that is copied is read from
+it; at no time does a rank hold more of a tensor than its piece.  The model may be on the meta device: it gets its memory here.
 """
 
 from __future__ import annotations
