@@ -47,7 +47,10 @@ def get_default_parser() -> argparse.ArgumentParser:
     parser.add_argument("--world_size", type=int, help="number of processes in the job")
     parser.add_argument("--rank", type=int, help="number of this process, from 0")
     parser.add_argument(
-        "--local_rank", type=int, help="number of this process on its machine; derived if left out"
+        "--local_rank",
+        "--local-rank",  # as `python -m torch.distributed.launch` writes it
+        type=int,
+        help="number of this process on its machine; derived if left out",
     )
     parser.add_argument(
         "--backend", type=str, default=default_backend(), help="nccl or gloo; default here: %(default)s"

@@ -6,13 +6,14 @@ longer belong together, so one number travels over every group that shares the m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
+from colossalai.mesh import Mesh, placement
 
 
 def group_of(mode: ParallelMode, given: dist.ProcessGroup | None = None) -> list[dist.ProcessGroup]:
@@ -20,6 +21,20 @@ def group_of(mode: ParallelMode, given: dist.ProcessGroup | None = None) -> list
     if given is None and gpc.is_initialized(mode):
         given = gpc.get_group(mode)
     return [given] if given is not None and dist.get_world_size(given) > 1 else []
+
+
+def groups_of_pieces(
+    params: Iterable[Tensor], mesh: Mesh | None, known: Sequence[dist.ProcessGroup]
+) -> list[dist.ProcessGroup]:
+    """The groups over which ``params`` are cut, as far as no group of ``known`` holds the same ranks."""
+    if mesh is None:
+        return []
+    cut = {axis for p in params for axis in placement(p).sharded}
+    covered = [set(dist.get_process_group_ranks(group)) for group in known]
+    axes = [axis for axis in mesh.in_order(tuple(cut)) if mesh.size[axis] > 1]
+    return [
+        mesh.group(axis) for axis in axes if not any(ranks.issuperset(mesh.ranks(axis)) for ranks in covered)
+    ]
 
 
 def maximum_over(value: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:

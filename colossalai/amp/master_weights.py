@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.amp._compat import changes, copy_all
+from colossalai.utils import copy_tensor_parallel_attributes
 
 HALF = (torch.float16, torch.bfloat16)
-# what layers write on a parameter and gradient norms read
-_MARKS = ("placement", "full_shape", "transposed", "is_tensor_parallel", "num_partitions")
 
 
 @dataclass
@@ -64,9 +63,7 @@ class MasterWeights:
 
     def _master_of(self, weight: Tensor, value: Tensor) -> Tensor:
         master = torch.nn.Parameter(value.detach().to(weight.device, torch.float32))
-        for mark in _MARKS:
-            if hasattr(weight, mark):
-                setattr(master, mark, getattr(weight, mark))
+        copy_tensor_parallel_attributes(weight, master)
         if weight in self.optim.state:
             self.optim.state[master] = self.optim.state.pop(weight)
         self._pairs.append(_Pair(weight, master, changes(weight)))

@@ -7,6 +7,7 @@ scale reduced.  This class is the order of these things; where gradients and sca
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from torch.optim import Optimizer
 
 from colossalai.amp.report import SkipReport
 from colossalai.interface import OptimizerWrapper
+from colossalai.mesh import Mesh
+from colossalai.utils.parallel import launched_mesh
 
 SCALER_KEY = "grad_scaler"
 
@@ -24,18 +27,34 @@ SCALER_KEY = "grad_scaler"
 class ScaledOptimizer(OptimizerWrapper):
     """Gradients are unscaled once: when they are clipped, or else when the optimizer steps.
 
-    ``step_was_skipped`` tells whether the last ``step`` was.  ``groups`` are the ranks that decide together; each of
-    them must call ``step``, also if it has no gradient of its own.
+    Args:
+        groups: the ranks that decide together; each of them must call ``step``, also if it has no gradient of its own.
+        report: warn of skipped steps.
+        mesh: the ranks that the parameters may be cut over, by default those of a launched job.
     """
 
     scaler: Any
 
-    def __init__(self, optim: Optimizer, groups: Sequence[dist.ProcessGroup], report: bool = True) -> None:
-        super().__init__(optim)
-        self.step_was_skipped = False
+    def __init__(
+        self,
+        optim: Optimizer,
+        groups: Sequence[dist.ProcessGroup],
+        report: bool = True,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__(optim, mesh or launched_mesh())
+        self._skipped = False
         self._groups = list(groups)
         self._report = SkipReport(report)
         self._unscaled = False
+
+    @property
+    def skips_steps(self) -> bool:
+        return True
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self._skipped
 
     @property
     @abstractmethod
@@ -63,7 +82,7 @@ class ScaledOptimizer(OptimizerWrapper):
                 "the gradients were unscaled already (by clipping), and a scaled loss cannot be added to them; call"
                 " optimizer.step() or optimizer.zero_grad() before the next backward pass"
             )
-        super().backward(loss, *args, **kwargs)
+        self.scale_loss(loss).backward(*args, **kwargs)
 
     def unscale_grad(self) -> None:
         if not self._unscaled and (self._groups or self._has_grad()):
@@ -76,13 +95,13 @@ class ScaledOptimizer(OptimizerWrapper):
             raise ValueError("an optimizer under fp16 takes no closure: the loss scale may skip the step")
         self.unscale_grad()
         if not self._unscaled:  # no gradient, and nobody to agree with
-            self.step_was_skipped = False
+            self._skipped = False
             return self.optim.step()
-        self.step_was_skipped = self._overflowed()
-        result = None if self.step_was_skipped else self._apply_step()
+        self._skipped = self._overflowed()
+        result = None if self._skipped else self._apply_step()
         # a skipped step is no reason for torch to warn that the scheduler ran before the optimizer
         self.optim._opt_called = True  # type: ignore[attr-defined]
-        self._end_of_iteration(self.step_was_skipped)
+        self._end_of_iteration(self._skipped)
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -94,12 +113,18 @@ class ScaledOptimizer(OptimizerWrapper):
         return {**super().state_dict(), SCALER_KEY: self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load; a state without loss scale, of an optimizer in another precision, leaves the present one."""
+        """Load; a state without loss scale, of another precision or version, leaves the present one, with a warning."""
         state_dict = dict(state_dict)
         scaler_state = state_dict.pop(SCALER_KEY, None)
         super().load_state_dict(state_dict)
         if scaler_state:
             self.scaler.load_state_dict(scaler_state)
+        elif scaler_state is None:
+            warnings.warn(
+                f"the state that is loaded into {type(self).__name__} holds no loss scale (it was saved in another"
+                f" precision, or by an older version); training goes on with the scale {self.loss_scale:g}",
+                stacklevel=2,
+            )
 
     def _end_of_iteration(self, overflowed: bool) -> None:
         scale = self.loss_scale if overflowed else None

@@ -20,10 +20,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from colossalai.booster.accelerator import Accelerator
-from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
+from colossalai.booster.mixed_precision import PRECISIONS, MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import Plugin
 from colossalai.checkpoint_io import CheckpointIO, GeneralCheckpointIO
-from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.interface import (
+    LossWatch,
+    LRSchedulerWrapper,
+    ModelWrapper,
+    OptimizerWrapper,
+    check_loss,
+)
+from colossalai.utils.dataloader import check_not_empty
+from colossalai.utils.parallel import launched_mesh
 
 
 class Boosted(NamedTuple):
@@ -70,6 +78,7 @@ class Booster:
             if plugin is not None and plugin.control_checkpoint_io()
             else GeneralCheckpointIO()
         )
+        self._watch = LossWatch()
 
     def _choose_device(self, device: str | torch.device | None) -> Accelerator | None:
         plugin = self.plugin
@@ -99,12 +108,12 @@ class Booster:
                 stacklevel=3,
             )
             return None
-        if isinstance(precision, MixedPrecision):
-            return precision
-        chosen = mixed_precision_factory(precision)
-        if plugin is not None and precision not in plugin.supported_precisions():
+        chosen = precision if isinstance(precision, MixedPrecision) else mixed_precision_factory(precision)
+        # a precision of the user's own has no name, and is the user's affair
+        name = next((name for name, kind in PRECISIONS.items() if type(chosen) is kind), None)
+        if plugin is not None and name is not None and name not in plugin.supported_precisions():
             raise ValueError(
-                f"{type(plugin).__name__} does not support mixed_precision={precision!r}, only"
+                f"{type(plugin).__name__} does not support mixed_precision={name!r}, only"
                 f" {', '.join(plugin.supported_precisions())}"
             )
         return chosen
@@ -122,6 +131,7 @@ class Booster:
         All but the model may be left out.
         """
         _check_boostable(model, optimizer)
+        check_not_empty("the dataloader of boost", dataloader)
         raw = [item for item in (model, optimizer) if item is not None]
         if self.accelerator is not None:
             model = self.accelerator.configure_model(model)
@@ -131,21 +141,26 @@ class Booster:
             model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
                 model, optimizer, criterion, dataloader, lr_scheduler
             )
-        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
-            optimizer = OptimizerWrapper(optimizer)
+        if optimizer is not None:
+            optimizer = optimizer if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)
+            if optimizer.mesh is None:  # the parameters may be cut over that of the job, whatever the plugin
+                optimizer.mesh = launched_mesh()
+            if lr_scheduler is not None and optimizer.skips_steps:
+                lr_scheduler = LRSchedulerWrapper(lr_scheduler, optimizer)
         _boosted.update(raw)
         return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
-        """The backward pass of ``loss``, scaled and synchronized as the plan needs it."""
+        """The backward pass of ``loss``, scaled and synchronized as the plan needs it.
+
+        A loss that is nan or infinite is logged, once, and goes its way.
+        """
         if not isinstance(optimizer, OptimizerWrapper):
             raise TypeError(
                 f"booster.backward needs the optimizer that booster.boost returned, got {type(optimizer).__name__}"
             )
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"booster.backward needs the loss as one tensor, got {type(loss).__name__}; what does the criterion return?"
-            )
+        check_loss(loss, "booster.backward")
+        self._watch.see(loss)
         optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -193,6 +208,7 @@ class Booster:
         """
         options = _by_name(args, kwargs)
         _check_type("save_model", "a model", model, nn.Module)
+        self._watch.report()
         self.checkpoint_io.save_model(model, checkpoint, **options)
 
     def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> None:

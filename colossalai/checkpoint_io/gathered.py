@@ -24,7 +24,7 @@ from colossalai.checkpoint_io.general import (
     write_optimizer_shards,
 )
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
-from colossalai.checkpoint_io.sharding import plan_shards, size_of
+from colossalai.checkpoint_io.sharding import plan_shards, size_of, spread_over_states
 
 Part = tuple[dict[Any, Any], float]
 
@@ -91,8 +91,8 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         size_per_shard: float,
     ) -> None:
         _check(gather_dtensor)
-        rest = optimizer.state_dict()
-        parts = _gather(rest.pop("state"), size_per_shard, self.is_writer)
+        states, rest = spread_over_states(optimizer.state_dict())
+        parts = _gather(states, size_per_shard, self.is_writer)
         self._write_while_gathering(partial(write_optimizer_shards, parts, rest, checkpoint, prefix), parts)
 
     def _write_while_gathering(self, write: Callable[[], None], parts: Iterator[Part]) -> None:

@@ -15,7 +15,13 @@ from colossalai.checkpoint_io.base import CheckpointIO
 from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
 from colossalai.checkpoint_io.index import CheckpointIndexFile
 from colossalai.checkpoint_io.names import GROUPS_NAME, Kind, add_variant, get_base_filenames
-from colossalai.checkpoint_io.sharding import ShardedWriter, read_shards, shard_checkpoint
+from colossalai.checkpoint_io.sharding import (
+    ShardedWriter,
+    collect_from_states,
+    read_shards,
+    shard_checkpoint,
+    spread_over_states,
+)
 from colossalai.interface import ModelWrapper
 
 State = dict[str, Any]
@@ -72,8 +78,8 @@ class GeneralCheckpointIO(CheckpointIO):
         prefix: str | None,
         size_per_shard: float,
     ) -> None:
-        groups = optimizer.state_dict()
-        shards = shard_checkpoint(groups.pop("state"), size_per_shard)
+        states, groups = spread_over_states(optimizer.state_dict())
+        shards = shard_checkpoint(states, size_per_shard)
         self.run_write(partial(write_optimizer_shards, shards, groups, checkpoint, prefix))
 
     def load_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path) -> None:
@@ -87,8 +93,9 @@ class GeneralCheckpointIO(CheckpointIO):
             raise RuntimeError(
                 f"{index_file_path} is not the index of an optimizer checkpoint: its metadata names no param_groups"
             )
-        state = load_shard_state_dict(index_file_path.parent / groups_file)
-        self._load_states(optimizer, state, (shard for _, shard in read_shards(index)), index_file_path)
+        groups = load_shard_state_dict(index_file_path.parent / groups_file)
+        parts = collect_from_states((shard for _, shard in read_shards(index)), groups)
+        self._load_states(optimizer, groups, parts, index_file_path)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         self.run_write(partial(save_state_dict, lr_scheduler.state_dict(), checkpoint))

@@ -11,10 +11,10 @@ from torch.utils.hooks import RemovableHandle
 
 from colossalai.engine.gradient_accumulation import GradAccumGradientHandler
 from colossalai.engine.gradient_handler import BaseGradientHandler
-from colossalai.engine.loss_watch import LossWatch
 from colossalai.engine.ophooks import BaseOpHook, attach
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule
-from colossalai.interface import OptimizerWrapper
+from colossalai.interface import LossWatch, OptimizerWrapper, check_differentiable, check_loss
+from colossalai.utils.parallel import launched_mesh
 
 Handler = BaseGradientHandler | GradAccumGradientHandler
 
@@ -49,6 +49,8 @@ class Engine:
         self._optimizer = (
             optimizer if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)
         )
+        if self._optimizer.mesh is None:
+            self._optimizer.mesh = launched_mesh()
         self._criterion = criterion
         self._gradient_handlers = list(gradient_handlers or ())
         self._clip_grad_norm = float(clip_grad_norm)
@@ -111,17 +113,13 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of ``loss``."""
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"engine.backward needs the loss as one tensor, got {type(loss).__name__}; what does the criterion return?"
-            )
-        _check_differentiable(loss)
+        check_loss(loss, "engine.backward")
         self._watch.see(loss)
         self._optimizer.backward(loss)
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
         """The backward pass from ``tensor``, whose gradient is ``grad``."""
-        _check_differentiable(tensor)
+        check_differentiable(tensor)
         self._optimizer.backward(tensor, grad)
 
     def step(self) -> Any:
@@ -165,12 +163,4 @@ def _check(model: Any, optimizer: Any, criterion: Any, clip_grad_norm: Any, sche
     if schedule is not None and not isinstance(schedule, BaseSchedule):
         raise TypeError(
             f"the schedule of an Engine is an instance of colossalai.engine.schedule.BaseSchedule, got {schedule!r}"
-        )
-
-
-def _check_differentiable(loss: Tensor) -> None:
-    if not loss.requires_grad:
-        raise RuntimeError(
-            "the loss does not depend on a parameter to train, so there is no backward pass: is the whole model frozen"
-            " (requires_grad=False), or did the forward pass run under torch.no_grad()?"
         )

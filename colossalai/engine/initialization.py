@@ -24,10 +24,10 @@ from colossalai.engine.engine import Engine
 from colossalai.engine.features import Features
 from colossalai.engine.gradient_accumulation import accumulate_gradient
 from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler, build_gradient_handler
-from colossalai.engine.mesh_optimizer import MeshOptimizer, is_cut
 from colossalai.engine.ophooks import BaseOpHook
 from colossalai.logging import get_dist_logger
 from colossalai.utils import get_current_device, is_using_sequence
+from colossalai.utils.dataloader import check_not_empty
 
 Initialized = tuple[Engine, Any, Any, Any]
 
@@ -53,7 +53,8 @@ def initialize(
             "colossalai.initialize needs a launched job; call colossalai.launch_from_torch first"
         )
     features = Features.from_config(gpc.config, gpc.pipeline_parallel_size)
-    _check_not_empty(train_dataloader=train_dataloader, test_dataloader=test_dataloader)
+    check_not_empty("train_dataloader", train_dataloader)
+    check_not_empty("test_dataloader", test_dataloader)
     _set_cudnn(features)
     if verbose:
         _log(features)
@@ -63,8 +64,6 @@ def initialize(
     if booster.plugin is None:
         _share_weights(model, mode)  # before boost, which may copy them into master weights
     boosted = booster.boost(model, optimizer, criterion, train_dataloader, lr_scheduler)  # type: ignore[arg-type]
-    if is_cut(boosted.optimizer):
-        boosted = boosted._replace(optimizer=MeshOptimizer(boosted.optimizer, gpc.mesh))
     handlers = _handlers(features, boosted.model, boosted.optimizer)
     parts: tuple[Any, ...] = (boosted.optimizer, boosted.dataloader, handlers, boosted.lr_scheduler)
     if features.accumulate > 1:
@@ -130,19 +129,6 @@ def _share_weights(model: nn.Module, mode: ParallelMode) -> None:
     model.to(get_current_device())  # where the group can reach them
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=first, group=gpc.get_group(mode))
-
-
-def _check_not_empty(**dataloaders: Any) -> None:
-    for name, dataloader in dataloaders.items():
-        try:
-            empty = dataloader is not None and len(dataloader) == 0
-        except TypeError:  # it has no length
-            continue
-        if empty:
-            raise ValueError(
-                f"{name} is empty: it has no batch. Is the dataset empty, or smaller than the batch size with"
-                " drop_last=True?"
-            )
 
 
 def _set_cudnn(features: Features) -> None:

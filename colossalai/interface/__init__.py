@@ -1,6 +1,15 @@
-"""What a boosted model and a boosted optimizer promise, whatever plugin stands behind them."""
+"""What boosted models, optimizers and schedulers promise, whatever plan stands behind them, and what a loss must be."""
 
+from colossalai.interface.loss import LossWatch, check_differentiable, check_loss
+from colossalai.interface.lr_scheduler import LRSchedulerWrapper
 from colossalai.interface.model import ModelWrapper
 from colossalai.interface.optimizer import OptimizerWrapper
 
-__all__ = ["ModelWrapper", "OptimizerWrapper"]
+__all__ = [
+    "LRSchedulerWrapper",
+    "LossWatch",
+    "ModelWrapper",
+    "OptimizerWrapper",
+    "check_differentiable",
+    "check_loss",
+]

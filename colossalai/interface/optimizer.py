@@ -14,41 +14,82 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai.mesh import Mesh, clip_grads
+
 
 class OptimizerWrapper(Optimizer):
     """Everything of ``optim``, and the backward pass and gradient clipping as the plan at work needs them.
 
-    A plan overrides ``backward`` and the ``clip_*`` methods; a mixed precision overrides ``scale_loss``,
-    ``unscale_grad`` and ``step``.
+    A plan overrides ``backward``; a mixed precision overrides ``scale_loss``, ``unscale_grad`` and ``step``, and says
+    with ``skips_steps`` and ``step_was_skipped`` that its steps may be skipped.  Wrappers may be stacked.
+
+    Args:
+        mesh: the ranks that the parameters may be cut over; the norm of all gradients is taken over them.
     """
 
-    def __init__(self, optim: Optimizer) -> None:
+    def __init__(self, optim: Optimizer, mesh: Mesh | None = None) -> None:
         # no super().__init__(): it would create a second set of groups, states and hooks
         if not isinstance(optim, Optimizer):
             raise TypeError(
                 f"{type(self).__name__} wraps a torch.optim.Optimizer, got {type(optim).__name__}: {optim!r}"
             )
         self.optim = optim
+        self._mesh: Mesh | None = None
+        if mesh is not None:
+            self.mesh = mesh
 
     def unwrap(self) -> Optimizer:
         """The user's optimizer, below every wrapper."""
         return self.optim.unwrap() if isinstance(self.optim, OptimizerWrapper) else self.optim
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """The ranks that the parameters may be cut over; the wrappers of a stack share one."""
+        return self.optim.mesh if isinstance(self.optim, OptimizerWrapper) else self._mesh
+
+    @mesh.setter
+    def mesh(self, mesh: Mesh | None) -> None:
+        if isinstance(self.optim, OptimizerWrapper):
+            self.optim.mesh = mesh
+        else:
+            self._mesh = mesh
+
+    @property
+    def skips_steps(self) -> bool:
+        """Whether ``step`` may leave the parameters as they are, because a gradient overflowed."""
+        return isinstance(self.optim, OptimizerWrapper) and self.optim.skips_steps
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last ``step`` was skipped."""
+        return isinstance(self.optim, OptimizerWrapper) and self.optim.step_was_skipped
+
     # What training scripts call
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass of ``loss``; the other arguments are those of ``torch.Tensor.backward``."""
-        self.scale_loss(loss).backward(*args, **kwargs)
+        """The backward pass of ``loss``; the other arguments are those of ``torch.Tensor.backward``.
+
+        Of stacked wrappers the innermost scales the loss; one outside that changes it overrides this method.
+        """
+        if isinstance(self.optim, OptimizerWrapper):
+            self.optim.backward(loss, *args, **kwargs)
+        else:
+            self.scale_loss(loss).backward(*args, **kwargs)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` as it enters the backward pass."""
-        return loss
+        return self.optim.scale_loss(loss) if isinstance(self.optim, OptimizerWrapper) else loss
 
     def unscale_grad(self) -> None:
         """Take the factor of ``scale_loss`` out of the gradients, if it is still in them."""
+        if isinstance(self.optim, OptimizerWrapper):
+            self.optim.unscale_grad()
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clip every element of every gradient to ``[-clip_value, clip_value]``."""
+        if isinstance(self.optim, OptimizerWrapper):
+            self.optim.clip_grad_by_value(clip_value)
+            return
         self.unscale_grad()
         if any(p.grad is not None for p in self.parameters()):  # torch refuses to clip nothing by value
             torch.nn.utils.clip_grad_value_(self.parameters(), clip_value)
@@ -58,12 +99,14 @@ class OptimizerWrapper(Optimizer):
     ) -> Tensor:
         """Scale all gradients so that their norm, taken over the whole model, is at most ``max_norm``.
 
-        Returns the norm before clipping.
+        Returns the norm before clipping.  Pieces of parameters on other ranks are counted, copies are counted once.
         """
-        if not max_norm >= 0:
-            raise ValueError(f"clip_grad_by_norm needs a max_norm of at least 0, got {max_norm}")
+        if isinstance(self.optim, OptimizerWrapper):
+            return self.optim.clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
         self.unscale_grad()
-        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        return clip_grads(
+            self.parameters(), max_norm, self.mesh, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
 
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups, in order."""
@@ -134,8 +177,9 @@ class OptimizerWrapper(Optimizer):
         return getattr(self.optim, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a learning-rate scheduler replaces `step` by a closure of its own, which cannot be pickled
-        return {name: value for name, value in self.__dict__.items() if name != "step"}
+        # A learning-rate scheduler replaces `step` by a closure of its own, which cannot be pickled; a mesh belongs to the
+        # job that made it.
+        return {name: value for name, value in self.__dict__.items() if name != "step"} | {"_mesh": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

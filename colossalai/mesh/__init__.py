@@ -2,7 +2,8 @@
 
 Read in this order: ``mesh`` (named axes), ``layout`` (where a tensor lies), ``movement`` (from one layout to another,
 with gradients), ``collectives`` (the counted primitives), ``plan``, ``matmul`` and ``summa`` (one product for all modes),
-``parameter`` (placed parameters, gradient norm), ``random`` and ``initial`` (numbers that do not depend on the plan).
+``parameter`` (placed parameters), ``norm`` (of their gradients), ``random`` and ``initial`` (numbers that do not depend
+on the plan).
 
 This package imports nothing from the rest of ``colossalai``.
 """
@@ -38,16 +39,8 @@ from colossalai.mesh.movement import (
     total,
     unshard,
 )
-from colossalai.mesh.parameter import (
-    clip_grads,
-    full_shape,
-    grad_norm,
-    parameter,
-    place,
-    placement,
-    serial_form,
-    use,
-)
+from colossalai.mesh.norm import clip_grads, grad_norm, grad_zeros
+from colossalai.mesh.parameter import full_shape, parameter, place, placement, serial_form, use
 from colossalai.mesh.plan import MatmulPlan, Order, Role
 from colossalai.mesh.random import RandomStream, dropout_mask, random_key
 
@@ -77,6 +70,7 @@ __all__ = [
     "full_shape",
     "gather",
     "grad_norm",
+    "grad_zeros",
     "initialize",
     "local_range",
     "local_shape",

@@ -1,9 +1,34 @@
-"""Names that differ between the torch versions we support (2.11 to 2.13)."""
+"""Names that differ between the torch versions we support (2.11 to 2.13), and the private ones that the core needs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 # 2.13 renames them and warns about the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def norms_of(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each tensor, in few launches; in fp32 for tensors in half precision, whose own range is too small."""
+    half = (torch.float16, torch.bfloat16)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    norms: list[Tensor] = []
+    for (_, dtype), same in by_kind.items():
+        norms += torch._foreach_norm(same, norm_type, dtype=torch.float32 if dtype in half else None)
+    return norms
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all tensors by one number, in place and in few launches."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, _), same in by_kind.items():
+        torch._foreach_mul_(same, factor.to(device))

@@ -113,20 +113,37 @@ def _nbytes(x: Tensor) -> int:
 
 def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int, length: int | None = None) -> Tensor:
     """The pieces of all ranks of ``axis``, joined along ``dim``."""
+    return start_all_gather(x, mesh, axis, dim, length)()
+
+
+def start_all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int, length: int | None = None) -> Pending:
     parts = mesh.size[axis]
     if parts == 1:
-        return x
+        return lambda: x
     longest = x.size(dim) if length is None else -(-length // parts)
     x = _padded(x, dim, longest).contiguous()
     gathered = x.new_empty((parts, *x.shape))
-    all_gather_single(gathered.flatten(0, 1), x, group=mesh.group(axis))
+    work = all_gather_single(gathered.flatten(0, 1), x, group=mesh.group(axis), async_op=True)
     _record("all_gather", mesh, axis, _nbytes(gathered))
-    if dim == 0 and (length is None or length % parts == 0):
-        return gathered.flatten(0, 1)
-    pieces = gathered.unbind(0)
-    if length is not None:
-        pieces = tuple(t.narrow(dim, 0, piece(length, parts, i)[1]) for i, t in enumerate(pieces))
-    return torch.cat(pieces, dim)
+
+    def joined() -> Tensor:
+        if dim == 0 and (length is None or length % parts == 0):
+            return gathered.flatten(0, 1)
+        pieces = gathered.unbind(0)
+        if length is not None:
+            pieces = tuple(t.narrow(dim, 0, piece(length, parts, i)[1]) for i, t in enumerate(pieces))
+        return torch.cat(pieces, dim)
+
+    return _after(work, joined, x)
+
+
+def gather_numbers(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The number ``x`` of every rank of a group that is no axis of a mesh of ours."""
+    numbers = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(numbers, x, group=group)
+    for log in _active_logs:
+        log.transfers.append(Transfer("all_gather", "other", len(numbers), len(numbers) * _nbytes(x)))
+    return torch.stack(numbers)
 
 
 def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: bool = False) -> Tensor:

@@ -27,8 +27,9 @@ class _Matmul(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: MatmulPlan, mesh: Mesh, stored: Stored
     ) -> Tensor:
-        x_use = move(x, plan.x, plan.x_use, mesh)
-        w_use = move(w, stored.layout(plan.w), stored.layout(plan.w_use), mesh, stored.shape)
+        finish_x = start_move(x, plan.x, plan.x_use, mesh)
+        w_use = start_move(w, stored.layout(plan.w), stored.layout(plan.w_use), mesh, stored.shape)()
+        x_use = finish_x()
         ctx.save_for_backward(*((x_use, w_use) if plan.keep_operands else (x, w)))
         ctx.plan, ctx.mesh, ctx.stored, ctx.has_bias = plan, mesh, stored, bias is not None
         now = bias if plan.y_use == plan.y else None
@@ -41,17 +42,20 @@ class _Matmul(torch.autograd.Function):
         (x, w), p, mesh, stored = ctx.saved_tensors, ctx.plan, ctx.mesh, ctx.stored
         db = dw = None
         finish_dx: Pending | None = None
+        # whatever has to be fetched travels while something is computed
+        fetch_w = fetch_x = None
+        if not p.keep_operands and ctx.needs_input_grad[0]:
+            fetch_w = start_move(w, stored.layout(p.w), stored.layout(p.w_use), mesh, stored.shape)
         if ctx.needs_input_grad[2]:
             db = dy.flatten(0, -2).sum(0)
         dy = move(dy, p.y.dual(), p.y_use.dual(), mesh, stored.whole_y(dy, p.y, mesh))
+        if not p.keep_operands and ctx.needs_input_grad[1]:
+            fetch_x = start_move(x, p.x, p.x_use, mesh)
         if ctx.needs_input_grad[0]:
-            if not p.keep_operands:
-                w = move(w, stored.layout(p.w), stored.layout(p.w_use), mesh, stored.shape)
-            # its sum over the ranks runs while dw is computed
+            w = fetch_w() if fetch_w else w
             finish_dx = start_move(dy @ stored.out_in(w), p.x_use.dual(), p.x.dual(), mesh)
         if ctx.needs_input_grad[1]:
-            if not p.keep_operands:
-                x = move(x, p.x, p.x_use, mesh)
+            x = fetch_x() if fetch_x else x
             dw = stored.gradient(x.flatten(0, -2), dy.flatten(0, -2))
             dw = move(dw, stored.layout(p.w_use.dual()), stored.layout(p.w.dual()), mesh, stored.shape)
         return finish_dx() if finish_dx else None, dw, db, None, None, None

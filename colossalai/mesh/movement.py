@@ -136,17 +136,20 @@ def move(x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...]
 def start_move(
     x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...] | None = None
 ) -> collectives.Pending:
-    """``move`` whose first sum runs while the caller computes something else; ``x`` is used up."""
+    """``move`` whose first collective runs while the caller does something else; a partial ``x`` is used up."""
     steps = route(src, dst)
     if not steps:
         return lambda: x
     first = steps[0]
+    fused = first.do != "all_reduce" and src.blocks(first.dim) > 1
+    if fused or shape is not None or first.do not in ("all_reduce", "reduce_scatter", "all_gather"):
+        return lambda: move(x, src, dst, mesh, shape)
     if first.do == "all_reduce":
         pending = collectives.start_all_reduce(x, mesh, first.axis)
-    elif first.do == "reduce_scatter" and src.blocks(first.dim) == 1:
-        pending = collectives.start_reduce_scatter(x, mesh, first.axis, first.dim, uneven=shape is not None)
+    elif first.do == "reduce_scatter":
+        pending = collectives.start_reduce_scatter(x, mesh, first.axis, first.dim)
     else:
-        return lambda: move(x, src, dst, mesh, shape)
+        pending = collectives.start_all_gather(x, mesh, first.axis, first.dim)
 
     def finish() -> Tensor:
         moved = pending()

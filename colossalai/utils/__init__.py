@@ -18,7 +18,9 @@ from colossalai.utils.memory import (
     colo_set_process_memory_fraction,
     report_memory_usage,
 )
+from colossalai.utils.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from colossalai.utils.parallel import (
+    copy_tensor_parallel_attributes,
     is_ddp_ignored,
     is_dp_rank_0,
     is_model_parallel_parameter,
@@ -27,6 +29,7 @@ from colossalai.utils.parallel import (
     is_using_ddp,
     is_using_pp,
     is_using_sequence,
+    param_is_not_tensor_parallel_duplicate,
     switch_virtual_pipeline_parallel_rank,
     sync_model_param,
 )
@@ -35,6 +38,7 @@ from colossalai.utils.timer import MultiTimer, Timer
 
 __all__ = [
     "DataParallelSampler",
+    "MultiTensorApply",
     "MultiTimer",
     "TensorDetector",
     "Timer",
@@ -46,6 +50,7 @@ __all__ = [
     "colo_set_cpu_memory_capacity",
     "colo_set_process_memory_fraction",
     "conditional_context",
+    "copy_tensor_parallel_attributes",
     "count_zeros_fp32",
     "disposable",
     "empty_cache",
@@ -60,6 +65,8 @@ __all__ = [
     "is_using_ddp",
     "is_using_pp",
     "is_using_sequence",
+    "multi_tensor_applier",
+    "param_is_not_tensor_parallel_duplicate",
     "print_rank_0",
     "register_random_state",
     "report_memory_usage",

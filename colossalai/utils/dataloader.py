@@ -125,3 +125,16 @@ def data_parallel_place() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def check_not_empty(name: str, dataloader: Any) -> None:
+    """Refuse a data loader that is known to have no batch; ``name`` is what the user calls it."""
+    try:
+        empty = dataloader is not None and len(dataloader) == 0
+    except TypeError:  # it has no length
+        return
+    if empty:
+        raise ValueError(
+            f"{name} is empty: it has no batch. Is the dataset empty, or smaller than the batch size with"
+            " drop_last=True?"
+        )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-from colossalai.context import ParallelMode
-from colossalai.core import global_context as gpc
-from colossalai.mesh import clip_grads, collectives, placement
+from colossalai.mesh import clip_grads, grad_zeros
+from colossalai.utils.parallel import launched_mesh
 
 
 def clip_grad_norm_fp32(
@@ -19,22 +17,12 @@ def clip_grad_norm_fp32(
 
     Pieces of a parameter that is cut over ranks are added up, copies are counted once.  Returns the norm before.
     """
-    params = _list(parameters)
-    if not gpc.is_initialized(ParallelMode.GLOBAL):
-        return float(torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type))
-    return float(clip_grads(params, max_norm, gpc.mesh, norm_type))
+    return float(clip_grads(_list(parameters), max_norm, launched_mesh(), norm_type))
 
 
 def count_zeros_fp32(parameters: Tensor | Iterable[Tensor]) -> int:
     """How many elements of all gradients are zero; pieces are added up, copies are counted once."""
-    total = 0
-    for p in _list(parameters):
-        if p.grad is not None:
-            zeros = (p.grad.detach() == 0).sum()
-            for axis in sorted(placement(p).sharded):
-                zeros = collectives.all_reduce(zeros, gpc.mesh, axis)
-            total += int(zeros)
-    return total
+    return grad_zeros(_list(parameters), launched_mesh())
 
 
 def _list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

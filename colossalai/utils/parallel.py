@@ -9,9 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from colossalai.constants import IS_TENSOR_PARALLEL
+from colossalai.constants import IS_TENSOR_PARALLEL, TENSOR_PARALLEL_ATTRIBUTES
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
+from colossalai.mesh import Mesh, full_shape, place, placement
+from colossalai.mesh.norm import DATA, STAGES, piece_axes, tensor_axes
+
+
+def launched_mesh() -> Mesh | None:
+    """The mesh of the launched job, if there is one: for the doors that give it to what lies below."""
+    return gpc.mesh if gpc.is_initialized(ParallelMode.GLOBAL) else None
 
 
 def is_dp_rank_0() -> bool:
@@ -46,7 +53,28 @@ def is_using_sequence() -> bool:
 
 def is_model_parallel_parameter(param: torch.Tensor) -> bool:
     """Whether ``param`` is one piece of a parameter that is divided over tensor-parallel ranks."""
-    return bool(getattr(param, IS_TENSOR_PARALLEL, False))
+    return bool(getattr(param, IS_TENSOR_PARALLEL, False) or set(placement(param).sharded) - {DATA, STAGES})
+
+
+def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
+    """Whether this rank is the one, among tensor-parallel ranks with the same values of ``param``, that counts them.
+
+    Adding something up over the tensor-parallel ranks where this is true counts every element of a model once.
+    """
+    if not gpc.is_initialized(ParallelMode.TENSOR):
+        return True
+    cut = piece_axes(param, gpc.mesh)
+    return all(gpc.mesh.coord[axis] == 0 for axis in tensor_axes(gpc.mesh) if axis not in cut)
+
+
+def copy_tensor_parallel_attributes(src_tensor: torch.Tensor, dst_tensor: torch.Tensor) -> None:
+    """Write on ``dst_tensor`` where ``src_tensor`` lies: its placement, or the marks of layers in the old style."""
+    if hasattr(src_tensor, "placement"):
+        turned = getattr(src_tensor, "transposed", False)
+        place(dst_tensor, placement(src_tensor), full_shape(src_tensor), transposed=turned)
+    for name in TENSOR_PARALLEL_ATTRIBUTES:
+        if hasattr(src_tensor, name):
+            setattr(dst_tensor, name, getattr(src_tensor, name))
 
 
 def is_ddp_ignored(param: torch.Tensor) -> bool:

@@ -1,117 +1,98 @@
-"""A batch 16 times as large, in as many epochs: SGD, LARS and LAMB, each with the best of several learning rates.
+"""ResNet-18 with LARS or LAMB and an engine.
 
-Data: 40 Gaussian clouds in 32 dimensions, 10 classes (synthetic).  Model: a perceptron with 6 hidden layers and no
-normalization, whose gradients differ a lot in size from layer to layer.
+colossalai run --nproc_per_node 4 examples/large_batch/train.py --config examples/large_batch/config.py --optimizer lamb
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
 
-from colossalai.nn.lr_scheduler import PolynomialWarmupLR
-from colossalai.nn.optimizer import FusedSGD, Lamb, Lars
+import colossalai
+from colossalai.core import global_context as gpc
+from colossalai.logging import get_dist_logger
+from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
+from colossalai.nn.optimizer import Lamb, Lars
+from colossalai.utils import get_current_device
+from titans.dataloader.cifar10 import build_cifar
+from titans.model.resnet import resnet18
 
-CLASSES, CLOUDS, WIDTH, DEPTH = 10, 40, 64, 6
-INPUTS, TRAINING, TEST = 32, 8192, 2048
-Maker = Callable[[Iterable[nn.Parameter], float], Optimizer]
-
-OPTIMIZERS: dict[str, Maker] = {
-    "SGD": lambda p, lr: FusedSGD(p, lr=lr, momentum=0.9, weight_decay=1e-4),
-    "LARS": lambda p, lr: Lars(p, lr=lr, momentum=0.9, eeta=1e-2, weight_decay=1e-4),
-    "LAMB": lambda p, lr: Lamb(p, lr=lr, weight_decay=1e-4),
-}
-
-
-@dataclass(frozen=True)
-class Trial:
-    optimizer: str
-    batch: int
-    rates: tuple[float, ...]
+OPTIMIZERS = {"lars": lambda p, **options: Lars(p, momentum=0.9, **options), "lamb": Lamb}
+SYNTHETIC_STEPS = 10
 
 
-TRIALS = (
-    Trial("SGD", 32, (0.03, 0.1)),
-    Trial("SGD", 512, (0.1, 0.2, 0.3, 0.5, 1.0, 1.6)),
-    Trial("LARS", 512, (1.0, 2.0, 4.0)),
-    Trial("LAMB", 512, (0.01, 0.03, 0.06)),
-)
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=Path(__file__).with_name("config.py"),
+        help="sizes, rates and features; on a CPU take config_cpu.py (%(default)s)",
+    )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="lars", help="(%(default)s)")
+    parser.add_argument(
+        "-s",
+        "--synthetic",
+        action="store_true",
+        help=f"{SYNTHETIC_STEPS} batches of noise per epoch, instead of CIFAR-10 or its stand-in",
+    )
+    parser.add_argument(
+        "--data", default=os.environ.get("DATA", "data"), help="folder of CIFAR-10 (default: $DATA, or data)"
+    )
+    return parser.parse_args()
 
 
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    centers = torch.randn(CLOUDS, INPUTS, generator=generator)
-    clouds = torch.randint(0, CLOUDS, (TRAINING + TEST,), generator=generator)
-    return centers[clouds] + 0.9 * torch.randn(len(clouds), INPUTS, generator=generator), clouds % CLASSES
-
-
-def model(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    sizes = [INPUTS] + [WIDTH] * DEPTH
-    hidden = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
-    return nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))
-
-
-def train(name: str, batch: int, lr: float, epochs: int = 10, seed: int = 1) -> list[float]:
-    """The accuracy on the test data after each epoch."""
-    x, y = data()
-    net = model(seed)
-    optimizer = OPTIMIZERS[name](net.parameters(), lr)
-    steps = epochs * (TRAINING // batch)
-    scheduler = PolynomialWarmupLR(optimizer, steps, warmup_steps=steps // 5, end_lr=0.0, power=2.0)
-    generator = torch.Generator().manual_seed(seed)
-    accuracies = []
-    for _ in range(epochs):
-        for chosen in torch.randperm(TRAINING, generator=generator).split(batch):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x[chosen]), y[chosen]).backward()
-            optimizer.step()
-            scheduler.step()
-        with torch.no_grad():
-            right = net(x[TRAINING:]).argmax(1) == y[TRAINING:]
-        accuracies.append(right.float().mean().item())
-    return accuracies
-
-
-def plot(curves: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure: Any = pyplot.figure(figsize=(6, 4))
-    axes = figure.add_subplot(xlabel="epoch", ylabel="test accuracy", ylim=(0, 1))
-    for label, curve in curves.items():
-        axes.plot(range(1, len(curve) + 1), curve, label=label)
-    axes.legend()
-    figure.savefig(path, bbox_inches="tight")
+def noise(batch_size: int) -> Sequence[tuple[Tensor, Tensor]]:
+    return [
+        (torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))) for _ in range(SYNTHETIC_STEPS)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--plot", type=Path, help="where to save the curves (needs matplotlib)")
-    args = parser.parse_args()
-    best: dict[str, list[float]] = {}
-    for trial in TRIALS:
-        label = f"{trial.optimizer}, batch {trial.batch}"
-        curves = {lr: train(trial.optimizer, trial.batch, lr, args.epochs, args.seed) for lr in trial.rates}
-        rate = max(curves, key=lambda lr: curves[lr][-1])
-        best[f"{label}, lr {rate}"] = curves[rate]
-        found = "  ".join(f"{lr}: {curve[-1]:.3f}" for lr, curve in curves.items())
-        print(f"{label:16} best {curves[rate][-1]:.3f}   by learning rate  {found}", flush=True)
-    if args.plot is not None:
-        plot(best, args.plot)
-        print(f"curves saved to {args.plot}")
+    args = parse_arguments()
+    colossalai.launch_from_torch(config=args.config, verbose=False)
+    logger, config = get_dist_logger(), gpc.config
+    logger.info("initialized distributed environment", ranks=[0])
+    if args.synthetic:
+        train_dataloader = noise(config.BATCH_SIZE)
+    else:
+        train_dataloader, _ = build_cifar(config.BATCH_SIZE, args.data, padding=4, crop=32, resize=32)
+    model = resnet18(num_classes=10)
+    optimizer = OPTIMIZERS[args.optimizer](
+        model.parameters(), lr=config.LEARNING_RATE[args.optimizer], weight_decay=config.WEIGHT_DECAY
+    )
+    steps = config.NUM_EPOCHS * len(train_dataloader)
+    lr_scheduler = CosineAnnealingWarmupLR(optimizer, steps, min(config.WARMUP_STEPS, steps // 2))
+    engine, train_dataloader, _, lr_scheduler = colossalai.initialize(
+        model, optimizer, torch.nn.CrossEntropyLoss(), train_dataloader, lr_scheduler=lr_scheduler
+    )
+    logger.info("Engine is built", ranks=[0])
+
+    engine.train()
+    for epoch in range(config.NUM_EPOCHS):
+        if not args.synthetic:
+            train_dataloader.sampler.set_epoch(epoch)
+        bar = tqdm(
+            train_dataloader, desc=f"Epoch {epoch} / {config.NUM_EPOCHS}", disable=dist.get_rank() != 0
+        )
+        for images, labels in bar:
+            engine.zero_grad()
+            output = engine(images.to(get_current_device()))
+            loss = engine.criterion(output, labels.to(get_current_device()))
+            engine.backward(loss)
+            engine.step()
+            lr_scheduler.step()
+            bar.set_postfix(loss=f"{loss.item():.4f}", lr=f"{lr_scheduler.get_last_lr()[0]:.3g}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

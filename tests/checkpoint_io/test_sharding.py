@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from colossalai.amp import AMP_TYPE, convert_to_amp
 from colossalai.checkpoint_io import CheckpointIndexFile, GeneralCheckpointIO, sharding
+from colossalai.checkpoint_io.general import write_optimizer_shards
 from colossalai.checkpoint_io.names import Kind, find_checkpoint
 from colossalai.checkpoint_io.utils import (
     add_variant,
@@ -21,6 +23,7 @@ from colossalai.checkpoint_io.utils import (
     has_index_file,
     shard_checkpoint,
 )
+from colossalai.testing import check_state_dict_equal
 
 KB = 1 / 1024  # in MB
 
@@ -250,3 +253,55 @@ def test_swapped_and_missing_shards_are_noticed(tmp_path: Path) -> None:
     second.unlink()
     with pytest.raises(FileNotFoundError, match=rf"there is no checkpoint file {second}"):
         io.load_model(_model(), tmp_path)
+
+
+def test_masters_are_spread_over_the_shards(tmp_path: Path) -> None:
+    """All fp32 masters in one file would be as large as the model, however small the shards are."""
+    for make in (torch.optim.Adam, torch.optim.SGD):  # with states of its own, and without
+        folder = tmp_path / make.__name__
+        model, optimizer = _naive(make)
+        size = max(p.numel() for p in optimizer.parameters()) * 4 / sharding.MB
+        io = GeneralCheckpointIO()
+        io.save_optimizer(optimizer, folder, shard=True, size_per_shard=size)
+        index = CheckpointIndexFile.from_file(folder / "pytorch_optim.bin.index.json")
+        groups = torch.load(folder / index.param_groups_file(), weights_only=True)  # type: ignore[operator]
+        assert "master_weights" not in groups
+        shards = [torch.load(f, weights_only=True) for f in index.get_checkpoint_filenames()]
+        assert len(shards) >= 3
+        held = {number for shard in shards for number, state in shard.items() if "master_weights" in state}
+        assert held == set(range(len(optimizer.parameters())))
+        total = sum(p.numel() for p in optimizer.parameters()) * 4
+        assert index.metadata["total_size"] >= total * (3 if make is torch.optim.Adam else 1)
+        other_model, other = _naive(make, seed=1)
+        io.load_optimizer(other, folder)
+        other_model.load_state_dict(model.state_dict())
+        _same(other.state_dict(), optimizer.state_dict())
+
+
+def test_masters_in_the_groups_file_still_load(tmp_path: Path) -> None:
+    """Checkpoints of before had them there."""
+    model, optimizer = _naive(torch.optim.Adam)
+    groups = optimizer.state_dict()
+    write_optimizer_shards(shard_checkpoint(groups.pop("state"), 1e-3), groups, tmp_path)
+    other_model, other = _naive(torch.optim.Adam, seed=1)
+    GeneralCheckpointIO().load_optimizer(other, tmp_path)
+    other_model.load_state_dict(model.state_dict())
+    _same(other.state_dict(), optimizer.state_dict())
+
+
+def _naive(make: Any, seed: int = 0) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+    amp_model, optimizer, _ = convert_to_amp(
+        model, make(model.parameters(), lr=0.1), None, AMP_TYPE.NAIVE, {"initial_scale": 2**8}
+    )
+    for _ in range(2):
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        optimizer.backward(amp_model(torch.ones(4, 8)).square().mean())  # type: ignore[union-attr]
+        optimizer.step()  # type: ignore[union-attr]
+    return model, optimizer
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    check_state_dict_equal(a, b)

@@ -18,7 +18,7 @@ from colossalai.registry import DIST_GROUP_INITIALIZER
 from colossalai.testing import spawn
 
 
-# The sample of the page "Add Your Own Parallel Mode", as it is written there.
+# Like the sample of the page "Add Your Own Parallel Mode", which tests/documents runs.
 @DIST_GROUP_INITIALIZER.register_module
 class MyParallelInitializer(ProcessGroupInitializer):
     def __init__(
@@ -65,20 +65,6 @@ class EvenAndOdd(ProcessGroupInitializer):
         return [*strided, self.new_group([[0, 1], [2, 3]], ParallelMode["PAIRED"])]
 
 
-def _sample_of_the_page(rank: int, world_size: int, port: int) -> None:
-    new_mode = ParallelMode.register("NEW_MODE", "new_mode")
-    colossalai.constants.INITIALIZER_MAPPING["new_mode"] = "MyParallelInitializer"
-    parallel = {"pipeline": {"size": 1}, "tensor": {"size": 2, "mode": "new_mode", "arg1": 1, "arg2": "two"}}
-    colossalai.launch({"parallel": parallel}, rank, world_size, "localhost", port, verbose=False)
-    assert gpc.tensor_parallel_size == 2
-    assert gpc.get_ranks_in_group(ParallelMode.TENSOR) == [0, 1]
-    assert not gpc.is_initialized(new_mode)  # the sample makes no groups
-    with pytest.raises(
-        RuntimeError, match=r"NEW_MODE has no process group .* whose initializer returns a group for"
-    ):
-        gpc.get_group(new_mode)
-
-
 def _own_groups(rank: int, world_size: int, port: int) -> None:
     strided, paired = ParallelMode.register("STRIDED", "strided"), ParallelMode.register("PAIRED", "paired")
     INITIALIZER_MAPPING["even_and_odd"] = "EvenAndOdd"
@@ -96,10 +82,6 @@ def _own_groups(rank: int, world_size: int, port: int) -> None:
     sizes = [SEEN[f"{part}_parallel_size"] for part in ("data", "pipeline", "tensor")]
     assert sizes == [1, 1, 4]
     assert SEEN["mesh"] is gpc.mesh
-
-
-def test_the_sample_of_the_page_runs() -> None:
-    spawn(_sample_of_the_page, 2)
 
 
 def test_own_modes_and_groups() -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from colossalai.engine import BaseOpHook, Engine
-from colossalai.engine.loss_watch import LossWatch
-from colossalai.interface import OptimizerWrapper
+from colossalai.interface import LossWatch, OptimizerWrapper
 from colossalai.testing import assert_close
 from tests.engine.plans import logged, mlp, sgd
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colossalai.amp import AMP_TYPE
-from colossalai.engine.loss_watch import LOOK_EVERY
+from colossalai.interface.loss import LOOK_EVERY
 from colossalai.logging import get_dist_logger
 from colossalai.nn.metric import Accuracy
 from colossalai.testing import assert_equal_in_group, spawn

@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.mesh import Mesh
+from colossalai.testing import fake_world
 
 
 class Net(nn.Module):
@@ -140,6 +142,14 @@ def test_schedulers_built_before_and_after_wrapping_agree_with_torch(
         assert rates(wrap=True) == rates(wrap=False)
 
 
+def test_a_copy_of_an_optimizer_leaves_the_mesh_to_its_job() -> None:
+    with fake_world(rank=0, world_size=2):
+        mesh = Mesh({"tp": 2})
+        optimizer = OptimizerWrapper(OptimizerWrapper(_trained()[1].unwrap(), mesh))
+        assert optimizer.mesh is mesh
+        assert pickle.loads(pickle.dumps(optimizer)).mesh is None
+
+
 def test_a_wrapped_optimizer_pickles_also_with_a_scheduler_attached() -> None:
     _, optimizer = _trained()
     StepLR(optimizer, step_size=1)
@@ -179,7 +189,7 @@ def test_a_norm_that_is_not_finite_can_be_an_error() -> None:
     model, optimizer = _trained()
     assert model.weight.grad is not None
     model.weight.grad[0, 0] = float("inf")
-    with pytest.raises(RuntimeError, match="non-finite"):
+    with pytest.raises(RuntimeError, match="norm of all gradients is inf, so they cannot be clipped"):
         optimizer.clip_grad_by_norm(1.0, error_if_nonfinite=True)
 
 

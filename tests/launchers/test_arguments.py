@@ -163,6 +163,7 @@ def test_the_parser_has_the_documented_arguments() -> None:
     assert (args.rank, args.local_rank, args.from_torch) == (3, 1, True)
     assert args.backend == ("nccl" if torch.cuda.is_available() else "gloo")
     assert parser.parse_args(["--backend", "gloo"]).backend == "gloo"
+    assert parser.parse_args(["--local-rank=2"]).local_rank == 2  # how torch.distributed.launch writes it
 
 
 def test_a_path_may_be_a_string_or_a_path(tmp_path: Path) -> None:

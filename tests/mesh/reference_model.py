@@ -1,39 +1,19 @@
-"""A small language model written once over the core, to hold the core against plain torch in every mode.
-
-The layers are the shortest that are right; the ones for users live in ``colossalai.nn``.
-"""
+"""A small language model, to hold the core and its layers against plain torch in every mode."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colossalai.mesh import (
-    Constant,
-    Layout,
-    MatmulPlan,
-    Mesh,
-    Normal,
-    RandomStream,
-    Uniform,
-    collectives,
-    initialize,
-    local_range,
-    local_shape,
-    matmul,
-    move,
-    place,
-    redistribute,
-    set_init,
-    shard,
-    use,
-)
+import colossalai.nn as col_nn
+from colossalai.mesh import Mesh, RandomStream, initialize
+from colossalai.nn.layer.classifier import VocabParallelClassifier
+from colossalai.nn.layer.embedding import VocabParallelEmbedding
 from colossalai.nn.modes import TensorParallel
 from colossalai.testing.parity import PlacedRun, Problem
 
@@ -119,111 +99,21 @@ def serial_model(sizes: Sizes) -> Model:
 
 
 def parallel_model(sizes: Sizes, tp: TensorParallel, mesh: Mesh) -> Model:
-    stream = RandomStream(SEED, "dropout")
+    stream, here = RandomStream(SEED, "dropout"), {"tp": tp, "mesh": mesh}
     make = Factories(
-        embedding=lambda vocab, h: Embedding(vocab, h, tp, mesh),
-        norm=lambda h: LayerNorm(h, tp, mesh),
-        linear=lambda k, n, expand, fused: Linear(k, n, tp, mesh, expand=expand, fused=fused),
-        head=lambda h, vocab, emb: Linear(
-            h, vocab, tp, mesh, expand=True, bias=False, weight=emb.weight if sizes.tied else None
+        embedding=lambda vocab, h: VocabParallelEmbedding(vocab, h, **here),
+        norm=lambda h: col_nn.LayerNorm(h, **here),
+        linear=lambda k, n, expand, fused: col_nn.Linear(
+            k, n, role="expand" if expand else "contract", fused=fused, **here
+        ),
+        head=lambda h, vocab, emb: VocabParallelClassifier(
+            h, vocab, emb.weight if sizes.tied else None, bias=False, **here
         ),
         dropout=lambda x: stream.dropout(x, sizes.dropout, mesh, tp.hidden),
     )
     with torch.device("meta"):
         model = Model(sizes, make)
     return initialize(model, SEED, mesh, sizes.device)
-
-
-def empty_parameter(shape: tuple[int, ...], layout: Layout, mesh: Mesh, init: object) -> nn.Parameter:
-    param = nn.Parameter(torch.empty(local_shape(shape, layout, mesh)))
-    place(param, layout, shape)
-    set_init(param, init)
-    return param
-
-
-class Linear(nn.Module):
-    """The weight is stored (out, in) like the serial one; layouts of products are written (in, out)."""
-
-    def __init__(self, k, n, tp, mesh, *, expand, bias=True, fused=1, weight=None) -> None:
-        super().__init__()
-        self.mesh = mesh
-        x, y = (tp.hidden, tp.inner) if expand else (tp.inner, tp.hidden)
-        bound = Uniform(-1 / math.sqrt(k), 1 / math.sqrt(k))
-        if weight is None:
-            layout = replace(tp.expand if expand else tp.contract, fused=(1, fused)).transposed()
-            weight = empty_parameter((n, k), layout, mesh, bound)
-        self.weight = weight
-        self.plan = MatmulPlan(x, weight.placement.transposed(), y)
-        self.bias = None
-        if bias:
-            self.bias = empty_parameter((n,), Layout((y.dims[-1],), fused=(fused,)), mesh, bound)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = matmul(x, self.weight.t(), self.plan, self.mesh)
-        return y if self.bias is None else y + use(self.bias, self.plan.y.rows, self.mesh)
-
-
-class Embedding(nn.Module):
-    """A product with one-hot rows: K is the vocabulary."""
-
-    def __init__(self, vocab, hidden, tp, mesh) -> None:
-        super().__init__()
-        self.mesh, self.vocab = mesh, vocab
-        one_hot = Layout((tp.hidden.dims[0], (), ()))  # ids are cut like the batch; the last dim is virtual
-        self.plan = MatmulPlan(one_hot, tp.vocab, tp.hidden, prefer_moving_y=True)
-        self.weight = empty_parameter((vocab, hidden), tp.vocab, mesh, Normal())
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rest, in_use = (Layout(layout.dims[:-1]) for layout in (self.plan.x, self.plan.x_use))
-        ids = redistribute(ids, rest, in_use, self.mesh)
-        table = redistribute(self.weight, self.plan.w, self.plan.w_use, self.mesh)
-        start, length = local_range(self.vocab, self.plan.w_use.dims[0], self.mesh)
-        index = ids - start
-        inside = (index >= 0) & (index < length)
-        y = F.embedding(index.clamp(0, length - 1), table) * inside.unsqueeze(-1)
-        return redistribute(y, self.plan.y_use, self.plan.y, self.mesh)
-
-
-class LayerNorm(nn.Module):
-    def __init__(self, hidden, tp, mesh) -> None:
-        super().__init__()
-        self.mesh, self.hidden, self.rest = mesh, hidden, tp.hidden
-        self.weight = empty_parameter((hidden,), tp.feature, mesh, Constant(1.0))
-        self.bias = empty_parameter((hidden,), tp.feature, mesh, Constant(0.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x - self._mean(x)
-        x = x * torch.rsqrt(self._mean(x.square()) + 1e-5)
-        return x * use(self.weight, self.rest.rows, self.mesh) + use(self.bias, self.rest.rows, self.mesh)
-
-    def _mean(self, x: Tensor) -> Tensor:
-        cut = frozenset(self.rest.dims[-1])
-        rows = Layout((*self.rest.dims[:-1], ()))
-        # P -> R, not P -> I: each rank goes on to apply the statistic to its own features
-        summed = redistribute(
-            x.sum(-1, keepdim=True), replace(rows, partial=cut), replace(rows, spread=cut), self.mesh
-        )
-        return summed / self.hidden
-
-
-def cross_entropy(logits: Tensor, target: Tensor, layout: Layout, vocab: int, mesh: Mesh) -> Tensor:
-    """Mean over the valid tokens of the whole batch; ``logits`` rest in ``layout``."""
-    *rows, cut = layout.dims
-    start, length = local_range(vocab, cut, mesh)
-    peak = logits.detach().amax(-1, keepdim=True)
-    for axis in cut:
-        peak = collectives.all_reduce(peak, mesh, axis, dist.ReduceOp.MAX)
-    logits = logits - peak
-    valid = target != IGNORED
-    index = torch.where(valid, target, 0) - start
-    inside = (index >= 0) & (index < length)
-    picked = logits.gather(-1, index.clamp(0, length - 1).unsqueeze(-1)).squeeze(-1) * inside
-    # P -> I: from here on every rank of a vocabulary axis does the same arithmetic
-    summed = Layout(tuple(rows), partial=frozenset(cut)), Layout(tuple(rows))
-    total, picked = (redistribute(t, *summed, mesh) for t in (logits.exp().sum(-1), picked))
-    loss = ((total.log() - picked) * valid).sum()
-    everyone = Layout((), partial=layout.rows), Layout(())
-    return redistribute(loss, *everyone, mesh) / move(valid.sum(), *everyone, mesh)
 
 
 def problem(sizes: Sizes, steps: int = 2) -> Problem:
@@ -245,10 +135,7 @@ def plan(problem: Problem, tp: TensorParallel, sizes: Sizes) -> PlacedRun:
     mesh = Mesh(tp.axes, sizes.device)
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        ids, target = (
-            shard(t, Layout((layout.dims[0], ())), mesh)
-            for t, layout in zip(batch, (tp.hidden, tp.inner), strict=True)
-        )
-        return cross_entropy(model(ids), target, tp.inner, sizes.vocab, mesh)
+        ids = col_nn.partition_batch(batch[0], tp=tp, mesh=mesh)
+        return col_nn.CrossEntropyLoss(ignore_index=IGNORED, tp=tp, mesh=mesh)(model(ids), batch[1])
 
     return PlacedRun(problem, parallel_model(sizes, tp, mesh), mesh, loss)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from colossalai.nn.modes import mode_1d, mode_2d, mode_2p5d, mode_3d, mode_serial, tensor_parallel
+from colossalai.context.config import ConfigException
+from colossalai.context.parallel_config import ParallelConfig
+from colossalai.mesh import Layout
+from colossalai.nn.modes import at_rank, mode_1d, mode_2d, mode_2p5d, mode_3d, mode_serial, tensor_parallel
 
 
 def test_modes_by_name() -> None:
@@ -27,3 +32,31 @@ def test_modes_by_name() -> None:
 def test_sizes_that_do_not_fit_a_mode(mode: str, size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tensor_parallel(mode, size)
+
+
+def test_sequence_parallelism_belongs_to_1d() -> None:
+    assert tensor_parallel("1d", 2, sequence_parallel=True).hidden == Layout(((), ("tp",), ()))
+    with pytest.raises(ValueError, match="mode '2d' has no sequence_parallel; mode '1d' has"):
+        tensor_parallel("2d", 4, sequence_parallel=True)
+
+
+def test_activations_of_other_ranks() -> None:
+    hidden = mode_1d(2, sequence_parallel=True).hidden
+    assert at_rank(hidden, 2).dims == ((), ())  # no sequence, so nothing is cut
+    assert at_rank(hidden, 5).dims == ((), ("tp",), (), (), ())
+    with pytest.raises(ValueError, match="a tensor of 1 dims cannot hold a batch of features"):
+        at_rank(hidden, 1)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ({"size": 2, "mode": "1d", "sequence_parallel": 1}, "sequence_parallel must be True or False, got 1"),
+        ({"size": 4, "mode": "2d", "sequence_parallel": True}, "unknown key 'sequence_parallel'"),
+    ],
+)
+def test_the_word_in_the_config(tensor: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigException, match=message):
+        ParallelConfig.parse({"tensor": tensor})
+    plan = ParallelConfig.parse({"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}})
+    assert (plan.options, plan.group_options) == ({"sequence_parallel": True}, {})

@@ -25,7 +25,11 @@ def write_batches(folder: Path, per_file: int = 4) -> dict[str, np.ndarray]:
     written = {}
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
         written[name] = generator.integers(0, 256, (per_file, 3072), dtype=np.uint8)
-        batch = {b"data": written[name], b"labels": list(range(per_file)), b"batch_label": name.encode()}
+        batch = {
+            b"data": written[name],
+            b"labels": [i % 10 for i in range(per_file)],
+            b"batch_label": name.encode(),
+        }
         (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
     return written
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from titans.loss.lm_loss import GPTLMLoss
+from titans.loss.vocab_cross_entropy import vocab_parallel_cross_entropy
 from titans.model.gpt import GPTLMLoss as FromModel
 
 
@@ -28,8 +29,9 @@ def test_ignored_labels_do_not_count() -> None:
     )
 
 
-def test_both_names_are_one_class() -> None:
+def test_all_names_are_one_class() -> None:
     assert FromModel is GPTLMLoss
+    assert vocab_parallel_cross_entropy is GPTLMLoss
 
 
 @pytest.mark.parametrize(("logits", "labels"), [((2, 4, 7), (2, 3)), ((2, 4, 7), (8,)), ((2, 1, 7), (2, 1))])

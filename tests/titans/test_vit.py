@@ -14,6 +14,7 @@ from torch.nn.functional import gelu, layer_norm
 from titans.layer.attention import GPTSelfAttention, ViTSelfAttention
 from titans.layer.block import GPTBlock, ViTBlock
 from titans.layer.drop_path import DropPath
+from titans.layer.mlp import ViTMLP
 from titans.model import vit
 from titans.model.vit.vit import _create_vit_model
 
@@ -63,6 +64,7 @@ def test_one_attention_serves_both_and_only_gpt_is_causal() -> None:
     mask[..., -1] = False
     torch.testing.assert_close(free(x, mask)[:, :6], free(later, mask)[:, :6])
     assert GPTBlock(24, 3).state_dict().keys() == ViTBlock(24, 3).state_dict().keys()
+    assert isinstance(ViTBlock(24, 3).mlp, ViTMLP)
 
 
 def test_model_is_patches_blocks_norm_and_head() -> None:
@@ -71,7 +73,7 @@ def test_model_is_patches_blocks_norm_and_head() -> None:
     cells = [x[:, :, i : i + 4, j : j + 4].flatten(1) for i in (0, 4) for j in (0, 4)]
     project = model.embed.patch_embed
     tokens = torch.stack(cells, dim=1) @ project.weight.flatten(1).T + project.bias
-    y = torch.cat([model.embed.cls_token.expand(2, 1, 24), tokens], dim=1) + model.embed.pos_embed
+    y = torch.cat([project.cls_token.expand(2, 1, 24), tokens], dim=1) + project.pos_embed
     for block in model.blocks:
         normed = layer_norm(y, (24,), block.norm1.weight, block.norm1.bias, 1e-6)
         y = y + attention(normed, block.attn.query_key_value, block.attn.dense, 3)
@@ -139,7 +141,7 @@ def test_drop_path_skips_whole_samples_and_keeps_the_mean() -> None:
     assert torch.equal(y, kept[:, None, None] * torch.full((1, 3, 2), 4 / 3))
     assert y.mean().item() == pytest.approx(1, abs=0.05)
     assert torch.equal(layer.eval()(y), y)
-    assert [block.drop_path.rate for block in tiny(drop_path=0.2, depth=3).blocks] == [0, 0.1, 0.2]
+    assert [block.drop_path.drop_prob for block in tiny(drop_path=0.2, depth=3).blocks] == [0, 0.1, 0.2]
 
 
 def test_initial_values() -> None:
@@ -149,7 +151,7 @@ def test_initial_values() -> None:
     assert 0.9 * bound < jax.blocks[0].attn.query_key_value.weight.abs().max() <= bound
     default = vit.VisionTransformer(32, 8, hidden_size=64, num_heads=2, depth=1, num_classes=4)
     assert 0.9 / 8 < default.blocks[0].attn.query_key_value.weight.abs().max() <= 1 / 8
-    assert default.embed.pos_embed.std().item() == pytest.approx(0.02, rel=0.1)
+    assert default.embed.patch_embed.pos_embed.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from colossalai.context import ParallelMode
 from colossalai.context.random import add_seed, reset_seeds, seed
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
+from colossalai.mesh import Layout, full_shape, parameter, place, placement
 from colossalai.testing import spawn
 
 QUESTIONS = (
@@ -49,6 +50,54 @@ def test_marks_of_parameters() -> None:
     param._ddp_to_ignore = True  # type: ignore[attr-defined]
     assert utils.is_model_parallel_parameter(param)
     assert utils.is_ddp_ignored(param)
+
+
+def test_where_a_tensor_lies_is_copied() -> None:
+    cut, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    place(cut, Layout((("tp",),)), (4,))
+    assert utils.is_model_parallel_parameter(cut)
+    utils.copy_tensor_parallel_attributes(cut, other)
+    assert placement(other) == placement(cut)
+    assert full_shape(other) == (4,)
+    assert not utils.is_model_parallel_parameter(place(nn.Parameter(torch.ones(2)), Layout((("dp",),)), (4,)))
+    marked, third = nn.Parameter(torch.ones(2)), torch.ones(2)
+    marked.is_tensor_parallel, marked.num_partitions = True, 2  # type: ignore[attr-defined]
+    utils.copy_tensor_parallel_attributes(marked, third)
+    assert (third.is_tensor_parallel, third.num_partitions) == (True, 2)  # type: ignore[attr-defined]
+    utils.copy_tensor_parallel_attributes(torch.ones(1), other)
+    assert placement(other) == placement(cut)  # nothing to copy, nothing forgotten
+    assert utils.param_is_not_tensor_parallel_duplicate(cut)  # one process holds everything once
+
+
+def _duplicates(rank: int, world_size: int, port: int) -> None:
+    _launch(rank, world_size, port, tensor={"size": 4, "mode": "2d"})
+    full = torch.ones(4, 4)
+    layouts = [(("row",), ("col",)), (("row",), ()), ((), ("col",)), ((), ())]
+    for cuts in layouts:
+        p = parameter(full, Layout(cuts), gpc.mesh)
+        counted = torch.tensor(float(p.numel() if utils.param_is_not_tensor_parallel_duplicate(p) else 0))
+        dist.all_reduce(counted)
+        assert counted == 16, cuts  # every element of the whole once
+
+
+def test_every_element_is_counted_once() -> None:
+    spawn(_duplicates, 4)
+
+
+def test_operations_on_lists() -> None:
+    def scale(chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], factor: float) -> int:
+        for source, target in zip(*lists, strict=True):
+            target.copy_(source * factor)
+        return chunk_size
+
+    source, target = [torch.ones(2), torch.ones(3)], [torch.zeros(2), torch.zeros(3)]
+    flag = torch.zeros(1, dtype=torch.int32)
+    assert utils.multi_tensor_applier(scale, flag, [source, target], 3.0) == 2048 * 32
+    assert torch.equal(target[1], torch.full((3,), 3.0))
+    with pytest.raises(ValueError, match=r"lists of one length, got lists of \[2, 1\] tensors"):
+        utils.multi_tensor_applier(scale, flag, [source, target[:1]], 3.0)
+    with pytest.raises(ValueError, match="chunk_size, a number of elements, as an int above 0; got 0"):
+        utils.MultiTensorApply(0)
 
 
 def _hybrid(rank: int, world_size: int, port: int) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from colossalai.logging import get_dist_logger
 from colossalai.utils import get_dataloader
-from titans.dataloader.images import ImageDataset, ImageTransform
+from titans.dataloader.images import ImageDataset, ImageTransform, synthetic_images
 
 FOLDER = "cifar-10-batches-py"
 TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
@@ -130,10 +130,6 @@ def _digits() -> tuple[Images, Images]:
 
 
 def _synthetic(count: int, seed: int) -> Images:
-    """Ten smooth patterns, the same for every seed, under noise as strong as they are."""
-    patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(10))
-    patterns = interpolate(patterns, (32, 32), mode="bilinear", align_corners=False)
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
-    noise = torch.randn(count, 3, 32, 32, generator=generator)
-    return Images((128 + 40 * (patterns[labels] + noise)).round().clamp(0, 255).to(torch.uint8), labels)
+    return Images(synthetic_images(labels, 32, 10, generator), labels)

@@ -1,4 +1,4 @@
-"""Images in memory, and the few transforms that training on them needs, on torch tensors."""
+"""Images in memory, images made up, and the few transforms that training on them needs, on torch tensors."""
 
 from __future__ import annotations
 
@@ -82,3 +82,11 @@ class ImageTransform:
             top, left = torch.randint(free + 1, (2,)).tolist()
         x = x[:, top : top + self.crop, left : left + self.crop]
         return x.flip(-1) if self.train and torch.rand(()) < 0.5 else x
+
+
+def synthetic_images(labels: Tensor, size: int, classes: int, generator: torch.Generator) -> Tensor:
+    """An image (3, size, size) of uint8 for each label: the smooth pattern of its class under noise as strong."""
+    patterns = torch.randn(classes, 3, 4, 4, generator=torch.Generator().manual_seed(10))  # always the same
+    smooth = interpolate(patterns[labels], (size, size), mode="bilinear", align_corners=False)
+    noise = torch.randn(smooth.shape, generator=generator)
+    return (128 + 40 * (smooth + noise)).round().clamp(0, 255).to(torch.uint8)

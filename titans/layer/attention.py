@@ -3,10 +3,14 @@
 ``softmax(Q K^T / sqrt(d) + mask) V`` is one call of torch's ``scaled_dot_product_attention``, which picks a
 fused kernel where it has one.  Queries, keys and values come from one matrix product; its output holds the
 three blocks one after the other, ``[Q | K | V]``, and each block holds the heads one after the other.
+
+Under tensor parallelism a rank computes some of the heads, for some of the rows of the batch, and needs no other rank:
+``head_dim`` is a property of the model, how many heads there are here follows from the plan.
 """
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
@@ -14,7 +18,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from colossalai.nn import Dropout, local_heads
+from colossalai.nn.layer.dropout import exact_stream
+from colossalai.nn.modes import current
 from titans.layer.basic import INIT_STD, linear
+from titans.layer.basic import dropout as residual_dropout
 
 FUSED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
@@ -61,31 +69,35 @@ class SelfAttention(nn.Module):
                 "every head gets an equal share, so choose a multiple"
             )
         self.num_heads = num_heads
-        self.attention_dropout = attention_dropout
+        self.local_heads, self.head_dim = local_heads(num_heads), hidden_size // num_heads
+        self.attention_dropout = Dropout(attention_dropout, layout=current().tp.heads)
         self.fuse_scale_mask_softmax = fuse_scale_mask_softmax
-        self.query_key_value = linear(hidden_size, 3 * hidden_size, bias=bias, dtype=dtype)
-        self.dense = linear(hidden_size, hidden_size, bias=bias, dtype=dtype, std=output_std)
-        self.dropout = nn.Dropout(dropout)
+        self.query_key_value = linear(
+            hidden_size, 3 * hidden_size, role="expand", fused=3, bias=bias, dtype=dtype
+        )
+        self.dense = linear(hidden_size, hidden_size, role="contract", bias=bias, dtype=dtype, std=output_std)
+        self.dropout = residual_dropout(dropout)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         qkv = self.query_key_value(x)  # (batch, seq, 3 * hidden)
-        batch, length, width = qkv.shape
-        qkv = qkv.view(batch, length, 3, self.num_heads, width // (3 * self.num_heads))
+        qkv = qkv.unflatten(-1, (3, self.local_heads, self.head_dim))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, seq, head_dim)
         y = self._attend(q, k, v, attention_mask)  # (batch, heads, seq, head_dim)
-        y = y.transpose(1, 2).reshape(batch, length, width // 3)  # (batch, seq, hidden)
-        return self.dropout(self.dense(y))
+        return self.dropout(self.dense(y.transpose(1, 2).flatten(2)))  # (batch, seq, hidden)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Tensor:
         mask = attention_mask
         if mask is not None and self.causal:
             mask = causal_mask(mask, q.shape[2])
-        dropout = self.attention_dropout if self.training else 0.0
+        dropout = self.attention_dropout.p if self.training else 0.0
+        if dropout and exact_stream() is not None:
+            return self._attend_step_by_step(q, k, v, mask)
 
         def attend() -> Tensor:
-            return scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=self.causal and mask is None
-            )
+            with self.attention_dropout.own_stream():
+                return scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=self.causal and mask is None
+                )
 
         if not self.fuse_scale_mask_softmax:
             return attend()
@@ -100,6 +112,15 @@ class SelfAttention(nn.Module):
                 f"{q.device.type} with head size {q.shape[-1]} and attention dropout {dropout}; "
                 "set fuse_scale_mask_softmax=False (on a CPU, attention_dropout=0 also helps)"
             ) from error
+
+    def _attend_step_by_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """The same with a dropout that is alike under every plan, which torch's kernels do not have."""
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (batch, heads, query, key)
+        if mask is None and self.causal:
+            mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        return self.attention_dropout(scores.softmax(-1)) @ v
 
 
 class GPTSelfAttention(SelfAttention):

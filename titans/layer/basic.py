@@ -1,26 +1,23 @@
 """The layers with weights that every model here is made of, drawn as GPT-2 draws them.
 
 All other modules build their layers through these functions, so this file alone decides which class a
-``Linear`` is: what a layer stores, how it is cut over devices and how its initial values are drawn are
-questions of this file, and a model file never asks them.
+``Linear`` is.  They are those of ``colossalai.nn``: one model file serves one device and every tensor-parallel mode.
 
 GPT-2 draws every weight from a normal distribution of standard deviation 0.02 and starts biases at zero.
 The two projections of a block that write into the residual stream are drawn narrower, by
 ``1 / sqrt(number of such projections in the model)``: their outputs are summed, and the sum of ``2 * depth``
 independent terms would otherwise grow with the depth.
-
-The weights also carry their distribution (``init``), so that ``colossalai.mesh.initialize`` draws them in pieces, on any
-plan, with the values the serial model gets from it.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import nn
 
-from colossalai.mesh import Constant, Normal, ZeroRow, set_init
+from colossalai.nn import Classifier, Dropout, Embedding, LayerNorm, Linear, PatchEmbedding, init
 
 INIT_STD = 0.02
 
@@ -34,43 +31,66 @@ def linear(
     in_features: int,
     out_features: int,
     *,
+    role: Literal["expand", "contract"],
+    fused: int = 1,
     bias: bool = True,
     std: float = INIT_STD,
     dtype: torch.dtype | None = None,
-) -> nn.Linear:
-    layer = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
-    nn.init.normal_(layer.weight, std=std)
-    set_init(layer.weight, Normal(0.0, std))
-    if bias:
-        nn.init.zeros_(layer.bias)
-        set_init(layer.bias, Constant(0.0))
-    return layer
+) -> Linear:
+    """``role``: from the residual stream (expand) or back into it (contract)."""
+    return Linear(
+        in_features,
+        out_features,
+        bias,
+        dtype,
+        init.normal_(std=std),
+        init.zeros_(),
+        role=role,
+        fused=fused,
+    )
+
+
+def classifier(
+    in_features: int,
+    num_classes: int,
+    *,
+    weight: nn.Parameter | None = None,
+    bias: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Classifier:
+    """Scores of classes or words; with ``weight`` tied to an embedding's table."""
+    return Classifier(
+        in_features, num_classes, weight, bias, dtype, init.normal_(std=INIT_STD), init.zeros_()
+    )
 
 
 def embedding(
     num_embeddings: int, dim: int, *, padding_idx: int | None = None, dtype: torch.dtype | None = None
-) -> nn.Embedding:
-    layer = nn.Embedding(num_embeddings, dim, padding_idx=padding_idx, dtype=dtype)
-    nn.init.normal_(layer.weight, std=INIT_STD)
-    drawn = Normal(0.0, INIT_STD)
-    set_init(layer.weight, drawn)
-    if padding_idx is not None:
-        with torch.no_grad():
-            layer.weight[padding_idx].zero_()
-        set_init(layer.weight, ZeroRow(drawn, padding_idx, dim))
-    return layer
+) -> Embedding:
+    return Embedding(num_embeddings, dim, padding_idx, dtype, init.normal_(std=INIT_STD))
 
 
 def patches(
-    in_channels: int, dim: int, size: int, *, bias: bool = True, dtype: torch.dtype | None = None
-) -> nn.Conv2d:
-    """One vector of ``dim`` features for each square of ``size`` pixels, which do not overlap."""
-    layer = nn.Conv2d(in_channels, dim, kernel_size=size, stride=size, bias=bias, dtype=dtype)
-    nn.init.normal_(layer.weight, std=INIT_STD)
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
-    return layer
+    img_size: int, patch_size: int, in_channels: int, dim: int, *, dtype: torch.dtype | None = None
+) -> PatchEmbedding:
+    """A class token, then one vector of ``dim`` features for each square of ``patch_size`` pixels; with positions."""
+    return PatchEmbedding(
+        img_size,
+        patch_size,
+        in_channels,
+        dim,
+        dtype,
+        True,
+        init.normal_(std=INIT_STD),
+        init.zeros_(),
+        init.trunc_normal_(std=INIT_STD),
+    )
 
 
-def layer_norm(dim: int, *, eps: float = 1e-5, dtype: torch.dtype | None = None) -> nn.LayerNorm:
-    return nn.LayerNorm(dim, eps=eps, dtype=dtype)
+def layer_norm(dim: int, *, eps: float = 1e-5, dtype: torch.dtype | None = None) -> LayerNorm:
+    return LayerNorm(dim, eps, dtype=dtype)
+
+
+def dropout(p: float) -> Dropout:
+    """Dropout in the residual stream."""
+    return Dropout(p, at="hidden")

@@ -118,3 +118,16 @@ class ViTBlock(TransformerBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(x)
+
+
+class BertBlock(TransformerBlock):
+    """A block whose layer norms come after the additions; every token looks at all that the mask allows."""
+
+    attention = ViTSelfAttention
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self.run(x, attention_mask), attention_mask
+
+    def _run(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        x = self.norm1(x + self.drop_path(self.attn(x, attention_mask)))  # (batch, seq, hidden)
+        return self.norm2(x + self.drop_path(self.mlp(x)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titans.layer.basic import INIT_STD, embedding, patches
+from titans.layer.basic import dropout as residual_dropout
+from titans.layer.basic import embedding, layer_norm, patches
 
 
 class GPTEmbedding(nn.Module):
@@ -33,7 +34,7 @@ class GPTEmbedding(nn.Module):
         self.max_position_embeddings = max_position_embeddings
         self.word_embeddings = embedding(vocab_size, hidden_size, padding_idx=padding_idx, dtype=dtype)
         self.position_embeddings = embedding(max_position_embeddings, hidden_size, dtype=dtype)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = residual_dropout(dropout)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         self._check(input_ids)
@@ -66,6 +67,33 @@ class GPTEmbedding(nn.Module):
                 )
 
 
+class BertEmbedding(GPTEmbedding):
+    """Words, positions and the types of tokens (first or second sentence), then a layer norm and dropout."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        num_token_types: int = 2,
+        padding_idx: int | None = None,
+        dropout: float = 0.0,
+        layernorm_epsilon: float = 1e-12,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, max_position_embeddings, padding_idx, dropout, dtype)
+        self.token_type_embeddings = embedding(num_token_types, hidden_size, dtype=dtype)
+        self.norm = layer_norm(hidden_size, eps=layernorm_epsilon, dtype=dtype)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        self._check(input_ids)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)  # (seq,)
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(positions)  # the first type, for all rows
+        x = self.word_embeddings(input_ids) + self.position_embeddings(positions)  # (batch, seq, hidden)
+        return self.dropout(self.norm(x + self.token_type_embeddings(token_type_ids)))
+
+
 class ViTEmbedding(nn.Module):
     """The patches of an image as tokens, after a class token; each with its position, then dropout."""
 
@@ -79,25 +107,8 @@ class ViTEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if patch_size < 1 or img_size < patch_size or img_size % patch_size:
-            raise ValueError(
-                f"img_size={img_size} is not a multiple of patch_size={patch_size}; patches must cover the image"
-            )
-        self.in_chans, self.img_size = in_chans, img_size
-        tokens = (img_size // patch_size) ** 2 + 1
-        self.patch_embed = patches(in_chans, hidden_size, patch_size, dtype=dtype)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, hidden_size, dtype=dtype))
-        self.pos_embed = nn.Parameter(torch.empty(1, tokens, hidden_size, dtype=dtype))
-        nn.init.trunc_normal_(self.pos_embed, std=INIT_STD)
-        self.dropout = nn.Dropout(dropout)
+        self.patch_embed = patches(img_size, patch_size, in_chans, hidden_size, dtype=dtype)
+        self.dropout = residual_dropout(dropout)
 
     def forward(self, images: Tensor) -> Tensor:
-        expected = (self.in_chans, self.img_size, self.img_size)
-        if images.dim() != 4 or tuple(images.shape[1:]) != expected:
-            raise ValueError(
-                f"this ViT needs images of shape (batch, {', '.join(map(str, expected))}), got"
-                f" {tuple(images.shape)}; resize them, or build the model with their img_size and in_chans"
-            )
-        x = self.patch_embed(images).flatten(2).transpose(1, 2)  # (batch, patches, hidden)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)  # (batch, 1 + patches, hidden)
-        return self.dropout(x + self.pos_embed)
+        return self.dropout(self.patch_embed(images))  # (batch, 1 + patches, hidden)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from titans.layer.basic import INIT_STD, linear
+from titans.layer.basic import dropout as residual_dropout
 
 
 class TransformerMLP(nn.Module):
@@ -30,11 +31,16 @@ class TransformerMLP(nn.Module):
             raise ValueError(
                 f"mlp_ratio={mlp_ratio} leaves no features inside the MLP of hidden_size={hidden_size}"
             )
-        self.dense_1 = linear(hidden_size, inner_size, bias=bias, dtype=dtype)
+        self.dense_1 = linear(hidden_size, inner_size, role="expand", bias=bias, dtype=dtype)
         self.activation = activation
-        self.dense_2 = linear(inner_size, hidden_size, bias=bias, dtype=dtype, std=output_std)
-        self.dropout = nn.Dropout(dropout)
+        self.dense_2 = linear(
+            inner_size, hidden_size, role="contract", bias=bias, dtype=dtype, std=output_std
+        )
+        self.dropout = residual_dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.activation(self.dense_1(x))  # (batch, seq, mlp_ratio * hidden)
         return self.dropout(self.dense_2(x))  # (batch, seq, hidden)
+
+
+ViTMLP = TransformerMLP  # the two kinds of model share their MLP

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
+from colossalai.nn import partition_batch
+from colossalai.nn.modes import current
 from titans.layer.basic import layer_norm, residual_std
 from titans.layer.block import Checkpoint, GPTBlock
 from titans.layer.embedding import GPTEmbedding
@@ -27,7 +29,11 @@ class GPT(nn.Module):
     """A GPT language model; ``model(input_ids)`` returns logits of shape (batch, sequence, vocab_size).
 
     ``dtype`` is the type of the weights; ``checkpoint`` and ``activation_offload`` save memory (see
-    ``GPTBlock``); ``fuse_scale_mask_softmax`` insists on a fused attention kernel (see ``GPTSelfAttention``).
+    ``GPTBlock``); ``fuse_scale_mask_softmax`` insists on a fused attention kernel (see ``GPTSelfAttention``);
+    ``tied``: the head scores words by their embeddings.
+
+    Under tensor parallelism every rank of the model gets the whole batch, and the logits are this rank's part of the rows
+    and, for a large vocabulary, of the words; the losses of ``colossalai.nn`` and ``GPTLMLoss`` take them as they are.
     """
 
     def __init__(
@@ -50,10 +56,12 @@ class GPT(nn.Module):
         fuse_scale_mask_softmax: bool = False,
         checkpoint: Checkpoint = False,
         activation_offload: bool = False,
+        tied: bool = True,
     ) -> None:
         super().__init__()
         if depth < 1:
             raise ValueError(f"a GPT needs at least one block, got depth={depth}")
+        self.place = current()._asdict()
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.embed = GPTEmbedding(
@@ -84,7 +92,8 @@ class GPT(nn.Module):
             for _ in range(depth)
         )
         self.norm = layer_norm(hidden_size, eps=layernorm_epsilon, dtype=dtype)
-        self.head = GPTLMHead(hidden_size, vocab_size, weight=self.embed.word_embeddings.weight, dtype=dtype)
+        weight = self.embed.word_embeddings.weight if tied else None
+        self.head = GPTLMHead(hidden_size, vocab_size, weight=weight, dtype=dtype)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits (batch, sequence, vocab_size) for ``input_ids`` (batch, sequence).
@@ -95,15 +104,17 @@ class GPT(nn.Module):
         """
         position_ids = key_mask = None
         if attention_mask is not None:
-            key_mask = _as_key_mask(attention_mask, input_ids)  # (batch, 1, 1, seq)
+            key_mask = as_key_mask(attention_mask, input_ids)  # (batch, 1, 1, seq)
             position_ids = (key_mask[:, 0, 0].long().cumsum(dim=-1) - 1).clamp(min=0)  # (batch, seq)
-        x = self.embed(input_ids, position_ids)  # (batch, seq, hidden)
+            position_ids = partition_batch(position_ids, **self.place)
+            key_mask = partition_batch(key_mask, at="inner", **self.place)
+        x = self.embed(partition_batch(input_ids, **self.place), position_ids)  # (batch, seq, hidden)
         for block in self.blocks:
             x, _ = block(x, key_mask)
         return self.head(self.norm(x))  # (batch, seq, vocab)
 
 
-def _as_key_mask(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
+def as_key_mask(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
     if attention_mask.shape != input_ids.shape or attention_mask.is_floating_point():
         raise ValueError(
             "attention_mask must be a bool or integer tensor of the shape of input_ids, "

@@ -56,7 +56,7 @@ class ApexOptions:
     Attributes:
         enabled: ``False``: everything stays as it is.
         cast_model_outputs: the dtype of the model's outputs; by default fp32 where the model is cast, else as they are.
-        num_losses: one loss scale serves all losses, so only 1 makes sense.
+        num_losses: only 1: the gradients of all losses add up under one scale.
         verbosity: 0 for silence; 1 warns of skipped steps; 2 also logs every change of the loss scale.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
     """

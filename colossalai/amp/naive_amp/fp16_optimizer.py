@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,13 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.amp._compat import unscale_and_check
-from colossalai.amp.groups import group_of, maximum_over
+from colossalai.amp.groups import group_of, groups_of_pieces, maximum_over
 from colossalai.amp.master_weights import MasterWeights
 from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler
-from colossalai.amp.norm import model_sum, total_norm
 from colossalai.amp.scaled_optimizer import ScaledOptimizer
 from colossalai.context import ParallelMode
 from colossalai.logging import get_dist_logger
+from colossalai.mesh import Mesh, clip_grads, grad_zeros
 
 MASTERS_KEY = "master_weights"
 
@@ -35,11 +34,13 @@ class FP16Optimizer(ScaledOptimizer):
         verbose: log at construction how many masters there are.
         clip_grad_norm: clip gradients to this norm in every step; 0 for no clipping.
         dp_process_group: ranks with the same weights, by default those of ``ParallelMode.DATA`` in a launched job.
-        mp_process_group: ranks with other parts of the model, by default those of ``ParallelMode.MODEL``.
+        mp_process_group: ranks with other parts of the model, by default those of ``ParallelMode.MODEL``.  Both groups
+            decide together.  Without a mesh, the norm is taken over ``mp_process_group`` too.
         log_num_zeros_in_grad: count and log the zeros in the gradients in every step.
         master_weights: ``False``: step the half-precision weights themselves.
         master_values: fp32 values of weights that were rounded just before.
         report: warn of skipped steps.
+        mesh: the ranks that the parameters may be cut over, by default those of a launched job.
     """
 
     scaler: BaseGradScaler
@@ -57,6 +58,7 @@ class FP16Optimizer(ScaledOptimizer):
         master_weights: bool = True,
         master_values: Mapping[Tensor, Tensor] | None = None,
         report: bool = True,
+        mesh: Mesh | None = None,
     ) -> None:
         if not isinstance(grad_scaler, BaseGradScaler):
             raise TypeError(
@@ -68,7 +70,8 @@ class FP16Optimizer(ScaledOptimizer):
             )
         self._model_groups = group_of(ParallelMode.MODEL, mp_process_group)
         groups = group_of(ParallelMode.DATA, dp_process_group) + self._model_groups
-        super().__init__(optimizer, groups, report)
+        super().__init__(optimizer, groups, report, mesh)
+        self._groups += groups_of_pieces(self.parameters(), self.mesh, groups)
         self.scaler = grad_scaler
         self.masters = MasterWeights(optimizer, master_values) if master_weights else None
         self.grad_norm: Tensor | None = None
@@ -78,7 +81,7 @@ class FP16Optimizer(ScaledOptimizer):
         if verbose:
             get_dist_logger("colossalai.amp").info(
                 f"{type(self).__name__}: {len(self.masters.weights()) if self.masters else 0} master weights of"
-                f" {len(self.parameters())} parameters, loss scale {self.loss_scale:g}, {len(groups)} groups decide"
+                f" {len(self.parameters())} parameters, loss scale {self.loss_scale:g}, {len(self._groups)} groups decide"
                 " together",
                 ranks=[0],
             )
@@ -136,12 +139,18 @@ class FP16Optimizer(ScaledOptimizer):
     ) -> Tensor:
         """Clip to a norm that is taken over the parts of the model on all ranks; returns the norm before."""
         self.unscale_grad()
-        params = [p for p in self.parameters() if p.grad is not None]
-        norm = total_norm(params, self._model_groups, norm_type, self._found_inf.device)
-        if error_if_nonfinite and not math.isfinite(norm.item()):
-            raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-        return norm
+        return clip_grads(
+            self.parameters(),
+            max_norm,
+            self.mesh,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            others=self._other_parts(),
+        )
+
+    def _other_parts(self) -> list[dist.ProcessGroup]:
+        """Groups whose ranks hold other parameters; on a mesh, the parameters themselves say where they lie."""
+        return self._model_groups if self.mesh is None else []
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
@@ -182,8 +191,7 @@ class FP16Optimizer(ScaledOptimizer):
             master.grad = None
 
     def _log_zeros(self) -> None:
-        zeros = [(p, torch.eq(p.grad, 0).sum()) for p in self.parameters() if p.grad is not None]
-        self.num_zeros_in_grad = round(model_sum(zeros, self._model_groups, self._found_inf.device).item())
+        self.num_zeros_in_grad = grad_zeros(self.parameters(), self.mesh, others=self._other_parts())
         get_dist_logger("colossalai.amp").info(
             f"number of zeros in the gradients: {self.num_zeros_in_grad}", ranks=[0]
         )

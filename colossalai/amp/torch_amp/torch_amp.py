@@ -9,20 +9,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colossalai.amp.autocast import AutocastModel, Criterion, autocast_criterion, device_type_of
+from colossalai.amp.groups import groups_of_pieces
 from colossalai.amp.scaled_optimizer import ScaledOptimizer
 from colossalai.amp.torch_amp._grad_scaler import GradScaler
+from colossalai.mesh import Mesh
 
 
 class TorchAMPOptimizer(ScaledOptimizer):
     """An optimizer with a ``GradScaler``: the given one, or one made with ``options``.
 
     Under data parallelism the averaged gradients are the same on every rank, and so is the decision to skip; ranks with
-    different parts of the model decide together (see ``GradScaler``).
+    different parts of the model, or pieces of its parameters, decide together (see ``GradScaler``).
+
+    Args:
+        mesh: the ranks that the parameters may be cut over, by default those of a launched job.
     """
 
     scaler: GradScaler
 
-    def __init__(self, optim: Optimizer, scaler: GradScaler | None = None, **options: Any) -> None:
+    def __init__(
+        self, optim: Optimizer, scaler: GradScaler | None = None, *, mesh: Mesh | None = None, **options: Any
+    ) -> None:
         if scaler is None:
             device = next((p.device.type for group in optim.param_groups for p in group["params"]), None)
             scaler = GradScaler(**{"device": device, **options})
@@ -30,7 +37,9 @@ class TorchAMPOptimizer(ScaledOptimizer):
             raise TypeError(
                 f"TorchAMPOptimizer takes a scaler or options to make one, got both: {', '.join(options)}"
             )
-        super().__init__(optim, scaler.groups)
+        super().__init__(optim, scaler.groups, mesh=mesh)
+        scaler.groups += groups_of_pieces(self.parameters(), self.mesh, scaler.groups)
+        self._groups = scaler.groups
         self.scaler = scaler
 
     @property

@@ -26,6 +26,7 @@ from colossalai.booster.plugin.fsdp_units import Policy, check_policy, find_unit
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
 from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.mesh.norm import own_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,67 +73,22 @@ class TorchFSDPModel(ModelWrapper):
 
 
 class TorchFSDPOptimizer(OptimizerWrapper):
-    """An optimizer whose gradients are cut over ``group``; it may be wrapped by a mixed precision already."""
+    """An optimizer of parameters that are ``DTensor``; it may be wrapped by a mixed precision already."""
 
-    def __init__(
-        self, optim: Optimizer, model: TorchFSDPModel, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
+    def __init__(self, optim: Optimizer, model: TorchFSDPModel) -> None:
         super().__init__(optim)
-        self._model, self._group, self._device = model, group, device
+        self._model = model
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         self._model.reshard()  # what is gathered would not change with the parts
         return self.optim.step(*args, **kwargs)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if isinstance(self.optim, OptimizerWrapper):
-            self.optim.backward(loss, *args, **kwargs)
-        else:
-            super().backward(loss, *args, **kwargs)
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        return self.optim.scale_loss(loss) if isinstance(self.optim, OptimizerWrapper) else loss
-
-    def unscale_grad(self) -> None:
-        if isinstance(self.optim, OptimizerWrapper):
-            self.optim.unscale_grad()
-
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
         self.unscale_grad()
-        for grad in self._own_gradients():
-            grad.clamp_(-clip_value, clip_value)
-
-    @torch.no_grad()
-    def clip_grad_by_norm(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        self.unscale_grad()
-        grads = self._own_gradients()
-        norm = self._norm(grads, float(norm_type))
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"the norm of all gradients is {norm.item()}, so they cannot be clipped; pass"
-                " error_if_nonfinite=False to clip nevertheless"
-            )
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor.to(grad.device))
-        return norm
-
-    def _own_gradients(self) -> list[Tensor]:
-        """This rank's part of every gradient."""
-        grads: list[Any] = [p.grad for p in self.parameters() if p.grad is not None]
-        return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
-
-    def _norm(self, grads: list[Tensor], p: float) -> Tensor:
-        """The ``p``-norm over the parts of all ranks.  A rank may hold nothing of a small tensor."""
-        norms = [torch.linalg.vector_norm(grad, p, dtype=torch.float32) for grad in grads if grad.numel()]
-        own = torch.stack([norm.to(self._device) for norm in norms or [torch.zeros(())]])
-        # one number per rank, joined by torch: a reduction by the backend may lose a NaN
-        parts = [own.new_empty(()) for _ in range(self._group.size())]
-        dist.all_gather(parts, torch.linalg.vector_norm(own, p), group=self._group)
-        return torch.linalg.vector_norm(torch.stack(parts), p)
+        for p in self.parameters():
+            if p.grad is not None:
+                own_part(p.grad).clamp_(-clip_value, clip_value)
 
 
 class TorchFSDPPlugin(DPPluginBase):
@@ -234,7 +190,7 @@ class TorchFSDPPlugin(DPPluginBase):
         boosted = TorchFSDPModel(model, [*units, module])
         if raw is not None and optimizer is not None:
             _point_to(raw, {old: new for old, new in _pairs(before, module) if old is not new})
-            optimizer = TorchFSDPOptimizer(optimizer, boosted, mesh.get_group(mesh.ndim - 1), device)
+            optimizer = TorchFSDPOptimizer(optimizer, boosted)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -12,7 +12,13 @@ from colossalai.nn.layer.batch import (
     split_tensor_3d,
 )
 from colossalai.nn.layer.classifier import Classifier, VocabParallelClassifier
-from colossalai.nn.layer.dropout import Dropout, DropPath, plan_independent_dropout
+from colossalai.nn.layer.dropout import (
+    Dropout,
+    DropPath,
+    WrappedDropout,
+    WrappedDropPath,
+    plan_independent_dropout,
+)
 from colossalai.nn.layer.embedding import Embedding, VocabParallelEmbedding
 from colossalai.nn.layer.linear import Linear
 from colossalai.nn.layer.named import (
@@ -54,6 +60,7 @@ from colossalai.nn.layer.named import (
 )
 from colossalai.nn.layer.normalization import LayerNorm, RMSNorm
 from colossalai.nn.layer.patch import PatchEmbedding
+from colossalai.nn.layer.stream import first_token, local_heads, to_hidden
 from colossalai.nn.layer.utils import (
     ACT2FN,
     CheckpointModule,
@@ -113,8 +120,12 @@ __all__ = [
     "VocabParallelEmbedding2D",
     "VocabParallelEmbedding2p5D",
     "VocabParallelEmbedding3D",
+    "WrappedDropPath",
+    "WrappedDropout",
     "divide",
+    "first_token",
     "get_tensor_parallel_mode",
+    "local_heads",
     "partition_batch",
     "plan_independent_dropout",
     "reduce_by_batch_2d",
@@ -127,4 +138,5 @@ __all__ = [
     "split_batch_3d",
     "split_tensor_3d",
     "to_2tuple",
+    "to_hidden",
 ]

@@ -46,7 +46,7 @@ class ParallelLayer(nn.Module):
 
     def __init__(self, tp: TensorParallel | None = None, mesh: Mesh | None = None) -> None:
         super().__init__()
-        self.tp, self._mesh = self._resolve(tp, mesh)
+        self.tp, self._mesh = resolve(self, self.mode, tp, mesh)
         self.plain = self._mesh is None or self.tp.size == 1
         """Whether there is nothing to cut, so that torch's own function does."""
 
@@ -54,29 +54,6 @@ class ParallelLayer(nn.Module):
     def mesh(self) -> Mesh:
         assert self._mesh is not None, "a plain layer asks for no mesh"
         return self._mesh
-
-    def _resolve(self, tp: TensorParallel | None, mesh: Mesh | None) -> tuple[TensorParallel, Mesh | None]:
-        who = type(self).__name__
-        if self.mode is None:
-            return mode_serial(), None
-        launched = current()
-        row, mesh = (launched.tp if tp is None else tp), (launched.mesh if mesh is None else mesh)
-        if self.mode not in (FOLLOW_CONFIG, row.mode):
-            raise ValueError(
-                f"{who} needs the tensor mode {self.mode!r}, but the mode is {row.mode!r}; launch with "
-                f"parallel=dict(tensor=dict(size=..., mode={self.mode!r})), or use the class of colossalai.nn without a "
-                "suffix, which follows the config"
-            )
-        if row.size > 1 and mesh is None:
-            raise ValueError(
-                f"{who} is cut into {row.size} pieces and needs a mesh: launch first, or pass mesh="
-            )
-        for axis, size in row.axes.items():
-            if mesh is not None and mesh.size.get(axis, 1) != size:
-                raise ValueError(
-                    f"{who}: the mode has axis {axis!r} of size {size}, the mesh has {mesh.size.get(axis)}"
-                )
-        return row, mesh
 
     def _require_hidden(self) -> None:
         """Refuse to be built where the stream is between an expanding and a contracting linear."""
@@ -132,7 +109,9 @@ class ParallelLayer(nn.Module):
     def _device(self) -> torch.device:
         default = torch.get_default_device()
         # The documents build a model and feed it from the current device, without moving it there.
-        return get_current_device() if default.type == "cpu" and not self.plain else default
+        if default.type == "cpu" and not self.plain and self.mesh.device_type == "cuda":
+            return get_current_device()
+        return default
 
     def _load(self, param: nn.Parameter, whole: Tensor) -> None:
         """Write this rank's piece of a tensor of the serial model."""
@@ -171,6 +150,31 @@ class ParallelLayer(nn.Module):
                 value = serial_form(unshard(value, placement(p), self.mesh, tuple(full_shape(p))), p)
             whole[name] = value.clone(memory_format=torch.contiguous_format)
         return whole
+
+
+def resolve(
+    layer: object, mode: str | None, tp: TensorParallel | None, mesh: Mesh | None
+) -> tuple[TensorParallel, Mesh | None]:
+    """The mode and mesh that ``layer`` lives on: those given, or else those of the launch; it may insist on a mode."""
+    who = type(layer).__name__
+    if mode is None:
+        return mode_serial(), None
+    launched = current()
+    row, mesh = (launched.tp if tp is None else tp), (launched.mesh if mesh is None else mesh)
+    if mode not in (FOLLOW_CONFIG, row.mode):
+        raise ValueError(
+            f"{who} needs the tensor mode {mode!r}, but the mode is {row.mode!r}; launch with "
+            f"parallel=dict(tensor=dict(size=..., mode={mode!r})), or use the class of colossalai.nn without a suffix, "
+            "which follows the config"
+        )
+    if row.size > 1 and mesh is None:
+        raise ValueError(f"{who} is cut into {row.size} pieces and needs a mesh: launch first, or pass mesh=")
+    for axis, size in row.axes.items():
+        if mesh is not None and mesh.size.get(axis, 1) != size:
+            raise ValueError(
+                f"{who}: the mode has axis {axis!r} of size {size}, the mesh has {mesh.size.get(axis)}"
+            )
+    return row, mesh
 
 
 def mark(param: nn.Parameter, parts: int) -> None:

@@ -14,18 +14,24 @@ from torch.utils._pytree import tree_map
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import Axes, Layout, Mesh, redistribute
-from colossalai.nn.modes import TensorParallel, current
+from colossalai.nn.modes import TensorParallel, Where, current
 
 T = TypeVar("T")
 
 
-def partition_batch(input_: T, *, tp: TensorParallel | None = None, mesh: Mesh | None = None) -> T:
-    """This rank's rows of ``input_``, a tensor or a nest of lists, tuples and dicts of tensors."""
+def partition_batch(
+    input_: T, *, at: Where = "hidden", tp: TensorParallel | None = None, mesh: Mesh | None = None
+) -> T:
+    """This rank's rows of ``input_``, a tensor or a nest of lists, tuples and dicts of tensors.
+
+    ``at="inner"`` gives the rows that this rank has between an expanding and a contracting Linear, where attention runs;
+    in 3D these are others.
+    """
     launched = current()
     tp, mesh = tp or launched.tp, mesh or launched.mesh
     if mesh is None or tp.size == 1:
         return input_
-    axes, where = tp.hidden.dims[0], mesh
+    axes, where = tp.rest(at).dims[0], mesh
 
     def cut(value: Any) -> Any:
         return split_rows(value, axes, where, 0) if isinstance(value, Tensor) else value

@@ -8,25 +8,32 @@ plan, the serial model included, the same masks; this is slower and for comparin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossalai.context import ParallelMode
 from colossalai.context.random import get_seeds, seed
 from colossalai.mesh import Layout, Mesh, RandomStream, dropout_mask
-from colossalai.nn.init import new_key
 from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.modes import TensorParallel, Where, at_rank, stream_position
+from colossalai.utils import register_random_state
 
 _exact: list[RandomStream] = []
+# the stream of this launch's seed, for what ranks with different pieces must agree on
+_launched: dict[int, RandomStream] = {}
 
 
 @contextmanager
 def plan_independent_dropout(seed: int) -> Iterator[RandomStream]:
-    """Draw the same masks under every plan: each dropout takes the next key of one counted stream."""
+    """Draw the same masks under every plan: each dropout takes the next key of one counted stream.
+
+    The backward pass may run outside: a checkpointed function goes back into the block that it ran in.
+    """
+    _remember_in_checkpoints()
     _exact.append(RandomStream(seed, "dropout"))
     try:
         yield _exact[-1]
@@ -34,9 +41,22 @@ def plan_independent_dropout(seed: int) -> Iterator[RandomStream]:
         _exact.pop()
 
 
+@functools.cache
+def _remember_in_checkpoints() -> None:
+    def back_to(streams: list[RandomStream]) -> None:
+        _exact[:] = streams
+
+    register_random_state(_exact.copy, back_to)
+
+
 def exact_stream() -> RandomStream | None:
     """The stream of the innermost ``plan_independent_dropout``, if there is one."""
     return _exact[-1] if _exact else None
+
+
+def _launched_stream() -> RandomStream:
+    seed = get_seeds().get(ParallelMode.DATA, 0)
+    return _launched.setdefault(seed, RandomStream(seed, "drop path"))
 
 
 class Dropout(ParallelLayer):
@@ -71,16 +91,34 @@ class Dropout(ParallelLayer):
             if self.plain:
                 return stream.dropout(x, self.p)
             return stream.dropout(x, self.p, self.mesh, self._at(x.ndim))
+        with self.own_stream():
+            return F.dropout(x, self.p, True, self.inplace)
+
+    def own_stream(self) -> AbstractContextManager[None]:
+        """Draw from the stream that belongs to where the input lies: alike on ranks that hold the same of it."""
         if self.plain or not self.layout.sharded or not get_seeds():
-            return F.dropout(x, self.p, True, self.inplace)
-        with seed(ParallelMode.TENSOR):
-            return F.dropout(x, self.p, True, self.inplace)
+            return nullcontext()
+        return seed(ParallelMode.TENSOR)
 
     def _at(self, ndim: int) -> Layout:
         return self.layout if len(self.layout.dims) == ndim else at_rank(self.layout, ndim)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, inplace={self.inplace}"
+
+
+class WrappedDropout(nn.Module):
+    """``torch.nn.Dropout`` that draws from the stream of one parallel mode; with None from the current one."""
+
+    def __init__(self, p: float = 0.5, inplace: bool = False, mode: ParallelMode | None = None) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"WrappedDropout: p is a probability, got {p}")
+        self.p, self.inplace, self.mode = p, inplace, mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        with nullcontext() if self.mode is None else seed(self.mode):
+            return F.dropout(x, self.p, self.training, self.inplace)
 
 
 class DropPath(ParallelLayer):
@@ -100,8 +138,6 @@ class DropPath(ParallelLayer):
         self.drop_prob = drop_prob or 0.0
         if not 0 <= self.drop_prob < 1:
             raise ValueError(f"drop_path must be at least 0 and less than 1, got {drop_prob}")
-        # seeded from the generator that all ranks share, also where it is not needed: then plans stay in step
-        self._stream = RandomStream(new_key() if self.drop_prob else 0, "drop path")
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.drop_prob == 0:
@@ -113,10 +149,24 @@ class DropPath(ParallelLayer):
         stream = exact_stream()
         if stream is None and self.plain:
             return x.new_empty(len(x)).bernoulli_(1 - self.drop_prob)
-        key = (stream or self._stream).next_key()
+        key = (stream or _launched_stream()).next_key()
         batch, mesh = Layout((self.tp.hidden.dims[0],)), None if self.plain else self.mesh
         samples = len(x) if mesh is None else len(x) * mesh.group_size(*batch.dims[0])
         return dropout_mask(key, self.drop_prob, (samples,), batch, mesh, x.device).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"drop_prob={self.drop_prob}"
+
+
+class WrappedDropPath(DropPath):
+    """``DropPath`` that draws from the stream of one parallel mode; with None as ``DropPath`` does."""
+
+    def __init__(self, p: float = 0.0, mode: ParallelMode | None = None) -> None:
+        super().__init__(p)
+        self.seed_mode = mode
+
+    def _kept(self, x: Tensor) -> Tensor:
+        if self.seed_mode is None:
+            return super()._kept(x)
+        with seed(self.seed_mode):
+            return x.new_empty(len(x)).bernoulli_(1 - self.drop_prob)

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from colossalai.mesh import Mesh
+from colossalai.mesh import Mesh, move
+from colossalai.mesh.movement import start_move
 from colossalai.nn import init
 from colossalai.nn.layer.base import Fill
 from colossalai.nn.layer.classifier import Classifier, VocabParallelClassifier, WholeClassifier
@@ -61,7 +64,11 @@ class Linear1D_Col(Linear1D):
 
 
 class Linear1D_Row(Linear):
-    """Row-parallel: each rank has some of the inputs, and the outputs are summed."""
+    """Row-parallel: each rank has some of the inputs, and the outputs are summed.
+
+    ``stream_chunk_num``: without gradients, the outputs are computed in so many parts, and the sum of one travels while the
+    next is computed.
+    """
 
     mode = "1d"
 
@@ -75,6 +82,7 @@ class Linear1D_Row(Linear):
         skip_bias_add: bool = False,
         weight_initializer: Fill | None = init.WEIGHT,
         bias_initializer: Fill | None = init.BIAS,
+        stream_chunk_num: int = 1,
         *,
         tp: TensorParallel | None = None,
         mesh: Mesh | None = None,
@@ -92,6 +100,23 @@ class Linear1D_Row(Linear):
             tp=tp,
             mesh=mesh,
         )
+        if stream_chunk_num < 1:
+            raise ValueError(f"Linear1D_Row: stream_chunk_num is at least 1, got {stream_chunk_num}")
+        self.stream_chunk_num = stream_chunk_num
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        if self.plain or self.stream_chunk_num == 1 or torch.is_grad_enabled():
+            return super().forward(x)
+        plan = self._plans.get(x.ndim) or self._new_plan(x.ndim)
+        x = move(x, plan.x, plan.x_use, self.mesh)
+        under_way = [
+            start_move(F.linear(x, rows), plan.y_use, plan.y, self.mesh)
+            for rows in self.weight.chunk(self.stream_chunk_num)
+        ]
+        y = torch.cat([finish() for finish in under_way], -1)
+        if self.skip_bias_add:
+            return y, self.bias
+        return y if self.bias is None else y + self.bias
 
 
 class Linear2D(Linear):

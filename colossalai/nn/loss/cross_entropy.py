@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.mesh import Layout, Mesh, redistribute
-from colossalai.nn.layer.base import FOLLOW_CONFIG
+from colossalai.nn.layer.base import FOLLOW_CONFIG, resolve
 from colossalai.nn.layer.batch import split_rows
 from colossalai.nn.logits import Logits, find_logits
 from colossalai.nn.loss.row_loss import Classes, row_losses
-from colossalai.nn.modes import TensorParallel, current
+from colossalai.nn.modes import TensorParallel
 from colossalai.registry import LOSSES
-
-_REDUCTIONS = {True: "mean", False: "none"}
 
 
 @LOSSES.register_module
@@ -46,15 +44,17 @@ class CrossEntropyLoss(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        kwargs["reduction"] = _REDUCTIONS[reduction]
+        if not isinstance(reduction, bool):
+            raise TypeError(f"reduction is True (the mean) or False (each sample), got {reduction!r}")
+        kwargs["reduction"] = "mean" if reduction else "none"
         self.loss = nn.CrossEntropyLoss(*args, **kwargs)
         self.num_classes = num_classes
         self.vocab_parallel = self.cut if vocab_parallel is None else vocab_parallel
-        self._given = tp, mesh
+        self.tp, self.mesh = resolve(self, self.mode, tp, mesh)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        tp, mesh = self._world()
-        if mesh is None or tp.size == 1:
+        mesh = self.mesh
+        if mesh is None or self.tp.size == 1:
             return self._plain(logits, targets)
         if self.loss.weight is not None or targets.is_floating_point():
             raise ValueError(
@@ -72,16 +72,6 @@ class CrossEntropyLoss(nn.Module):
             self.loss.label_smoothing,
             self.loss.reduction,
         )
-
-    def _world(self) -> tuple[TensorParallel, Mesh | None]:
-        launched = current()
-        tp, mesh = self._given[0] or launched.tp, self._given[1] or launched.mesh
-        if self.mode not in (FOLLOW_CONFIG, tp.mode):
-            raise ValueError(
-                f"{type(self).__name__} needs the tensor mode {self.mode!r}, but the mode is {tp.mode!r}; "
-                "use CrossEntropyLoss, which follows the config"
-            )
-        return tp, mesh
 
     def _plain(self, logits: Tensor, targets: Tensor) -> Tensor:
         if logits.ndim > 2 and logits.shape[:-1] == targets.shape:

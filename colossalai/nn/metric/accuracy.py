@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.mesh import Mesh, collectives, local_range
-from colossalai.nn.layer.base import FOLLOW_CONFIG
+from colossalai.nn.layer.base import FOLLOW_CONFIG, resolve
 from colossalai.nn.logits import Logits, find_logits
 from colossalai.nn.loss.cross_entropy import local_rows
-from colossalai.nn.modes import TensorParallel, current
+from colossalai.nn.modes import TensorParallel
 
 
 def calc_acc(logits: Tensor, targets: Tensor) -> Tensor:
@@ -45,18 +45,12 @@ class Accuracy(nn.Module):
     ) -> None:
         super().__init__()
         self.num_classes = num_classes
-        self._given = tp, mesh
+        self.tp, self.mesh = resolve(self, self.mode, tp, mesh)
 
     @torch.no_grad()
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        launched = current()
-        tp, mesh = self._given[0] or launched.tp, self._given[1] or launched.mesh
-        if self.mode not in (FOLLOW_CONFIG, tp.mode):
-            raise ValueError(
-                f"{type(self).__name__} needs the tensor mode {self.mode!r}, but the mode is {tp.mode!r}; "
-                "use Accuracy, which follows the config"
-            )
-        if mesh is None or tp.size == 1:
+        mesh = self.mesh
+        if mesh is None or self.tp.size == 1:
             return calc_acc(logits, targets)
         place = find_logits(mesh, logits.size(-1), classes=self.num_classes)
         targets = local_rows(logits, targets, place.layout, mesh)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai.kernel import private
 from colossalai.kernel.split import join, tail_of
+from colossalai.mesh import placement
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, torch.float64, *HALVES)
@@ -43,21 +45,17 @@ class Bucket:
     tails: list[Tensor] = field(default_factory=list)
     states: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """A parameter ("weight"), its gradient ("grad"), and its tensors in the optimizer's state, by name."""
-        states = dict(tensors)
-        weight, grad = states.pop("weight"), states.pop("grad")
-        if "master" in states:
+    def add(self, weight: Tensor, grad: Tensor, master: Tensor | None, tail: Tensor | None) -> None:
+        """A parameter without its states."""
+        if master is not None:
             self.halves.append(weight)
-            weight = states.pop("master")
-        if "tail" in states:
-            self.tails.append(states.pop("tail"))
-        if grad.stride() != weight.stride():
+            weight = master
+        if tail is not None:
+            self.tails.append(tail)
+        if not (grad.is_contiguous() and weight.is_contiguous()) and grad.stride() != weight.stride():
             grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
         self.weights.append(weight)
         self.grads.append(grad)
-        for name, state in states.items():
-            self.states[name].append(state)
 
 
 class MultiTensorOptimizer(Optimizer):
@@ -111,29 +109,42 @@ class MultiTensorOptimizer(Optimizer):
 
     def buckets(self, group: dict[str, Any]) -> Iterable[Bucket]:
         """The parameters of ``group`` that have a gradient; their number of steps goes up by one."""
+        # This runs for every parameter in every step, while a GPU may be waiting: no call is made without need.
         names = self.state_names(group)
-        needed = {"step", *names}
+        parameters = [p for p in group["params"] if p.grad is not None]
+        states = [self._ready_state(p, names) for p in parameters]
+        if not parameters:
+            return []
+        counters = [state["step"] for state in states]
+        private.add_(counters, 1)
         found: dict[tuple[Any, ...], Bucket] = {}
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            if not needed <= state.keys():
-                self.start(parameter, state, [name for name in ("step", *names) if name not in state])
-            tensors = {"weight": parameter, "grad": parameter.grad}
-            tensors |= {name: state[name] for name in names}
-            if parameter.dtype in HALVES:
-                self.follow(parameter, state)
-                name = self.extra(parameter)
-                tensors[name] = state[name]
-            step = int(state["step"].add_(1))
-            if type(parameter) is not torch.nn.Parameter:
-                tensors = {name: local(tensor) for name, tensor in tensors.items()}
-            key = (parameter.device, parameter.dtype, parameter.grad.dtype, step)
-            if key not in found:
-                found[key] = Bucket(step)
-            found[key].add(tensors)
+        for parameter, state, step in zip(parameters, states, torch.stack(counters).tolist(), strict=True):
+            grad, dtype = parameter.grad, parameter.dtype
+            part = local if type(parameter) is not torch.nn.Parameter else _itself
+            key = (step, dtype, grad.dtype, parameter.device)
+            bucket = found.get(key)
+            if bucket is None:
+                bucket = found[key] = Bucket(int(step))
+            master = tail = None
+            if dtype in HALVES:
+                if self.extra(parameter) == "tail":
+                    tail = part(state["tail"])
+                else:
+                    master = part(state["master"])
+            bucket.add(part(parameter), part(grad), master, tail)
+            for name in names:
+                bucket.states[name].append(part(state[name]))
         return found.values()
+
+    def _ready_state(self, parameter: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
+        """The state of a parameter that is about to be updated."""
+        state: dict[str, Any] = self.state[parameter]
+        missing = [name for name in ("step", *names) if name not in state]
+        if missing:
+            self.start(parameter, state, missing)
+        if parameter.dtype in HALVES:
+            self.follow(parameter, state)
+        return state
 
     def start(self, parameter: Tensor, state: dict[str, Any], names: Iterable[str]) -> None:
         """The entries ``names`` of a parameter's state, before its first step."""
@@ -193,7 +204,8 @@ class MultiTensorOptimizer(Optimizer):
             )
         if not self.elementwise and is_cut(parameter):
             raise RuntimeError(
-                f"{who} needs the norm of whole parameters; the parameter of shape {shape} is cut over ranks (DTensor)"
+                f"{who} needs the norm of whole parameters; the parameter of shape {shape} is cut over ranks (DTensor or"
+                " tensor parallelism). Use an optimizer that works element by element, such as HybridAdam"
             )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -260,13 +272,22 @@ def wide(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in HALVES else parameter.dtype
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local")  # its class is expensive to import
+
+
 def is_cut(tensor: Tensor) -> bool:
-    return hasattr(tensor, "to_local")  # a DTensor, whose class is expensive to import
+    """Whether other ranks hold other parts of the same tensor."""
+    return is_dtensor(tensor) or bool(placement(tensor).sharded)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor; it shares memory with it."""
-    return tensor.to_local() if is_cut(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def check_rates(owner: Optimizer, **limits: tuple[float, float, float]) -> None:

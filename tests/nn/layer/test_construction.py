@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import colossalai
 import colossalai.nn as col_nn
+from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.mesh import Mesh, full_shape, placement
+from colossalai.mesh import Mesh, collectives, count_communication, full_shape, placement
 from colossalai.nn.modes import mode_1d, mode_2d, mode_3d, set_stream_position, stream_position
 from colossalai.testing import fake_world, spawn
 from tests.nn.layer.world import close, compare, start, whole
@@ -38,7 +39,7 @@ DOCUMENTED = {
     "Linear": [*LINEAR, WI, BI],
     "Linear1D": [*LINEAR, "gather_output", "skip_bias_add", WI, BI],
     "Linear1D_Col": [*LINEAR, "gather_output", "skip_bias_add", WI, BI],
-    "Linear1D_Row": [*LINEAR, "parallel_input", "skip_bias_add", WI, BI],
+    "Linear1D_Row": [*LINEAR, "parallel_input", "skip_bias_add", WI, BI, "stream_chunk_num"],
     **{f"Linear{s}": [*LINEAR, "skip_bias_add", WI, BI] for s in ("2D", "2p5D", "3D")},
     "Classifier": [*CLASSIFIER, "vocab_parallel_limit"],
     "Embedding": [*EMBEDDING, "vocab_parallel_limit"],
@@ -135,6 +136,12 @@ def test_other_wrong_arguments() -> None:
         ValueError, match=r"a tied weight is a parameter .* = \(9, 4\), got a Parameter of shape"
     ):
         col_nn.Classifier(4, 9, weight=nn.Parameter(torch.zeros(8, 4)))
+    with pytest.raises(ValueError, match="WrappedDropout: p is a probability, got -1"):
+        col_nn.WrappedDropout(-1)
+    with pytest.raises(
+        TypeError, match=r"reduction is True \(the mean\) or False \(each sample\), got 'mean'"
+    ):
+        col_nn.CrossEntropyLoss("mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="7 is not divisible by 2"):
         col_nn.divide(7, 2)
     with pytest.raises(TypeError, match="must define _forward"):
@@ -149,7 +156,11 @@ def test_roles_alternate_and_an_odd_count_is_loud() -> None:
         here = {"tp": tp, "mesh": mesh}
         assert [col_nn.Linear(4, 4, **here).role for _ in range(4)] == ["expand", "contract"] * 2
         assert col_nn.Linear(4, 4, role="contract", **here).role == "contract"
+        with pytest.raises(ValueError, match="stream_chunk_num is at least 1, got 0"):
+            col_nn.Linear1D_Row(4, 4, stream_chunk_num=0, **here)
         assert stream_position(mesh) == "hidden"  # a role that is given does not move the cursor
+        assert col_nn.Linear1D(4, 4, gather_output=True, **here).role == "expand"
+        assert stream_position(mesh) == "hidden"  # whole features are 1D's hidden layout
         col_nn.Linear(4, 4, **here)
         assert col_nn.Dropout(0.1, **here).layout == tp.inner
         for build in (lambda: col_nn.LayerNorm(4, **here), lambda: col_nn.Embedding(4, 4, **here)):
@@ -267,3 +278,40 @@ def _same_bits(rank: int, world_size: int, port: int) -> None:
 
 def test_initial_values_do_not_depend_on_the_config() -> None:
     spawn(_same_bits, 4)
+
+
+def _streams(rank: int, world_size: int, port: int) -> None:
+    colossalai.launch(
+        {"parallel": {"tensor": {"size": 2, "mode": "1d"}}},
+        rank,
+        world_size,
+        "127.0.0.1",
+        port,
+        "gloo",
+        verbose=False,
+    )
+    torch.manual_seed(0)
+    row = col_nn.Linear1D_Row(8, 6, stream_chunk_num=4)
+    x = torch.randn(3, 5, 4)
+    with count_communication() as log, torch.no_grad():
+        y = row(x)
+    assert log.calls("all_reduce") == 3  # 6 outputs in parts of 2
+    torch.testing.assert_close(y, row(x).detach())
+    # masks: alike where the tensor is whole, different where it is cut
+    ones = torch.ones(50)
+    alike = col_nn.Dropout(0.5, at="hidden"), col_nn.WrappedDropout(0.5, mode=ParallelMode.DATA)
+    other = col_nn.Dropout(0.5, at="inner"), col_nn.WrappedDropout(0.5, mode=ParallelMode.TENSOR)
+    for layers, expected in ((alike, True), (other, False)):
+        for layer in layers:
+            masks = collectives.all_gather(layer(ones), gpc.mesh, "tp", 0).view(2, 50)
+            assert torch.equal(masks[0], masks[1]) == expected, layer
+    path = col_nn.WrappedDropPath(0.5, mode=ParallelMode.TENSOR)
+    paths = collectives.all_gather(path(torch.ones(50, 1)), gpc.mesh, "tp", 0).view(2, 50)
+    assert not torch.equal(paths[0], paths[1])
+    paths = collectives.all_gather(col_nn.DropPath(0.5)(torch.ones(50, 1)), gpc.mesh, "tp", 0).view(2, 50)
+    assert torch.equal(paths[0], paths[1])
+    assert 0 < int((paths[0] == 0).sum()) < 50
+
+
+def test_random_streams_and_streamed_rows() -> None:
+    spawn(_streams, 2)

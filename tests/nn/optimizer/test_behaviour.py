@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from colossalai.booster import Booster
+from colossalai.mesh import Layout, place
 from colossalai.nn import Lamb
 from colossalai.nn import optimizer as optim
 from colossalai.nn.lr_scheduler import CosineAnnealingLR
@@ -374,6 +375,15 @@ def _cut(rank: int, world_size: int, port: int) -> None:
 
 def test_parameters_cut_over_ranks() -> None:
     spawn(_cut, 2)
+
+
+def test_norms_of_tensor_parallel_parameters_are_refused() -> None:
+    part = nn.Parameter(torch.ones(2, 4))
+    place(part, Layout((("tp",), ())), (4, 4))
+    part.grad = torch.ones_like(part)
+    with pytest.raises(RuntimeError, match=r"Lamb needs the norm .*cut over ranks .* such as HybridAdam"):
+        _make("Lamb", [part]).step()
+    _make("HybridAdam", [part]).step()
 
 
 @pytest.mark.gpu

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
+from colossalai.nn import Classifier, Linear, PatchEmbedding, init, partition_batch
+from colossalai.nn.modes import current
 from titans.layer.basic import layer_norm
 from titans.layer.block import Checkpoint, ViTBlock
 from titans.layer.embedding import ViTEmbedding
@@ -58,6 +60,7 @@ class VisionTransformer(nn.Module):
             )
         if init_method not in INIT_METHODS:
             raise ValueError(f"init_method must be one of {', '.join(INIT_METHODS)}, got {init_method!r}")
+        self.place = current()._asdict()
         self.num_classes = num_classes
         self.embed = ViTEmbedding(img_size, patch_size, in_chans, hidden_size, dropout=dropout, dtype=dtype)
         self.blocks = nn.ModuleList(
@@ -82,7 +85,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (batch, num_classes) for ``images`` (batch, in_chans, img_size, img_size)."""
-        x = self.embed(images)  # (batch, 1 + patches, hidden)
+        x = self.embed(partition_batch(images, **self.place))  # (batch, 1 + patches, hidden)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -90,21 +93,28 @@ class VisionTransformer(nn.Module):
 
 def _init_as_torch(model: VisionTransformer) -> None:
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            module.reset_parameters()
+        if isinstance(module, Linear | Classifier | PatchEmbedding):
+            init.WEIGHT(module.weight)
+            if module.bias is not None:
+                init.BIAS(module.bias, fan_in=_fan_in(module))
 
 
 def _init_as_jax(model: VisionTransformer) -> None:
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
+        if isinstance(module, Linear | Classifier):
+            init.xavier_uniform_()(module.weight)
             if module.bias is not None:
-                nn.init.zeros_(module.bias)
-    nn.init.zeros_(model.head.dense.weight)
+                init.zeros_()(module.bias)
+    init.zeros_()(model.head.dense.weight)
     projection = model.embed.patch_embed
-    nn.init.trunc_normal_(
-        projection.weight, std=projection.weight[0].numel() ** -0.5
-    )  # as wide as its inputs are many
+    # as wide as its inputs are many
+    init.trunc_normal_(std=_fan_in(projection) ** -0.5)(projection.weight)
+
+
+def _fan_in(module: Linear | Classifier | PatchEmbedding) -> int:
+    if isinstance(module, PatchEmbedding):
+        return module.in_chans * module.patch_size[0] * module.patch_size[1]
+    return module.in_features
 
 
 INIT_METHODS: dict[str, Callable[[VisionTransformer], None]] = {"torch": _init_as_torch, "jax": _init_as_jax}

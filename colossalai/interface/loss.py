@@ -1,6 +1,8 @@
-"""A loss that is nan or infinite is reported, once, and never changed."""
+"""Losses on their way into the backward pass: those that cannot go are refused, those that are nan reported."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +13,30 @@ from colossalai.logging import get_dist_logger
 LOOK_EVERY = 32
 
 
+def check_loss(loss: Any, who: str) -> None:
+    """Refuse what has no backward pass; ``who`` was asked for it."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{who} needs the loss as one tensor, got {type(loss).__name__}; what does the criterion return?"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{who} needs a loss of one element, got a tensor of shape {tuple(loss.shape)}; take its mean or sum"
+        )
+    check_differentiable(loss)
+
+
+def check_differentiable(tensor: Tensor) -> None:
+    """Refuse a tensor that no parameter can learn from."""
+    if not tensor.requires_grad:
+        raise RuntimeError(
+            "the loss does not depend on a parameter to train, so there is no backward pass: is the whole model frozen"
+            " (requires_grad=False), or did the forward pass run under torch.no_grad()?"
+        )
+
+
 class LossWatch:
-    """Looks at every loss on its way into the backward pass."""
+    """Looks at every loss, reports one that is nan or infinite, once, and never changes it."""
 
     def __init__(self) -> None:
         self._seen = 0

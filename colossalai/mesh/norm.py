@@ -1,0 +1,200 @@
+"""The norm of all gradients of a model, however its parameters are cut: every distinct piece counts once, copies do not.
+
+The norm of norms is the norm.  Gradients whose other pieces lie on the same ranks make one number on each rank; these
+numbers are gathered from those ranks and joined; then the groups are joined.  Where the other pieces lie is written on
+the parameter:
+
+- its ``placement`` names the mesh axes that cut it (a parameter without one is a copy);
+- torch's ``DTensor`` (FSDP2) brings a device mesh of its own;
+- ``is_tensor_parallel``, the mark of layers in the old style, means all axes but data and pipeline.
+
+The ranks of a pipeline hold different parameters, so the result is joined over the axis ``pp`` last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import colossalai.mesh.collectives as collectives
+from colossalai.mesh._compat import multiply_all, norms_of
+from colossalai.mesh.mesh import Axes, Mesh
+from colossalai.mesh.parameter import placement
+
+DATA, STAGES = "dp", "pp"
+
+Measure = Callable[[list[Tensor], float], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Over which ranks the pieces of a parameter lie: axes of our mesh, groups of the mesh of a ``DTensor``."""
+
+    axes: Axes = ()
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    device_type: str | None = (
+        None  # what the groups can reach: the parts of an offloaded DTensor wait on the CPU
+    )
+
+
+@torch.no_grad()
+def grad_norm(
+    params: Iterable[Tensor],
+    mesh: Mesh | None,
+    norm_type: float = 2.0,
+    *,
+    others: Sequence[dist.ProcessGroup] = (),
+) -> Tensor:
+    """The norm of the gradients of the whole model, in fp32, or in fp64 where there are gradients in fp64.
+
+    Every rank that holds a part of the model calls it.
+
+    Args:
+        params: this rank's parameters; those without a gradient are passed over.
+        mesh: the ranks; None for a model of which nothing is cut, but for ``DTensor``.
+        others: groups, beside the mesh, whose ranks hold other parameters altogether.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+    return _over_model(params, mesh, norm_type, norms_of, others)
+
+
+@torch.no_grad()
+def grad_zeros(
+    params: Iterable[Tensor], mesh: Mesh | None, *, others: Sequence[dist.ProcessGroup] = ()
+) -> int:
+    """How many elements of the gradients of the whole model are zero."""
+
+    def count(grads: list[Tensor], _: float) -> list[Tensor]:
+        return [(grad == 0).sum(dtype=torch.float64) for grad in grads]
+
+    return round(_over_model(params, mesh, 1.0, count, others).item())
+
+
+@torch.no_grad()
+def clip_grads(
+    params: Iterable[Tensor],
+    max_norm: float,
+    mesh: Mesh | None,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    others: Sequence[dist.ProcessGroup] = (),
+) -> Tensor:
+    """Scale all gradients so that their common norm is at most ``max_norm``; returns the norm before."""
+    if not max_norm >= 0:
+        raise ValueError(f"clipping needs a max_norm of at least 0, got {max_norm}")
+    params = [p for p in params if p.grad is not None]
+    norm = grad_norm(params, mesh, norm_type, others=others)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"the norm of all gradients is {norm.item()}, so they cannot be clipped; pass error_if_nonfinite=False to"
+            " clip nevertheless"
+        )
+    # torch's own formula, so that both clip alike
+    multiply_all([own_part(p.grad) for p in params], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def own_part(tensor: Any) -> Tensor:
+    """The values that this rank holds of a gradient: the local part of a ``DTensor``, the values of a sparse tensor."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part._values() if part.is_sparse else part
+
+
+def _over_model(
+    params: Iterable[Tensor],
+    mesh: Mesh | None,
+    p: float,
+    measure: Measure,
+    others: Sequence[dist.ProcessGroup],
+) -> Tensor:
+    """The ``p``-norm of the numbers that ``measure`` finds in the gradients of the whole model."""
+    grads: dict[_Where, list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            grads.setdefault(_where(param, mesh), []).append(own_part(param.grad))
+    home = _home([part for parts in grads.values() for part in parts], mesh)
+    joined = []
+    # Every rank must join the same groups in the same order, whatever the order of its parameters.
+    for where, parts in sorted(grads.items(), key=lambda item: item[0].axes):
+        numbers = measure(
+            [part for part in parts if part.numel()], p
+        )  # a rank may hold nothing of a small tensor
+        joined.append(_over_ranks(_join([n.to(home) for n in numbers], p, home), where, mesh, p))
+    stages = (STAGES,) if mesh is not None and STAGES in mesh.size else ()
+    return _over_ranks(_join(joined, p, home), _Where(stages, tuple(others)), mesh, p)
+
+
+def _where(param: Any, mesh: Mesh | None) -> _Where:
+    axes = piece_axes(param, mesh)
+    if not hasattr(param, "to_local"):
+        return _Where(axes)
+    dims = [dim for dim, kind in enumerate(param.placements) if not kind.is_replicate()]
+    grid = param.device_mesh
+    return _Where(axes, tuple(grid.get_group(dim) for dim in dims), grid.device_type)
+
+
+def tensor_axes(mesh: Mesh) -> Axes:
+    """The axes that are neither data nor pipeline."""
+    return tuple(axis for axis in mesh.size if axis not in (DATA, STAGES))
+
+
+def piece_axes(param: Tensor, mesh: Mesh | None) -> Axes:
+    """The axes whose ranks hold other pieces of ``param``, major first."""
+    cut = placement(param).sharded
+    marked = not cut and bool(getattr(param, "is_tensor_parallel", False))
+    if mesh is None:
+        if cut:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is cut over {', '.join(sorted(cut))}, but no mesh says who"
+                " holds its other pieces; give the optimizer its mesh, or call colossalai.launch first"
+            )
+        return ()
+    if not marked:
+        return mesh.in_order(tuple(cut))
+    axes = tensor_axes(mesh)
+    pieces = getattr(param, "num_partitions", mesh.group_size(*axes))
+    if pieces not in (1, mesh.group_size(*axes)):
+        raise ValueError(
+            f"a parameter is marked as one of num_partitions={pieces} pieces, but the tensor axes of {mesh} have"
+            f" {mesh.group_size(*axes)} ranks; say where it lies with colossalai.mesh.place"
+        )
+    return axes if pieces > 1 else ()
+
+
+def _home(parts: Sequence[Tensor], mesh: Mesh | None) -> torch.device:
+    """Where the numbers meet: on the device of the gradients, and not on the CPU if some are elsewhere."""
+    devices = [part.device for part in parts] or [torch.device(mesh.device_type if mesh else "cpu")]
+    return next((device for device in devices if device.type != "cpu"), devices[0])
+
+
+def _join(numbers: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
+    if len(numbers) == 1:
+        return numbers[0]  # as it is: a power and its root would change the last bit
+    return (
+        torch.linalg.vector_norm(torch.stack(list(numbers)), p) if numbers else torch.zeros((), device=device)
+    )
+
+
+def _over_ranks(number: Tensor, where: _Where, mesh: Mesh | None, p: float) -> Tensor:
+    # gathered and joined by torch: a maximum by the backend may lose a nan
+    home = number.device
+    if where.device_type not in (None, home.type):
+        number = number.to(where.device_type)
+    for group in where.groups:
+        if dist.get_world_size(group) > 1:
+            number = torch.linalg.vector_norm(collectives.gather_numbers(number, group), p)
+    number = number.to(home)
+    for axis in where.axes:
+        assert mesh is not None
+        if mesh.size[axis] > 1:
+            number = torch.linalg.vector_norm(collectives.all_gather(number.view(1), mesh, axis, 0), p)
+    return number
