@@ -61,7 +61,7 @@ def sgd_fused_(lists: SgdLists, options: SgdOptions) -> None:
         dampening=options.dampening,
         nesterov=options.nesterov,
         maximize=False,
-        is_first_step=lists.is_first,
+        is_first_step=lists.is_first and bool(lists.buffers),
     )
     lists.write_halves()
 

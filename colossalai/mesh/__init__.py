@@ -2,8 +2,8 @@
 
 Read in this order: ``mesh`` (named axes), ``layout`` (where a tensor lies), ``movement`` (from one layout to another,
 with gradients), ``collectives`` (the counted primitives), ``plan``, ``matmul`` and ``summa`` (one product for all modes),
-``parameter`` (placed parameters), ``norm`` (of their gradients), ``random`` and ``initial`` (numbers that do not depend
-on the plan).
+``parameter`` (placed parameters), ``norm`` (of their gradients), ``random`` and ``initial`` (numbers that do not depend on
+the plan).
 
 This package imports nothing from the rest of ``colossalai``.
 """

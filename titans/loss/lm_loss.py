@@ -18,6 +18,7 @@ class GPTLMLoss(nn.Module):
 
     def __init__(self, ignore_index: int = -100) -> None:
         super().__init__()
+        self.ignore_index = ignore_index
         self.loss = CrossEntropyLoss(ignore_index=ignore_index)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -28,5 +29,5 @@ class GPTLMLoss(nn.Module):
                 f"{tuple(labels.shape)}"
             )
         # The labels are shifted rather than the logits cut, which would copy them; the last logits have no label.
-        labels = pad(labels[:, 1:], (0, 1), value=self.loss.loss.ignore_index)  # (batch, seq)
+        labels = pad(labels[..., 1:], (0, 1), value=self.ignore_index)  # (batch, seq)
         return self.loss(logits, labels)
