@@ -208,13 +208,13 @@ def _computed(model: nn.Module, module: nn.Module, names: list[str], device: tor
     compute = getattr(model, "_init_weights", None)
     if not names or compute is None or list(module.parameters(recurse=False)):
         return names
-    outcomes = []
+    outcomes: list[list[Tensor]] = []
     for start in (0, 1):  # what is computed does not depend on what was there
         for name in names:
-            module._buffers[name] = torch.full_like(module._buffers[name], start, device=device)
+            module._buffers[name] = torch.full_like(module.get_buffer(name), start, device=device)
         compute(module)
-        outcomes.append({name: module._buffers[name] for name in names})
-    return [name for name in names if not torch.equal(outcomes[0][name], outcomes[1][name])]
+        outcomes.append([module.get_buffer(name) for name in names])
+    return [name for name, a, b in zip(names, *outcomes, strict=True) if not torch.equal(a, b)]
 
 
 def _mesh_of(model: nn.Module) -> Mesh | None:
