@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from colossalai.context.tensor_modes import tensor_mode
-from colossalai.mesh import Mesh
+from colossalai.mesh import Mesh, placement
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
 from colossalai.nn.policies.adapt import WholeOutputs, adapt
@@ -133,12 +133,39 @@ def _check(model: nn.Module, policy: Policy, matches: list[Match], world: World)
     if world.stream_is_cut:
         _check_covered(model, matches, mode)
         _check_layer_drop(model, mode)
+    _check_shared(model, matches, _try(model, matches, world))
+
+
+def _try(model: nn.Module, matches: list[Match], world: World) -> set[int]:
+    """Apply the rules to empty twins; returns the ids of the parameters that will be cut."""
     trial = World(world.tp, world.mesh)
+    cut: set[int] = set()
     for name, module, rule in matches:
         try:
-            rule.cut(_twin(module), trial)
+            piece = rule.cut(_twin(module), trial)
         except ValueError as error:
-            raise ValueError(f"{who}, module {name or 'the model itself'!r}: {error}") from error
+            raise ValueError(
+                f"{type(model).__name__}, module {name or 'the model itself'!r}: {error}"
+            ) from error
+        after = piece._parameters
+        cut |= {id(p) for n, p in module._parameters.items() if p is not None and _is_cut(after.get(n))}
+    return cut
+
+
+def _is_cut(param: nn.Parameter | None) -> bool:
+    return param is not None and bool(placement(param).sharded)
+
+
+def _check_shared(model: nn.Module, matches: list[Match], cut: set[int]) -> None:
+    """A module without a rule must not share a parameter of which only a piece will be left."""
+    named = {id(module) for _, module, _ in matches}
+    for name, module in model.named_modules():
+        for param, tensor in module._parameters.items():
+            if id(module) not in named and tensor is not None and id(tensor) in cut:
+                raise ValueError(
+                    f"{type(model).__name__}: {name}.{param} is shared with a module that the policy cuts, but has no rule; "
+                    "name both in the policy, or neither"
+                )
 
 
 def _check_covered(model: nn.Module, matches: Iterable[Match], mode: str | None) -> None:

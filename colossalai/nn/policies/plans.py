@@ -15,6 +15,8 @@ from colossalai.nn.policies.rules import Cut, Head, Heads, Pieces, Rule, Table
 STYLES: dict[str, Rule | None] = {
     "colwise": Cut("expand"),
     "rowwise": Cut("contract"),
+    "rowwise_split_input": Cut("contract", whole_input=True),
+    "rowwise_rep": Cut("contract", whole_input=True),
     "packed_colwise": Cut("expand", fused=2),
     "packed_rowwise": Cut("contract"),
     "colwise_gather_output": Head(),
@@ -44,5 +46,18 @@ def carried_policy(model: nn.Module) -> Policy | None:
             rules[path] = rule
         if style == "colwise" and "att" in parent.rpartition(".")[2]:
             rules[parent] = Heads()
+    _follow_ties(model, rules)
     kind = str(getattr(model.config, "model_type", "this model"))
     return Policy((kind,), rules, ("num_attention_heads", "num_key_value_heads"), only_1d=True)
+
+
+def _follow_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
+    """A plan names the head only: a table that is tied to it is cut as well, or neither where the table is special."""
+    table, head = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
+    if table is None or head is None or table.weight is not head.weight:
+        return
+    paths = {id(module): name for name, module in model.named_modules()}
+    if type(table) is nn.Embedding:
+        rules[paths[id(table)]] = Table()
+    else:
+        rules.pop(paths[id(head)], None)

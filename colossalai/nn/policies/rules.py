@@ -68,16 +68,24 @@ class Cut:
     """A linear layer, ``nn.Linear`` or Hugging Face's ``Conv1D``.
 
     It expands the stream, contracts it again, or does neither (``"stay"``).  ``fused``: its output holds that many blocks,
-    such as query, key and value, each of which is cut.
+    such as query, key and value, each of which is cut.  ``whole_input``: a contracting layer gets all features on every rank.
     """
 
     role: Literal["expand", "contract", "stay"]
     fused: int = 1
+    whole_input: bool = False
 
     def cut(self, module: nn.Module, world: World) -> nn.Module:
         tp = world.tp
         if self.role != "stay":
-            return Linear.from_native(module, self.role, tp=tp, mesh=world.mesh, fused=self.fused)
+            return Linear.from_native(
+                module,
+                self.role,
+                tp=tp,
+                mesh=world.mesh,
+                fused=self.fused,
+                parallel_input=not self.whole_input,
+            )
         if not world.stream_is_cut:
             return module
         # from the stream to the stream: the weight rests cut by all axes, and only its columns are cut in use
@@ -90,7 +98,10 @@ class Table:
     """A large embedding table, cut along its vocabulary, which need not divide."""
 
     def cut(self, module: nn.Module, world: World) -> nn.Module:
-        assert isinstance(module, nn.Embedding)
+        if type(module) is not nn.Embedding:
+            raise ValueError(
+                f"a {type(module).__name__} may do more than look entries up; Table() is for nn.Embedding itself"
+            )
         layer = Embedding.from_native(module, tp=world.tp, mesh=world.mesh, vocab_parallel=True)
         world.tie(layer, module)
         return layer

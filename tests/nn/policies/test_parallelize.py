@@ -21,7 +21,8 @@ transformers = pytest.importorskip("transformers", reason="needs `pip install tr
 from tests.nn.policies import zoo  # noqa: E402
 
 SIX = ["gpt2", "bert", "opt", "llama", "t5", "vit"]
-STYLES = ["qwen2", "qwen3"]
+STYLES = ["mistral", "qwen2", "qwen3"]
+CARRIED = ["gpt_neox", "gemma2", "starcoder2", "phi3"]
 MODES: dict[str, dict[str, Any]] = {
     "1d": {"size": 4, "mode": "1d"},
     "2d": {"size": 4, "mode": "2d"},
@@ -51,9 +52,12 @@ def check_parity(
 
 
 def test_1d_on_two_ranks() -> None:
-    """Also the plan that a config carries (GPT-NeoX), for which there is no policy of ours."""
-    names = [*SIX, *STYLES, "gpt_neox"]
-    spawn(check_parity, 2, tensor={"size": 2, "mode": "1d"}, names=names, steps=3)
+    spawn(check_parity, 2, tensor={"size": 2, "mode": "1d"}, names=[*SIX, *STYLES], steps=3)
+
+
+def test_the_plan_that_a_config_carries() -> None:
+    """For these there is no policy of ours."""
+    spawn(check_parity, 2, tensor={"size": 2, "mode": "1d"}, names=CARRIED, steps=2)
 
 
 @pytest.mark.parametrize("mode", ["1d", "2d"])
@@ -314,6 +318,27 @@ def test_modules_without_a_rule() -> None:
         ValueError, match=r"no linear layer of GPT2LMHeadModel is named by the policy for opt"
     ):
         _cut(_meta("gpt2"), policy=colossalai.nn.policies.POLICIES[2])
+
+
+def test_modules_that_share_what_is_cut() -> None:
+    from colossalai.nn.policies.tables import GPT2
+
+    rules = {path: rule for path, rule in GPT2.rules.items() if path != "lm_head"}
+    policy = colossalai.nn.policies.Policy(("gpt2",), rules)
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight is shared with a module that the policy cuts, but has no rule"
+    ):
+        _cut(_meta("gpt2"), policy=policy)
+    tables = {**GPT2.rules, "embed_tokens": GPT2.rules["wte"]}
+    with pytest.raises(
+        ValueError, match=r"'model.embed_tokens': a Gemma2TextScaledWordEmbedding may do more than look"
+    ):
+        _cut(
+            _meta("gemma2"),
+            policy=colossalai.nn.policies.Policy(
+                ("gemma2",), {**tables, "mlp.up_proj": rules["h.*.mlp.c_fc"]}
+            ),
+        )
 
 
 def test_modes_and_meshes() -> None:

@@ -10,18 +10,26 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -80,10 +88,34 @@ def vit(**options: Any) -> nn.Module:
     return ViTForImageClassification(ViTConfig(**{**sizes, **drops, **options}))
 
 
+def mistral(**options: Any) -> nn.Module:
+    return MistralForCausalLM(
+        MistralConfig(**{**_block(), **_TOKENS, "num_key_value_heads": 4, "sliding_window": 4, **options})
+    )
+
+
+# without a policy of ours, by the plan of the config
+
+
 def gpt_neox(**options: Any) -> nn.Module:
-    """Has no policy of ours: the plan of its config."""
     drops = dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)
     return GPTNeoXForCausalLM(GPTNeoXConfig(**{**_block(), **drops, **_TOKENS, **options}))
+
+
+def gemma2(**options: Any) -> nn.Module:
+    """Its head is tied to a table that the plan does not name and that scales what it looks up."""
+    return Gemma2ForCausalLM(Gemma2Config(**{**_block(), **_TOKENS, "head_dim": 4, **options}))
+
+
+def starcoder2(**options: Any) -> nn.Module:
+    """Its head is tied to a plain table that the plan does not name."""
+    drops = dict.fromkeys(("residual_dropout", "embedding_dropout"), 0.0)
+    return Starcoder2ForCausalLM(Starcoder2Config(**{**_block(), **drops, **_TOKENS, **options}))
+
+
+def phi3(**options: Any) -> nn.Module:
+    """Its plan gathers query, key and value, so every rank computes all heads."""
+    return Phi3ForCausalLM(Phi3Config(**{**_block(), **_TOKENS, **options}))
 
 
 def _block() -> dict[str, Any]:
@@ -97,7 +129,8 @@ def _block() -> dict[str, Any]:
 
 
 BUILD: dict[str, Callable[..., nn.Module]] = {
-    f.__name__: f for f in (gpt2, bert, opt, llama, qwen2, qwen3, t5, vit, gpt_neox)
+    f.__name__: f
+    for f in (gpt2, bert, opt, llama, mistral, qwen2, qwen3, t5, vit, gpt_neox, gemma2, starcoder2, phi3)
 }
 
 
