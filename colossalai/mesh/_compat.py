@@ -12,6 +12,9 @@ from torch import Tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# inside this block a tensor of a class of its own is the plain tensor of its memory
+plain_torch = torch._C.DisableTorchFunctionSubclass
+
 
 def norms_of(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """The norm of each tensor, in few launches; in fp32 for tensors in half precision, whose own range is too small."""

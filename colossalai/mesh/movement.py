@@ -27,8 +27,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_unary
 
 import colossalai.mesh.collectives as collectives
+from colossalai.mesh._compat import plain_torch
 from colossalai.mesh.layout import Layout, local_range
 from colossalai.mesh.mesh import Axes, Mesh
 
@@ -128,6 +130,10 @@ def move(x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...]
         raise ValueError(
             f"the layout {src} describes {len(src.dims)} dims, the tensor has shape {tuple(x.shape)}"
         )
+    if has_torch_function_unary(x):
+        # a ColoTensor computes with the whole tensor; what moves is the piece that it holds
+        with plain_torch():
+            x = x.as_subclass(Tensor)
     for step in route(src, dst):
         x = _apply(x, step, src, mesh, shape)
     return x

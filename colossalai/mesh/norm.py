@@ -135,7 +135,7 @@ def _over_model(
 
 def _where(param: Any, mesh: Mesh | None) -> _Where:
     axes = piece_axes(param, mesh)
-    if not hasattr(param, "to_local"):
+    if not hasattr(param, "placements"):  # a DTensor; a ColoTensor lies where its placement says
         return _Where(axes)
     dims = [dim for dim, kind in enumerate(param.placements) if not kind.is_replicate()]
     grid = param.device_mesh

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.mesh import Layout, Mesh, redistribute
+from colossalai.mesh.row_loss import Classes, row_losses
 from colossalai.nn.layer.base import FOLLOW_CONFIG, resolve
 from colossalai.nn.layer.batch import split_rows
 from colossalai.nn.logits import Logits, find_logits
-from colossalai.nn.loss.row_loss import Classes, row_losses
 from colossalai.nn.modes import TensorParallel
 from colossalai.registry import LOSSES
 

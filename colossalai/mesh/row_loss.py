@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossalai.mesh import Axes, Mesh, collectives, local_range
+import colossalai.mesh.collectives as collectives
+from colossalai.mesh.layout import local_range
+from colossalai.mesh.mesh import Axes, Mesh
 
 # elements that are held in fp32 at a time
 _SLAB = 1 << 22
@@ -35,7 +37,7 @@ class Classes(NamedTuple):
 
 
 def row_losses(logits: Tensor, target: Tensor, classes: Classes, smoothing: float = 0.0) -> Tensor:
-    """fp32 losses of (rows, classes here) scores for (rows,) targets; a negative target costs nothing."""
+    """Losses, at least in fp32, of (rows, classes here) scores for (rows,) targets; a negative target costs nothing."""
     return _RowLosses.apply(logits, target, classes, smoothing)
 
 
@@ -45,12 +47,13 @@ class _RowLosses(torch.autograd.Function):
         start, length = classes.range()
         index = target - start
         inside = (index >= 0) & (index < length)
-        peak = logits.amax(-1).float()
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        peak = logits.amax(-1).to(wide)
         for axis in classes.axes:
             peak = collectives.all_reduce(peak, classes.mesh, axis, dist.ReduceOp.MAX)
-        sums = logits.new_zeros((3, len(logits)), dtype=torch.float32)
+        sums = logits.new_zeros((3, len(logits)), dtype=wide)
         for rows in _slabs(logits):
-            z = logits[rows].float() - peak[rows, None]
+            z = logits[rows].to(wide) - peak[rows, None]
             picked = z.gather(1, index[rows].clamp(0, length - 1)[:, None]).squeeze(1)
             sums[1, rows] = picked * inside[rows]
             sums[2, rows] = z.sum(-1)
@@ -71,10 +74,10 @@ class _RowLosses(torch.autograd.Function):
         inside = (index >= 0) & (index < length)
         out = torch.empty_like(logits)
         for rows in _slabs(logits):
-            p = (logits[rows].float() - norm[rows, None]).exp_()
+            p = (logits[rows].to(norm.dtype) - norm[rows, None]).exp_()
             if smoothing:
                 p -= smoothing / classes.number
-            here = -(1 - smoothing) * inside[rows].float()
+            here = -(1 - smoothing) * inside[rows].to(norm.dtype)
             p.scatter_add_(1, index[rows].clamp(0, length - 1)[:, None], here[:, None])
             out[rows] = (p * grad[rows, None]).to(out.dtype)
         return out, None, None, None

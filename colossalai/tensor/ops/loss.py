@@ -1,0 +1,48 @@
+"""Cross entropy of logits whose classes are cut: no rank ever holds the logits of all classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossalai.mesh.row_loss import Classes, row_losses
+from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes
+from colossalai.tensor.op_wrapper import colo_op_impl
+from colossalai.tensor.ops.embedding import outside
+from colossalai.tensor.pieces import as_piece
+from colossalai.tensor.process_group import TP
+
+_cross_entropy = torch.nn.functional.cross_entropy
+
+
+@colo_op_impl(_cross_entropy)
+def _(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    usual = weight is None and size_average is None and reduce is None
+    usual = usual and not target.is_floating_point() and reduction in ("mean", "sum", "none")
+    dim = cut_dim(input)
+    if dim is None or dim != min(1, input.ndim - 1) or not usual:
+        options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        return on_wholes(_cross_entropy, (input, target, *options), {})
+    assert isinstance(input, ColoTensor)
+    target = as_piece(as_whole(target))
+    valid = target != ignore_index
+    classes = Classes(input.size_global(dim), (TP,), input.process_group.mesh)
+    if (wrong := outside(target.masked_fill(~valid, 0), classes.number)) is not None:
+        raise IndexError(f"cross_entropy: target {wrong} is not one of {classes.number} classes")
+    rows = as_piece(input).movedim(dim, -1).reshape(-1, classes.range()[1])
+    losses = row_losses(rows, target.masked_fill(~valid, -1).flatten(), classes, label_smoothing)
+    losses = losses.view(target.shape).to(input.dtype)
+    if reduction == "none":
+        return losses
+    return losses.sum() / valid.sum() if reduction == "mean" else losses.sum()
