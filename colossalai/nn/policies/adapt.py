@@ -30,6 +30,7 @@ from colossalai.mesh import (
     use,
 )
 from colossalai.nn.layer.batch import split_rows
+from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, at_rank
 
 M = TypeVar("M", bound=nn.Module)
@@ -232,6 +233,8 @@ class WholeOutputs(Adapted):
     """The model itself: what it returns is whole on every rank, but for the cache of keys and values."""
 
     cut_as: tuple[TensorParallel, Mesh]
+    cut_scores: Logits | None
+    """Where scores lie of which the model computes its loss from pieces."""
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
         """Write the whole model as transformers does; every rank must call it, and rank 0 writes."""
@@ -253,7 +256,14 @@ class WholeOutputs(Adapted):
             for name in names:
                 if layout.sharded and out.get(name) is not None:
                     out[name] = self._whole(out[name], layout)
+        if self.cut_scores is not None and out.get("loss") is None:
+            out["logits"] = self._whole_scores(out["logits"], self.cut_scores)
         return out.to_tuple() if as_tuple else out
+
+    def _whole_scores(self, pieces: Tensor, place: Logits) -> Tensor:
+        mesh, layout = self.cut_as[1], place.layout
+        shape = (len(pieces) * mesh.group_size(*layout.dims[0]), *pieces.shape[1:-1], place.classes)
+        return redistribute(pieces, layout, layout.whole(), mesh, shape)
 
     def _whole(self, value: Any, layout: Layout) -> Any:
         if isinstance(value, (tuple, list)):

@@ -22,6 +22,7 @@ from colossalai.nn.policies.adapt import WholeOutputs, adapt
 from colossalai.nn.policies.plans import carried_policy
 from colossalai.nn.policies.policy import Policy
 from colossalai.nn.policies.rules import Cut, Rule, Table, World, check_heads
+from colossalai.nn.policies.scores import check_causal, compute_loss_from_pieces
 from colossalai.nn.policies.tables import POLICIES
 
 M = TypeVar("M", bound=nn.Module)
@@ -33,6 +34,7 @@ def parallelize(
     mode: str | None = FOLLOW_CONFIG,
     *,
     policy: Policy | None = None,
+    whole_scores: bool = True,
     mesh: Mesh | None = None,
 ) -> M:
     """Cut ``model`` over the ranks that share it, in place, and return it.
@@ -42,6 +44,9 @@ def parallelize(
     that of the launched job unless given.  A model on the meta device stays there, to be loaded by
     :func:`colossalai.checkpoint_io.load_pretrained`.
 
+    With ``whole_scores=False`` a causal language model that is given labels computes its loss from pieces of the scores, and
+    returns these pieces; whole scores are its largest tensor.
+
     Every rank must hold the same model.  All ranks give it the same whole batch, and its outputs are whole on all of them.
     """
     tp, mesh = _world(mode, mesh)
@@ -50,7 +55,7 @@ def parallelize(
     if mesh is None or tp.size == 1:
         return model
     policy = policy or _find_policy(model)
-    world = World(tp, mesh, _shared(model))
+    world = World(tp, mesh, whole_scores, _shared(model))
     matches = list(policy.matches(model))
     _check(model, policy, matches, world)
     # a head that is tied takes the piece of the table
@@ -59,6 +64,7 @@ def parallelize(
     _retie(model, world)
     adapt(model, WholeOutputs)
     model.cut_as = tp, mesh  # type: ignore[assignment]
+    model.cut_scores = None if whole_scores else compute_loss_from_pieces(model, mesh)  # type: ignore[assignment]
     return model
 
 
@@ -126,6 +132,8 @@ def _check(model: nn.Module, policy: Policy, matches: list[Match], world: World)
             f"no linear layer of {who} is named by the policy for {', '.join(policy.model_types)}; its modules may have "
             "other names in this version of transformers: pass policy=colossalai.nn.policies.Policy(...)"
         )
+    if not world.whole_scores:
+        check_causal(model)
     for name in policy.heads:
         number = getattr(getattr(model, "config", None), name, None)
         if number is not None:
@@ -138,7 +146,7 @@ def _check(model: nn.Module, policy: Policy, matches: list[Match], world: World)
 
 def _try(model: nn.Module, matches: list[Match], world: World) -> set[int]:
     """Apply the rules to empty twins; returns the ids of the parameters that will be cut."""
-    trial = World(world.tp, world.mesh)
+    trial = World(world.tp, world.mesh, world.whole_scores)
     cut: set[int] = set()
     for name, module, rule in matches:
         try:

@@ -37,6 +37,8 @@ class World:
 
     tp: TensorParallel
     mesh: Mesh
+    whole_scores: bool = True
+    """Whether the scores of words are whole on every rank."""
     shared: frozenset[int] = frozenset()
     """The ids of parameters that more than one module holds."""
     pieces: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
@@ -111,7 +113,8 @@ class Table:
 class Head:
     """The last linear layer, to the scores of classes, which every rank gets whole: so any loss computed from them is right.
 
-    ``vocabulary``: there are many classes, and the weight is cut along them, or lies as the table that it is tied to.
+    ``vocabulary``: there are many classes, and the weight is cut along them, or lies as the table that it is tied to; then
+    scores may stay cut as well, if ``parallelize`` was asked for that.
     """
 
     vocabulary: bool = True
@@ -121,16 +124,17 @@ class Head:
         tied = world.piece_of(module.weight)
         if not (world.stream_is_cut or self.vocabulary):
             return module
+        whole = world.whole_scores or not self.vocabulary
         layer = Classifier.from_native(
             module,
             tp=world.tp,
             mesh=world.mesh,
             weight=tied,
             vocab_parallel=self.vocabulary,
-            gather_output=self.vocabulary,
+            gather_output=whole and self.vocabulary,
         )
         world.tie(layer, module)
-        return adapt(layer, WholeRows) if world.stream_is_cut else layer
+        return adapt(layer, WholeRows) if whole and world.stream_is_cut else layer
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import colossalai
+from colossalai.checkpoint_io import load_pretrained
 from colossalai.core import global_context as gpc
 from colossalai.mesh import Mesh, full_shape, placement
 from colossalai.testing import assert_equal_in_group, fake_world, parametrize_sample, spawn
@@ -19,20 +21,11 @@ from colossalai.testing.parity import FP32, ParityError, PlacedRun, Problem, che
 transformers = pytest.importorskip("transformers", reason="needs `pip install transformers`")
 
 from tests.nn.policies import zoo  # noqa: E402
+from tests.nn.policies.zoo import MODES, launch  # noqa: E402
 
 SIX = ["gpt2", "bert", "opt", "llama", "t5", "vit"]
 STYLES = ["mistral", "qwen2", "qwen3"]
 CARRIED = ["gpt_neox", "gemma2", "starcoder2", "phi3"]
-MODES: dict[str, dict[str, Any]] = {
-    "1d": {"size": 4, "mode": "1d"},
-    "2d": {"size": 4, "mode": "2d"},
-    "2.5d": {"size": 8, "mode": "2.5d", "depth": 2},
-    "3d": {"size": 8, "mode": "3d"},
-}
-
-
-def _launch(tensor: dict[str, Any]) -> None:
-    colossalai.launch_from_torch({"parallel": {"tensor": tensor}}, backend="gloo", verbose=False)
 
 
 def _plan(problem: Problem) -> PlacedRun:
@@ -43,7 +36,7 @@ def _plan(problem: Problem) -> PlacedRun:
 def check_parity(
     rank: int, world_size: int, port: int, tensor: dict[str, Any], names: list[str], steps: int
 ) -> None:
-    _launch(tensor)
+    launch(tensor)
     for name in names:
         try:
             check_plan(zoo.problem(name, steps), _plan)
@@ -74,6 +67,30 @@ def test_eight_ranks(mode: str, name: str) -> None:
     spawn(check_parity, 8, tensor=MODES[mode], names=[name], steps=2)
 
 
+def check_cut_scores(rank: int, world_size: int, port: int, tensor: dict[str, Any]) -> None:
+    """The loss from pieces of the scores; without labels they are whole, and generating works."""
+    launch(tensor)
+    for name in ("gpt2", "llama"):
+        problem = zoo.problem(name, 2)
+        model = colossalai.nn.parallelize(problem.build(), whole_scores=False)
+        run = PlacedRun(problem, model, gpc.mesh, problem.loss)
+        check_plan(problem, lambda _, run=run: run)
+        given = zoo.batch(name)
+        out, serial = model(**given), zoo.build(name)
+        assert out.logits.numel() <= zoo.BATCH * zoo.LENGTH * (zoo.VOCABULARY // 2 + 1) // (world_size // 2)
+        model, serial = colossalai.nn.parallelize(zoo.build(name), whole_scores=False).eval(), serial.eval()
+        expected, got = (m(**given, num_items_in_batch=7).loss for m in (serial, model))
+        torch.testing.assert_close(got, expected)
+        ids = given.pop("input_ids")
+        torch.testing.assert_close(model(ids).logits, serial(ids).logits, rtol=1e-4, atol=1e-5)
+        assert torch.equal(model.generate(ids, max_new_tokens=3), serial.generate(ids, max_new_tokens=3))
+
+
+@pytest.mark.parametrize("tensor", [{"size": 2, "mode": "1d"}, MODES["2d"]], ids=["1d", "2d"])
+def test_scores_that_stay_cut(tensor: dict[str, Any]) -> None:
+    spawn(check_cut_scores, tensor["size"], tensor=tensor)
+
+
 def test_a_wrong_policy_is_noticed() -> None:
     """The check can fail: a fused weight that is cut as one."""
     with pytest.raises(Exception, match=r"gpt2, .* differs from the serial model"):
@@ -84,7 +101,7 @@ def check_broken(rank: int, world_size: int, port: int) -> None:
     from colossalai.nn.policies import Cut, Policy
     from colossalai.nn.policies.tables import GPT2
 
-    _launch({"size": 2, "mode": "1d"})
+    launch({"size": 2, "mode": "1d"})
     policy = Policy(("gpt2",), {**GPT2.rules, "h.*.attn.c_attn": Cut("expand")})
     problem = zoo.problem("gpt2", 1)
     wrong = PlacedRun(
@@ -125,7 +142,7 @@ def _small(names: list[str]) -> list[str]:
 
 
 def check_outputs(rank: int, world_size: int, port: int, tensor: dict[str, Any]) -> None:
-    _launch(tensor)
+    launch(tensor)
     for name in ("gpt2", "t5"):
         serial = zoo.build(name, attn_implementation="eager").eval()
         model = colossalai.nn.parallelize(copy.deepcopy(serial))
@@ -193,7 +210,7 @@ def test_outputs_and_generate(mode: str) -> None:
 
 
 def check_dropout(rank: int, world_size: int, port: int) -> None:
-    _launch({"size": 2, "mode": "1d"})
+    launch({"size": 2, "mode": "1d"})
     drops = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.5}
     model = zoo.build("gpt2", **drops)
     attention = model.transformer.h[0].attn
@@ -207,8 +224,10 @@ def check_dropout(rank: int, world_size: int, port: int) -> None:
         lambda _, args: seen.append(args[0].detach())
     )
     given = zoo.batch("gpt2")
-    loss = model(**given).loss
-    assert_equal_in_group(loss.detach())  # masks of the stream are alike, or the ranks would drift apart
+    for states in model(**given, output_hidden_states=True).hidden_states:
+        assert_equal_in_group(
+            states.detach()
+        )  # masks of the stream are alike, or the ranks would drift apart
     assert_equal_in_group(torch.get_rng_state())
     both = [torch.empty_like(seen[0]) for _ in range(2)]
     dist.all_gather(both, seen[0])
@@ -237,7 +256,7 @@ def test_dropout_alike_on_the_stream_and_independent_on_heads() -> None:
 
 
 def check_cut_dropout(rank: int, world_size: int, port: int) -> None:
-    _launch(MODES["2d"])
+    launch(MODES["2d"])
     model = colossalai.nn.parallelize(zoo.build("opt", dropout=0.5))
     seen: list[torch.Tensor] = []
     model.model.decoder.layers[0].fc2.register_forward_hook(lambda *_: seen.append(torch.get_rng_state()))
@@ -251,134 +270,6 @@ def check_cut_dropout(rank: int, world_size: int, port: int) -> None:
 
 def test_every_rank_draws_its_own_where_the_stream_is_cut() -> None:
     spawn(check_cut_dropout, 4)
-
-
-# ---- refusals ----
-
-
-def _cut(
-    model: nn.Module, mode: str | None = "1d", sizes: dict[str, int] | None = None, **options: Any
-) -> Any:
-    sizes = {"tp": 4} if sizes is None else sizes
-    with fake_world(rank=0, world_size=torch.Size(sizes.values()).numel()):
-        return colossalai.nn.parallelize(model, mode, mesh=Mesh(sizes), **options)
-
-
-SQUARE = {"row": 2, "col": 2}
-
-
-def _meta(name: str, **options: Any) -> nn.Module:
-    with torch.device("meta"):
-        return zoo.BUILD[name](**options)
-
-
-def test_heads_that_do_not_divide() -> None:
-    wanted = r"num_attention_heads=6 is cut by tp=4 into 4 parts.* nearest valid numbers are 4 and 8, or .* 1, 2, 3, 6"
-    with pytest.raises(ValueError, match=wanted):
-        _cut(_meta("gpt2", n_head=6, n_embd=24))
-    with pytest.raises(ValueError, match=r"num_key_value_heads=2 is cut by tp=4 .* numbers are 4, or"):
-        _cut(_meta("llama", num_key_value_heads=2))
-
-
-def test_sizes_that_do_not_divide_leave_the_model_whole() -> None:
-    model = _meta("bert", intermediate_size=30)
-    before = {n: p.shape for n, p in model.named_parameters()}
-    wanted = r"BertForMaskedLM, module 'bert.encoder.layer.0.intermediate.dense': Linear: out_features=30 .* 28 and 32"
-    with pytest.raises(ValueError, match=wanted):
-        _cut(model)
-    assert before == {n: p.shape for n, p in model.named_parameters()}
-    assert type(model) is transformers.BertForMaskedLM
-
-
-def test_unknown_architectures() -> None:
-    with pytest.raises(
-        ValueError, match=r"no policy for Linear \(model_type None\).*pass policy=.*gpt2, bert, opt"
-    ):
-        _cut(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"plan that its config carries, which knows mode '1d' only"):
-        _cut(_meta("gpt_neox"), "2d", SQUARE)
-    model = _meta("gpt_neox")
-    model.config.base_model_tp_plan = {"layers.*.mlp": "moe_tp_experts"}
-    with pytest.raises(ValueError, match=r"style 'moe_tp_experts' at 'layers.\*.mlp'.*it knows colwise"):
-        _cut(model)
-
-
-def test_modules_without_a_rule() -> None:
-    config = zoo.build("vit").config
-    with torch.device("meta"):
-        model = transformers.ViTForMaskedImageModeling(config)
-    with pytest.raises(
-        ValueError, match=r"mode '2d' cuts every activation .* no rule for decoder.0; use mode '1d'"
-    ):
-        _cut(model, "2d", SQUARE)
-    _cut(model)
-    with pytest.raises(ValueError, match=r"layerdrop=0.1 drops whole layers by numbers that differ .* '2d'"):
-        _cut(_meta("opt", layerdrop=0.1), "2d", SQUARE)
-    with pytest.raises(
-        ValueError, match=r"no linear layer of GPT2LMHeadModel is named by the policy for opt"
-    ):
-        _cut(_meta("gpt2"), policy=colossalai.nn.policies.POLICIES[2])
-
-
-def test_modules_that_share_what_is_cut() -> None:
-    from colossalai.nn.policies.tables import GPT2
-
-    rules = {path: rule for path, rule in GPT2.rules.items() if path != "lm_head"}
-    policy = colossalai.nn.policies.Policy(("gpt2",), rules)
-    with pytest.raises(
-        ValueError, match=r"lm_head.weight is shared with a module that the policy cuts, but has no rule"
-    ):
-        _cut(_meta("gpt2"), policy=policy)
-    tables = {**GPT2.rules, "embed_tokens": GPT2.rules["wte"]}
-    with pytest.raises(
-        ValueError, match=r"'model.embed_tokens': a Gemma2TextScaledWordEmbedding may do more than look"
-    ):
-        _cut(
-            _meta("gemma2"),
-            policy=colossalai.nn.policies.Policy(
-                ("gemma2",), {**tables, "mlp.up_proj": rules["h.*.mlp.c_fc"]}
-            ),
-        )
-
-
-def test_modes_and_meshes() -> None:
-    model = _meta("gpt2")
-    assert type(colossalai.nn.parallelize(model)) is type(_meta("gpt2"))  # not launched: nothing is cut
-    assert colossalai.nn.parallelize(model, None) is model
-    with pytest.raises(ValueError, match=r"mode='2d'\): the job's tensor mode is None; launch with"):
-        colossalai.nn.parallelize(model, "2d")
-    with pytest.raises(ValueError, match=r"mode='2d'\) needs a mesh with axis 'row'; it has tp"):
-        _cut(model, "2d")
-    with pytest.raises(ValueError, match="unknown tensor-parallel mode '4d'"):
-        _cut(model, "4d")
-    _cut(model)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel is parallel already"):
-        _cut(model)
-
-
-def check_refusals(rank: int, world_size: int, port: int) -> None:
-    _launch({"size": 2, "mode": "1d", "sequence_parallel": True})
-    with pytest.raises(ValueError, match="launch without sequence_parallel"):
-        colossalai.nn.parallelize(zoo.build("gpt2"))
-    gpc.destroy()
-    _launch({"size": 2, "mode": "1d"})
-    with pytest.raises(ValueError, match=r"mode='3d'\): the job's tensor mode is '1d'"):
-        colossalai.nn.parallelize(zoo.build("gpt2"), "3d")
-
-
-def test_refusals_of_a_launched_job() -> None:
-    spawn(check_refusals, 2)
-
-
-def check_batch(rank: int, world_size: int, port: int) -> None:
-    _launch(MODES["2d"])
-    model = colossalai.nn.parallelize(zoo.build("gpt2"))
-    with pytest.raises(ValueError, match=r"a batch of 3 rows is shared by row=2 = 2 ranks; .* 2 and 4"):
-        model(input_ids=torch.ones(3, 4, dtype=torch.long))
-
-
-def test_a_batch_that_does_not_divide() -> None:
-    spawn(check_batch, 4)
 
 
 # ---- a policy of one's own ----
@@ -398,7 +289,7 @@ class Block(nn.Module):
 def check_own_policy(rank: int, world_size: int, port: int) -> None:
     from colossalai.nn.policies import Cut, Policy
 
-    _launch({"size": 2, "mode": "1d"})
+    launch({"size": 2, "mode": "1d"})
     policy = Policy(("block",), {"up": Cut("expand"), "down": Cut("contract")})
 
     def build() -> nn.Module:
@@ -421,3 +312,38 @@ def _own(problem: Problem, policy: Any) -> PlacedRun:
 
 def test_a_policy_of_ones_own() -> None:
     spawn(check_own_policy, 2)
+
+
+# ---- on a GPU ----
+
+
+def check_gpu(rank: int, world_size: int, port: int, folder: Path) -> None:
+    launch({"size": 2, "mode": "1d"})
+    for name in ("gpt2", "t5", "vit"):
+        serial = zoo.build(name).cuda()
+        problem = Problem(
+            build=lambda serial=serial: copy.deepcopy(serial),
+            batches=[{k: v.cuda() for k, v in zoo.batch(name, step).items()} for step in range(2)],
+            loss=lambda model, given: model(**given).loss,
+        )
+        check_plan(problem, _plan)
+    if rank == 0:
+        serial.save_pretrained(folder)
+    dist.barrier()
+    with torch.device("meta"):
+        model = zoo.BUILD[name]().eval()
+    load_pretrained(colossalai.nn.parallelize(model), folder)
+    given = problem.batches[0]
+    torch.testing.assert_close(model(**given).logits, serial.eval()(**given).logits, rtol=1e-3, atol=1e-4)
+    drops = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.5}
+    model = colossalai.nn.parallelize(zoo.build("gpt2", **drops).cuda())
+    given = {k: v.cuda() for k, v in zoo.batch("gpt2").items()}
+    for states in model(**given, output_hidden_states=True).hidden_states:
+        assert_equal_in_group(states.detach())
+    _same_with_checkpointing(model, given)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """Two ranks share it, over gloo."""
+    spawn(check_gpu, 2, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Tiny models of the architectures that have a policy, with a batch and labels for each."""
+"""Tiny models of the architectures that can be cut, with a batch and labels for each, and the modes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+import colossalai
 from colossalai.testing.parity import Problem
 
 VOCABULARY = 131  # a prime: no number of ranks divides it
@@ -132,6 +133,18 @@ BUILD: dict[str, Callable[..., nn.Module]] = {
     f.__name__: f
     for f in (gpt2, bert, opt, llama, mistral, qwen2, qwen3, t5, vit, gpt_neox, gemma2, starcoder2, phi3)
 }
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "1d": {"size": 4, "mode": "1d"},
+    "2d": {"size": 4, "mode": "2d"},
+    "2.5d": {"size": 8, "mode": "2.5d", "depth": 2},
+    "3d": {"size": 8, "mode": "3d"},
+}
+
+
+def launch(tensor: dict[str, Any]) -> None:
+    colossalai.launch_from_torch({"parallel": {"tensor": tensor}}, backend="gloo", verbose=False)
 
 
 def build(name: str, **options: Any) -> nn.Module:
