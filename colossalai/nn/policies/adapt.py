@@ -105,8 +105,16 @@ class OwnNumbers(Adapted):
     drawn_over: tuple[Axes, Mesh]
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with own_numbers(*self.drawn_over) if self.training else nullcontext():
+        assert isinstance(self, nn.Module)
+        with own_numbers(*self.drawn_over) if self.training and _drops(self) else nullcontext():
             return forward(*args, **kwargs)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether ``module`` has dropout: as a module, or as a rate among its attributes."""
+    rates = [rate for name, rate in vars(module).items() if "dropout" in name]
+    rates += [m.p for m in module.modules() if isinstance(m, nn.Dropout)]
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
 class AlikeNumbers(Adapted):
@@ -198,7 +206,11 @@ class CutStream(Adapted):
     def _piece(self, name: str, value: Any, rows: int | None) -> Any:
         """This rank's part of an argument; what is no tensor, or serves all rows, stays as it is."""
         tp, mesh = self.cut_as
-        if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != rows:
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            return value
+        if name == "encoder_hidden_states":
+            return _of_our_encoder(value, rows, mesh.group_size(*tp.hidden.dims[0]))
+        if len(value) != rows:
             return value
         if name == "inputs_embeds":
             split_rows(
@@ -211,6 +223,16 @@ class CutStream(Adapted):
             features = frozenset(tp.hidden.dims[-1])
             part = redistribute(part, rest, Layout(rest.dims, spread=features), mesh)
         return part
+
+
+def _of_our_encoder(states: Tensor, rows: int | None, parts: int) -> Tensor:
+    """What the encoder of the same model returned is cut already; anything else has another number of rows."""
+    if rows is not None and len(states) * parts != rows:
+        raise ValueError(
+            f"encoder_hidden_states of {len(states)} rows do not fit a batch of {rows}, of which this rank holds "
+            f"{rows // parts}: they must come from this model's own encoder"
+        )
+    return states
 
 
 def _names(forward: Forward) -> list[str]:
@@ -247,7 +269,8 @@ class WholeOutputs(Adapted):
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # names are needed to know what is cut, so the result becomes a tuple afterwards
-        as_tuple = kwargs.get("return_dict") is False
+        config = getattr(self, "config", None)
+        as_tuple = not kwargs.get("return_dict", getattr(config, "return_dict", True))
         out = forward(*args, **{**kwargs, "return_dict": True} if as_tuple else kwargs)
         if not hasattr(out, "keys"):
             return out

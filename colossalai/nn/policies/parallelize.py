@@ -59,8 +59,11 @@ def parallelize(
     matches = list(policy.matches(model))
     _check(model, policy, matches, world)
     # a head that is tied takes the piece of the table
-    for name, module, rule in sorted(matches, key=lambda match: not isinstance(match[2], Table)):
-        _put(model, name, module, rule.cut(module, world))
+    parents = _parents(model)
+    for _, module, rule in sorted(matches, key=lambda match: not isinstance(match[2], Table)):
+        new = rule.cut(module, world)
+        for parent, name in parents[id(module)] if new is not module else []:
+            setattr(parent, name, new)
     _retie(model, world)
     adapt(model, WholeOutputs)
     model.cut_as = tp, mesh  # type: ignore[assignment]
@@ -212,11 +215,13 @@ def _twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _put(model: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
-    if new is old:
-        return
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, new)
+def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Every place of every module; one that is used twice has two."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            places.setdefault(id(child), []).append((parent, name))
+    return places
 
 
 def _retie(model: nn.Module, world: World) -> None:

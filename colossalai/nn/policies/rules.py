@@ -52,8 +52,14 @@ class World:
     def tie(self, layer: nn.Module, native: nn.Module) -> None:
         """Where ``native`` shares a parameter with another module, ``layer`` shares its piece."""
         for name, param in native.named_parameters(recurse=False):
-            if id(param) in self.shared and isinstance(piece := getattr(layer, name, None), nn.Parameter):
-                setattr(layer, name, self.pieces.setdefault(id(param), (param, piece))[1])
+            if isinstance(piece := getattr(layer, name, None), nn.Parameter):
+                setattr(layer, name, self.one(param, piece))
+
+    def one(self, param: nn.Parameter, piece: nn.Parameter) -> nn.Parameter:
+        """``piece``, or what was made of ``param`` before, where several modules share it."""
+        if id(param) not in self.shared:
+            return piece
+        return self.pieces.setdefault(id(param), (param, piece))[1]
 
     def piece_of(self, param: Tensor) -> nn.Parameter | None:
         return self.pieces[id(param)][1] if id(param) in self.pieces else None
@@ -177,7 +183,7 @@ class Pieces:
             layout = _one_cut(native.ndim, dims[name], place.dims[-1])
             piece = parameter(native, layout, world.mesh)
             mark(piece, world.mesh.group_size(*layout.sharded))
-            module._parameters[name] = piece
+            module._parameters[name] = world.one(native, piece)
         adapt(module, UsedByPieces)
         module.used_over = frozenset(place.sharded), world.mesh  # type: ignore[assignment]
         return module

@@ -157,6 +157,7 @@ def check_outputs(rank: int, world_size: int, port: int, tensor: dict[str, Any])
         torch.testing.assert_close(parts[0], expected.loss)
         assert torch.equal(copy.deepcopy(model)(**given).logits, got.logits)
     _check_classes()
+    _check_images()
     _check_generate()
 
 
@@ -189,16 +190,30 @@ def _check_classes() -> None:
     torch.testing.assert_close(grad, embeds.grad, rtol=1e-3, atol=1e-4)
 
 
+def _check_images() -> None:
+    """The gradient of the images, of which each rank sees some rows and makes some features."""
+    serial = zoo.build("vit")
+    given = zoo.batch("vit")
+    images = given["pixel_values"].requires_grad_()
+    grads = []
+    for model in (serial, colossalai.nn.parallelize(copy.deepcopy(serial))):
+        model(**given).loss.backward()
+        grads.append(images.grad)
+        images.grad = None
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-6)
+
+
 def _check_generate() -> None:
-    serial = zoo.build("gpt2").eval()
-    model = colossalai.nn.parallelize(copy.deepcopy(serial))
-    ids = zoo.batch("gpt2")["input_ids"]
-    for sample in (False, True):
-        tokens = []
-        for each in (serial, model):
-            torch.manual_seed(3)
-            tokens.append(each.generate(ids, max_new_tokens=4, do_sample=sample))
-        assert torch.equal(*tokens)
+    for name in ("gpt2", "t5"):
+        serial = zoo.build(name).eval()
+        model = colossalai.nn.parallelize(copy.deepcopy(serial))
+        ids = zoo.batch(name)["input_ids"]
+        for sample in (False, True):
+            tokens = []
+            for each in (serial, model):
+                torch.manual_seed(3)
+                tokens.append(each.generate(ids, max_new_tokens=4, do_sample=sample))
+            assert torch.equal(*tokens)
 
 
 @pytest.mark.parametrize("mode", ["1d", "2d"])

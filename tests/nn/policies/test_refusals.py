@@ -138,6 +138,12 @@ def check_batch(rank: int, world_size: int, port: int) -> None:
     model = colossalai.nn.parallelize(zoo.build("gpt2"))
     with pytest.raises(ValueError, match=r"a batch of 3 rows is shared by row=2 = 2 ranks; .* 2 and 4"):
         model(input_ids=torch.ones(3, 4, dtype=torch.long))
+    model = colossalai.nn.parallelize(zoo.build("t5").eval())
+    ids, states = torch.ones(4, 5, dtype=torch.long), torch.zeros(4, 5, 16)
+    with pytest.raises(
+        ValueError, match=r"encoder_hidden_states of 4 rows do not fit a batch of 4, .* own encoder"
+    ):
+        model(encoder_outputs=(states,), decoder_input_ids=ids)
 
 
 def test_a_batch_that_does_not_divide() -> None:
