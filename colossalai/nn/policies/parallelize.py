@@ -21,7 +21,7 @@ from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_par
 from colossalai.nn.policies.adapt import WholeOutputs, adapt
 from colossalai.nn.policies.plans import carried_policy
 from colossalai.nn.policies.policy import Policy
-from colossalai.nn.policies.rules import Cut, Rule, Table, World, check_heads
+from colossalai.nn.policies.rules import Cut, Head, Rule, Table, World, check_heads
 from colossalai.nn.policies.scores import check_causal, compute_loss_from_pieces
 from colossalai.nn.policies.tables import POLICIES
 
@@ -58,12 +58,7 @@ def parallelize(
     world = World(tp, mesh, whole_scores, _shared(model))
     matches = list(policy.matches(model))
     _check(model, policy, matches, world)
-    # a head that is tied takes the piece of the table
-    parents = _parents(model)
-    for _, module, rule in sorted(matches, key=lambda match: not isinstance(match[2], Table)):
-        new = rule.cut(module, world)
-        for parent, name in parents[id(module)] if new is not module else []:
-            setattr(parent, name, new)
+    _replace(model, matches, world)
     _retie(model, world)
     adapt(model, WholeOutputs)
     model.cut_as = tp, mesh  # type: ignore[assignment]
@@ -136,12 +131,17 @@ def _check(model: nn.Module, policy: Policy, matches: list[Match], world: World)
             "other names in this version of transformers: pass policy=colossalai.nn.policies.Policy(...)"
         )
     if not world.whole_scores:
-        check_causal(model)
+        check_causal(model, {id(module) for _, module, rule in matches if isinstance(rule, Head)})
     for name in policy.heads:
         number = getattr(getattr(model, "config", None), name, None)
         if number is not None:
             check_heads(f"{who}: {name}", number, world)
     if world.stream_is_cut:
+        if world.mesh.group_size(*world.tp.hidden.dims[-1]) == 1:
+            raise ValueError(
+                f"mode {mode!r} with squares of side 1 cuts nothing but the batch, which data parallelism does; use a larger "
+                "size, or a smaller depth"
+            )
         _check_covered(model, matches, mode)
         _check_layer_drop(model, mode)
     _check_shared(model, matches, _try(model, matches, world))
@@ -213,6 +213,19 @@ def _twin(module: nn.Module) -> nn.Module:
         for n, p in module._parameters.items()
     }
     return twin
+
+
+def _replace(model: nn.Module, matches: list[Match], world: World) -> None:
+    """Apply the rules; ``matches`` is used up, so that what was replaced is freed as it goes."""
+    parents = _parents(model)
+    matches.sort(
+        key=lambda match: isinstance(match[2], Table)
+    )  # the last is first: a tied head takes the table's piece
+    while matches:
+        _, module, rule = matches.pop()
+        new = rule.cut(module, world)
+        for parent, name in parents[id(module)] if new is not module else []:
+            setattr(parent, name, new)
 
 
 def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

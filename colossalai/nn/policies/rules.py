@@ -85,6 +85,8 @@ class Cut:
 
     def cut(self, module: nn.Module, world: World) -> nn.Module:
         tp = world.tp
+        if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
+            raise ValueError(f"Cut() is for nn.Linear and Conv1D, got a {type(module).__name__}")
         if self.role != "stay":
             return Linear.from_native(
                 module,
@@ -126,7 +128,8 @@ class Head:
     vocabulary: bool = True
 
     def cut(self, module: nn.Module, world: World) -> nn.Module:
-        assert isinstance(module, nn.Linear)
+        if type(module) is not nn.Linear:
+            raise ValueError(f"Head() is for nn.Linear, got a {type(module).__name__}")
         tied = world.piece_of(module.weight)
         if not (world.stream_is_cut or self.vocabulary):
             return module
@@ -154,7 +157,10 @@ class Norm:
             return module
         if self.rms:
             return RMSNorm.from_native(module, tp=world.tp, mesh=world.mesh)
-        assert isinstance(module, nn.LayerNorm)
+        if type(module) is not nn.LayerNorm:
+            raise ValueError(
+                f"Norm() is for nn.LayerNorm, and with rms=True for RMS norms; got a {type(module).__name__}"
+            )
         return LayerNorm.from_native(module, tp=world.tp, mesh=world.mesh)
 
 

@@ -6,11 +6,12 @@ transformers do, the loss can be computed from the pieces instead, and no rank e
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from colossalai.mesh import Mesh
 from colossalai.nn.layer.batch import sum_rows
@@ -48,14 +49,25 @@ class CausalLoss:
         return sum_rows(losses.sum(), layout.dims[0], self.mesh, reduce_mean=False) / num_items_in_batch
 
 
-def check_causal(model: nn.Module) -> None:
-    """Refuse a model that computes its loss in another way: from pieces of the scores it would be wrong."""
+def check_causal(model: Any, heads: set[int]) -> None:
+    """Refuse a model that computes its loss in another way, which from pieces of the scores would be wrong.
+
+    ``heads`` are the ids of the modules that will be cut as heads.
+    """
     who = type(model).__name__
-    if not (who.endswith(CAUSAL) and hasattr(model, "loss_function")):
+    replaceable = who.endswith(CAUSAL) and "self.loss_function(" in _source(type(model).forward)
+    if not replaceable or id(model.get_output_embeddings()) not in heads:
         raise ValueError(
-            f"whole_scores=False is for causal language models of transformers, which have a loss_function that can be "
-            f"replaced; {who} computes its loss from whole scores: leave whole_scores out"
+            f"whole_scores=False is for causal language models of transformers whose head is cut and which compute their loss "
+            f"by loss_function, as {who} does not; leave whole_scores out"
         )
+
+
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(inspect.unwrap(function))
+    except OSError:
+        return ""
 
 
 def compute_loss_from_pieces(model: Any, mesh: Mesh) -> Logits:

@@ -152,6 +152,29 @@ def test_a_batch_that_does_not_divide() -> None:
 
 def test_models_that_need_whole_scores() -> None:
     with pytest.raises(
-        ValueError, match=r"whole_scores=False is for causal .*; BertForMaskedLM computes its loss from whole"
+        ValueError, match=r"whole_scores=False is for causal .* as BertForMaskedLM does not; leave"
     ):
         _cut(_meta("bert"), whole_scores=False)
+    with pytest.raises(
+        ValueError, match=r"head is cut .* as Gemma2ForCausalLM does not"
+    ):  # its table is special
+        _cut(_meta("gemma2"), whole_scores=False)
+
+
+def test_rules_for_other_modules() -> None:
+    from colossalai.nn.policies import Cut, Head, Norm, Policy, Rule
+    from colossalai.nn.policies.tables import GPT2
+
+    wrong: dict[str, tuple[Rule, str]] = {
+        "ln_f": (Cut("expand"), r"'transformer.ln_f': Cut\(\) is for nn.Linear and Conv1D, got a LayerNorm"),
+        "h.*.mlp.c_fc": (Head(), r"Head\(\) is for nn.Linear, got a Conv1D"),
+        "wpe": (Norm(), r"Norm\(\) is for nn.LayerNorm, .* got a Embedding"),
+    }
+    for path, (rule, message) in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            _cut(_meta("gpt2"), "2d", SQUARE, policy=Policy(("gpt2",), {**GPT2.rules, path: rule}))
+
+
+def test_squares_of_side_one() -> None:
+    with pytest.raises(ValueError, match=r"'2.5d' with squares of side 1 cuts nothing but the batch"):
+        _cut(_meta("gpt2"), "2.5d", {"dep": 2, "row": 1, "col": 1})
