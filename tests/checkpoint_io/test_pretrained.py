@@ -88,6 +88,29 @@ def test_only_the_pieces_of_this_rank_are_read(tensor: dict[str, Any], tmp_path:
     spawn(check_pieces, tensor["size"], tensor=tensor, folder=tmp_path)
 
 
+def check_our_layers(rank: int, world_size: int, port: int, file: Path) -> None:
+    """Layers of ours store some weights the other way round; files have them as the serial model does."""
+    from safetensors.torch import load_file
+
+    import colossalai.nn as col_nn
+
+    launch({"size": 4, "mode": "2d"})
+    with torch.device("meta"):
+        model = nn.Sequential(col_nn.Linear(8, 12), col_nn.Linear(12, 8))
+    load_pretrained(model, file)
+    whole = load_file(file)
+    for i, layer in enumerate(model):
+        for name, value in layer.global_state_dict(f"{i}.").items():
+            assert torch.equal(value, whole[name])
+
+
+def test_layers_of_ours(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)).state_dict(), tmp_path / "serial.safetensors")
+    spawn(check_our_layers, 4, file=tmp_path / "serial.safetensors")
+
+
 def test_base_and_headed_models_share_files(tmp_path: Path) -> None:
     """Without a job: a whole model, one file, with the prefix of the base model or without it."""
     model = zoo.build("gpt2")

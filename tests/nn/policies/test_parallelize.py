@@ -281,6 +281,7 @@ def check_cut_dropout(rank: int, world_size: int, port: int) -> None:
     dist.all_gather(states, seen[0])
     assert len({bytes(state.numpy()) for state in states}) == 4
     assert_equal_in_group(torch.get_rng_state())
+    _same_with_checkpointing(model, zoo.batch("opt"))
 
 
 def test_every_rank_draws_its_own_where_the_stream_is_cut() -> None:
