@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -71,4 +72,9 @@ def use(param: Tensor, rows: Iterable[str], mesh: Mesh) -> Tensor:
     """``param`` about to be applied to rows that the axes ``rows`` cut: its gradient is summed over them."""
     rest = placement(param)
     spread = frozenset(rows).difference(rest.sharded)
-    return redistribute(param, rest, replace(rest, spread=spread), mesh) if spread else param
+    return redistribute(param, rest, _spread(rest, spread), mesh) if spread else param
+
+
+@lru_cache(maxsize=1024)
+def _spread(layout: Layout, axes: frozenset[str]) -> Layout:
+    return replace(layout, spread=axes)
