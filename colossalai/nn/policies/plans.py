@@ -48,7 +48,9 @@ def carried_policy(model: nn.Module) -> Policy | None:
             rules[parent] = Heads()
     _follow_ties(model, rules)
     kind = str(getattr(model.config, "model_type", "this model"))
-    return Policy((kind,), rules, ("num_attention_heads", "num_key_value_heads"), only_1d=True)
+    cuts_heads = any(isinstance(rule, Heads) for rule in rules.values())
+    heads = ("num_attention_heads", "num_key_value_heads") if cuts_heads else ()
+    return Policy((kind,), rules, heads, only_1d=True)
 
 
 def _follow_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
