@@ -56,7 +56,7 @@ def test_the_plan_that_a_config_carries() -> None:
 @pytest.mark.parametrize("mode", ["1d", "2d"])
 def test_four_ranks(mode: str) -> None:
     """In 2D the batch and the features are cut as well."""
-    spawn(check_parity, 4, tensor=MODES[mode], names=[*SIX, "qwen2"], steps=3)
+    spawn(check_parity, 4, tensor=MODES[mode], names=[*SIX, *STYLES], steps=3)
 
 
 CUBES = [(mode, name) for mode in ("2.5d", "3d") for name in [*SIX, *STYLES]]
