@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
+from colossalai.checkpoint_io.training import STEP_IN_EPOCH, load_training
 from colossalai.engine import Engine
 from colossalai.engine.schedule.nest import to_device
 from colossalai.logging import DistributedLogger, get_dist_logger
@@ -50,6 +54,7 @@ class Trainer:
         self.states: dict[str, Any] = {}
         self._cur_epoch = 0
         self._cur_step = 0
+        self._step_in_epoch = 0  # before fit: batches of the first epoch to pass over
         self._first_epoch = 0
         self._fitting = False
         self._depth = 0  # runs inside runs: a hook may evaluate
@@ -71,6 +76,7 @@ class Trainer:
         if not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"cur_epoch is the epoch to begin with, 0 or more; got {epoch!r}")
         self._cur_epoch = self._first_epoch = epoch
+        self._step_in_epoch = 0
 
     @property
     def cur_step(self) -> int:
@@ -80,6 +86,11 @@ class Trainer:
     @cur_step.setter
     def cur_step(self, step: int) -> None:
         self._cur_step = step
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Training iterations of the current epoch so far."""
+        return self._step_in_epoch
 
     @property
     def max_epochs(self) -> int | None:
@@ -120,7 +131,7 @@ class Trainer:
             )
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = length(train_dataloader)
-        if self._first_epoch == 0:
+        if self._first_epoch == self._step_in_epoch == 0:
             self._cur_step = 0
         self._warn_if_nothing_is_left(epochs)
         display_progress = display_progress and _is_display_rank()
@@ -131,7 +142,28 @@ class Trainer:
                     train_dataloader, test_dataloader, test_interval, display_progress, return_output_label
                 )
         finally:  # the next fit is a new one, even if this was interrupted
-            self._fitting, self._first_epoch = False, 0
+            self._fitting, self._first_epoch, self._step_in_epoch = False, 0, 0
+
+    def resume(
+        self, file: str | Path, lr_scheduler: LRScheduler | None = None, model: nn.Module | None = None
+    ) -> None:
+        """Load a checkpoint of ``SaveCheckpointHook``; the next ``fit`` goes on with the batch after it.
+
+        Args:
+            lr_scheduler: the scheduler of the training, if it has one.
+            model: the model to load; that of the engine if left out.
+        """
+        if self._fitting:
+            raise RuntimeError("resume was called by a hook of a fit that runs; call it before fit")
+        state = load_training(file, model or self._engine.model, self._engine.optimizer, lr_scheduler)
+        if lr_scheduler is None and "lr_scheduler" in state:
+            self._logger.warning(
+                f"{file} holds a learning-rate scheduler, but resume got none; pass it: resume(file, lr_scheduler)",
+                ranks=[0],
+            )
+        seen = state.get(STEP_IN_EPOCH)
+        self.cur_epoch = int(state["epoch"]) + (seen is None)  # without it, the epoch was at its end
+        self.cur_step, self._step_in_epoch = int(state.get("step", 0)), seen or 0
 
     def evaluate(
         self,
@@ -198,22 +230,23 @@ class Trainer:
         set_epoch(dataloader, epoch)
         batches = Batches(dataloader)
         bar = tqdm(desc=f"[Epoch {epoch} / Train]", total=self._steps_per_epoch, disable=not display_progress)
+        batches.skip(self._step_in_epoch)
+        bar.update(self._step_in_epoch)
         self._call_hooks("before_train_epoch")
         self.timer.start("Train-epoch")
-        steps = 0
         with bar:
             while not self._is_over() and batches.more():
                 self._train_step(batches, return_output_label)
-                steps += 1
                 self._show(bar)
-        check_steps(steps, "train_dataloader")
+        check_steps(self._step_in_epoch, "train_dataloader")
         self.timer.stop("Train-epoch", keep_in_history=True)
         if not self._is_over():
-            self._steps_per_epoch = steps
+            self._steps_per_epoch = self._step_in_epoch
         self._synchronize_metrics("train")
         self._call_hooks("after_train_epoch")
         if self.timer.is_on():
             self.timer.reset("Train-epoch")
+        self._step_in_epoch = 0
 
     def _train_step(self, batches: Batches, return_output_label: bool) -> None:
         self._call_hooks("before_train_iter")
@@ -225,6 +258,7 @@ class Trainer:
         self._engine.step()
         self.timer.stop("Train-step", keep_in_history=True)
         self._cur_step += 1
+        self._step_in_epoch += 1
         self._call_hooks("after_train_iter", *result)
 
     def _test(

@@ -180,7 +180,9 @@ class LogTimingByEpochHook(LogByEpochHook):
 
     def _message(self, mode: str) -> str:
         epoch, step = f"{mode}-epoch", f"{mode}-step"
-        parts = [f"{epoch}: last = {self._last(epoch)} s", f"{step}: last = {self._last(step)} s"]
+        parts = [f"{epoch}: last = {self._last(epoch)} s"]
+        if step in dict(self._timer):  # no iteration is left in an epoch that is resumed at its end
+            parts.append(f"{step}: last = {self._last(step)} s")
         if steps := self._steps[step]:
             parts[1] += f", mean = {format_number(sum(steps) / len(steps))} s"
         return " | ".join(parts)
