@@ -67,6 +67,13 @@ def initialize(
     handlers = _handlers(features, boosted.model, boosted.optimizer)
     parts: tuple[Any, ...] = (boosted.optimizer, boosted.dataloader, handlers, boosted.lr_scheduler)
     if features.accumulate > 1:
+        if train_dataloader is None:
+            get_dist_logger().warning_once(
+                "config has gradient_accumulation, but initialize got no train_dataloader; so the end of a pass over the"
+                " data is not seen, and its last group goes on in the next pass. Pass train_dataloader and loop over the"
+                " one that is returned",
+                ranks=[0],
+            )
         parts = accumulate_gradient(
             boosted.model,
             boosted.optimizer,
