@@ -94,6 +94,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"fp16": {}}, ConfigException, "section 'fp16' needs a mode"),
     ({"fp16": {"mode": "bf16"}}, ConfigException, r"one of AMP_TYPE.APEX, .* got 'bf16'"),
     (
+        {"fp16": {"mode": AMP_TYPE.NAIVE, "initial_scale": -1}},
+        ConfigException,
+        "'fp16' with mode AMP_TYPE.NAIVE: .* needs a finite initial_scale above 0, got -1",
+    ),
+    (
         {"fp16": {"mode": AMP_TYPE.TORCH, "scale": 1}},
         ConfigException,
         "'fp16' with mode AMP_TYPE.TORCH: .*unexpected keyword argument 'scale'",
