@@ -53,8 +53,13 @@ def initialize(
             "colossalai.initialize needs a launched job; call colossalai.launch_from_torch first"
         )
     features = Features.from_config(gpc.config, gpc.pipeline_parallel_size)
-    check_not_empty("train_dataloader", train_dataloader)
-    check_not_empty("test_dataloader", test_dataloader)
+    for name, dataloader in (("train_dataloader", train_dataloader), ("test_dataloader", test_dataloader)):
+        _check_iterable(name, dataloader)
+        check_not_empty(name, dataloader)
+    if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
+        raise TypeError(
+            f"colossalai.initialize needs lr_scheduler as a learning-rate scheduler, with a step(), got {lr_scheduler!r}"
+        )
     _set_cudnn(features)
     if verbose:
         _log(features)
@@ -93,6 +98,14 @@ def initialize(
         verbose,
     )
     return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _check_iterable(name: str, dataloader: Any) -> None:
+    if dataloader is None or isinstance(dataloader, Iterable) or hasattr(dataloader, "__getitem__"):
+        return
+    raise TypeError(
+        f"colossalai.initialize needs {name} as a data loader or another iterable of batches, got {dataloader!r}"
+    )
 
 
 def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:

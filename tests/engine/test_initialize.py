@@ -44,6 +44,12 @@ def check_one_rank(rank: int, world_size: int, port: int) -> None:
     assert not torch.backends.cudnn.deterministic
     assert torch.backends.cudnn.benchmark
 
+    for name in ("train_dataloader", "test_dataloader"):
+        with pytest.raises(TypeError, match=f"needs {name} as a data loader or .* got 5"):
+            initialize(**{name: 5})
+    with pytest.raises(TypeError, match=r"needs lr_scheduler as .*, with a step\(\), got 'x'"):
+        initialize(lr_scheduler="x")
+
     use_config({"fp16": {"mode": "torch"}})
     engine, *_ = colossalai.initialize(mlp, sgd, nn.CrossEntropyLoss())
     engine.execute_schedule(iter(train))

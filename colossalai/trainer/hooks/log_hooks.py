@@ -29,6 +29,10 @@ class LogByEpochHook(BaseHook):
 
     def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10) -> None:
         super().__init__(priority)
+        if not callable(getattr(logger, "info", None)):
+            raise TypeError(
+                f"{type(self).__name__} needs a logger, such as colossalai.logging.get_dist_logger(), got {logger!r}"
+            )
         if interval < 1:
             raise ValueError(f"{type(self).__name__} needs an interval of at least 1 epoch, got {interval!r}")
         self.logger = logger
