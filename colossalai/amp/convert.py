@@ -74,10 +74,8 @@ def convert_to_amp(
 
 def _options(kind: type[Options], config: AmpConfig, mode: AMP_TYPE) -> Options:
     given = dict(config or {})
-    if given.pop("mode", mode) not in (
-        mode,
-        mode.value,
-    ):  # the whole `fp16` section of a config may be passed on
+    # the whole `fp16` section of a config may be passed on
+    if given.pop("mode", mode) not in (mode, mode.value):
         raise ValueError(f"amp_config has mode={config['mode']}, but {mode} is asked for")  # type: ignore[index]
     known = [field.name for field in dataclasses.fields(kind)]
     if unknown := [name for name in given if name not in known]:

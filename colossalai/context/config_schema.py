@@ -61,7 +61,15 @@ READ_BY_FEATURES: dict[str, Rule] = {"NUM_MICRO_BATCHES": _COUNT}
 
 # What other libraries call a feature of ours.
 OTHER_NAMES = dict.fromkeys(
-    ("clip_grad", "grad_clip", "gradient_clip", "gradient_clipping", "grad_clipping", "max_grad_norm"),
+    (
+        "clip_grad",
+        "clip_norm",
+        "grad_clip",
+        "grad_clipping",
+        "gradient_clip",
+        "gradient_clipping",
+        "max_grad_norm",
+    ),
     "clip_grad_norm",
 )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from colossalai.trainer.batches import length
+from colossalai.trainer.hooks import BaseHook
 
 
 def check_fit(
@@ -38,3 +39,15 @@ def check_steps(steps: int, name: str) -> None:
             f"{name} gave no batch: is the dataset empty, smaller than the batch size with drop_last=True, or an"
             " iterator that was used up before?"
         )
+
+
+def check_hooks(hooks: Sequence[BaseHook]) -> None:
+    """Refuse what is no hook, or cannot be put in order."""
+    for hook in hooks:
+        if not isinstance(hook, BaseHook):
+            made = " (a class: call it)" if isinstance(hook, type) else ""
+            raise TypeError(f"hooks inherit colossalai.trainer.hooks.BaseHook, got {hook!r}{made}")
+        if not isinstance(hook.priority, (int, float)):
+            raise TypeError(
+                f"the priority of a hook is a number, but {type(hook).__name__} has {hook.priority!r}"
+            )

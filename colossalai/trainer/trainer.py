@@ -17,7 +17,7 @@ from colossalai.engine import Engine
 from colossalai.engine.schedule.nest import to_device
 from colossalai.logging import DistributedLogger, get_dist_logger
 from colossalai.trainer.batches import Batches, length, set_epoch
-from colossalai.trainer.checks import check_dataloader, check_fit, check_steps
+from colossalai.trainer.checks import check_dataloader, check_fit, check_hooks, check_steps
 from colossalai.trainer.hooks import BaseHook
 from colossalai.utils import (
     MultiTimer,
@@ -229,9 +229,13 @@ class Trainer:
         self._engine.train()
         set_epoch(dataloader, epoch)
         batches = Batches(dataloader)
-        bar = tqdm(desc=f"[Epoch {epoch} / Train]", total=self._steps_per_epoch, disable=not display_progress)
         batches.skip(self._step_in_epoch)
-        bar.update(self._step_in_epoch)
+        bar = tqdm(
+            desc=f"[Epoch {epoch} / Train]",
+            total=self._steps_per_epoch,
+            initial=self._step_in_epoch,
+            disable=not display_progress,
+        )
         self._call_hooks("before_train_epoch")
         self.timer.start("Train-epoch")
         with bar:
@@ -306,10 +310,7 @@ class Trainer:
     @contextmanager
     def _attached(self, hooks: Sequence[BaseHook] | None) -> Iterator[None]:
         """With ``hooks`` and new states; a run inside another one gives both back to it."""
-        for hook in hooks or ():
-            if not isinstance(hook, BaseHook):
-                made = " (a class: call it)" if isinstance(hook, type) else ""
-                raise TypeError(f"hooks inherit colossalai.trainer.hooks.BaseHook, got {hook!r}{made}")
+        check_hooks(hooks or ())
         outer = (self.hooks, self.states) if self._depth else None
         self.states = {}
         self.hooks = sorted(hooks or (), key=lambda hook: hook.priority)

@@ -82,6 +82,7 @@ def test_other_names_are_hyper_parameters(key: str) -> None:
         ("Clip_Grad", "clip_grad_norm"),
         ("gradient_clipping", "clip_grad_norm"),
         ("max_grad_norm", "clip_grad_norm"),
+        ("clip_norm", "clip_grad_norm"),
     ],
 )
 def test_a_misspelt_feature_is_refused_with_the_right_word(key: str, meant: str) -> None:

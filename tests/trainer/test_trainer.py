@@ -180,6 +180,8 @@ def test_wrong_arguments_are_refused() -> None:
         trainer.evaluate(5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"hooks inherit .*BaseHook, got .*LossHook.* \(a class: call it\)"):
         trainer.fit(loader(2, 2), 1, hooks=[hooks.LossHook])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="the priority of a hook is a number, but LossHook has 'high'"):
+        trainer.fit(loader(2, 2), 1, hooks=[hooks.LossHook(priority="high")])  # type: ignore[arg-type]
 
 
 def test_prediction() -> None:
