@@ -153,14 +153,14 @@ class Booster:
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """The backward pass of ``loss``, scaled and synchronized as the plan needs it.
 
-        A loss that is nan or infinite is logged, once, and goes its way.
+        The first loss that is nan or infinite is logged, and goes its way.
         """
         if not isinstance(optimizer, OptimizerWrapper):
             raise TypeError(
                 f"booster.backward needs the optimizer that booster.boost returned, got {type(optimizer).__name__}"
             )
         check_loss(loss, "booster.backward")
-        self._watch.see(loss)
+        self._watch.see(loss, optimizer.skips_steps)
         optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

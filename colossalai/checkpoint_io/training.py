@@ -16,7 +16,11 @@ from torch.optim import Optimizer
 from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
 from colossalai.checkpoint_io.general import GeneralCheckpointIO
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
+from colossalai.logging import get_dist_logger
 from colossalai.mesh import placement
+
+# In a file that was written within an epoch: how many of its batches are in the weights.
+STEP_IN_EPOCH = "step_in_epoch"
 
 
 def save_checkpoint(
@@ -56,6 +60,24 @@ def load_checkpoint(
 
     Not ``strict``: missing and unknown weights are passed over.
     """
+    state = load_training(file, model, optimizer, lr_scheduler, strict)
+    if (seen := state.get(STEP_IN_EPOCH)) is not None:
+        get_dist_logger().warning(
+            f"{file} was written within epoch {state['epoch']}, after {seen} of its batches; the epoch that is returned"
+            " does not say so. trainer.resume(file, lr_scheduler) goes on with the next batch",
+            ranks=[0],
+        )
+    return int(state["epoch"])
+
+
+def load_training(
+    file: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Any = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """``load_checkpoint`` that returns all the file holds."""
     state = load_shard_state_dict(file)
     wanted = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
     absent = [name for name, part in wanted.items() if part is not None and name not in state]
@@ -71,4 +93,4 @@ def load_checkpoint(
         optimizer.load_state_dict(state["optimizer"])
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(state["lr_scheduler"])
-    return int(state["epoch"])
+    return state

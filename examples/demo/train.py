@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from options import OUT, SHAPE, parse_arguments
+from options import OUT, SHAPE, TRAINING, parse_arguments
 from progress import Progress, StopRequest
 from report import Baselines, Metrics, plot, unigram_entropy
 from schedule import Schedule
@@ -180,8 +180,11 @@ class Demo:
         self.booster.save_lr_scheduler(self.scheduler, folder / "lr_scheduler.bin")
         if self.is_master:
             self.tokenizer.save(folder / "tokenizer.json")
-            shape = {name: getattr(self.args, name) for name in SHAPE}
-            (folder / "demo.json").write_text(json.dumps({"step": self.step, "shape": shape}))
+            options = {
+                kind: {name: getattr(self.args, name) for name in names}
+                for kind, names in (("shape", SHAPE), ("training", TRAINING))
+            }
+            (folder / "demo.json").write_text(json.dumps({"step": self.step, **options}))
         dist.barrier()
 
     def load(self) -> None:
