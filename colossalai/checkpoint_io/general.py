@@ -23,6 +23,7 @@ from colossalai.checkpoint_io.sharding import (
     spread_over_states,
 )
 from colossalai.interface import ModelWrapper
+from colossalai.utils.optimizer_state import check_state
 
 State = dict[str, Any]
 Shards = Iterable[tuple[dict[Any, Any], float]]
@@ -130,12 +131,13 @@ class GeneralCheckpointIO(CheckpointIO):
     ) -> None:
         """``parts`` hold the states of parameters by number, ``rest`` what else is in an optimizer's state dict."""
         try:
-            owners = _owners(optimizer, rest["param_groups"])
+            owners = _owners(optimizer, rest.get("param_groups", []))
             states = {
                 number: {name: self.fit(value, owners.get(number)) for name, value in state.items()}
                 for part in parts
                 for number, state in part.items()
             }
+            check_state(optimizer, {"state": states, **rest})
             optimizer.load_state_dict({"state": states, **rest})
         except (KeyError, ValueError) as error:
             raise ValueError(f"{checkpoint} does not fit the optimizer: {error}") from error
@@ -169,7 +171,7 @@ def write_optimizer_shards(shards: Shards, groups: State, folder: Path, prefix: 
 
 
 def _owners(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> dict[Any, Tensor]:
-    """The parameters by the numbers of the checkpoint; groups that do not match are torch's to complain about."""
+    """The parameters by the numbers of the checkpoint; groups that do not match are refused later."""
     own = [group["params"] for group in optimizer.param_groups]
     saved = [group["params"] for group in saved_groups]
     return {

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.mesh import Mesh, clip_grads
+from colossalai.utils.optimizer_state import check_state
 
 
 class OptimizerWrapper(Optimizer):
@@ -151,6 +152,9 @@ class OptimizerWrapper(Optimizer):
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load; the state of another kind of optimizer, or of parameters of other shapes, is refused."""
+        if not isinstance(self.optim, OptimizerWrapper):
+            check_state(self.optim, state_dict)
         self.optim.load_state_dict(state_dict)
 
     def register_step_pre_hook(self, hook: Any) -> Any:

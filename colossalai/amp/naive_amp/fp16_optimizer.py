@@ -178,6 +178,8 @@ class FP16Optimizer(ScaledOptimizer):
         """Load; masters that a state of another precision lacks are the weights of the model."""
         state_dict = dict(state_dict)
         saved = state_dict.pop(MASTERS_KEY, None)
+        if self.masters and saved is not None:
+            self.masters.check_state(saved)  # before anything is changed
         super().load_state_dict(state_dict)
         if self.masters and saved is not None:
             self.masters.load_state_dict(saved)
