@@ -12,13 +12,14 @@ Weights, their gradients and the optimizer stay as they are; a swapped layer has
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colossalai.amp._compat import scaled_product
+from colossalai.nn import Embedding, Linear
 
 ModuleFilter = Callable[[str, nn.Linear], bool]
 
@@ -101,13 +102,21 @@ def is_no_head(name: str, linear: nn.Linear) -> bool:
     return HEADS.isdisjoint(name.lower().split("."))
 
 
+def _is_plain_linear(module: nn.Module) -> bool:
+    """``nn.Linear``, or our own where it is one: on one rank, with the weight stored as torch does."""
+    ours = isinstance(module, Linear) and module.plain and module.order == "oi" and not module.skip_bias_add
+    return type(module) is nn.Linear or ours
+
+
 def swap_linears(model: nn.Module, module_filter: ModuleFilter = is_no_head) -> list[str]:
     """Let the linear layers of ``model`` that ``module_filter`` takes, and fp8 can, compute in fp8; returns their names.
 
     fp8 can take a plain ``nn.Linear`` whose sizes are multiples of 16 and whose weight is not an embedding's too.
     """
-    linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear]
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linears: list[tuple[str, nn.Linear]] = [
+        (name, cast(nn.Linear, m)) for name, m in model.named_modules() if _is_plain_linear(m)
+    ]
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | Embedding)}
     fitting = [
         (name, m)
         for name, m in linears

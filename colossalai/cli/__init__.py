@@ -1,4 +1,5 @@
-"""The ``colossalai`` command: ``run`` starts a distributed job, ``check`` looks at the installation.
+"""The ``colossalai`` command: ``run`` starts a distributed job, ``check`` looks at the installation,
+``benchmark`` compares tensor-parallel modes.
 
 How ``colossalai run`` works, from the outside in:
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from colossalai._version import __version__
+from colossalai.cli.benchmark.command import benchmark
 from colossalai.cli.check import check
 from colossalai.cli.run import run
 
@@ -18,8 +19,10 @@ def cli() -> None:
     Start here:
       colossalai check -i                          what this machine offers
       colossalai run --nproc_per_node 2 train.py   two processes on this machine
+      colossalai benchmark --gpus 4                which tensor-parallel mode is fastest here
     """
 
 
 cli.add_command(run)
 cli.add_command(check)
+cli.add_command(benchmark)

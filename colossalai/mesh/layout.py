@@ -18,7 +18,8 @@ the random stream, so none of these is ever written down a second time.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 
@@ -68,10 +69,32 @@ class Layout:
 
     def dual(self) -> Layout:
         """The layout of the gradient."""
-        return replace(self, partial=self.spread, spread=self.partial)
+        return self._dual
 
     def transposed(self) -> Layout:
+        return self._transposed
+
+    # Every step asks for these and looks routes up by layouts, so they are computed once.  (What serial layers read is
+    # not cached: torch.compile cannot look into the lock that cached_property has before Python 3.12.)
+
+    @cached_property
+    def _dual(self) -> Layout:
+        return replace(self, partial=self.spread, spread=self.partial)
+
+    @cached_property
+    def _transposed(self) -> Layout:
         return replace(self, dims=self.dims[::-1], fused=self.fused[::-1])
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.partial, self.spread, self.fused))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # without what was computed: strings have other hashes in other processes
+        return Layout, (self.dims, self.partial, self.spread, self.fused)
 
     def whole(self) -> Layout:
         """The same tensor with nothing cut."""

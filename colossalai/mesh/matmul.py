@@ -31,9 +31,10 @@ class _Matmul(torch.autograd.Function):
         w_use = start_move(w, stored.layout(plan.w), stored.layout(plan.w_use), mesh, stored.shape)()
         x_use = finish_x()
         ctx.save_for_backward(*((x_use, w_use) if plan.keep_operands else (x, w)))
-        ctx.plan, ctx.mesh, ctx.stored, ctx.has_bias = plan, mesh, stored, bias is not None
+        ctx.plan, ctx.mesh, ctx.stored = plan, mesh, stored
         now = bias if plan.y_use == plan.y else None
         y = F.linear(x_use, stored.out_in(w_use), now)
+        # not in place: selective activation checkpointing keeps the product itself
         y = move(y, plan.y_use, plan.y, mesh, stored.whole_y(y, plan.y_use, mesh))
         return y if bias is None or now is not None else y + bias
 
@@ -57,7 +58,9 @@ class _Matmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x = fetch_x() if fetch_x else x
             dw = stored.gradient(x.flatten(0, -2), dy.flatten(0, -2))
-            dw = move(dw, stored.layout(p.w_use.dual()), stored.layout(p.w.dual()), mesh, stored.shape)
+            dw = start_move(
+                dw, stored.layout(p.w_use.dual()), stored.layout(p.w.dual()), mesh, stored.shape
+            )()
         return finish_dx() if finish_dx else None, dw, db, None, None, None
 
 

@@ -63,7 +63,7 @@ class Mesh:
         self.device_mesh: DeviceMesh = init_device_mesh(
             device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)
         )
-        self._joined: dict[Axes, dist.ProcessGroup] = {}
+        self._groups: dict[Axes, dist.ProcessGroup] = {}
         _meshes.add(self)
 
     # A copied or unpickled layer stays on the mesh of this process: process groups cannot be copied.
@@ -88,12 +88,16 @@ class Mesh:
 
         A group of several axes is made at its first use, which every rank must reach.
         """
-        key = self.in_order(axes)
-        if len(key) == 1:
-            return self.device_mesh.get_group(key[0])
-        if key not in self._joined:
-            self._joined[key] = self.device_mesh[key]._flatten().get_group()
-        return self._joined[key]
+        # also a group of one axis is kept: every collective asks, and torch's answer takes time
+        if axes not in self._groups:
+            key = self.in_order(axes)
+            if len(key) == 1:
+                self._groups[axes] = self.device_mesh.get_group(key[0])
+            elif key != axes:
+                self._groups[axes] = self.group(*key)
+            else:
+                self._groups[axes] = self.device_mesh[key]._flatten().get_group()
+        return self._groups[axes]
 
     def group_size(self, *axes: str) -> int:
         self._check(axes)

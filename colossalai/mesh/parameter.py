@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,4 +71,10 @@ def parameter(full: Tensor, layout: Layout, mesh: Mesh, *, uneven: bool = False)
 def use(param: Tensor, rows: Iterable[str], mesh: Mesh) -> Tensor:
     """``param`` about to be applied to rows that the axes ``rows`` cut: its gradient is summed over them."""
     rest = placement(param)
-    return redistribute(param, rest, replace(rest, spread=frozenset(rows) - set(rest.sharded)), mesh)
+    spread = frozenset(rows).difference(rest.sharded)
+    return redistribute(param, rest, _spread(rest, spread), mesh) if spread else param
+
+
+@lru_cache(maxsize=1024)
+def _spread(layout: Layout, axes: frozenset[str]) -> Layout:
+    return replace(layout, spread=axes)

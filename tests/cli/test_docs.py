@@ -14,12 +14,14 @@ from colossalai.cli.job import Job
 from tests.cli.tools import ROOT
 
 PAGE = (ROOT / "docs" / "command_line.md").read_text()
-COMMANDS = [
-    line
-    for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-    for line in block.splitlines()
-    if line.startswith("colossalai run")
-]
+
+
+def all_commands() -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+COMMANDS = [line for line in all_commands() if line.startswith("colossalai run")]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -40,6 +42,16 @@ def test_command(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert result.exit_code == 0, result.output
     (job,) = jobs
     assert job.script.startswith(("train.py", "my_package.train"))
+
+
+@pytest.mark.parametrize("command", [c for c in all_commands() if c.startswith("colossalai benchmark")])
+def test_benchmark(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("colossalai.cli.benchmark.command._devices", lambda device, gpus: ("cpu", gpus))
+    monkeypatch.setattr("colossalai.cli.benchmark.command._run", lambda gpus, *_: seen.append(gpus))
+    result = CliRunner().invoke(cli, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+    assert seen[0] in (4, 8)
 
 
 def test_page_has_commands() -> None:

@@ -42,7 +42,7 @@ class Case(NamedTuple):
     dp: int
     tied: bool
     dtype: str
-    checkpoint: bool
+    checkpoint: bool | str
 
     @property
     def world_size(self) -> int:
@@ -51,7 +51,12 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     choices = itertools.product(
-        ("gpt", "vit", "bert"), PLANS, (1, 2), (True, False), ("float32", "bfloat16"), (False, True)
+        ("gpt", "vit", "bert"),
+        PLANS,
+        (1, 2),
+        (True, False),
+        ("float32", "bfloat16"),
+        (False, True, "selective"),
     )
     every = [Case(*choice) for choice in choices]
     # a ViT has no table to tie; more than 16 processes are more than these tests' machines hold

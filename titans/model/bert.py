@@ -15,7 +15,7 @@ from torch.nn.functional import gelu
 
 from colossalai.nn import partition_batch
 from colossalai.nn.modes import current
-from titans.layer.block import BertBlock
+from titans.layer.block import BertBlock, Checkpoint
 from titans.layer.embedding import BertEmbedding
 from titans.layer.head import BertLMHead
 from titans.model.gpt import as_key_mask
@@ -46,7 +46,7 @@ class BERT(nn.Module):
         activation: Callable[[Tensor], Tensor] = gelu,
         padding_idx: int | None = None,
         dtype: torch.dtype | None = None,
-        checkpoint: bool = False,
+        checkpoint: Checkpoint = False,
         activation_offload: bool = False,
         tied: bool = True,
     ) -> None:

@@ -88,10 +88,10 @@ class Linear(ParallelLayer):
                 (out_features,), along, bias_initializer, fan_in=in_features, dtype=dtype
             )
         self._local_in = in_features if self.plain else in_features // self.mesh.group_size(*x.dims[-1])
-        if (
-            role is None and self._follows_cursor()
-        ):  # last: a layer that was refused leaves the stream where it was
-            set_stream_position("inner" if expands else "hidden", self.mesh)
+        # last: a layer that was refused leaves the stream where it was
+        if role is None and self._follows_cursor():
+            hidden = not expands or y.dims == self.tp.hidden.dims  # 1D's hidden is what gather_output gives
+            set_stream_position("hidden" if hidden else "inner", self.mesh)
 
     def _take_role(self, role: Direction | None) -> Direction:
         if role not in (None, "expand", "contract"):

@@ -20,8 +20,6 @@ from colossalai.nn.logits import Logits, find_logits
 from colossalai.nn.modes import TensorParallel
 from colossalai.registry import LOSSES
 
-_REDUCTIONS = {True: "mean", False: "none"}
-
 
 @LOSSES.register_module
 class CrossEntropyLoss(nn.Module):
@@ -46,7 +44,9 @@ class CrossEntropyLoss(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        kwargs["reduction"] = _REDUCTIONS[reduction]
+        if not isinstance(reduction, bool):
+            raise TypeError(f"reduction is True (the mean) or False (each sample), got {reduction!r}")
+        kwargs["reduction"] = "mean" if reduction else "none"
         self.loss = nn.CrossEntropyLoss(*args, **kwargs)
         self.num_classes = num_classes
         self.vocab_parallel = self.cut if vocab_parallel is None else vocab_parallel

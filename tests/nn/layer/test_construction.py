@@ -138,6 +138,10 @@ def test_other_wrong_arguments() -> None:
         col_nn.Classifier(4, 9, weight=nn.Parameter(torch.zeros(8, 4)))
     with pytest.raises(ValueError, match="WrappedDropout: p is a probability, got -1"):
         col_nn.WrappedDropout(-1)
+    with pytest.raises(
+        TypeError, match=r"reduction is True \(the mean\) or False \(each sample\), got 'mean'"
+    ):
+        col_nn.CrossEntropyLoss("mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="7 is not divisible by 2"):
         col_nn.divide(7, 2)
     with pytest.raises(TypeError, match="must define _forward"):
@@ -155,6 +159,8 @@ def test_roles_alternate_and_an_odd_count_is_loud() -> None:
         with pytest.raises(ValueError, match="stream_chunk_num is at least 1, got 0"):
             col_nn.Linear1D_Row(4, 4, stream_chunk_num=0, **here)
         assert stream_position(mesh) == "hidden"  # a role that is given does not move the cursor
+        assert col_nn.Linear1D(4, 4, gather_output=True, **here).role == "expand"
+        assert stream_position(mesh) == "hidden"  # whole features are 1D's hidden layout
         col_nn.Linear(4, 4, **here)
         assert col_nn.Dropout(0.1, **here).layout == tp.inner
         for build in (lambda: col_nn.LayerNorm(4, **here), lambda: col_nn.Embedding(4, 4, **here)):

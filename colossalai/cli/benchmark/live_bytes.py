@@ -1,0 +1,56 @@
+"""How many bytes of tensors are alive, and how many were at the worst moment: a device's statistics, for the CPU.
+
+Every operation passes its results through a dispatch mode; a storage counts from its first sight until torch frees it.
+Views share a storage and count once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside ``with``, ``now`` and ``peak`` follow the live tensors that were made there, or given to ``hold``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that existed before, such as parameters."""
+        for tensor in tensors:
+            self._count(tensor)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.hold(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages or tensor.is_meta:
+            return
+        size = storage.nbytes()
+
+        def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
+            self._storages.pop(key, None)
+            self.now -= size
+
+        self._storages[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.peak = max(self.peak, self.now)
