@@ -75,6 +75,9 @@ class MasterWeights:
     def masters(self) -> list[Tensor]:
         return [pair.master for pair in self._pairs]
 
+    def weights_by_master(self) -> dict[Tensor, Tensor]:
+        return {pair.master: pair.weight for pair in self._pairs}
+
     def take_gradients(self) -> None:
         """Move the gradients of the weights, as fp32, to their masters."""
         for pair in self._pairs:

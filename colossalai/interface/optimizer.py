@@ -110,8 +110,18 @@ class OptimizerWrapper(Optimizer):
         )
 
     def parameters(self) -> list[Tensor]:
-        """The parameters of all groups, in order."""
+        """What the optimizer steps: the parameters of all groups, in order; see ``trained_parameters``."""
         return [p for group in self.param_groups for p in group["params"]]
+
+    def trained_parameters(self) -> list[Tensor]:
+        """The parameters of the model that the backward pass gives gradients to, in the order of the groups.
+
+        Between the backward pass and clipping or the step, a plan finds the gradients here.  ``parameters`` may hold
+        fp32 masters in the place of half-precision weights, which get their gradients only in the step.
+        """
+        if isinstance(self.optim, OptimizerWrapper):
+            return self.optim.trained_parameters()
+        return [p for p in self.parameters() if p.requires_grad]
 
     # What torch calls.  The base class defines these, so __getattr__ would never be asked for them.
 
