@@ -28,7 +28,9 @@ from colossalai.interface import (
     LRSchedulerWrapper,
     ModelWrapper,
     OptimizerWrapper,
+    below_compile,
     check_loss,
+    user_module,
 )
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import launched_mesh
@@ -132,7 +134,7 @@ class Booster:
         """
         _check_boostable(model, optimizer)
         check_not_empty("the dataloader of boost", dataloader)
-        raw = [item for item in (model, optimizer) if item is not None]
+        raw = [item for item in (user_module(model), optimizer) if item is not None]
         if self.accelerator is not None:
             model = self.accelerator.configure_model(model)
         if self.mixed_precision is not None:
@@ -141,6 +143,7 @@ class Booster:
             model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
                 model, optimizer, criterion, dataloader, lr_scheduler
             )
+        model = model if isinstance(model, ModelWrapper) else ModelWrapper(model)
         if optimizer is not None:
             optimizer = optimizer if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)
             if optimizer.mesh is None:  # the parameters may be cut over that of the job, whatever the plugin
@@ -249,7 +252,8 @@ def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
     _check_type("boost", "a model", model, nn.Module)
     if optimizer is not None:
         _check_type("boost", "an optimizer", optimizer, Optimizer)
-    for name, item, wrapper in (("model", model, ModelWrapper), ("optimizer", optimizer, OptimizerWrapper)):
+    inner = below_compile(model)
+    for name, item, wrapper in (("model", inner, ModelWrapper), ("optimizer", optimizer, OptimizerWrapper)):
         if item is not None and (isinstance(item, wrapper) or item in _boosted):
             raise RuntimeError(
                 f"this {name} ({type(item).__name__}) was boosted before; go on with what that call returned,"

@@ -56,7 +56,8 @@ def load_shard_state_dict(checkpoint_file: str | Path) -> StateDict:
     try:
         if _is_safetensors(path):
             return _read_safetensors(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:  # by its name, torch would take a file for safetensors that is none
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise RuntimeError(
             f"{path} is not a checkpoint that can be read (damaged, cut short, or holding objects that are neither"

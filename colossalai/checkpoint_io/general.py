@@ -22,7 +22,7 @@ from colossalai.checkpoint_io.sharding import (
     shard_checkpoint,
     spread_over_states,
 )
-from colossalai.interface import ModelWrapper
+from colossalai.interface import user_module
 from colossalai.utils.optimizer_state import check_state
 
 State = dict[str, Any]
@@ -46,7 +46,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def save_unsharded_model(
         self, model: nn.Module, checkpoint: Path, gather_dtensor: bool, use_safetensors: bool
     ) -> None:
-        state = module_of(model).state_dict()
+        state = user_module(model).state_dict()
         self.run_write(partial(save_state_dict, state, checkpoint, use_safetensors))
 
     def save_sharded_model(
@@ -58,7 +58,7 @@ class GeneralCheckpointIO(CheckpointIO):
         size_per_shard: float,
         use_safetensors: bool,
     ) -> None:
-        shards = shard_checkpoint(module_of(model).state_dict(), size_per_shard)
+        shards = shard_checkpoint(user_module(model).state_dict(), size_per_shard)
         self.run_write(partial(write_model_shards, shards, checkpoint, variant, use_safetensors))
 
     def load_unsharded_model(self, model: nn.Module, checkpoint: Path, strict: bool) -> None:
@@ -105,7 +105,7 @@ class GeneralCheckpointIO(CheckpointIO):
         self, model: nn.Module, parts: Iterable[tuple[Path, State]], checkpoint: Path, strict: bool
     ) -> None:
         """Load part by part; what no part has is missing, unless the model ties it to something that was loaded."""
-        module = module_of(model)
+        module = user_module(model)
         own = module.state_dict(keep_vars=True)
         missing, unexpected = list(own), []
         for path, state in parts:
@@ -141,10 +141,6 @@ class GeneralCheckpointIO(CheckpointIO):
             optimizer.load_state_dict({"state": states, **rest})
         except (KeyError, ValueError) as error:
             raise ValueError(f"{checkpoint} does not fit the optimizer: {error}") from error
-
-
-def module_of(model: nn.Module) -> nn.Module:
-    return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 
 def write_model_shards(

@@ -44,6 +44,19 @@ def test_models_round_trip_also_when_wrapped(shard: bool, use_safetensors: bool,
     assert other[2].weight is other[0].weight  # type: ignore[index]
 
 
+def test_a_name_says_safetensors_and_the_content_is_what_counts(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    io, model, path = GeneralCheckpointIO(), _model(), tmp_path / "x.safetensors"
+    io.save_model(model, path)
+    assert load_file(path)  # others take it for what it says
+    io.load_model(model, path)
+    optimizer = torch.optim.Adam(model.parameters())
+    _step(model, optimizer)
+    io.save_optimizer(optimizer, path)  # not of tensors alone, so in torch's format
+    io.load_optimizer(optimizer, path)
+
+
 def test_weights_of_hugging_face_without_the_tied_name_load(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
