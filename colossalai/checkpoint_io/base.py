@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from numbers import Real
 from pathlib import Path
 
 from torch import nn
@@ -139,7 +140,9 @@ def _target(
         raise ValueError(
             f"{who}(shard=False) writes one file, but {path} is a folder; pass a file or shard=True"
         )
-    if not size_per_shard > 0:
-        raise ValueError(f"{who} needs size_per_shard, in MB, to be more than 0; got {size_per_shard!r}")
+    if not isinstance(size_per_shard, Real) or not size_per_shard > 0:
+        raise ValueError(
+            f"{who} needs size_per_shard, a number of MB, to be more than 0; got {size_per_shard!r}"
+        )
     add_variant("name.bin", variant)  # refuses a variant that no file name can hold
     return path

@@ -18,6 +18,11 @@ from colossalai.mesh import Mesh, clip_grads
 from colossalai.utils.optimizer_state import check_state
 
 
+def check_clip_value(clip_value: Any) -> None:
+    if not isinstance(clip_value, int | float | Tensor) or not clip_value >= 0:
+        raise ValueError(f"clip_grad_by_value needs a clip_value of at least 0, got {clip_value!r}")
+
+
 class OptimizerWrapper(Optimizer):
     """Everything of ``optim``, and the backward pass and gradient clipping as the plan at work needs them.
 
@@ -91,6 +96,7 @@ class OptimizerWrapper(Optimizer):
         if isinstance(self.optim, OptimizerWrapper):
             self.optim.clip_grad_by_value(clip_value)
             return
+        check_clip_value(clip_value)
         self.unscale_grad()
         if any(p.grad is not None for p in self.parameters()):  # torch refuses to clip nothing by value
             torch.nn.utils.clip_grad_value_(self.parameters(), clip_value)

@@ -27,6 +27,7 @@ from colossalai.booster.plugin.fsdp_units import Policy, check_policy, find_unit
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
 from colossalai.interface import ModelWrapper, OptimizerWrapper, below_compile, user_module
+from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh.norm import own_part
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class TorchFSDPOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
+        check_clip_value(clip_value)
         self.unscale_grad()
         for p in self.parameters():
             if p.grad is not None:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -305,9 +306,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def check_betas(owner: Optimizer, betas: Any) -> None:
+    """Two decay rates of moments, or an error."""
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise TypeError(
+            f"{type(owner).__name__} needs two numbers as betas, such as (0.9, 0.999); got {betas!r}"
+        )
+    check_rates(owner, beta1=(betas[0], 0.0, 1.0), beta2=(betas[1], 0.0, 1.0))
+
+
 def check_rates(owner: Optimizer, **limits: tuple[float, float, float]) -> None:
     """``name=(value, least, bound)``: least <= value < bound, or an error that names the optimizer and the argument."""
     for name, (value, least, bound) in limits.items():
+        if not isinstance(value, Real | Tensor):
+            raise TypeError(f"{type(owner).__name__} needs a number as {name}; got {value!r}")
         if not least <= value < bound:
             upper = "" if bound == float("inf") else f" and below {bound:g}"
             raise ValueError(
