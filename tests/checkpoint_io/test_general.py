@@ -210,7 +210,9 @@ def test_paths_and_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"save_optimizer\(shard=False\) writes one file, but .* is a folder"
     ):
         io.save_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), tmp_path)
-    with pytest.raises(ValueError, match=r"save_model needs size_per_shard, a number of MB, to be more than 0; got 0"):
+    with pytest.raises(
+        ValueError, match=r"save_model needs size_per_shard, a number of MB, to be more than 0; got 0"
+    ):
         io.save_model(model, tmp_path / "m", shard=True, size_per_shard=0)
     with pytest.raises(ValueError, match="must not hold a path separator"):
         io.save_model(model, tmp_path / "m", shard=True, variant="a/b")
