@@ -3,7 +3,7 @@
 ``base`` says what can be asked for, ``general`` does it for whole tensors, ``replicated`` lets one rank write for all,
 ``gathered`` does so for tensors that are cut over ranks; ``pretrained`` reads only the pieces that a rank needs.
 Below them: ``files`` (one file, whole or not at all), ``names`` (what files are called and how they are found again),
-``sharding`` (which tensor goes where) and ``index`` (the map of a folder).
+``sharding`` (which tensor goes where), ``index`` (the map of a folder) and ``fitting`` (whether it is the model's).
 """
 
 from colossalai.checkpoint_io.base import CheckpointIO

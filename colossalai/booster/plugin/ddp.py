@@ -20,7 +20,7 @@ from colossalai.booster.mixed_precision import PRECISIONS
 from colossalai.booster.plugin.base import Configured
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend
 from colossalai.checkpoint_io import CheckpointIO, ReplicatedCheckpointIO
-from colossalai.interface import ModelWrapper
+from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.logging import get_dist_logger
 
 
@@ -43,7 +43,7 @@ class TorchDDPModel(ModelWrapper):
 
     def unwrap(self) -> nn.Module:
         inner = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
-        return inner.unwrap() if isinstance(inner, ModelWrapper) else inner
+        return user_module(inner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # here DDP decides whether the backward pass will average, so here we can tell
@@ -149,6 +149,7 @@ class TorchDDPPlugin(DPPluginBase):
         return ddp_model, optimizer, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        model = below_compile(model)
         if not isinstance(model, TorchDDPModel):
             raise TypeError(
                 f"no_sync needs the model that booster.boost returned under TorchDDPPlugin, got {type(model).__name__}"

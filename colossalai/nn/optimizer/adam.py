@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from colossalai.kernel.adam import AdamLists, AdamOptions, adam_
-from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_rates
+from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_betas, check_rates
 from colossalai.registry import OPTIMIZERS
 
 INF = float("inf")
@@ -31,9 +31,8 @@ class _Adam(MultiTensorOptimizer):
             lr=(lr, 0.0, INF),
             eps=(eps, 0.0, INF),
             weight_decay=(weight_decay, 0.0, INF),
-            beta1=(betas[0], 0.0, 1.0),
-            beta2=(betas[1], 0.0, 1.0),
         )
+        check_betas(self, betas)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         modes = {"bias_correction": bias_correction, "adamw_mode": adamw_mode}
         super().__init__(params, options | modes | defaults)

@@ -12,7 +12,7 @@ from torch import Tensor
 from colossalai.kernel import private
 from colossalai.kernel.lamb import LambLists, LambOptions, lamb_
 from colossalai.kernel.lars import LarsLists, LarsOptions, lars_
-from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_rates
+from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_betas, check_rates
 from colossalai.registry import OPTIMIZERS
 
 INF = float("inf")
@@ -35,9 +35,8 @@ class _Lamb(MultiTensorOptimizer):
             lr=(lr, 0.0, INF),
             eps=(eps, 0.0, INF),
             weight_decay=(weight_decay, 0.0, INF),
-            beta1=(betas[0], 0.0, 1.0),
-            beta2=(betas[1], 0.0, 1.0),
         )
+        check_betas(self, betas)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options | defaults)
 
