@@ -80,7 +80,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         qkv = self.query_key_value(x)  # (batch, seq, 3 * hidden)
-        qkv = qkv.unflatten(-1, (3, self.local_heads, self.head_dim))
+        # view, not unflatten: torch.compile cannot always trace the latter
+        qkv = qkv.view(*qkv.shape[:-1], 3, self.local_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, seq, head_dim)
         y = self._attend(q, k, v, attention_mask)  # (batch, heads, seq, head_dim)
         return self.dropout(self.dense(y.transpose(1, 2).flatten(2)))  # (batch, seq, hidden)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from colossalai.booster.mixed_precision import PRECISIONS
 from colossalai.booster.plugin.base import Configured
-from colossalai.booster.plugin.dp import DPPluginBase, check_backend
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend, replicas
 from colossalai.checkpoint_io import CheckpointIO, ReplicatedCheckpointIO
 from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.logging import get_dist_logger
@@ -79,7 +79,7 @@ class TorchDDPPlugin(DPPluginBase):
         check_reduction: without effect in torch; a warning says so.
         gradient_as_bucket_view: let gradients be views of the buckets, which saves their memory.
         static_graph: promise that the same parameters are used in every step.
-        process_group: the ranks that are replicas of each other; all ranks if left out.
+        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the launched config.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class TorchDDPPlugin(DPPluginBase):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        process_group = process_group or replicas()
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if check_reduction:
             warnings.warn("check_reduction has no effect: torch ignores it", stacklevel=2)

@@ -9,8 +9,18 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from colossalai.booster.plugin.base import Plugin
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
 from colossalai.utils import get_dataloader
 from colossalai.utils.dataloader import check_not_empty
+
+
+def replicas() -> dist.ProcessGroup | None:
+    """The ranks that hold the same weights as this one, by the launched config; None, all ranks, without a launch.
+
+    Ranks that share one model (tensor and pipeline parallelism) read the same data.
+    """
+    return gpc.get_group(ParallelMode.DATA) if gpc.is_initialized(ParallelMode.DATA) else None
 
 
 class DPPluginBase(Plugin):
@@ -24,8 +34,8 @@ class DPPluginBase(Plugin):
                 f"{type(self).__name__} needs the distributed environment, also for one process: call"
                 " colossalai.launch_from_torch() first and start the script with `colossalai run` or torchrun"
             )
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self.rank = dist.get_rank(replicas())
+        self.world_size = dist.get_world_size(replicas())
 
     def prepare_dataloader(
         self,

@@ -28,6 +28,7 @@ from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
 from colossalai.interface import ModelWrapper, OptimizerWrapper, below_compile, user_module
 from colossalai.interface.optimizer import check_clip_value
+from colossalai.mesh import placement
 from colossalai.mesh.norm import own_part
 
 if TYPE_CHECKING:
@@ -179,6 +180,10 @@ class TorchFSDPPlugin(DPPluginBase):
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
         module = user_module(model)
+        if cut := [name for name, p in module.named_parameters() if placement(p).sharded]:
+            raise ValueError(
+                f"TorchFSDPPlugin cuts whole parameters, but {cut[0]} is cut already, by tensor parallelism; use TorchDDPPlugin"
+            )
         _check_masters(optimizer)
         raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
         device = next((p.device for p in module.parameters()), torch.device("cpu"))

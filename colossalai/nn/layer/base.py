@@ -72,7 +72,8 @@ class ParallelLayer(nn.Module):
         step = blocks * math.lcm(*(self.mesh.group_size(*axes) for axes in cuts))
         if size % step == 0 and size > 0:
             return
-        axes = " and ".join(" x ".join(f"{a}={self.mesh.size[a]}" for a in axes) for axes in cuts if axes)
+        named = dict.fromkeys(" x ".join(f"{a}={self.mesh.size[a]}" for a in axes) for axes in cuts if axes)
+        axes = " and ".join(named)
         fused = f" in each of {blocks} blocks" if blocks > 1 else ""
         below, above = size // step * step, -(-size // step) * step
         raise ValueError(

@@ -133,7 +133,19 @@ class Embedding(ParallelLayer):
             ids = cut(ids, self.mesh, axis, min(1, ids.ndim - 1))
         return F.embedding(ids, use(self.weight, self.tp.hidden.rows, self.mesh), self.padding_idx)
 
+    def _check_ids(self, ids: Tensor) -> None:
+        """A rank takes an id that is not its own for another rank's; nobody would miss one that is nobody's."""
+        # Reading the ids of a GPU would stall it in every step.
+        if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+            least, most = (int(n) for n in ids.aminmax())
+            if least < 0 or most >= self.num_embeddings:
+                raise IndexError(
+                    f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}): the id "
+                    f"{least if least < 0 else most} is not one of {self.num_embeddings}"
+                )
+
     def _sum_of_pieces(self, ids: Tensor, plan: MatmulPlan) -> Tensor:
+        self._check_ids(ids)
         ids, source, target = self._places(ids, plan)
         table = redistribute(
             self.weight, plan.w, plan.w_use, self.mesh, (self.num_embeddings, self.embedding_dim)

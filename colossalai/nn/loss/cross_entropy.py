@@ -61,7 +61,7 @@ class CrossEntropyLoss(nn.Module):
                 f"{type(self).__name__}: scores that are cut over ranks take class indices as labels and no class weights"
             )
         place = find_logits(mesh, logits.size(-1), cut=self.vocab_parallel, classes=self.num_classes)
-        targets = _check_targets(targets, place, self.loss.ignore_index)
+        targets = check_targets(targets, place, self.loss.ignore_index)
         targets = local_rows(logits, targets, place.layout, mesh)
         return cross_entropy(
             logits,
@@ -95,7 +95,8 @@ def local_rows(logits: Tensor, targets: Tensor, layout: Layout, mesh: Mesh) -> T
     return split_rows(targets, axes, mesh, 0)
 
 
-def _check_targets(targets: Tensor, place: Logits, ignore_index: int) -> Tensor:
+def check_targets(targets: Tensor, place: Logits, ignore_index: int) -> Tensor:
+    """The targets, if all of them are classes or ``ignore_index``."""
     # Reading the labels of a GPU would stall it in every step.
     if targets.device.type == "cpu" and targets.numel():
         wrong = targets[((targets < 0) | (targets >= place.classes)) & (targets != ignore_index)]

@@ -26,6 +26,7 @@ from colossalai.nn.policies.scores import check_causal, compute_loss_from_pieces
 from colossalai.nn.policies.tables import POLICIES
 
 M = TypeVar("M", bound=nn.Module)
+MODES = (None, "1d", "2d", "2.5d", "3d")
 Match = tuple[str, nn.Module, Rule]
 
 
@@ -72,6 +73,8 @@ def _world(mode: str | None, mesh: Mesh | None) -> tuple[TensorParallel, Mesh | 
         mode = tp.mode
     if mode is None:
         return mode_serial(), None
+    if mode not in MODES:
+        raise ValueError(f"parallelize: unknown mode {mode!r}; the modes are {', '.join(map(repr, MODES))}")
     if mesh is not None:
         tp = _on_mesh(mode, mesh)
     elif tp.mode != mode:

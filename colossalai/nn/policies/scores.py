@@ -17,7 +17,7 @@ from colossalai.mesh import Mesh
 from colossalai.nn.layer.batch import sum_rows
 from colossalai.nn.layer.classifier import Classifier
 from colossalai.nn.logits import Logits
-from colossalai.nn.loss.cross_entropy import cross_entropy, local_rows
+from colossalai.nn.loss.cross_entropy import check_targets, cross_entropy, local_rows
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 
@@ -42,7 +42,8 @@ class CausalLoss:
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         layout = self.place.layout
-        targets = local_rows(logits, shift_labels.to(logits.device), layout, self.mesh)
+        shift_labels = check_targets(shift_labels.to(logits.device), self.place, ignore_index)
+        targets = local_rows(logits, shift_labels, layout, self.mesh)
         if num_items_in_batch is None:
             return cross_entropy(logits, targets, self.place, self.mesh, ignore_index)
         losses = cross_entropy(logits, targets, self.place, self.mesh, ignore_index, reduction="none")

@@ -113,7 +113,7 @@ def test_modes_and_meshes() -> None:
         colossalai.nn.parallelize(model, "2d")
     with pytest.raises(ValueError, match=r"mode='2d'\) needs a mesh with axis 'row'; it has tp"):
         _cut(model, "2d")
-    with pytest.raises(ValueError, match="unknown tensor-parallel mode '4d'"):
+    with pytest.raises(ValueError, match="unknown mode '4d'"):
         _cut(model, "4d")
     _cut(model)
     with pytest.raises(ValueError, match="GPT2LMHeadModel is parallel already"):

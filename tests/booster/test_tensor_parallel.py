@@ -1,0 +1,65 @@
+"""A booster in a job whose ranks share models: replicas are the data-parallel ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import colossalai
+import colossalai.nn as col_nn
+from colossalai.booster import Booster
+from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from colossalai.mesh import unshard
+from colossalai.nn.modes import current
+from colossalai.testing import spawn
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(col_nn.Linear(8, 16), nn.ReLU(), col_nn.Linear(16, 8))
+
+
+def _train(rank: int, world_size: int, port: int, folder: str) -> None:
+    config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
+    colossalai.launch(config, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    plugin = TorchDDPPlugin()
+    loader = plugin.prepare_dataloader(TensorDataset(torch.arange(8.0)), batch_size=2)
+    seen = torch.cat([batch for (batch,) in loader]).tolist()
+    replica = gpc.get_local_rank(ParallelMode.DATA)
+    assert seen == [n for n in range(8) if n % 2 == replica]
+    model, _, booster = _model(), None, Booster(device="cpu", plugin=plugin)
+    before = [p.detach().clone() for p in model.parameters()]
+    raw = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted, optimizer, *_ = booster.boost(model, raw)
+    assert all(torch.equal(a, b) for a, b in zip(before, boosted.parameters(), strict=True))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    booster.backward(boosted(x[2 * replica : 2 * replica + 2]).square().mean(), optimizer)
+    serial = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    mesh = current().mesh
+    assert mesh is not None
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+            theirs.copy_(unshard(mine, mine.placement, mesh))
+    serial(x).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+        torch.testing.assert_close(unshard(mine.grad, mine.placement, mesh), theirs.grad)
+    with pytest.raises(
+        ValueError, match=r"save_model: 3 parameters are cut over ranks .*\(8, 8\) of \(16, 8\)"
+    ):
+        booster.save_model(boosted, Path(folder) / "model.bin")
+    with pytest.raises(ValueError, match=r"save_optimizer: 3 parameters are cut over ranks"):
+        booster.save_optimizer(optimizer, Path(folder) / "optimizer.bin")
+    with pytest.raises(
+        ValueError, match=r"0\.weight is cut already, by tensor parallelism; use TorchDDPPlugin"
+    ):
+        Booster(plugin=TorchFSDPPlugin()).boost(_model())
+
+
+def test_replicas_are_the_data_parallel_ranks(tmp_path: Path) -> None:
+    spawn(_train, 4, folder=str(tmp_path))
