@@ -54,10 +54,11 @@ def _check_combination(config: Mapping[str, Any], pipeline_size: int) -> None:
             raise ConfigException(
                 f"config has a pipeline and fp16 mode {_mode(fp16)}; a pipeline works with AMP_TYPE.NAIVE only"
             )
-        raise ConfigException(
-            f"config has a pipeline of {pipeline_size} stages, but this version's initialize has no pipeline schedule"
-            " yet; set parallel.pipeline to 1"
-        )
+        if config.get("NUM_MICRO_BATCHES") is None:
+            raise ConfigException(
+                f"config has a pipeline of {pipeline_size} stages, but no NUM_MICRO_BATCHES; set it to the number of parts"
+                " that every batch is cut into"
+            )
 
 
 def _mode(fp16: Mapping[str, Any]) -> AMP_TYPE:

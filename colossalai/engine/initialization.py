@@ -25,8 +25,10 @@ from colossalai.engine.features import Features
 from colossalai.engine.gradient_accumulation import accumulate_gradient
 from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler, build_gradient_handler
 from colossalai.engine.ophooks import BaseOpHook
+from colossalai.engine.schedule.from_config import schedule_from_config
 from colossalai.logging import get_dist_logger
-from colossalai.utils import get_current_device, is_using_sequence
+from colossalai.pipeline.chunks import with_chunks
+from colossalai.utils import get_current_device, is_using_pp, is_using_sequence
 from colossalai.utils.dataloader import check_not_empty
 
 Initialized = tuple[Engine, Any, Any, Any]
@@ -58,6 +60,7 @@ def initialize(
     _set_cudnn(features)
     if verbose:
         _log(features)
+    schedule = schedule_from_config(gpc.config, gpc.plan, gpc.data_parallel_size)
     model, optimizer = _build(model, optimizer)
     mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
     booster = Booster(mixed_precision=features.precision, plugin=_plugin(features, mode))
@@ -84,6 +87,7 @@ def initialize(
         features.clip_grad_norm,
         ophooks,
         verbose,
+        schedule,
     )
     return engine, train_dataloader, test_dataloader, lr_scheduler
 
@@ -93,6 +97,7 @@ def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
         model = model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"colossalai.initialize needs a model, or a function that builds one, got {model!r}")
+    model = with_chunks(model)
     if not isinstance(optimizer, Optimizer) and callable(optimizer):
         optimizer = optimizer(model.parameters())
     if optimizer is None:
@@ -102,9 +107,10 @@ def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
 
 def _plugin(features: Features, mode: ParallelMode) -> Plugin | None:
     """DDP averages gradients over ``mode``, unless there is nothing to average or handlers do so."""
-    if gpc.get_world_size(mode) == 1 or features.handlers:
+    if gpc.get_world_size(mode) == 1 or features.handlers or is_using_pp():
         if features.ddp_options:
-            why = "gradient handlers take the place of DDP" if features.handlers else "there is one replica"
+            by_handlers = features.handlers or is_using_pp()
+            why = "gradient handlers take the place of DDP" if by_handlers else "there is one replica"
             get_dist_logger().warning(f"config section 'torch_ddp' has no effect: {why}", ranks=[0])
         return None
     try:
@@ -115,6 +121,9 @@ def _plugin(features: Features, mode: ParallelMode) -> Plugin | None:
 
 def _handlers(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:
     configs = list(features.handlers)
+    if is_using_pp() and not configs and gpc.get_world_size(ParallelMode.DATA) > 1:
+        # once after all micro-batches, where DDP would do so after each
+        configs.append({"type": "DataParallelGradientHandler"})
     shared = {"type": "PipelineSharedModuleGradientHandler"}
     if any(hasattr(p, SHARED_GROUP) for p in model.parameters()) and shared not in configs:
         configs.append(shared)

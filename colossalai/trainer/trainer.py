@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from colossalai.engine import Engine
-from colossalai.engine.schedule.nest import to_device
+from colossalai.interface.nest import to_device
 from colossalai.logging import DistributedLogger, get_dist_logger
 from colossalai.trainer.batches import Batches, length, set_epoch
 from colossalai.trainer.hooks import BaseHook

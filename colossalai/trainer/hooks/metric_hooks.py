@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colossalai.engine.schedule.nest import tensors
+from colossalai.interface.nest import tensors
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks.base import BaseHook
 from colossalai.trainer.hooks.metrics import AccuracyMetric, LossMetric, Metric, ThroughputMetric

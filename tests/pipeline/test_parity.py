@@ -1,0 +1,27 @@
+"""Every schedule trains as the serial model does."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from colossalai.testing import parametrize_sample
+from colossalai.testing.parity import assert_equal_to_serial
+from tests.pipeline.plans import plan, problem
+
+CASES = [
+    (schedule, stages, microbatches, chunks, data)
+    for schedule in ("gpipe", "1f1b", "interleaved")
+    for stages in (2, 3, 4)
+    for microbatches in (1, 4, 8)
+    for chunks in (1, 2)
+    for data in (1, 2)
+    if (schedule != "1f1b" or chunks == 1) and (schedule != "interleaved" or microbatches % stages == 0)
+]
+
+
+@parametrize_sample("schedule, stages, microbatches, chunks, data", CASES, n=10)
+def test_schedules_equal_the_serial_model(
+    schedule: str, stages: int, microbatches: int, chunks: int, data: int
+) -> None:
+    run = partial(plan, schedule=schedule, stages=stages, microbatches=microbatches, chunks=chunks)
+    assert_equal_to_serial(problem, run, stages * data)
