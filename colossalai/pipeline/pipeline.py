@@ -5,6 +5,7 @@ The two doors, ``Engine.execute_schedule`` and ``Booster.execute_pipeline``, cal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from colossalai.amp.casting import cast_floats
 from colossalai.amp.naive_amp import NaiveAMPModel
 from colossalai.interface.batch import Criterion, loss_of
+from colossalai.interface.nest import batch_size
 from colossalai.mesh import Mesh
 from colossalai.pipeline.chunks import StageCaller, count_chunks
 from colossalai.pipeline.executor import Executor, Record, detached
@@ -45,7 +47,7 @@ class Pipeline:
     ) -> None:
         chunks = count_chunks(model)
         self.timetable = make_timetable(schedule, pipeline_size(mesh), microbatches, chunks)
-        self._evaluation = self.timetable.forward_only()
+        self._evaluation = self.timetable.forward_only(microbatches)
         self.rank = pipeline_rank(mesh)
         self._caller = StageCaller(model)
         self._casts_output = isinstance(model, NaiveAMPModel)
@@ -88,20 +90,28 @@ class Pipeline:
         """
         if backward is not None and not return_loss:
             raise ValueError("a backward pass needs the loss: pass return_loss=True or forward_only=True")
-        self._parts = split_microbatches(data, label, self.microbatches)
+        timetable = self.timetable if backward else self._evaluation
+        self._parts = split_microbatches(data, label, timetable.microbatches)
         self._criterion, self._backward = criterion, backward
         self._wants_loss, self._wants_outputs = return_loss, return_outputs
         self._outputs: dict[int, Any] = {}
         self._loss: Tensor | None = None
         try:
             with nullcontext() if backward else torch.no_grad():
-                self.executor.run(
-                    self.timetable if backward else self._evaluation, training=backward is not None
-                )
+                self.executor.run(timetable, training=backward is not None)
             outputs = [self._outputs[i] for i in sorted(self._outputs)]
             return join_outputs(outputs) if outputs else None, self._loss
         finally:
             self._parts, self._outputs, self._loss = [], {}, None
+
+    def predict(self, data: Any) -> Any:
+        """The outputs for a batch of any size; None on the ranks that do not hold the last layers."""
+        number = math.gcd(batch_size(data), self.microbatches)
+        evaluation, self._evaluation = self._evaluation, self.timetable.forward_only(number)
+        try:
+            return self.step(data, None, None, None, return_loss=False)[0]
+        finally:
+            self._evaluation = evaluation
 
     # What the executor calls
 

@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from colossalai.engine import Engine
+from colossalai.engine.schedule import PipelineSchedule
 from colossalai.interface.nest import to_device
 from colossalai.logging import DistributedLogger, get_dist_logger
 from colossalai.trainer.batches import Batches, length, set_epoch
@@ -17,7 +18,6 @@ from colossalai.utils import (
     MultiTimer,
     get_current_device,
     is_dp_rank_0,
-    is_no_pp_or_last_stage,
     is_tp_rank_0,
 )
 
@@ -114,7 +114,7 @@ class Trainer:
         self._steps_per_epoch = length(train_dataloader)
         if self._first_epoch == 0:
             self._cur_step = 0
-        display_progress = display_progress and _is_display_rank()
+        display_progress = display_progress and self._is_display_rank()
         self._attach(hooks)
         self._call_hooks("before_train")
         for epoch in range(self._first_epoch, epochs):
@@ -143,15 +143,20 @@ class Trainer:
         _check_not_empty("test_dataloader", test_dataloader)
         self._attach(hooks)
         self._test(
-            test_dataloader, "Evaluation", display_progress and _is_display_rank(), return_output_label
+            test_dataloader, "Evaluation", display_progress and self._is_display_rank(), return_output_label
         )
         self._detach()
 
     def predict(self, data: Any) -> Any:
-        """The output of the model for ``data``, a tensor or a list or dict of its arguments, in evaluation mode."""
+        """The output of the model for ``data``, a tensor or a list or dict of its arguments, in evaluation mode.
+
+        In a pipeline every rank passes the same data, and the output is where the last layers are; elsewhere it is None.
+        """
         self._engine.eval()
         device = next((p.device for p in self._engine.model.parameters()), get_current_device())
         data = to_device(data, device)
+        if isinstance(schedule := self._engine.schedule, PipelineSchedule):
+            return schedule.predict(data)
         with torch.no_grad():
             if isinstance(data, dict):
                 return self._engine(**data)
@@ -252,12 +257,11 @@ class Trainer:
         for metric in self.states.get("metrics", {}).get(mode, {}).values():
             metric.synchronize()
 
+    def _is_display_rank(self) -> bool:
+        return is_dp_rank_0() and is_tp_rank_0() and self._engine.schedule.has_loss
+
     def _is_over(self) -> bool:
         return self._max_steps is not None and self._cur_step >= self._max_steps
-
-
-def _is_display_rank() -> bool:
-    return is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
 
 
 def _check_fit(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule.base import BaseSchedule, StepResult
 from colossalai.interface.batch import DataProcess, split_batch
@@ -78,6 +80,11 @@ class PipelineSchedule(BaseSchedule):
             microbatches=self.num_microbatches,
             tensor_shape=self.tensor_shape,
         )
+
+    def predict(self, data: Any) -> Any:
+        """The outputs for ``data`` on the rank with the last layers, None on the others."""
+        with torch.no_grad():
+            return self.pipeline.predict(data)
 
     def forward_backward_step(
         self,

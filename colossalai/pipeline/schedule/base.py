@@ -55,10 +55,11 @@ class Timetable:
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
 
-    def forward_only(self) -> Timetable:
-        """The forward passes alone, in their order."""
-        only = tuple(tuple(a for a in row if a.kind is Kind.FORWARD) for row in self.ranks)
-        return Timetable(f"{self.name}, forward only", self.placement, self.microbatches, only)
+    def forward_only(self, microbatches: int) -> Timetable:
+        """Forward passes of any number of micro-batches on the same stages, one chunk after the other."""
+        order = ((i, c) for c in range(self.placement.chunks) for i in range(microbatches))
+        row = tuple(Action(Kind.FORWARD, i, c) for i, c in order)
+        return Timetable("forward only", self.placement, microbatches, (row,) * self.placement.ranks)
 
     def needs(self, rank: int, action: Action) -> Message | None:
         """What ``action`` on ``rank`` waits for from another virtual stage."""
