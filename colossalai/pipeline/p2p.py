@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,15 @@ _LAST_WORDS = timedelta(seconds=3)
 _upstream_groups: WeakKeyDictionary[Mesh, dist.ProcessGroup] = WeakKeyDictionary()
 
 
+_failed: WeakSet[Mesh] = WeakSet()
+
+
 class PipelineError(RuntimeError):
-    """Another stage of the pipeline failed."""
+    """Another stage of the pipeline failed; ``source`` is the rank of the pipeline that told."""
+
+    def __init__(self, message: str, source: int | None = None) -> None:
+        super().__init__(message)
+        self.source = source
 
 
 class Link:
@@ -50,6 +58,7 @@ class Link:
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, known: Description | None = None) -> None:
+        self._mesh = mesh
         self.rank = pipeline_rank(mesh)
         self.device = device
         self.known = known
@@ -60,12 +69,11 @@ class Link:
         self._wire = torch.device("cpu") if staged else device
         self._described: dict[Way, Description] = {}
         self._warned = False
-        self._broken = False
         self._pending: dict[int, list[tuple[Message, list[tuple[dist.Work, Tensor]]]]] = {}
 
     def begin(self, timetable: Timetable) -> None:
         """Get ready for the messages of ``timetable``; every rank begins the same one."""
-        if self._broken:
+        if self._mesh in _failed:
             raise PipelineError("this pipeline has failed before; start the job again")
         placement = self._placement = timetable.placement
         others = [r for r in range(placement.ranks) if r != self.rank]
@@ -123,12 +131,13 @@ class Link:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks, which may be waiting for messages from this one."""
-        if self._broken:
-            return
-        self._broken = True
+        _failed.add(self._mesh)  # there are messages on their way that nobody will take
+        heard_from = error.source if isinstance(error, PipelineError) else None
         reason = str(error) if isinstance(error, PipelineError) else self._own_failure(error)
         last: list[tuple[dist.Work, Tensor]] = []
         for target in self._targets:
+            if target == heard_from:
+                continue
             # it may be gone: what counts is the error that is on its way up
             with suppress(RuntimeError):
                 last += self._post_text(reason.encode(), target, sign=-1)
@@ -147,17 +156,16 @@ class Link:
             text = self._get(torch.empty(abs(code), dtype=torch.uint8), source)
             data = bytes(text.tolist())
             if code < 0:
-                raise PipelineError(data.decode())
+                raise PipelineError(data.decode(), source)
             self._described[way] = Description.from_bytes(data)
         description = self._last(way)
         assert description is not None, "the first message on a way has a description"
         tensors = []
         for leaf in description.leaves:
-            if leaf is not None:
-                tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._wire)
-                if tensor.numel():
-                    self._get(as_bytes(tensor), source)
-                tensors.append(tensor.to(self.device))
+            tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._wire)
+            if tensor.numel():
+                self._get(as_bytes(tensor), source)
+            tensors.append(tensor.to(self.device))
         return description.rebuild(tensors)
 
     def _last(self, way: Way) -> Description | None:
@@ -167,18 +175,16 @@ class Link:
     def _known_on(self, way: Way) -> Description | None:
         if self.known is None or way[0] < way[1]:
             return self.known
-        leaf = self.known.leaves[0]
-        assert leaf is not None
-        return Description.of_tensor(leaf.shape, leaf.dtype, requires_grad=False)
+        return Description(replace(self.known.nest, requires_grad=False))
 
     def _warn_unknown(self, way: Way, description: Description) -> None:
         if self.known is not None and way[0] < way[1] and not self._warned:
             self._warned = True
-            found = [leaf and (leaf.shape, leaf.dtype) for leaf in description.leaves]
-            wanted = [leaf and (leaf.shape, leaf.dtype) for leaf in self.known.leaves]
+            known = self.known.leaves[0]
+            found = ", ".join(f"{leaf.shape} in {leaf.dtype}" for leaf in description.leaves)
             get_dist_logger("colossalai.pipeline").warning(
-                f"tensor_shape says that stages exchange {wanted}, but stage {way[0]} sends {found}; its shapes are sent"
-                " along, which tensor_shape was to spare"
+                f"tensor_shape says that stages exchange {known.shape} in {known.dtype}, but stage {way[0]} sends {found};"
+                " shapes are sent along then, which tensor_shape was to spare"
             )
 
     def _post_text(self, text: bytes, target: int, sign: int) -> list[tuple[dist.Work, Tensor]]:
@@ -202,7 +208,7 @@ class Link:
 
     def _lost(self, rank: int, error: RuntimeError) -> NoReturn:
         raise PipelineError(
-            f"pipeline stage {rank} (rank {self._ranks[rank]}) is gone or cannot be reached: {error}"
+            f"pipeline stage {rank} (rank {self._ranks[rank]}) is gone or cannot be reached: {error}", rank
         ) from error
 
     def _let_go(self, target: int, until: int) -> None:

@@ -24,7 +24,7 @@ from colossalai.pipeline.microbatch import join_outputs, split_microbatches
 from colossalai.pipeline.p2p import Link
 from colossalai.pipeline.schedule import make_timetable
 from colossalai.pipeline.stage import pipeline_rank, pipeline_size
-from colossalai.pipeline.wire import Description
+from colossalai.pipeline.wire import Description, Leaf
 
 
 class Pipeline:
@@ -56,7 +56,7 @@ class Pipeline:
         known = None
         if tensor_shape is not None:
             dtype = torch.get_default_dtype() if first is None else first.dtype
-            known = Description.of_tensor(tuple(tensor_shape), dtype, requires_grad=True)
+            known = Description(Leaf(tuple(tensor_shape), dtype, requires_grad=True))
         self._link = Link(mesh, device, known)
         self.executor = Executor(self._link, self)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from colossalai.interface.batch import describe as describe_value
 
@@ -30,30 +30,29 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Description:
-    """All about a nest but the values; equal descriptions need not be sent twice."""
+    """All about a nest but the values; equal descriptions need not be sent twice.
 
-    spec: TreeSpec
-    leaves: tuple[Leaf | None, ...]
+    ``nest`` is the nest with a ``Leaf`` in the place of every tensor.
+    """
+
+    nest: Any
 
     @classmethod
     def of(cls, nest: Any) -> tuple[Description, list[Tensor]]:
-        leaves, spec = tree_flatten(nest)
-        described = tuple(None if leaf is None else Leaf.of(leaf) for leaf in leaves)
-        return cls(spec, described), [leaf for leaf in leaves if leaf is not None]
+        tensors, spec = tree_flatten(nest)
+        leaves = [None if tensor is None else Leaf.of(tensor) for tensor in tensors]
+        return cls(tree_unflatten(leaves, spec)), [tensor for tensor in tensors if tensor is not None]
 
-    @classmethod
-    def of_tensor(cls, shape: tuple[int, ...], dtype: torch.dtype, *, requires_grad: bool) -> Description:
-        """The description of one tensor that everybody knows beforehand."""
-        _, spec = tree_flatten(0)
-        return cls(spec, (Leaf(tuple(shape), dtype, requires_grad),))
+    @property
+    def leaves(self) -> list[Leaf]:
+        return [leaf for leaf in tree_flatten(self.nest)[0] if leaf is not None]
 
     def rebuild(self, tensors: list[Tensor]) -> Any:
         """The nest of ``tensors``, which are new leaves of the autograd graph."""
+        leaves, spec = tree_flatten(self.nest)
         left = iter(tensors)
-        leaves = [
-            None if leaf is None else next(left).requires_grad_(leaf.requires_grad) for leaf in self.leaves
-        ]
-        return tree_unflatten(leaves, self.spec)
+        found = [None if leaf is None else next(left).requires_grad_(leaf.requires_grad) for leaf in leaves]
+        return tree_unflatten(found, spec)
 
     def to_bytes(self) -> bytes:
         return pickle.dumps(self)
