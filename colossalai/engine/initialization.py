@@ -25,9 +25,10 @@ from colossalai.engine.features import Features
 from colossalai.engine.gradient_accumulation import accumulate_gradient
 from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler, build_gradient_handler
 from colossalai.engine.ophooks import BaseOpHook
-from colossalai.engine.schedule.from_config import schedule_from_config
+from colossalai.engine.schedule import BaseSchedule, InterleavedPipelineSchedule, PipelineSchedule
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline.chunks import with_chunks
+from colossalai.pipeline.options import PipelineOptions
 from colossalai.utils import get_current_device, is_using_pp, is_using_sequence
 from colossalai.utils.dataloader import check_not_empty
 
@@ -60,7 +61,7 @@ def initialize(
     _set_cudnn(features)
     if verbose:
         _log(features)
-    schedule = schedule_from_config(gpc.config, gpc.plan, gpc.data_parallel_size)
+    schedule = _schedule()
     model, optimizer = _build(model, optimizer)
     mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
     booster = Booster(mixed_precision=features.precision, plugin=_plugin(features, mode))
@@ -103,6 +104,19 @@ def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
     if optimizer is None:
         raise TypeError("colossalai.initialize needs an optimizer, got None")
     return model, optimizer
+
+
+def _schedule() -> BaseSchedule | None:
+    """The pipeline schedule that the config asks for; None without a pipeline."""
+    if not is_using_pp():
+        return None
+    options = PipelineOptions.from_config(gpc.config, gpc.plan)
+    shape, name = options.tensor_shape, options.schedule
+    if options.chunks == 1:
+        return PipelineSchedule(options.microbatches, tensor_shape=shape, schedule=name)
+    return InterleavedPipelineSchedule(
+        options.microbatches, options.chunks, tensor_shape=shape, schedule=name
+    )
 
 
 def _plugin(features: Features, mode: ParallelMode) -> Plugin | None:

@@ -96,7 +96,8 @@ def tensor_plan(
 
 def config(schedule: str, stages: int, microbatches: int, chunks: int = 1, **others: Any) -> dict[str, Any]:
     parallel = {"pipeline": {"size": stages, "schedule": schedule}}
-    return {"parallel": parallel, "NUM_MICRO_BATCHES": microbatches, "NUM_CHUNKS": chunks, **others}
+    settings = {"parallel": parallel, "NUM_MICRO_BATCHES": microbatches, "NUM_CHUNKS": chunks}
+    return settings | others
 
 
 def launch(config: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import colossalai
 from colossalai.amp import AMP_TYPE
+from colossalai.booster import Booster
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule import InterleavedPipelineSchedule, PipelineSchedule
@@ -26,6 +27,7 @@ from tests.pipeline.plans import HIDDEN, build, config, launch, problem
 def _engine(settings: dict[str, Any], **parts: Any) -> Any:
     """An engine over this rank's part of ``build()`` in the launched job."""
     gpc.load_config(settings)
+    gpc.check_sanity()
     chunks = settings.get("NUM_CHUNKS", 1)
     serial = build()
     assert isinstance(serial, nn.Sequential)
@@ -148,6 +150,54 @@ def check_clipping(rank: int, world_size: int, port: int) -> None:
 
 def test_clipping_takes_the_norm_over_all_stages() -> None:
     spawn(check_clipping, 2)
+
+
+def check_booster(rank: int, world_size: int, port: int) -> None:
+    settings = config("interleaved", 2, 2, 2)
+    launch(settings)
+    serial = build()
+    assert isinstance(serial, nn.Sequential)
+    stages = nn.ModuleList(cut(serial, Placement(2, 2), gpc.get_local_rank(ParallelMode.PIPELINE)))
+    booster = Booster(device="cpu")
+    model, optimizer, criterion, *_ = booster.boost(
+        stages, torch.optim.SGD(stages.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    )
+    own = gpc.get_local_rank(ParallelMode.DATA)
+    serial = build()
+    reference = torch.optim.SGD(serial.parameters(), lr=0.1)
+    for x, y in problem().batches:
+        half = x.chunk(2)[own], y.chunk(2)[own]
+        with torch.no_grad():
+            expected = serial(half[0])
+        found = booster.execute_pipeline(iter([half]), model, criterion, optimizer, return_outputs=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank % 2:
+            torch.testing.assert_close(found["outputs"], expected)
+            torch.testing.assert_close(found["loss"], nn.functional.cross_entropy(expected, half[1]))
+        else:
+            assert found == {"loss": None, "outputs": None}
+        reference.zero_grad()
+        nn.functional.cross_entropy(serial(x), y).backward()
+        reference.step()
+    theirs = dict(serial.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, theirs[name.partition(".")[2]], rtol=1e-5, atol=1e-6)
+    evaluated = booster.execute_pipeline(iter([(x, y)]), model, criterion)
+    assert (evaluated["loss"] is None) is (rank % 2 == 0)
+    with pytest.raises(
+        TypeError, match=r"execute_pipeline needs the optimizer that booster\.boost returned, got SGD"
+    ):
+        booster.execute_pipeline(iter([(x, y)]), model, criterion, reference)
+
+
+def test_booster_executes_the_same_pipeline() -> None:
+    spawn(check_booster, 4)
+
+
+def test_booster_without_a_pipeline() -> None:
+    with pytest.raises(RuntimeError, match="execute_pipeline needs a job with a pipeline; launch with"):
+        Booster(device="cpu").execute_pipeline(iter([]), nn.Linear(1, 1), None)
 
 
 def check_accumulation(rank: int, world_size: int, port: int) -> None:

@@ -108,7 +108,7 @@ def check_bad_input(rank: int, world_size: int, port: int) -> None:
         engine.execute_schedule(iter([problem(15).batches[0]]), return_loss=False)
     engine.execute_schedule(iter([problem(15).batches[0]]))  # nothing was exchanged, so all is well
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"NUM_MICRO_BATCHES": None}, "pipeline of 2 stages, but no NUM_MICRO_BATCHES"),
+        (config("1f1b", 2, 2, NUM_MICRO_BATCHES=None), "pipeline of 2 stages, but no NUM_MICRO_BATCHES"),
         (config("interleaved", 2, 3, 2), "multiple of the 2 pipeline stages, got 3"),
         (config("2f2b", 2, 3), "there is no pipeline schedule '2f2b'"),
     ]
