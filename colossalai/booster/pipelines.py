@@ -44,7 +44,7 @@ class Pipelines:
             data,
             label,
             criterion,
-            None if optimizer is None else optimizer.backward,
+            optimizer,
             return_loss=return_loss or optimizer is not None,
             return_outputs=return_outputs,
         )

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from colossalai.pipeline.p2p import Link
 from colossalai.pipeline.schedule.base import Action, Kind, Timetable
+from colossalai.pipeline.split_backward import split_backward
 from colossalai.pipeline.wire import check_nest
 
 # Told of every action, with its start and end in seconds.
@@ -30,7 +32,13 @@ class StageWork(Protocol):
         """Called with the output of the last stage: the loss, where one is wanted."""
         ...
 
-    def backward(self, loss: Tensor) -> None: ...
+    def backward(self, loss: Tensor) -> None:
+        """The whole backward pass of the last stage."""
+        ...
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """``loss`` as it enters a backward pass that is done in two halves."""
+        ...
 
 
 @dataclass
@@ -38,6 +46,7 @@ class _Received:
     """A tensor from another stage, and its gradient once there is one."""
 
     tensor: Tensor
+    edge: Any = None  # where it enters the graph
     grad: Tensor | None = None
 
 
@@ -66,6 +75,7 @@ class _Pass:
     boxes: list[_Received | None]
     outputs: list[Tensor] = field(default_factory=list)
     loss: Tensor | None = None
+    rest: Callable[[], None] | None = None
 
 
 class Executor:
@@ -103,8 +113,14 @@ class Executor:
         stage = self._timetable.placement.stage(self.link.rank, action.chunk)
         if action.kind is Kind.FORWARD:
             self._forward(action, stage)
-        else:
+        elif action.kind is Kind.BACKWARD:
             self._backward(action)
+        elif action.kind is Kind.INPUT_GRAD:
+            self._input_grad(action)
+        else:
+            kept = self._stored.pop((action.chunk, action.microbatch))
+            assert kept.rest is not None, "the input gradients come before those of the weights"
+            kept.rest()
 
     def _forward(self, action: Action, stage: int) -> None:
         needed = self._timetable.needs(self.link.rank, action)
@@ -125,15 +141,35 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         kept = self._stored.pop((action.chunk, action.microbatch))
-        needed = self._timetable.needs(self.link.rank, action)
-        if needed is None:
+        if self._timetable.needs(self.link.rank, action) is None:
             assert kept.loss is not None, "a pass in training has a loss"
             self.work.backward(kept.loss)
         else:
-            grads = tree_flatten(self.link.receive(needed))[0]
-            pairs = [(t, g) for t, g in zip(kept.outputs, grads, strict=True) if g is not None]
-            if pairs:
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            outputs, grads = self._roots(action, kept)
+            if outputs:
+                torch.autograd.backward(outputs, grads)
+        self._send_grads(action, kept)
+
+    def _input_grad(self, action: Action) -> None:
+        kept = self._stored[action.chunk, action.microbatch]
+        outputs, grads = self._roots(action, kept)
+        boxes = [box for box in kept.boxes if box is not None]
+        found, kept.rest = split_backward(outputs, grads, [box.edge for box in boxes])
+        for box, grad in zip(boxes, found, strict=True):
+            box.grad = grad
+        self._send_grads(action, kept)
+
+    def _roots(self, action: Action, kept: _Pass) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Where a backward pass begins, and with which gradients."""
+        needed = self._timetable.needs(self.link.rank, action)
+        if needed is None:
+            assert kept.loss is not None, "a pass in training has a loss"
+            return [self.work.scale_loss(kept.loss)], [None]
+        grads = tree_flatten(self.link.receive(needed))[0]
+        pairs = [(t, g) for t, g in zip(kept.outputs, grads, strict=True) if g is not None]
+        return [t for t, _ in pairs], [g for _, g in pairs]
+
+    def _send_grads(self, action: Action, kept: _Pass) -> None:
         made = self._timetable.makes(self.link.rank, action)
         if made is not None:
             self.link.send(made, _input_grads(kept))
@@ -148,8 +184,10 @@ def _enter(received: Any) -> tuple[Any, list[_Received | None]]:
         wants = isinstance(leaf, Tensor) and leaf.requires_grad
         box = _Received(leaf.detach()) if wants else None
         boxes.append(box)
-        token = torch.empty(0, requires_grad=True)
-        entered.append(leaf if box is None else _Enter.apply(token, box))
+        if box is not None:
+            leaf = _Enter.apply(torch.empty(0, requires_grad=True), box)
+            box.edge = get_gradient_edge(leaf)
+        entered.append(leaf)
     return tree_unflatten(entered, spec), boxes
 
 

@@ -123,10 +123,9 @@ class Link:
 
     def finish(self) -> None:
         """Wait until everything is sent."""
-        for waiting in self._pending.values():
+        for target, waiting in self._pending.items():
             for _, works in waiting:
-                for work, _ in works:
-                    work.wait()
+                self._wait(works, target)
         self._pending.clear()
 
     def fail(self, error: BaseException) -> None:
@@ -182,7 +181,7 @@ class Link:
             self._warned = True
             known = self.known.leaves[0]
             found = ", ".join(f"{leaf.shape} in {leaf.dtype}" for leaf in description.leaves)
-            get_dist_logger("colossalai.pipeline").warning(
+            get_dist_logger().warning(
                 f"tensor_shape says that stages exchange {known.shape} in {known.dtype}, but stage {way[0]} sends {found};"
                 " shapes are sent along then, which tensor_shape was to spare"
             )
@@ -206,6 +205,13 @@ class Link:
             self._lost(source, error)
         return tensor
 
+    def _wait(self, works: list[tuple[dist.Work, Tensor]], target: int) -> None:
+        try:
+            for work, _ in works:
+                work.wait()
+        except RuntimeError as error:
+            self._lost(target, error)
+
     def _lost(self, rank: int, error: RuntimeError) -> NoReturn:
         raise PipelineError(
             f"pipeline stage {rank} (rank {self._ranks[rank]}) is gone or cannot be reached: {error}", rank
@@ -216,8 +222,7 @@ class Link:
         waiting = self._pending.get(target, [])
         for message, works in waiting:
             if self._needed_at[message] <= until:
-                for work, _ in works:
-                    work.wait()
+                self._wait(works, target)
         self._pending[target] = [pair for pair in waiting if self._needed_at[pair[0]] > until]
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup:

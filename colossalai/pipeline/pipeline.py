@@ -6,9 +6,9 @@ The two doors, ``Engine.execute_schedule`` and ``Booster.execute_pipeline``, cal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ from colossalai.pipeline.p2p import Link
 from colossalai.pipeline.schedule import make_timetable
 from colossalai.pipeline.stage import pipeline_rank, pipeline_size
 from colossalai.pipeline.wire import Description, Leaf
+
+
+class Trains(Protocol):
+    """Who knows how a loss goes into the backward pass: an engine, or an optimizer of a booster."""
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def scale_loss(self, loss: Tensor) -> Tensor: ...
 
 
 class Pipeline:
@@ -78,27 +86,27 @@ class Pipeline:
         data: Any,
         label: Any,
         criterion: Criterion | None,
-        backward: Callable[[Tensor], None] | None,
+        trains: Trains | None,
         *,
         return_loss: bool = True,
         return_outputs: bool = True,
     ) -> tuple[Any, Tensor | None]:
-        """Take a batch through all stages, and back if there is a ``backward``: the outputs and the loss of the batch.
+        """Take a batch through all stages, and back if somebody ``trains``: the outputs and the loss of the batch.
 
         Both are None where not asked for, and on the ranks that do not hold the last layers.  The loss is the mean of
         those of the micro-batches, so it should be a mean over the samples, or tokens.
         """
-        if backward is not None and not return_loss:
+        if trains is not None and not return_loss:
             raise ValueError("a backward pass needs the loss: pass return_loss=True or forward_only=True")
-        timetable = self.timetable if backward else self._evaluation
+        timetable = self._evaluation if trains is None else self.timetable
         self._parts = split_microbatches(data, label, timetable.microbatches)
-        self._criterion, self._backward = criterion, backward
+        self._criterion, self._trains = criterion, trains
         self._wants_loss, self._wants_outputs = return_loss, return_outputs
         self._outputs: dict[int, Any] = {}
         self._loss: Tensor | None = None
         try:
-            with nullcontext() if backward else torch.no_grad():
-                self.executor.run(timetable, training=backward is not None)
+            with torch.no_grad() if trains is None else nullcontext():
+                self.executor.run(timetable, training=trains is not None)
             outputs = [self._outputs[i] for i in sorted(self._outputs)]
             return join_outputs(outputs) if outputs else None, self._loss
         finally:
@@ -131,5 +139,9 @@ class Pipeline:
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        assert self._backward is not None
-        self._backward(loss)
+        assert self._trains is not None
+        self._trains.backward(loss)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        assert self._trains is not None
+        return self._trains.scale_loss(loss)

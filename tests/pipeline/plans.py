@@ -21,7 +21,7 @@ HIDDEN, CLASSES, STEPS = 8, 4, 5
 def build() -> nn.Module:
     torch.manual_seed(0)
     body: list[nn.Module] = [nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN), nn.GELU()]
-    for _ in range(3):
+    for _ in range(5):
         body += [nn.Linear(HIDDEN, HIDDEN), nn.ReLU(inplace=True)]
     return nn.Sequential(*body, nn.Linear(HIDDEN, CLASSES))
 

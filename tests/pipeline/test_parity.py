@@ -8,14 +8,16 @@ from colossalai.testing import parametrize_sample
 from colossalai.testing.parity import assert_equal_to_serial
 from tests.pipeline.plans import plan, problem, tensor_plan, token_problem
 
+CHUNKS = {"gpipe": (1, 2), "1f1b": (1,), "interleaved": (1, 2), "zbh1": (1,), "zbv": (2,)}
+
 CASES = [
     (schedule, stages, microbatches, chunks, data)
-    for schedule in ("gpipe", "1f1b", "interleaved")
+    for schedule in ("gpipe", "1f1b", "interleaved", "zbh1", "zbv")
     for stages in (2, 3, 4)
     for microbatches in (1, 4, 8)
     for chunks in (1, 2)
     for data in (1, 2)
-    if (schedule != "1f1b" or chunks == 1) and (schedule != "interleaved" or microbatches % stages == 0)
+    if chunks in CHUNKS[schedule] and (schedule != "interleaved" or microbatches % stages == 0)
 ]
 
 
@@ -29,7 +31,7 @@ def test_schedules_equal_the_serial_model(
 
 TENSOR_CASES = [
     (schedule, stages, microbatches, chunks, mode, size, data)
-    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
+    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2))
     for stages in (2, 3)
     for microbatches in (1, 4, 8)
     for mode, size in (("1d", 2), ("2d", 4))

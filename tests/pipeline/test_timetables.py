@@ -26,6 +26,18 @@ def test_the_bubble_of_interleaved() -> None:
         )
 
 
+def test_zero_bubble_is_below_1f1b() -> None:
+    for p, m in itertools.product((2, 3, 4, 8), (8, 12, 21)):
+        old, h1, v = (price(make_timetable(n, p, m, c)) for n, c in (("1f1b", 1), ("zbh1", 1), ("zbv", 2)))
+        assert h1.bubble == pytest.approx((p - 1) / (3 * m + p - 1))
+        assert v.bubble < h1.bubble < old.bubble
+        # what is left is little more than the way of the first micro-batch to the last rank
+        assert v.makespan <= 6 * m + p + 2
+        stored = [make_timetable("zbv", p, m, 2).peak_stored(r) for r in range(p)]
+        assert max(stored) <= 2 * p
+        assert {make_timetable("zbh1", p, m).peak_stored(r) for r in range(p)} == {p}
+
+
 def test_stored_activations() -> None:
     for p, m in itertools.product(RANKS, MICROBATCHES):
         assert [make_timetable("gpipe", p, m).peak_stored(r) for r in range(p)] == [m] * p
@@ -79,6 +91,8 @@ def test_printed() -> None:
         (("1f1b", 2, 0), "number of micro-batches as a whole number of at least 1, got 0"),
         (("gpipe", 2, 2, True), "number of chunks as a whole number of at least 1, got True"),
         (("1f1b", 2, 2, 2), "1f1b has one chunk for each rank, got 2; use the schedule 'interleaved'"),
+        (("zbh1", 2, 2, 2), "zbh1 has one chunk for each rank, got 2; use the schedule 'zbv'"),
+        (("zbv", 2, 2, 1), "zbv has two chunks for each rank, got 1; set NUM_CHUNKS to 2"),
         (("interleaved", 4, 6, 2), "multiple of the 4 pipeline stages, got 6; change NUM_MICRO_BATCHES"),
     ],
 )

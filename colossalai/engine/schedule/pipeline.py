@@ -101,7 +101,7 @@ class PipelineSchedule(BaseSchedule):
             data,
             label,
             engine.criterion,
-            None if forward_only else engine.backward,
+            None if forward_only else engine,
             return_loss=return_loss,
             return_outputs=return_output_label,
         )

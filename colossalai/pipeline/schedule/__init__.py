@@ -6,8 +6,15 @@ from colossalai.pipeline.schedule.base import UNIT, Action, Kind, Maker, Priced,
 from colossalai.pipeline.schedule.gpipe import gpipe
 from colossalai.pipeline.schedule.interleaved import interleaved
 from colossalai.pipeline.schedule.one_f_one_b import one_f_one_b
+from colossalai.pipeline.schedule.zero_bubble import zb_h1, zb_v
 
-SCHEDULES: dict[str, Maker] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+SCHEDULES: dict[str, Maker] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zbh1": zb_h1,
+    "zbv": zb_v,
+}
 
 
 def make_timetable(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
@@ -34,4 +41,6 @@ __all__ = [
     "make_timetable",
     "one_f_one_b",
     "price",
+    "zb_h1",
+    "zb_v",
 ]
