@@ -24,6 +24,7 @@ from torch import Tensor
 
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, mesh_groups
+from colossalai.mesh.collectives import all_gather
 from colossalai.pipeline.schedule.base import Message, Timetable
 from colossalai.pipeline.stage import PIPELINE_AXIS, pipeline_rank, pipeline_size
 from colossalai.pipeline.wire import Description, as_bytes
@@ -55,13 +56,21 @@ class Link:
     Args:
         device: where received tensors are put.
         known: what every activation looks like, if that is known beforehand.
+        scatter: an axis whose ranks all hold the same activations: each sends a piece, and the receivers gather them.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, known: Description | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        known: Description | None = None,
+        scatter: str | None = None,
+    ) -> None:
         self._mesh = mesh
         self.rank = pipeline_rank(mesh)
         self.device = device
         self.known = known
+        self._scatter = scatter
         self._ranks = mesh.ranks(PIPELINE_AXIS) if pipeline_size(mesh) > 1 else [mesh.rank]
         self._groups = _groups_of(mesh)
         # gloo refuses to send tensors of CUDA: they go through the memory of the host
@@ -106,7 +115,7 @@ class Link:
             works += self._post_text(description.to_bytes(), target, sign=1)
         for tensor in tensors:
             if tensor.numel():
-                on_wire = tensor.detach().to(self._wire).contiguous()
+                on_wire = self._piece(tensor.detach()).to(self._wire).contiguous()
                 works.append(self._post(as_bytes(on_wire), target))
         self._pending.setdefault(target, []).append((message, works))
 
@@ -163,9 +172,21 @@ class Link:
         for leaf in description.leaves:
             tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._wire)
             if tensor.numel():
-                self._get(as_bytes(tensor), source)
+                piece = self._piece(tensor)
+                self._get(as_bytes(piece), source)
+                tensor = tensor if piece is tensor else self._gathered(piece).view(leaf.shape)
             tensors.append(tensor.to(self.device))
         return description.rebuild(tensors)
+
+    def _piece(self, tensor: Tensor) -> Tensor:
+        """What this rank sends and receives of ``tensor``; small ones that do not divide go whole."""
+        if self._scatter is None or tensor.numel() % self._mesh.size[self._scatter]:
+            return tensor
+        return tensor.reshape(-1).chunk(self._mesh.size[self._scatter])[self._mesh.coord[self._scatter]]
+
+    def _gathered(self, piece: Tensor) -> Tensor:
+        assert self._scatter is not None
+        return all_gather(piece.to(self.device), self._mesh, self._scatter, 0)
 
     def _last(self, way: Way) -> Description | None:
         """What the last message on ``way`` looked like, or what all are known to look like."""

@@ -42,6 +42,7 @@ class Pipeline:
         model: the stage of this rank, or its chunks (see ``with_chunks``), boosted or not.
         schedule: a name of ``colossalai.pipeline.schedule.SCHEDULES``.
         tensor_shape: the shape of all activations between stages, as this rank holds them; None if it is to be found out.
+        scatter: an axis whose ranks hold the same activations, to send a piece from each.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Pipeline:
         schedule: str = "1f1b",
         microbatches: int = 1,
         tensor_shape: Sequence[int] | None = None,
+        scatter: str | None = None,
     ) -> None:
         chunks = count_chunks(model)
         self.timetable = make_timetable(schedule, pipeline_size(mesh), microbatches, chunks)
@@ -65,7 +67,7 @@ class Pipeline:
         if tensor_shape is not None:
             dtype = torch.get_default_dtype() if first is None else first.dtype
             known = Description(Leaf(tuple(tensor_shape), dtype, requires_grad=True))
-        self._link = Link(mesh, device, known)
+        self._link = Link(mesh, device, known, scatter)
         self.executor = Executor(self._link, self)
 
     @property

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import colossalai.pipeline.p2p as p2p
+from colossalai.engine import Engine
+from colossalai.engine.schedule import PipelineSchedule
 from colossalai.mesh import Mesh
 from colossalai.pipeline.pipeline import Pipeline
 from colossalai.pipeline.schedule import make_timetable
@@ -132,3 +135,52 @@ def check_descriptions(rank: int, world_size: int, port: int) -> None:
 
 def test_shapes_are_sent_when_they_change() -> None:
     spawn(check_descriptions, 2)
+
+
+def check_scatter(rank: int, world_size: int, port: int) -> None:
+    settings = config("1f1b", 2, 2)
+    settings["parallel"]["tensor"] = {"mode": "1d", "size": 2}
+    launch(settings)
+    torch.manual_seed(0)
+    stage = nn.Linear(
+        3, 3
+    )
+    moved = []
+    for scatter in (False, True):
+        model = nn.Linear(3, 3)
+        model.load_state_dict(stage.state_dict())
+        schedule = PipelineSchedule(2, scatter_gather_tensors=scatter)
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), schedule=schedule)
+        sizes: list[int] = []
+        link = schedule.pipeline._link
+        post = link._post
+        link._post = lambda tensor, target, post=post, sizes=sizes: (  # type: ignore[method-assign]
+            sizes.append(tensor.numel()),
+            post(tensor, target),
+        )[1]
+        x = torch.arange(12.0).view(4, 3) / 12
+        engine.execute_schedule(iter([(x, x)]))
+        grads = [p.grad.clone() for p in model.parameters()]
+        moved.append((grads, max(sizes[2:])))
+    for whole, gathered in zip(moved[0][0], moved[1][0], strict=True):
+        assert torch.equal(whole, gathered)
+    assert moved[0][1] == 2 * moved[1][1] == 24  # bytes of a micro-batch
+
+
+def test_scatter_gather_tensors() -> None:
+    spawn(check_scatter, 4)
+
+
+def check_scatter_refused(rank: int, world_size: int, port: int) -> None:
+    launch(config("1f1b", 1, 1))
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="which tensor mode '1d' has; the mode is None"):
+        Engine(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            schedule=PipelineSchedule(1, scatter_gather_tensors=True),
+        )
+
+
+def test_scatter_gather_needs_equal_activations() -> None:
+    spawn(check_scatter_refused, 1)

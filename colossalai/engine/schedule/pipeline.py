@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from colossalai.context import ParallelMode
+from colossalai.context.tensor_modes import mode_axes
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule.base import BaseSchedule, StepResult
 from colossalai.interface.batch import DataProcess, split_batch
@@ -30,6 +32,8 @@ class PipelineSchedule(BaseSchedule):
         num_microbatches: how many parts of equal size a batch is cut into.
         data_process_func: turns a batch into ``(data, label)``, before it is cut.
         tensor_shape: the shape of what stages exchange, as a rank holds it; saves sending it.
+        scatter_gather_tensors: in mode 1D, where all tensor-parallel ranks hold the same activations, each sends a piece, and
+            the receivers gather them; for stages on machines whose connection is slow.
         schedule: ``'1f1b'``, or another name of ``colossalai.pipeline.schedule.SCHEDULES``.
     """
 
@@ -40,12 +44,14 @@ class PipelineSchedule(BaseSchedule):
         num_microbatches: int,
         data_process_func: DataProcess | None = None,
         tensor_shape: Sequence[int] | None = None,
+        scatter_gather_tensors: bool = False,
         *,
         schedule: str = "1f1b",
     ) -> None:
         super().__init__(data_process_func)
         self.num_microbatches = num_microbatches
         self.tensor_shape = tensor_shape
+        self.scatter_gather_tensors = scatter_gather_tensors
         self.schedule = schedule
         self.num_model_chunks = 1
         self._pipeline: Pipeline | None = None
@@ -79,7 +85,19 @@ class PipelineSchedule(BaseSchedule):
             schedule=self.schedule,
             microbatches=self.num_microbatches,
             tensor_shape=self.tensor_shape,
+            scatter=self._scatter_axis(),
         )
+
+    def _scatter_axis(self) -> str | None:
+        if not self.scatter_gather_tensors:
+            return None
+        axes = mode_axes(gpc.plan.mode).get(ParallelMode.PARALLEL_1D)
+        if axes is None:
+            raise ValueError(
+                f"scatter_gather_tensors needs the same activations on all tensor-parallel ranks, which tensor mode '1d' has;"
+                f" the mode is {gpc.plan.mode!r}"
+            )
+        return axes[0]
 
     def predict(self, data: Any) -> Any:
         """The outputs for ``data`` on the rank with the last layers, None on the others."""
@@ -123,8 +141,11 @@ class InterleavedPipelineSchedule(PipelineSchedule):
         num_model_chunks: int,
         data_process_func: DataProcess | None = None,
         tensor_shape: Sequence[int] | None = None,
+        scatter_gather_tensors: bool = False,
         *,
         schedule: str = "interleaved",
     ) -> None:
-        super().__init__(num_microbatches, data_process_func, tensor_shape, schedule=schedule)
+        super().__init__(
+            num_microbatches, data_process_func, tensor_shape, scatter_gather_tensors, schedule=schedule
+        )
         self.num_model_chunks = num_model_chunks
