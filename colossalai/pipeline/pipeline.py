@@ -30,6 +30,8 @@ from colossalai.pipeline.wire import Description, Leaf
 class Trains(Protocol):
     """Who knows how a loss goes into the backward pass: an engine, or an optimizer of a booster."""
 
+    def expect_gradients(self) -> None: ...
+
     def backward(self, loss: Tensor) -> None: ...
 
     def scale_loss(self, loss: Tensor) -> Tensor: ...
@@ -100,6 +102,8 @@ class Pipeline:
         """
         if trains is not None and not return_loss:
             raise ValueError("a backward pass needs the loss: pass return_loss=True or forward_only=True")
+        if trains is not None:
+            trains.expect_gradients()
         timetable = self._evaluation if trains is None else self.timetable
         self._parts = split_microbatches(data, label, timetable.microbatches)
         self._criterion, self._trains = criterion, trains

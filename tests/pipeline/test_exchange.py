@@ -61,6 +61,8 @@ def _stages() -> list[nn.Module]:
 
 
 class _Trains:
+    def expect_gradients(self) -> None: ...
+
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
@@ -142,9 +144,7 @@ def check_scatter(rank: int, world_size: int, port: int) -> None:
     settings["parallel"]["tensor"] = {"mode": "1d", "size": 2}
     launch(settings)
     torch.manual_seed(0)
-    stage = nn.Linear(
-        3, 3
-    )
+    stage = nn.Linear(3, 3)
     moved = []
     for scatter in (False, True):
         model = nn.Linear(3, 3)
