@@ -39,7 +39,7 @@ def split_backward(
         return [None for _ in entries], partial(torch.autograd.backward, outputs, grads)
     forks = _forks(trunk, ends)
     weights = [leaf for leaves in forks.values() for leaf in leaves]
-    if not trunk.issuperset(starts) or len(set(weights)) < len(weights):
+    if not trunk.keys() >= set(starts) or len(set(weights)) < len(weights):
         return _at_once(outputs, grads, entries, _leaves(starts, ends)), _nothing
     reached: dict[Node, tuple[Tensor | None, ...]] = {}
     handles = [node.register_prehook(partial(_note, reached, node)) for node in forks]
@@ -81,31 +81,36 @@ def _at_once(
     return list(found[: len(entries)])
 
 
-def _trunk(roots: Sequence[Node], entries: set[Node]) -> set[Node]:
-    """The nodes that can be reached from ``roots`` and from which one of ``entries`` can be reached."""
+def _trunk(roots: Sequence[Node], entries: set[Node]) -> dict[Node, None]:
+    """The nodes that can be reached from ``roots`` and from which one of ``entries`` can be reached.
+
+    In the order of the graph: tensor-parallel ranks must come to their collectives in one order.
+    """
     parents: dict[Node, list[Node]] = {}
-    waiting, seen = list(roots), set(roots)
+    waiting, seen = list(roots), dict.fromkeys(roots)
     while waiting:
         node = waiting.pop()
         for child in _children(node):
             parents.setdefault(child, []).append(node)
             if child not in seen:
-                seen.add(child)
+                seen[child] = None
                 waiting.append(child)
-    trunk = entries & seen
+    trunk = entries.intersection(seen)
     waiting = list(trunk)
     while waiting:
         for parent in parents.get(waiting.pop(), ()):
             if parent not in trunk:
                 trunk.add(parent)
                 waiting.append(parent)
-    return trunk
+    return {node: None for node in seen if node in trunk}
 
 
-def _forks(trunk: set[Node], ends: set[Node]) -> dict[Node, list[Tensor]]:
+def _forks(trunk: dict[Node, None], ends: set[Node]) -> dict[Node, list[Tensor]]:
     """For every node of the trunk where weights hang, these weights."""
     forks = {}
-    for node in trunk - ends:
+    for node in trunk:
+        if node in ends:
+            continue
         outside = [child for child in _children(node) if child not in trunk]
         if leaves := _leaves(outside, ends):
             forks[node] = leaves
