@@ -36,7 +36,7 @@ _LAST_WORDS = timedelta(seconds=3)
 
 _upstream_groups: WeakKeyDictionary[Mesh, dist.ProcessGroup] = WeakKeyDictionary()
 
-
+# Meshes on which a step broke off.
 _failed: WeakSet[Mesh] = WeakSet()
 
 
@@ -78,20 +78,28 @@ class Link:
         self._wire = torch.device("cpu") if staged else device
         self._described: dict[Way, Description] = {}
         self._warned = False
+        self._timetable: Timetable | None = None
         self._pending: dict[int, list[tuple[Message, list[tuple[dist.Work, Tensor]]]]] = {}
 
     def begin(self, timetable: Timetable) -> None:
         """Get ready for the messages of ``timetable``; every rank begins the same one."""
         if self._mesh in _failed:
             raise PipelineError("this pipeline has failed before; start the job again")
+        if timetable is not self._timetable:
+            self._study(timetable)
+        self._expected = {r: deque(messages) for r, messages in self._coming.items()}
+        self._early: dict[Message, Any] = {}
+
+    def _study(self, timetable: Timetable) -> None:
+        """Find out who sends what to this rank, and when the others make and need their messages."""
+        self._timetable = timetable
         placement = self._placement = timetable.placement
         others = [r for r in range(placement.ranks) if r != self.rank]
         self._targets = [r for r in others if next(timetable.sent(self.rank, r), None) is not None]
-        self._expected = {r: deque(timetable.sent(r, self.rank)) for r in others}
-        self._early: dict[Message, Any] = {}
+        self._coming = {r: tuple(timetable.sent(r, self.rank)) for r in others}
         self._made_at: dict[Message, int] = {}
         self._needed_at: dict[Message, int] = {}
-        for r in others:
+        for r in {*self._targets, *(r for r, messages in self._coming.items() if messages)}:
             for at, action in enumerate(timetable.ranks[r]):
                 if (made := timetable.makes(r, action)) is not None:
                     self._made_at[made] = at

@@ -26,7 +26,7 @@ CASES = [
 ]
 
 
-@parametrize_sample("schedule, stages, microbatches, chunks, data", CASES, n=10)
+@parametrize_sample("schedule, stages, microbatches, chunks, data", CASES, n=8)
 def test_schedules_equal_the_serial_model(
     schedule: str, stages: int, microbatches: int, chunks: int, data: int
 ) -> None:
@@ -51,7 +51,7 @@ SMALL = [
 LARGE = [case for case in TENSOR_CASES if case not in SMALL]
 
 
-@parametrize_sample("schedule, stages, microbatches, chunks, mode, size, data", SMALL, n=4)
+@parametrize_sample("schedule, stages, microbatches, chunks, mode, size, data", SMALL, n=3)
 def test_tensor_modes_inside_the_stages(
     schedule: str, stages: int, microbatches: int, chunks: int, mode: str, size: int, data: int
 ) -> None:
