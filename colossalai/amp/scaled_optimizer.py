@@ -83,12 +83,19 @@ class ScaledOptimizer(OptimizerWrapper):
         return self.optim.step()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._check_not_unscaled()
+        self.scale_loss(loss).backward(*args, **kwargs)
+
+    def expect_gradients(self) -> None:
+        self._check_not_unscaled()
+        self._scaled = True
+
+    def _check_not_unscaled(self) -> None:
         if self._unscaled:
             raise RuntimeError(
                 "the gradients were unscaled already (by clipping), and a scaled loss cannot be added to them; call"
                 " optimizer.step() or optimizer.zero_grad() before the next backward pass"
             )
-        self.scale_loss(loss).backward(*args, **kwargs)
 
     def unscale_grad(self) -> None:
         if not self._unscaled and (self._groups or self._has_grad()):

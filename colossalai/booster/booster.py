@@ -7,7 +7,7 @@ precision does in its ``MixedPrecision``, and what both hand back are the wrappe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from colossalai.booster.accelerator import Accelerator
 from colossalai.booster.mixed_precision import PRECISIONS, MixedPrecision, mixed_precision_factory
+from colossalai.booster.pipelines import Pipelines
 from colossalai.booster.plugin import Plugin
 from colossalai.checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from colossalai.interface import (
@@ -32,6 +33,7 @@ from colossalai.interface import (
     check_loss,
     user_module,
 )
+from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import launched_mesh
 
@@ -81,6 +83,7 @@ class Booster:
             else GeneralCheckpointIO()
         )
         self._watch = LossWatch()
+        self._pipelines = Pipelines()
 
     def _choose_device(self, device: str | torch.device | None) -> Accelerator | None:
         plugin = self.plugin
@@ -136,6 +139,7 @@ class Booster:
         _check_companions(optimizer, criterion, dataloader, lr_scheduler)
         check_not_empty("the dataloader of boost", dataloader)
         raw = [item for item in (user_module(model), optimizer) if item is not None]
+        model = with_chunks(model)
         if self.accelerator is not None:
             model = self.accelerator.configure_model(model)
         if self.mixed_precision is not None:
@@ -166,6 +170,30 @@ class Booster:
         check_loss(loss, "booster.backward")
         self._watch.see(loss, optimizer.skips_steps)
         optimizer.backward(loss)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[..., Any] | None,
+        optimizer: Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Take the next batch through the pipeline of the launched job, and back if there is an ``optimizer``.
+
+        ``model`` is this rank's stage (or ``nn.ModuleList`` of chunks), as ``boost`` returned it.  Every rank passes the
+        same batch.  Returns ``{"loss": ..., "outputs": ...}``, with None where not asked for and on the ranks without the
+        last layers.  Gradients are averaged over the data-parallel ranks; go on with ``optimizer.step()``.
+        """
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            raise TypeError(
+                "booster.execute_pipeline needs the optimizer that booster.boost returned, got"
+                f" {type(optimizer).__name__}"
+            )
+        return self._pipelines.execute(
+            data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+        )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within this context, gradients accumulate on each rank and are not synchronized.

@@ -36,6 +36,10 @@ def _is_list_of_handlers(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(h, Mapping) and "type" in h for h in value)
 
 
+def _is_shape(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_positive_int, value))
+
+
 _DICT = Rule("a dict", lambda value: isinstance(value, Mapping))
 _BOOL = Rule("True or False", lambda value: isinstance(value, bool))
 _COUNT = Rule("a positive integer", is_positive_int)
@@ -56,8 +60,14 @@ FEATURES: dict[str, Rule] = {
     "model": _ANYTHING,
 }
 
-# The one hyper-parameter whose meaning is ours as well: the pipeline schedule reads it.
-READ_BY_FEATURES: dict[str, Rule] = {"NUM_MICRO_BATCHES": _COUNT}
+_SHAPE = Rule("a tuple of positive integers", _is_shape)
+
+# The hyper-parameters whose meaning is ours as well: the pipeline schedule reads them.
+READ_BY_FEATURES: dict[str, Rule] = {
+    "NUM_MICRO_BATCHES": _COUNT,
+    "NUM_CHUNKS": _COUNT,
+    "TENSOR_SHAPE": _SHAPE,
+}
 
 # What other libraries call a feature of ours.
 OTHER_NAMES = dict.fromkeys(

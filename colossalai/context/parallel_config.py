@@ -32,11 +32,13 @@ ALWAYS = ("data", "model", "pipeline", "tensor")
 class ParallelConfig:
     """Sizes of the three kinds of parallelism, with the tensor mode and its options.
 
-    ``data`` is None until ``fit`` derives it from the world size, unless the config names it.
+    ``data`` is None until ``fit`` derives it from the world size, unless the config names it.  ``schedule`` is the name
+    of a pipeline schedule; None leaves the choice to ``initialize``.
     """
 
     data: int | None = None
     pipeline: int = 1
+    schedule: str | None = None
     tensor: int = 1
     mode: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -48,11 +50,12 @@ class ParallelConfig:
         if not isinstance(section, Mapping):
             raise ConfigException(f"parallel must be a dict, got {type(section).__name__} {section!r}")
         _refuse_unknown("parallel", section, ("data", "pipeline", "tensor"))
-        tensor = section.get("tensor", 1)
+        tensor, pipeline = section.get("tensor", 1), section.get("pipeline", 1)
         options = dict(tensor) if isinstance(tensor, Mapping) else {"size": tensor}
         return cls(
             data=_size("data", section["data"]) if "data" in section else None,
-            pipeline=_size("pipeline", section.get("pipeline", 1)),
+            pipeline=_size("pipeline", pipeline, ("schedule",)),
+            schedule=pipeline.get("schedule") if isinstance(pipeline, Mapping) else None,
             tensor=options.pop("size", 1),
             mode=options.pop("mode", None),
             options=MappingProxyType(options),
@@ -137,11 +140,11 @@ def format_rank_table(table: Mapping[ParallelMode, list[list[int]]]) -> str:
     )
 
 
-def _size(name: str, value: Any) -> Any:
+def _size(name: str, value: Any, others: tuple[str, ...] = ()) -> Any:
     """The size in ``name=2`` or ``name=dict(size=2)``."""
     if not isinstance(value, Mapping):
         return value
-    _refuse_unknown(f"parallel.{name}", value, ("size",))
+    _refuse_unknown(f"parallel.{name}", value, ("size", *others))
     return value.get("size", 1)
 
 

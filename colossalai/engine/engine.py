@@ -117,6 +117,16 @@ class Engine:
         self._watch.see(loss, self._optimizer.skips_steps)
         self._optimizer.backward(loss)
 
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """``loss`` as it enters its backward pass, for schedules that do that pass themselves."""
+        check_loss(loss, "engine.scale_loss")
+        self._watch.see(loss, self._optimizer.skips_steps)
+        return self._optimizer.scale_loss(loss)
+
+    def expect_gradients(self) -> None:
+        """A backward pass begins whose loss another rank may have: schedules of pipelines call this."""
+        self._optimizer.expect_gradients()
+
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
         """The backward pass from ``tensor``, whose gradient is ``grad``."""
         check_differentiable(tensor)

@@ -25,8 +25,11 @@ from colossalai.engine.features import Features
 from colossalai.engine.gradient_accumulation import accumulate_gradient
 from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler, build_gradient_handler
 from colossalai.engine.ophooks import BaseOpHook
+from colossalai.engine.schedule import BaseSchedule, InterleavedPipelineSchedule, PipelineSchedule
 from colossalai.logging import get_dist_logger
-from colossalai.utils import get_current_device, is_using_sequence
+from colossalai.pipeline.chunks import with_chunks
+from colossalai.pipeline.options import PipelineOptions
+from colossalai.utils import get_current_device, is_using_pp, is_using_sequence
 from colossalai.utils.dataloader import check_not_empty
 
 Initialized = tuple[Engine, Any, Any, Any]
@@ -57,6 +60,7 @@ def initialize(
     _set_cudnn(features)
     if verbose:
         _log(features)
+    schedule = _schedule()
     model, optimizer = _build(model, optimizer)
     mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
     booster = Booster(mixed_precision=features.precision, plugin=_plugin(features, mode))
@@ -83,6 +87,7 @@ def initialize(
         features.clip_grad_norm,
         ophooks,
         verbose,
+        schedule,
     )
     return engine, train_dataloader, test_dataloader, lr_scheduler
 
@@ -114,6 +119,7 @@ def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
         model = model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"colossalai.initialize needs a model, or a function that builds one, got {model!r}")
+    model = with_chunks(model)
     if not isinstance(optimizer, Optimizer) and callable(optimizer):
         optimizer = optimizer(model.parameters())
     if optimizer is None:
@@ -121,11 +127,25 @@ def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
+def _schedule() -> BaseSchedule | None:
+    """The pipeline schedule that the config asks for; None without a pipeline."""
+    if not is_using_pp():
+        return None
+    options = PipelineOptions.from_config(gpc.config, gpc.plan)
+    shape, name = options.tensor_shape, options.schedule
+    if options.chunks == 1:
+        return PipelineSchedule(options.microbatches, tensor_shape=shape, schedule=name)
+    return InterleavedPipelineSchedule(
+        options.microbatches, options.chunks, tensor_shape=shape, schedule=name
+    )
+
+
 def _plugin(features: Features, mode: ParallelMode) -> Plugin | None:
     """DDP averages gradients over ``mode``, unless there is nothing to average or handlers do so."""
-    if gpc.get_world_size(mode) == 1 or features.handlers:
+    if gpc.get_world_size(mode) == 1 or features.handlers or is_using_pp():
         if features.ddp_options:
-            why = "gradient handlers take the place of DDP" if features.handlers else "there is one replica"
+            by_handlers = features.handlers or is_using_pp()
+            why = "gradient handlers take the place of DDP" if by_handlers else "there is one replica"
             get_dist_logger().warning(f"config section 'torch_ddp' has no effect: {why}", ranks=[0])
         return None
     try:
@@ -136,6 +156,9 @@ def _plugin(features: Features, mode: ParallelMode) -> Plugin | None:
 
 def _handlers(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:
     configs = list(features.handlers)
+    if is_using_pp() and not configs and gpc.get_world_size(ParallelMode.DATA) > 1:
+        # once after all micro-batches, where DDP would do so after each
+        configs.append({"type": "DataParallelGradientHandler"})
     shared = {"type": "PipelineSharedModuleGradientHandler"}
     if any(hasattr(p, SHARED_GROUP) for p in model.parameters()) and shared not in configs:
         configs.append(shared)

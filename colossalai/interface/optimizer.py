@@ -86,6 +86,11 @@ class OptimizerWrapper(Optimizer):
         """``loss`` as it enters the backward pass."""
         return self.optim.scale_loss(loss) if isinstance(self.optim, OptimizerWrapper) else loss
 
+    def expect_gradients(self) -> None:
+        """A backward pass begins whose loss another rank has scaled, as in a pipeline."""
+        if isinstance(self.optim, OptimizerWrapper):
+            self.optim.expect_gradients()
+
     def unscale_grad(self) -> None:
         """Take the factor of ``scale_loss`` out of the gradients, if it is still in them."""
         if isinstance(self.optim, OptimizerWrapper):

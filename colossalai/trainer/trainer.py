@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from colossalai.checkpoint_io.training import STEP_IN_EPOCH, load_training
 from colossalai.engine import Engine
-from colossalai.engine.schedule.nest import to_device
+from colossalai.engine.schedule import PipelineSchedule
+from colossalai.interface.nest import to_device
 from colossalai.logging import DistributedLogger, get_dist_logger
 from colossalai.trainer.batches import Batches, length, set_epoch
 from colossalai.trainer.checks import check_dataloader, check_fit, check_hooks, check_steps
@@ -23,7 +24,6 @@ from colossalai.utils import (
     MultiTimer,
     get_current_device,
     is_dp_rank_0,
-    is_no_pp_or_last_stage,
     is_tp_rank_0,
 )
 
@@ -134,7 +134,7 @@ class Trainer:
         if self._first_epoch == self._step_in_epoch == 0:
             self._cur_step = 0
         self._warn_if_nothing_is_left(epochs)
-        display_progress = display_progress and _is_display_rank()
+        display_progress = display_progress and self._is_display_rank()
         self._fitting = True
         try:
             with self._attached(hooks):
@@ -179,14 +179,22 @@ class Trainer:
         check_dataloader("test_dataloader", test_dataloader, "evaluate")
         with self._attached(hooks):
             self._test(
-                test_dataloader, "Evaluation", display_progress and _is_display_rank(), return_output_label
+                test_dataloader,
+                "Evaluation",
+                display_progress and self._is_display_rank(),
+                return_output_label,
             )
 
     def predict(self, data: Any) -> Any:
-        """The output of the model for ``data``, a tensor or a list or dict of its arguments, in evaluation mode."""
+        """The output of the model for ``data``, a tensor or a list or dict of its arguments, in evaluation mode.
+
+        In a pipeline every rank passes the same data, and the output is where the last layers are; elsewhere it is None.
+        """
         device = next((p.device for p in self._engine.model.parameters()), get_current_device())
         data = to_device(data, device)
         with self._evaluation_mode(), torch.no_grad():
+            if isinstance(schedule := self._engine.schedule, PipelineSchedule):
+                return schedule.predict(data)
             if isinstance(data, dict):
                 return self._engine(**data)
             return self._engine(*data) if isinstance(data, (list, tuple)) else self._engine(data)
@@ -346,9 +354,8 @@ class Trainer:
         for metric in self.states.get("metrics", {}).get(mode, {}).values():
             metric.synchronize()
 
+    def _is_display_rank(self) -> bool:
+        return is_dp_rank_0() and is_tp_rank_0() and self._engine.schedule.has_loss
+
     def _is_over(self) -> bool:
         return self._max_steps is not None and self._cur_step >= self._max_steps
-
-
-def _is_display_rank() -> bool:
-    return is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()

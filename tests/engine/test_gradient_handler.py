@@ -15,12 +15,12 @@ from colossalai.engine.gradient_handler import (
     DataParallelGradientHandler,
     PipelineSharedModuleGradientHandler,
     SequenceParallelGradientHandler,
-    bucket,
     bucket_allreduce,
     build_gradient_handler,
 )
 from colossalai.registry import GRADIENT_HANDLER
 from colossalai.testing import assert_close, spawn
+from colossalai.utils import bucket
 from tests.engine.plans import initialize, launch, mlp, sgd
 
 

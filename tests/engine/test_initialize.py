@@ -119,13 +119,12 @@ def test_configs_that_are_refused(config: dict[str, Any], kind: type[Exception],
         Features.from_config(config)
 
 
-def test_a_pipeline_is_refused() -> None:
+def test_pipelines_that_do_not_work_are_refused() -> None:
     with pytest.raises(
         ConfigException, match=r"fp16 mode AMP_TYPE.TORCH; a pipeline works with AMP_TYPE.NAIVE"
     ):
         Features.from_config({"fp16": {"mode": AMP_TYPE.TORCH}}, pipeline_size=2)
-    with pytest.raises(ConfigException, match="pipeline of 2 stages, but this version's"):
-        Features.from_config({"fp16": {"mode": AMP_TYPE.NAIVE}}, pipeline_size=2)
+    Features.from_config({"fp16": {"mode": AMP_TYPE.NAIVE}}, pipeline_size=2)
 
 
 def test_precision_by_its_section() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from colossalai.engine import Engine
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule
-from colossalai.engine.schedule.nest import batch_size, to_device
+from colossalai.interface.nest import batch_size, to_device
 from colossalai.testing import assert_close
 from tests.engine.plans import mlp, sgd
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from colossalai.amp.naive_amp.fp16_optimizer import NaiveAMPOptimizer
 from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 from colossalai.amp.naive_amp.naive_amp_model import NaiveAMPModel
-from colossalai.utils import is_no_pp_or_last_stage
+from colossalai.utils import is_using_pp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ def naive_amp(
 ) -> tuple[NaiveAMPModel, NaiveAMPOptimizer | None]:
     """``model`` in fp16 and ``optimizer`` with masters that have the digits the model had before."""
     exact: dict[Tensor, Tensor] = {p: p.data for p in model.parameters()}
-    amp_model = NaiveAMPModel(model, output_to_fp32=is_no_pp_or_last_stage(), sync_buffer=sync_buffer)
+    # between stages fp16 travels; the pipeline casts the output of the last one
+    amp_model = NaiveAMPModel(model, output_to_fp32=not is_using_pp(), sync_buffer=sync_buffer)
     if optimizer is None:
         return amp_model, None
     return amp_model, NaiveAMPOptimizer(

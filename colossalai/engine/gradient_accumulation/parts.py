@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from colossalai.engine.gradient_accumulation.progress import Accumulation
 from colossalai.engine.gradient_accumulation.sizes import batch_sizes, has_length
 from colossalai.engine.gradient_handler import BaseGradientHandler
-from colossalai.engine.schedule.nest import batch_size
+from colossalai.interface.nest import batch_size
 from colossalai.logging import get_dist_logger
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
-from colossalai.engine.schedule.nest import batch_size
+from colossalai.interface.nest import batch_size
 
 
 def has_length(dataloader: Any) -> bool:

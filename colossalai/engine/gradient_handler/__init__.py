@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.engine.gradient_handler.base import BaseGradientHandler
-from colossalai.engine.gradient_handler.bucket import bucket_allreduce
 from colossalai.engine.gradient_handler.handlers import (
     SHARED_GROUP,
     DataParallelGradientHandler,
@@ -17,6 +16,7 @@ from colossalai.engine.gradient_handler.handlers import (
     SequenceParallelGradientHandler,
 )
 from colossalai.registry import GRADIENT_HANDLER
+from colossalai.utils.bucket import bucket_allreduce
 
 
 def build_gradient_handler(

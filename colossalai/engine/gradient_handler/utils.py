@@ -1,5 +1,5 @@
 """Documented home of ``bucket_allreduce``."""
 
-from colossalai.engine.gradient_handler.bucket import bucket_allreduce
+from colossalai.utils.bucket import bucket_allreduce
 
 __all__ = ["bucket_allreduce"]

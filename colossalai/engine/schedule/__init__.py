@@ -2,5 +2,6 @@
 
 from colossalai.engine.schedule.base import BaseSchedule
 from colossalai.engine.schedule.non_pipeline import NonPipelineSchedule
+from colossalai.engine.schedule.pipeline import InterleavedPipelineSchedule, PipelineSchedule
 
-__all__ = ["BaseSchedule", "NonPipelineSchedule"]
+__all__ = ["BaseSchedule", "InterleavedPipelineSchedule", "NonPipelineSchedule", "PipelineSchedule"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from colossalai.engine.schedule.nest import batch_size, to_device
+from colossalai.interface.nest import batch_size, to_device
 from colossalai.utils import get_current_device
 
 if TYPE_CHECKING:
@@ -34,6 +34,11 @@ class BaseSchedule:
         self.data_process_func = data_process_func
         self.batch_size = 0
         self._device: torch.device | None = None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank computes the loss and the outputs."""
+        return True
 
     def pre_processing(self, engine: Engine) -> None:
         """Called once, by the engine that will use this schedule."""

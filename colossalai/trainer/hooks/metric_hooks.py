@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colossalai.engine.schedule.nest import tensors
+from colossalai.interface.nest import tensors
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks.base import BaseHook
 from colossalai.trainer.hooks.metrics import AccuracyMetric, LossMetric, Metric, ThroughputMetric
-from colossalai.utils import is_no_pp_or_last_stage
 
 if TYPE_CHECKING:
     from colossalai.trainer.trainer import Trainer
@@ -18,13 +17,17 @@ MODES = ("train", "test")
 
 
 class MetricHook(BaseHook):
-    """A hook with one metric for training and one for testing, reset at the start of each epoch."""
+    """A hook with one metric for training and one for testing, reset at the start of each epoch.
+
+    Every rank has the metrics.  In a pipeline those of losses and outputs are updated where the last layers are
+    (``_is_stage_to_compute``); at the end of an epoch all ranks know them.
+    """
 
     name: str
 
     def __init__(self, priority: int) -> None:
         super().__init__(priority)
-        self._is_stage_to_compute = is_no_pp_or_last_stage()
+        self._is_stage_to_compute = True  # in a pipeline, where the loss is: known once there is a trainer
         self.metrics: dict[str, Metric] = {}
 
     def make_metric(self, mode: str) -> Metric:
@@ -32,9 +35,8 @@ class MetricHook(BaseHook):
         raise TypeError(f"{type(self).__name__} must implement make_metric(mode) and set the attribute name")
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
+        self._is_stage_to_compute = trainer.engine.schedule.has_loss
         self.init_runner_states(trainer, "metrics", {mode: {} for mode in MODES})
-        if not self._is_stage_to_compute:
-            return
         for mode in MODES:
             if self.name in trainer.states["metrics"][mode]:
                 raise ValueError(f"two hooks measure {self.name!r}; attach {type(self).__name__} once")
@@ -47,8 +49,7 @@ class MetricHook(BaseHook):
         self._reset("test")
 
     def _reset(self, mode: str) -> None:
-        if self._is_stage_to_compute:
-            self.metrics[mode].reset()
+        self.metrics[mode].reset()
 
 
 @HOOKS.register_module
@@ -152,6 +153,5 @@ class ThroughputHook(MetricHook):
         self._update(trainer, "test", "Test-step")
 
     def _update(self, trainer: Trainer, mode: str, timer: str) -> None:
-        if self._is_stage_to_compute:
-            seconds = trainer.timer.get_timer(timer).get_elapsed_time()
-            self.metrics[mode].update(trainer.engine.schedule.batch_size, seconds)
+        seconds = trainer.timer.get_timer(timer).get_elapsed_time()
+        self.metrics[mode].update(trainer.engine.schedule.batch_size, seconds)

@@ -8,7 +8,7 @@ communication.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class LossMetric(Metric):
         self.reset()
 
     def reset(self) -> None:
-        self._last = torch.zeros((), device=get_current_device())
+        self._last = torch.full((), float("nan"), device=get_current_device())
         self._sum = torch.zeros((), device=get_current_device())
         self._count = 0.0
 
@@ -79,7 +79,7 @@ class LossMetric(Metric):
         self._count += 1
 
     def synchronize(self) -> None:
-        self._sum, count = sum_over_data(self._sum, self._count)
+        self._sum, count = sum_over_model_and_data(self._sum, self._count)
         self._count = float(count)
 
     def get_last_step_value(self) -> float:
@@ -141,7 +141,7 @@ class AccuracyMetric(Metric):
         self._total += batch_size
 
     def synchronize(self) -> None:
-        self._correct, total = sum_over_data(self._correct, self._total)
+        self._correct, total = sum_over_model_and_data(self._correct, self._total)
         self._total = float(total)
 
     def get_last_step_value(self) -> float:
@@ -243,8 +243,19 @@ def data_size() -> int:
 
 def sum_over_data(value: Tensor, count: float = 0.0) -> tuple[Tensor, float]:
     """``value`` and ``count``, summed over the ranks that hold other data."""
-    if data_size() == 1:
+    return _sum_over((data_mode(),), value, count)
+
+
+def sum_over_model_and_data(value: Tensor, count: float = 0.0) -> tuple[Tensor, float]:
+    """The same for a number that one stage of a pipeline has, and the others have as 0 with a count of 0."""
+    return _sum_over((data_mode(), ParallelMode.PIPELINE), value, count)
+
+
+def _sum_over(modes: Sequence[ParallelMode], value: Tensor, count: float) -> tuple[Tensor, float]:
+    modes = [mode for mode in modes if gpc.is_initialized(mode) and gpc.get_world_size(mode) > 1]
+    if not modes:
         return value, count
     both = torch.cat([value.detach().double().reshape(-1), value.new_tensor([count], dtype=torch.float64)])
-    dist.all_reduce(both, group=gpc.get_group(data_mode()))
+    for mode in modes:
+        dist.all_reduce(both, group=gpc.get_group(mode))
     return both[:-1].view_as(value).to(value.dtype), float(both[-1])

@@ -1,0 +1,70 @@
+"""``Booster.execute_pipeline``: a step of a model whose stages lie on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from colossalai.core import global_context as gpc
+from colossalai.interface import OptimizerWrapper
+from colossalai.interface.batch import split_batch
+from colossalai.interface.nest import to_device
+from colossalai.pipeline.options import PipelineOptions
+from colossalai.pipeline.pipeline import Pipeline
+from colossalai.utils import is_using_pp
+from colossalai.utils.bucket import bucket_allreduce
+
+
+class Pipelines:
+    """The pipelines of a booster, one for each model."""
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[nn.Module, Pipeline] = WeakKeyDictionary()
+
+    def execute(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[..., Any] | None,
+        optimizer: OptimizerWrapper | None,
+        *,
+        return_loss: bool,
+        return_outputs: bool,
+    ) -> dict[str, Any]:
+        pipeline = self._pipeline(model)
+        device = next((p.device for p in model.parameters()), None)
+        batch = next(data_iter)
+        data, label = split_batch(
+            batch if device is None else to_device(batch, device), None, criterion is not None, "Booster"
+        )
+        outputs, loss = pipeline.step(
+            data,
+            label,
+            criterion,
+            optimizer,
+            return_loss=return_loss or optimizer is not None,
+            return_outputs=return_outputs,
+        )
+        if optimizer is not None and gpc.data_parallel_size > 1:
+            bucket_allreduce(model.parameters(), gpc.mesh.group("dp"))
+        return {"loss": loss if return_loss else None, "outputs": outputs}
+
+    def _pipeline(self, model: nn.Module) -> Pipeline:
+        if model not in self._of:
+            if not is_using_pp():
+                raise RuntimeError(
+                    "execute_pipeline needs a job with a pipeline; launch with parallel=dict(pipeline=...) and"
+                    " NUM_MICRO_BATCHES in the config, or call the model and booster.backward"
+                )
+            options = PipelineOptions.from_config(gpc.config, gpc.plan)
+            self._of[model] = Pipeline(
+                model,
+                gpc.mesh,
+                schedule=options.schedule,
+                microbatches=options.microbatches,
+                tensor_shape=options.tensor_shape,
+            )
+        return self._of[model]

@@ -1,0 +1,83 @@
+"""The module of a rank that holds one stage of a pipeline or several, and how a stage is called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from colossalai.interface import ModelWrapper
+
+
+class Chunks(nn.ModuleList):
+    """Several stages as one module, so that wrappers (mixed precision) go around all of them at once.
+
+    Parameters keep the names they have in the list that is given.
+    """
+
+    def forward(self, *args: Any, pipeline_chunk: int, **kwargs: Any) -> Any:
+        return self[pipeline_chunk](*args, **kwargs)
+
+
+def with_chunks(model: nn.Module) -> nn.Module:
+    """``model``, or if it is a plain list of stages, one module of them that can be called."""
+    if isinstance(model, nn.ModuleList) and not isinstance(model, Chunks):
+        return Chunks(model)
+    return model
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    return model.unwrap() if isinstance(model, ModelWrapper) else model
+
+
+def count_chunks(model: nn.Module) -> int:
+    inner = _innermost(model)
+    return len(inner) if isinstance(inner, Chunks) else 1
+
+
+class StageCaller:
+    """Calls the stages of ``model``, boosted or not.
+
+    A stage gets what the stage before returned: a dict as keywords, a tuple or list as arguments if it takes as many,
+    else one argument.  If the data are a dict, every stage also gets the keywords that it has a name for; if not, they
+    go to the first stage alone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        inner = _innermost(model)
+        self._is_list = isinstance(inner, Chunks)
+        stages = list(inner) if isinstance(inner, Chunks) else [inner]
+        self._signatures = [
+            inspect.signature(_innermost(stage).forward).parameters.values() for stage in stages
+        ]
+
+    def __call__(self, chunk: int, data: Any, received: Any, *, is_first: bool) -> Any:
+        args, keywords = self._arguments(chunk, data if is_first else received)
+        if isinstance(data, Mapping):
+            keywords = self._accepted(chunk, data) | keywords
+        if self._is_list:
+            keywords["pipeline_chunk"] = chunk
+        return self.model(*args, **keywords)
+
+    def _arguments(self, chunk: int, nest: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(nest, Mapping):
+            return (), self._accepted(chunk, nest)
+        if isinstance(nest, (tuple, list)) and self._takes(chunk, len(nest)):
+            return tuple(nest), {}
+        return (nest,), {}
+
+    def _takes(self, chunk: int, number: int) -> bool:
+        kinds = [parameter.kind for parameter in self._signatures[chunk]]
+        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        many = inspect.Parameter.VAR_POSITIONAL in kinds
+        return many or sum(kind in by_place for kind in kinds) >= number
+
+    def _accepted(self, chunk: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        parameters = self._signatures[chunk]
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            return dict(keywords)
+        names = {parameter.name for parameter in parameters}
+        return {name: value for name, value in keywords.items() if name in names}

@@ -1,0 +1,58 @@
+"""What a config says about its pipeline, checked and with types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from colossalai.context.config import ConfigException
+from colossalai.context.parallel_config import ParallelConfig
+from colossalai.pipeline.schedule import make_timetable
+
+_SIZES = ("SEQ_LENGTH", "GLOBAL_BATCH_SIZE", "HIDDEN_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How a batch goes through a pipeline; see ``Pipeline`` for the words."""
+
+    schedule: str
+    microbatches: int
+    chunks: int = 1
+    tensor_shape: tuple[int, ...] | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], plan: ParallelConfig) -> PipelineOptions:
+        """Read ``NUM_MICRO_BATCHES``, ``NUM_CHUNKS`` or ``model.num_chunks``, and ``TENSOR_SHAPE``; ``plan`` is fitted."""
+        microbatches = config.get("NUM_MICRO_BATCHES")
+        if microbatches is None:
+            raise ConfigException(
+                f"config has a pipeline of {plan.pipeline} stages, but no NUM_MICRO_BATCHES; set it to the number of parts"
+                " that every batch is cut into"
+            )
+        chunks = _chunks(config)
+        schedule = plan.schedule or ("interleaved" if chunks > 1 else "1f1b")
+        try:
+            make_timetable(schedule, plan.pipeline, microbatches, chunks)
+        except ValueError as error:
+            raise ConfigException(f"the config asks for a pipeline that does not work: {error}") from None
+        shape = _tensor_shape(config, plan)
+        return cls(schedule=schedule, microbatches=microbatches, chunks=chunks, tensor_shape=shape)
+
+
+def _chunks(config: Mapping[str, Any]) -> int:
+    model = config.get("model")
+    own = model.get("num_chunks") if isinstance(model, Mapping) else None
+    return own or config.get("NUM_CHUNKS") or 1
+
+
+def _tensor_shape(config: Mapping[str, Any], plan: ParallelConfig) -> tuple[int, ...] | None:
+    """``TENSOR_SHAPE``, or what follows from the sizes of a batch of sequences, if all are set."""
+    if config.get("TENSOR_SHAPE") is not None:
+        return tuple(config["TENSOR_SHAPE"])
+    if any(config.get(name) is None for name in _SIZES):
+        return None
+    length, batch, hidden = (config[name] for name in _SIZES)
+    length //= plan.tensor if plan.mode == "sequence" else 1
+    return (length, batch // (plan.data or 1) // config["NUM_MICRO_BATCHES"], hidden)

@@ -1,0 +1,153 @@
+"""``Pipeline``: one training or evaluation step of a model whose stages lie on several ranks.
+
+The two doors, ``Engine.execute_schedule`` and ``Booster.execute_pipeline``, call the same ``step``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.amp.casting import cast_floats
+from colossalai.amp.naive_amp import NaiveAMPModel
+from colossalai.interface.batch import Criterion, loss_of
+from colossalai.interface.nest import batch_size
+from colossalai.mesh import Mesh
+from colossalai.pipeline.chunks import StageCaller, count_chunks
+from colossalai.pipeline.executor import Executor, Record, detached
+from colossalai.pipeline.microbatch import join_outputs, split_microbatches
+from colossalai.pipeline.p2p import Link
+from colossalai.pipeline.schedule import make_timetable
+from colossalai.pipeline.stage import pipeline_rank, pipeline_size
+from colossalai.pipeline.wire import Description, Leaf
+
+
+class Trains(Protocol):
+    """Who knows how a loss goes into the backward pass: an engine, or an optimizer of a booster."""
+
+    def expect_gradients(self) -> None: ...
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def scale_loss(self, loss: Tensor) -> Tensor: ...
+
+
+class Pipeline:
+    """The stages of this rank, connected with those of the others.  Every rank of the mesh makes one at the same time.
+
+    Args:
+        model: the stage of this rank, or its chunks (see ``with_chunks``), boosted or not.
+        schedule: a name of ``colossalai.pipeline.schedule.SCHEDULES``.
+        tensor_shape: the shape of all activations between stages, as this rank holds them; None if it is to be found out.
+        scatter: an axis whose ranks hold the same activations, to send a piece from each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        schedule: str = "1f1b",
+        microbatches: int = 1,
+        tensor_shape: Sequence[int] | None = None,
+        scatter: str | None = None,
+    ) -> None:
+        chunks = count_chunks(model)
+        self.timetable = make_timetable(schedule, pipeline_size(mesh), microbatches, chunks)
+        self._evaluation = self.timetable.forward_only(microbatches)
+        self.rank = pipeline_rank(mesh)
+        self._caller = StageCaller(model)
+        self._casts_output = isinstance(model, NaiveAMPModel)
+        first = next((p for p in model.parameters() if p.is_floating_point()), None)
+        device = torch.device(mesh.device_type) if first is None else first.device
+        known = None
+        if tensor_shape is not None:
+            dtype = torch.get_default_dtype() if first is None else first.dtype
+            known = Description(Leaf(tuple(tensor_shape), dtype, requires_grad=True))
+        self._link = Link(mesh, device, known, scatter)
+        self.executor = Executor(self._link, self)
+
+    @property
+    def microbatches(self) -> int:
+        return self.timetable.microbatches
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank holds the last layers, and so the loss and the outputs."""
+        return self.rank == self.timetable.placement.loss_rank
+
+    def record_with(self, record: Record | None) -> None:
+        """Call ``record`` with every action, its start and its end; None to end it."""
+        self.executor.record = record
+
+    def step(
+        self,
+        data: Any,
+        label: Any,
+        criterion: Criterion | None,
+        trains: Trains | None,
+        *,
+        return_loss: bool = True,
+        return_outputs: bool = True,
+    ) -> tuple[Any, Tensor | None]:
+        """Take a batch through all stages, and back if somebody ``trains``: the outputs and the loss of the batch.
+
+        Both are None where not asked for, and on the ranks that do not hold the last layers.  The loss is the mean of
+        those of the micro-batches, so it should be a mean over the samples, or tokens.
+        """
+        if trains is not None and not return_loss:
+            raise ValueError("a backward pass needs the loss: pass return_loss=True or forward_only=True")
+        if trains is not None:
+            trains.expect_gradients()
+        timetable = self._evaluation if trains is None else self.timetable
+        self._parts = split_microbatches(data, label, timetable.microbatches)
+        self._criterion, self._trains = criterion, trains
+        self._wants_loss, self._wants_outputs = return_loss, return_outputs
+        self._outputs: dict[int, Any] = {}
+        self._loss: Tensor | None = None
+        try:
+            with torch.no_grad() if trains is None else nullcontext():
+                self.executor.run(timetable, training=trains is not None)
+            outputs = [self._outputs[i] for i in sorted(self._outputs)]
+            return join_outputs(outputs) if outputs else None, self._loss
+        finally:
+            self._parts, self._outputs, self._loss = [], {}, None
+
+    def predict(self, data: Any) -> Any:
+        """The outputs for a batch of any size; None on the ranks that do not hold the last layers."""
+        number = math.gcd(batch_size(data), self.microbatches)
+        evaluation, self._evaluation = self._evaluation, self.timetable.forward_only(number)
+        try:
+            return self.step(data, None, None, None, return_loss=False)[0]
+        finally:
+            self._evaluation = evaluation
+
+    # What the executor calls
+
+    def forward(self, stage: int, chunk: int, microbatch: int, received: Any) -> Any:
+        data, _ = self._parts[microbatch]
+        return self._caller(chunk, data, received, is_first=stage == 0)
+
+    def finish(self, output: Any, microbatch: int) -> Tensor | None:
+        if self._casts_output:
+            output = cast_floats(output, torch.float32)
+        if self._wants_outputs:
+            self._outputs[microbatch] = detached(output)
+        if not self._wants_loss:
+            return None
+        loss = loss_of(self._criterion, output, self._parts[microbatch][1]) / self.microbatches
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        assert self._trains is not None
+        self._trains.backward(loss)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        assert self._trains is not None
+        return self._trains.scale_loss(loss)

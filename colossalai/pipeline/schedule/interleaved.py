@@ -1,0 +1,35 @@
+"""Interleaved 1F1B: every rank holds several chunks, so the pipeline fills and drains in smaller steps."""
+
+from __future__ import annotations
+
+from colossalai.pipeline.schedule.base import Action, Kind, Timetable
+from colossalai.pipeline.schedule.one_f_one_b import alternate
+from colossalai.pipeline.stage import Placement
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int) -> Timetable:
+    """With c chunks the time to fill and drain is 1 / c of that of 1F1B: ``(ranks - 1) / (c * microbatches + ranks - 1)``.
+
+    Micro-batches go through the chunks in groups of ``ranks``.
+    """
+    if microbatches % ranks:
+        raise ValueError(
+            f"the interleaved schedule needs a number of micro-batches that is a multiple of the {ranks} pipeline"
+            f" stages, got {microbatches}; change NUM_MICRO_BATCHES"
+        )
+    order = [
+        (g * ranks + i, c) for g in range(microbatches // ranks) for c in range(chunks) for i in range(ranks)
+    ]
+    forward = [Action(Kind.FORWARD, i, c) for i, c in order]
+    backward = [Action(Kind.BACKWARD, i, chunks - 1 - c) for i, c in order]
+    rows = tuple(
+        alternate(forward, backward, warmup=_warmup(ranks, rank, chunks, len(order))) for rank in range(ranks)
+    )
+    return Timetable("interleaved", Placement(ranks, chunks), microbatches, rows)
+
+
+def _warmup(ranks: int, rank: int, chunks: int, total: int) -> int:
+    if chunks == 1:
+        return ranks - rank - 1
+    # the first gradient comes back after the group has gone through all chunks; both ways to it cost one step per rank
+    return min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)

@@ -1,0 +1,112 @@
+"""Zero-bubble schedules: a backward pass in two halves, of which only the first is waited for.
+
+The gradients of a stage's inputs go to the stage before it; the gradients of its weights are wanted at the end of the step
+only, so they fill the times in which a rank would wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from colossalai.pipeline.schedule.base import UNIT, Action, Kind, Message, Timetable, price
+from colossalai.pipeline.schedule.one_f_one_b import alternate
+from colossalai.pipeline.stage import Placement, Shape
+
+
+def zb_h1(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
+    """1F1B with its weight gradients later by one micro-batch for each rank before.
+
+    Every rank stores what the first rank of 1F1B does, ``ranks`` micro-batches, for a third of its bubble: with at least as
+    many micro-batches as ranks, ``(ranks - 1) / (3 * microbatches + ranks - 1)``.
+    """
+    if chunks != 1:
+        raise ValueError(
+            f"the schedule zbh1 has one chunk for each rank, got {chunks}; use the schedule 'zbv'"
+        )
+    rows = []
+    for rank in range(ranks):
+        forward = [Action(Kind.FORWARD, i) for i in range(microbatches)]
+        backward = [Action(Kind.INPUT_GRAD, i) for i in range(microbatches)]
+        row: list[Action] = []
+        for action in alternate(forward, backward, warmup=ranks - rank - 1):
+            row.append(action)
+            if action.kind is Kind.INPUT_GRAD and action.microbatch >= rank:
+                row.append(Action(Kind.WEIGHT_GRAD, action.microbatch - rank))
+        late = range(max(microbatches - rank, 0), microbatches)
+        rows.append((*row, *(Action(Kind.WEIGHT_GRAD, i) for i in late)))
+    return Timetable("zbh1", Placement(ranks), microbatches, tuple(rows))
+
+
+def zb_v(ranks: int, microbatches: int, chunks: int = 2) -> Timetable:
+    """Two chunks on each rank, in the shape of a V: the first rank holds the first and the last layers.
+
+    Stores as much as 1F1B (``2 * ranks`` passes of half the size) and leaves next to no bubble.  The lists come from playing
+    the step in units of time, in which every rank does the most urgent thing that is ready: an input gradient, else a
+    forward pass if that leaves it within the limit of stored passes, else a weight gradient.
+    """
+    if chunks != 2:
+        raise ValueError(f"the schedule zbv has two chunks for each rank, got {chunks}; set NUM_CHUNKS to 2")
+    place = Placement(ranks, 2, Shape.VEE)
+    orders = [_by_chunk(1), _by_chunk(-1)]
+    tables = [_play("zbv", place, microbatches, 2 * ranks, order) for order in orders]
+    return min(tables, key=lambda table: price(table).makespan)
+
+
+Order = Callable[[Action], tuple[int, ...]]
+
+
+def _by_chunk(sign: int) -> Order:
+    return lambda action: (sign * action.chunk, action.microbatch)
+
+
+def _play(name: str, place: Placement, microbatches: int, limit: int, order: Order) -> Timetable:
+    """Play the step with at most ``limit`` stored passes on each rank; of equal urgency, the smallest by ``order``."""
+    empty = Timetable(name, place, microbatches, ((),) * place.ranks)
+    total = 3 * microbatches * place.chunks
+    rows: list[list[Action]] = [[] for _ in range(place.ranks)]
+    players = [_Rank(empty, rank, limit, order) for rank in range(place.ranks)]
+    sent: set[Message] = set()
+    while any(len(row) < total for row in rows):
+        made = []
+        for row, player in zip(rows, players, strict=True):
+            if (action := player.choose(sent)) is not None:
+                row.append(action)
+                player.do(action)
+                made.append(empty.makes(player.rank, action))
+        sent.update(message for message in made if message is not None)
+    return Timetable(name, place, microbatches, tuple(map(tuple, rows)))
+
+
+class _Rank:
+    """What a rank still has to do: for each chunk, the next micro-batch of every kind."""
+
+    def __init__(self, table: Timetable, rank: int, limit: int, order: Order) -> None:
+        self.table, self.rank, self.limit, self.order = table, rank, limit, order
+        self.chunks = range(table.placement.chunks)
+        self.next = {(kind, chunk): 0 for kind in UNIT for chunk in self.chunks}
+
+    def choose(self, sent: set[Message]) -> Action | None:
+        for kind in (Kind.INPUT_GRAD, Kind.FORWARD, Kind.WEIGHT_GRAD):
+            ready = [a for c in self.chunks if self.is_ready(a := Action(kind, self.next[kind, c], c), sent)]
+            if ready:
+                return min(ready, key=self.order)
+        return None
+
+    def is_ready(self, action: Action, sent: set[Message]) -> bool:
+        if action.microbatch >= self.table.microbatches:
+            return False
+        needed = self.table.needs(self.rank, action)
+        if needed is not None and needed not in sent:
+            return False
+        if action.kind is Kind.FORWARD:
+            return self._has_room(action.chunk)
+        before = Kind.FORWARD if action.kind is Kind.INPUT_GRAD else Kind.INPUT_GRAD
+        return action.microbatch < self.next[before, action.chunk]
+
+    def _has_room(self, chunk: int) -> bool:
+        stored = sum(self.next[Kind.FORWARD, c] - self.next[Kind.WEIGHT_GRAD, c] for c in self.chunks)
+        # the last place is for a later chunk: if the first one took it, nothing could ever be finished
+        return stored + (len(self.chunks) - 1 - chunk) < self.limit
+
+    def do(self, action: Action) -> None:
+        self.next[action.kind, action.chunk] += 1

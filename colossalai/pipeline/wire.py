@@ -1,0 +1,83 @@
+"""A nest of tensors as it travels between stages: a description, and the bytes of its tensors.
+
+A nest is a tensor, or tuples, lists and dicts of them in any depth.  A gradient has the nest of what it belongs to, with
+None where there is no gradient.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from colossalai.interface.batch import describe as describe_value
+
+
+@dataclass(frozen=True)
+class Leaf:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Leaf:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class Description:
+    """All about a nest but the values; equal descriptions need not be sent twice.
+
+    ``nest`` is the nest with a ``Leaf`` in the place of every tensor.
+    """
+
+    nest: Any
+
+    @classmethod
+    def of(cls, nest: Any) -> tuple[Description, list[Tensor]]:
+        tensors, spec = tree_flatten(nest)
+        leaves = [None if tensor is None else Leaf.of(tensor) for tensor in tensors]
+        return cls(tree_unflatten(leaves, spec)), [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        return [leaf for leaf in tree_flatten(self.nest)[0] if leaf is not None]
+
+    def rebuild(self, tensors: list[Tensor]) -> Any:
+        """The nest of ``tensors``, which are new leaves of the autograd graph."""
+        leaves, spec = tree_flatten(self.nest)
+        left = iter(tensors)
+        found = [None if leaf is None else next(left).requires_grad_(leaf.requires_grad) for leaf in leaves]
+        return tree_unflatten(found, spec)
+
+    def to_bytes(self) -> bytes:
+        return pickle.dumps(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Description:
+        description = pickle.loads(data)
+        assert isinstance(description, Description)
+        return description
+
+
+def check_nest(nest: Any, who: str) -> None:
+    """Refuse an output that cannot be sent to the next stage."""
+    found, _ = tree_flatten_with_path(nest)
+    if not found:
+        raise TypeError(f"{who} returned {describe_value(nest)} without a tensor; the next stage needs one")
+    for path, leaf in found:
+        if not isinstance(leaf, Tensor):
+            where = f" at {''.join(map(str, path))}" if path else ""
+            raise TypeError(
+                f"{who} returned {describe_value(leaf)}{where}; all stages but the last return a tensor, or a tuple,"
+                " list or dict of tensors, for the next stage"
+            )
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: backends carry bytes, whatever they think of the dtype."""
+    return tensor.view(-1).view(torch.uint8)

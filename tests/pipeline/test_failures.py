@@ -1,0 +1,168 @@
+"""Bad input and failing stages: a clear error on every rank, soon."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colossalai.context.config import ConfigException
+from colossalai.mesh import Mesh
+from colossalai.pipeline.p2p import PipelineError
+from colossalai.pipeline.pipeline import Pipeline
+from colossalai.testing import spawn
+from tests.pipeline.plans import HIDDEN, config, launch, problem
+from tests.pipeline.test_engine import _engine
+
+SOON = 10.0
+
+
+class Bad(nn.Module):
+    """A stage that does something wrong with micro-batch 1."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+        self.what, self.calls = what, 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            if self.what == "raise":
+                raise KeyError("a bug of the user")
+            if self.what == "die":
+                os._exit(0)
+            if self.what == "return text":
+                return {"hidden": [self.layer(x), "text"]}
+            if self.what == "return nothing":
+                return None
+        return self.layer(x)
+
+
+MESSAGES = {
+    "raise": (KeyError, "a bug of the user"),
+    "return text": (
+        TypeError,
+        r"pipeline stage 1 returned str at \['hidden'\]\[1\]; all stages but the last return",
+    ),
+    "return nothing": (TypeError, "pipeline stage 1 returned NoneType; all stages but the last"),
+}
+
+
+def check_failing_stage(rank: int, world_size: int, port: int, what: str, schedule: str) -> str:
+    settings = config(schedule, 4, 4)
+    launch(settings)
+    engine = _engine(settings, model=Bad(what) if rank == 1 else None)
+    x, y = problem().batches[0]
+    start = time.perf_counter()
+    with pytest.raises((PipelineError, KeyError, TypeError)) as raised:
+        engine.execute_schedule(iter([(x, y)]))
+    assert time.perf_counter() - start < SOON
+    if rank == 1:
+        kind, message = MESSAGES[what]
+        assert raised.type is kind
+        raised.match(message)
+        return ""
+    assert raised.type is PipelineError
+    with pytest.raises(PipelineError, match="this pipeline has failed before; start the job again"):
+        engine.execute_schedule(iter([(x, y)]))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "schedule"),
+    [("raise", "1f1b"), ("raise", "gpipe"), ("return text", "1f1b"), ("return nothing", "gpipe")],
+)
+def test_a_stage_that_fails_fails_all(what: str, schedule: str) -> None:
+    heard = spawn(check_failing_stage, 4, what=what, schedule=schedule)
+    for text in (heard[0], *heard[2:]):
+        assert text.startswith(f"pipeline stage 1 (rank 1) failed with {MESSAGES[what][0].__name__}: ")
+
+
+def run_stage(rank: int, store: str, heard: Any, both: Any) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"file://{store}")
+    torch.manual_seed(0)
+    model = Bad("die") if rank == 1 else nn.Linear(HIDDEN, HIDDEN)
+    pipeline = Pipeline(model, Mesh({"pp": 3}), schedule="1f1b", microbatches=4)
+    x, _ = problem().batches[0]
+    start = time.perf_counter()
+    try:
+        pipeline.step(x, None, lambda output: output.mean(), None)
+    except PipelineError as error:
+        heard.put((rank, time.perf_counter() - start, str(error)))
+    both.wait(SOON)  # the other one must hear of the death, not of the end of this rank
+
+
+def check_dead_stage(rank: int, world_size: int, port: int, store: str) -> list[Any]:
+    """The stages are processes of their own here, because ``spawn`` would end all when one dies."""
+    fork = multiprocessing.get_context("fork")
+    heard, both = fork.Queue(), fork.Barrier(2)
+    stages = [fork.Process(target=run_stage, args=(r, store, heard, both)) for r in range(3)]
+    for stage in stages:
+        stage.start()
+    found = [heard.get(timeout=SOON) for _ in range(2)]
+    for stage in stages:
+        stage.join()
+    return sorted(found)
+
+
+def test_a_stage_that_dies_fails_all(tmp_path: Path) -> None:
+    (found,) = spawn(check_dead_stage, 1, store=str(tmp_path / "store"))
+    assert [rank for rank, *_ in found] == [0, 2]
+    for _, seconds, message in found:
+        assert seconds < SOON
+        assert message.startswith("pipeline stage 1 (rank 1) is gone or cannot be reached")
+
+
+def check_bad_input(rank: int, world_size: int, port: int) -> None:
+    settings = config("1f1b", 2, 3)
+    launch(settings)
+    engine = _engine(settings)
+    with pytest.raises(ValueError, match="a batch of 16 samples cannot be cut into 3 equal micro-batches"):
+        engine.execute_schedule(iter([problem().batches[0]]))
+    with pytest.raises(ValueError, match="a backward pass needs the loss"):
+        engine.execute_schedule(iter([problem(15).batches[0]]), return_loss=False)
+    engine.execute_schedule(iter([problem(15).batches[0]]))  # nothing was exchanged, so all is well
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (config("1f1b", 2, 2, NUM_MICRO_BATCHES=None), "pipeline of 2 stages, but no NUM_MICRO_BATCHES"),
+        (config("interleaved", 2, 3, 2), "multiple of the 2 pipeline stages, got 3"),
+        (config("2f2b", 2, 3), "there is no pipeline schedule '2f2b'"),
+    ]
+    for settings, message in wrong:
+        with pytest.raises(ConfigException, match=message):
+            _engine(settings)
+    with pytest.raises(
+        ValueError, match=r"PipelineSchedule expects 1 chunk\(s\) of the model on each rank, got 2"
+    ):
+        _engine(config("1f1b", 2, 2), model=nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
+
+
+def test_bad_input_is_refused_on_every_rank() -> None:
+    spawn(check_bad_input, 2)
+
+
+def returns_scores(output: Tensor, label: Tensor) -> Tensor:
+    return output
+
+
+def check_no_loss(rank: int, world_size: int, port: int, criterion: Any) -> None:
+    settings = config("1f1b", 2, 2)
+    launch(settings)
+    engine = _engine(settings, criterion=criterion)
+    with pytest.raises(
+        (TypeError, PipelineError), match="must return the loss as one tensor with one element"
+    ) as e:
+        engine.execute_schedule(iter([problem().batches[0]]))
+    assert e.type is (PipelineError if rank == 0 else TypeError)
+
+
+@pytest.mark.parametrize("criterion", [None, returns_scores])
+def test_a_last_stage_without_loss(criterion: Any) -> None:
+    spawn(check_no_loss, 2, criterion=criterion)
