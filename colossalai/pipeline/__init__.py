@@ -1,0 +1,1 @@
+"""Pipelines: stages of a model, and the schedules that run them."""
