@@ -8,6 +8,7 @@ passes every rank several times.  The answers are ``parts[rank]``, a list of ``(
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,7 @@ def partition_uniform(num_items: int, pipeline_parallel_size: int, num_chunks: i
     return _dealt([num_items * i // count for i in range(count + 1)], pipeline_parallel_size)
 
 
-def partition_balanced(
-    weights: Sequence[float], pipeline_parallel_size: int, num_chunks: int = 1
-) -> Parts:
+def partition_balanced(weights: Sequence[float], pipeline_parallel_size: int, num_chunks: int = 1) -> Parts:
     """Parts whose heaviest is as light as possible, and among those the most even ones (by the sum of squares).
 
     ``weights`` are what a layer costs: its parameters, or a cost of ``colossalai.pipeline.cost``.
@@ -92,13 +91,11 @@ def _plan(stages: int, chunks: int) -> str:
 
 def _dealt(bounds: Sequence[int], stages: int) -> Parts:
     """The ranges between ``bounds``, dealt to the stages in turn."""
-    ranges = list(zip(bounds[:-1], bounds[1:], strict=True))
+    ranges = list(pairwise(bounds))
     return [ranges[stage::stages] for stage in range(stages)]
 
 
-def _cheapest(
-    cost: _Array, parts: int, join: Callable[[_Array, _Array], _Array]
-) -> tuple[float, list[int]]:
+def _cheapest(cost: _Array, parts: int, join: Callable[[_Array, _Array], _Array]) -> tuple[float, list[int]]:
     """The cuts for which ``join`` of the parts' ``cost[start, end]`` is smallest: dynamic programming over ends."""
     n = len(cost) - 1
     best = np.full(n + 1, np.inf)

@@ -72,7 +72,9 @@ def test_customized() -> None:
     sequence = ["a", (len, "behind"), "SPLIT_NODE", "b", len, "c", "SPLIT_NODE", "d", "SPLIT_NODE", "e"]
     assert customized_partition(sequence) == [[(0, 1)], [(1, 3)], [(3, 4)], [(4, 5)]]
     assert customized_partition(sequence, 2, 2) == [[(0, 1), (3, 4)], [(1, 3), (4, 5)]]
-    with pytest.raises(ValueError, match=r"has 3 'SPLIT_NODE', which make 4 parts, but 3 pipeline stages .* need 3"):
+    with pytest.raises(
+        ValueError, match=r"has 3 'SPLIT_NODE', which make 4 parts, but 3 pipeline stages .* need 3"
+    ):
         customized_partition(sequence, 3)
     with pytest.raises(ValueError, match="part 1 of exec_seq has no layer"):
         customized_partition(["a", "SPLIT_NODE", "SPLIT_NODE", "b", "c"])
