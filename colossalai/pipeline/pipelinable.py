@@ -13,11 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from colossalai.context import ParallelMode
-from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.mesh.deferred import LARGE, Deferred
-from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.calls import (
     Functions,
     build_kwargs_for_module,
@@ -31,6 +28,7 @@ from colossalai.pipeline.partition import (
     partition_uniform,
 )
 from colossalai.pipeline.sequence import Step, steps_of
+from colossalai.pipeline.tied import tie_stages
 
 POLICIES = ("balanced", "uniform", "customized")
 
@@ -176,7 +174,7 @@ class PipelinableContext:
         chunks = [self._stage(steps[start:end]) for start, end in parts[rank]]
         model = chunks[0] if num_chunks == 1 else nn.ModuleList(chunks)
         self._recording.materialize(model)
-        self._share(parts, rank)
+        tie_stages([step.module for step in steps], self._parameters, parts, rank)
         return model
 
     def _listed(self) -> list[Step]:
@@ -208,30 +206,6 @@ class PipelinableContext:
         return PipelinableModel(
             [step.module for step in steps], front, behind, names=[step.name for step in steps]
         )
-
-    def _share(self, parts: Parts, rank: int) -> None:
-        """Tie the parameters that layers of several stages hold together."""
-        if not gpc.is_initialized(ParallelMode.PIPELINE):
-            return
-        wrappers: dict[tuple[int, ...], PipelineSharedModuleWrapper] = {}
-        # every rank makes the same groups in the same order
-        for ranks, uses in self._shared(parts):
-            if ranks not in wrappers:
-                wrappers[ranks] = PipelineSharedModuleWrapper(ranks)
-            own = [(layer, name) for stage, layer, name in uses if stage == rank]
-            if own:
-                layer, name = own[0]  # other uses on this rank hold the same parameter
-                wrappers[ranks].register_parameter(self._listed()[layer].module.get_parameter(name))
-
-    def _shared(self, parts: Parts) -> list[tuple[tuple[int, ...], list[tuple[int, int, str]]]]:
-        """For each parameter on several ranks: these, and its uses as (rank, index of the layer, name in it)."""
-        stage_of = {layer: stage for stage, ranges in enumerate(parts) for r in ranges for layer in range(*r)}
-        uses: dict[int, list[tuple[int, int, str]]] = {}
-        for layer, parameters in enumerate(self._parameters):
-            for name, p in parameters.items():
-                uses.setdefault(id(p), []).append((stage_of[layer], layer, name))
-        on = [(tuple(sorted({stage for stage, _, _ in u})), u) for u in uses.values()]
-        return [(ranks, u) for ranks, u in on if len(ranks) > 1]
 
 
 def _outermost(made: list[nn.Module]) -> nn.Module:
