@@ -105,6 +105,11 @@ class PipelinableContext:
         self._policy = policy
 
     @property
+    def layers(self) -> list[Step]:
+        """The layers in the order in which they run, with the functions between them."""
+        return self._listed()
+
+    @property
     def layers_count(self) -> int:
         """How many layers there are to distribute."""
         return len(self._listed())
