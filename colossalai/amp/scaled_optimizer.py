@@ -47,6 +47,12 @@ class ScaledOptimizer(OptimizerWrapper):
         self._groups = list(groups)
         self._report = SkipReport(report)
         self._unscaled = False
+        self._scaled = False  # a loss since the last step or zero_grad
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether losses are scaled at all; not by the constant scale 1."""
+        return True
 
     @property
     def skips_steps(self) -> bool:
@@ -86,8 +92,17 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def unscale_grad(self) -> None:
         if not self._unscaled and (self._groups or self._has_grad()):
+            self._check_scaled()
             self._unscale()
             self._unscaled = True
+
+    def _check_scaled(self) -> None:
+        if self.is_scaled and not self._scaled and self._has_grad():
+            raise RuntimeError(
+                f"the gradients come from a loss that was not scaled, but {type(self).__name__} would divide them by the"
+                f" loss scale {self.loss_scale:g}; call booster.backward(loss, optimizer) or optimizer.backward(loss)"
+                " instead of loss.backward(), once before every step"
+            )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step, unless a gradient is inf or nan; then only the loss scale is reduced."""
@@ -106,6 +121,7 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
+        self._scaled = False
         if self._unscaled:  # the gradients were clipped and then thrown away
             self._end_of_iteration(self._overflowed())
 
@@ -119,7 +135,7 @@ class ScaledOptimizer(OptimizerWrapper):
         super().load_state_dict(state_dict)
         if scaler_state:
             self.scaler.load_state_dict(scaler_state)
-        elif scaler_state is None:
+        elif scaler_state is None and self.is_scaled:
             warnings.warn(
                 f"the state that is loaded into {type(self).__name__} holds no loss scale (it was saved in another"
                 f" precision, or by an older version); training goes on with the scale {self.loss_scale:g}",
@@ -133,7 +149,7 @@ class ScaledOptimizer(OptimizerWrapper):
             self._report.good_step()
         else:
             self._report.skipped_step(scale, self.loss_scale)
-        self._unscaled = False
+        self._unscaled = self._scaled = False
 
     def _has_grad(self) -> bool:
         return any(p.grad is not None for p in self.parameters())

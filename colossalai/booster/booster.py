@@ -28,7 +28,9 @@ from colossalai.interface import (
     LRSchedulerWrapper,
     ModelWrapper,
     OptimizerWrapper,
+    below_compile,
     check_loss,
+    user_module,
 )
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import launched_mesh
@@ -131,8 +133,9 @@ class Booster:
         All but the model may be left out.
         """
         _check_boostable(model, optimizer)
+        _check_companions(optimizer, criterion, dataloader, lr_scheduler)
         check_not_empty("the dataloader of boost", dataloader)
-        raw = [item for item in (model, optimizer) if item is not None]
+        raw = [item for item in (user_module(model), optimizer) if item is not None]
         if self.accelerator is not None:
             model = self.accelerator.configure_model(model)
         if self.mixed_precision is not None:
@@ -141,6 +144,7 @@ class Booster:
             model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
                 model, optimizer, criterion, dataloader, lr_scheduler
             )
+        model = model if isinstance(model, ModelWrapper) else ModelWrapper(model)
         if optimizer is not None:
             optimizer = optimizer if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)
             if optimizer.mesh is None:  # the parameters may be cut over that of the job, whatever the plugin
@@ -153,14 +157,14 @@ class Booster:
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """The backward pass of ``loss``, scaled and synchronized as the plan needs it.
 
-        A loss that is nan or infinite is logged, once, and goes its way.
+        The first loss that is nan or infinite is logged, and goes its way.
         """
         if not isinstance(optimizer, OptimizerWrapper):
             raise TypeError(
                 f"booster.backward needs the optimizer that booster.boost returned, got {type(optimizer).__name__}"
             )
         check_loss(loss, "booster.backward")
-        self._watch.see(loss)
+        self._watch.see(loss, optimizer.skips_steps)
         optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -238,10 +242,12 @@ class Booster:
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Save the state of a learning-rate scheduler to the file ``checkpoint``."""
+        _check_scheduler("save_lr_scheduler", lr_scheduler)
         self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Load what ``save_lr_scheduler`` wrote."""
+        _check_scheduler("load_lr_scheduler", lr_scheduler)
         self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
 
 
@@ -249,7 +255,8 @@ def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
     _check_type("boost", "a model", model, nn.Module)
     if optimizer is not None:
         _check_type("boost", "an optimizer", optimizer, Optimizer)
-    for name, item, wrapper in (("model", model, ModelWrapper), ("optimizer", optimizer, OptimizerWrapper)):
+    inner = below_compile(model)
+    for name, item, wrapper in (("model", inner, ModelWrapper), ("optimizer", optimizer, OptimizerWrapper)):
         if item is not None and (isinstance(item, wrapper) or item in _boosted):
             raise RuntimeError(
                 f"this {name} ({type(item).__name__}) was boosted before; go on with what that call returned,"
@@ -264,6 +271,35 @@ def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
             )
 
 
+def _check_companions(
+    optimizer: Optimizer | None,
+    criterion: Callable[..., Any] | None,
+    dataloader: DataLoader | None,
+    lr_scheduler: LRScheduler | None,
+) -> None:
+    if criterion is not None and (not callable(criterion) or isinstance(criterion, type)):
+        raise TypeError(
+            f"boost needs a criterion that can be called with outputs and targets, got {criterion!r}"
+        )
+    if dataloader is not None and not hasattr(dataloader, "__iter__"):
+        raise TypeError(f"boost needs a dataloader that can be iterated over, got {dataloader!r}")
+    if lr_scheduler is None:
+        return
+    _check_scheduler("boost", lr_scheduler)
+    driven = getattr(lr_scheduler, "optimizer", optimizer)
+    if optimizer is not None and driven is not optimizer:
+        raise ValueError(
+            f"the lr_scheduler ({type(lr_scheduler).__name__}) was built on another optimizer ({type(driven).__name__}) than"
+            " the one that is boosted, whose learning rate it would never change"
+        )
+
+
+def _check_scheduler(who: str, value: object) -> None:
+    wanted = ("step", "state_dict", "load_state_dict")
+    if isinstance(value, nn.Module | Optimizer | type) or not all(hasattr(value, name) for name in wanted):
+        raise TypeError(f"{who} needs a learning-rate scheduler, with {', '.join(wanted)}; got {value!r}")
+
+
 def _check_type(who: str, name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         made = " (a class: pass an instance)" if isinstance(value, type) else ""
@@ -272,6 +308,10 @@ def _check_type(who: str, name: str, value: object, kind: type) -> None:
 
 def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The options of ``save_model`` by name, whichever of the two orders they came in."""
+    if args and not isinstance(args[0], bool | str | None):
+        raise TypeError(
+            f"save_model takes shard (a bool) or prefix (a str or None) after the path, got {args[0]!r}"
+        )
     order = _BY_SHARD if args and isinstance(args[0], bool) else _BY_PREFIX
     if len(args) > len(order):
         raise TypeError(f"save_model takes at most {', '.join(order)} after the path, got {args!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from numbers import Real
 from pathlib import Path
 
 from torch import nn
@@ -38,13 +39,14 @@ class CheckpointIO(ABC):
             shard: write several files of at most ``size_per_shard`` MB and an index.
             gather_dtensor: let a plan that cuts tensors store whole ones.
             variant: a word that goes into the names of the files in a folder.
-            use_safetensors: safetensors instead of torch's own format.
+            use_safetensors: safetensors instead of torch's own format; also if a single file is named ``*.safetensors``.
         """
         path = _target("save_model", checkpoint, shard, size_per_shard, variant)
         if shard:
             self.save_sharded_model(model, path, gather_dtensor, variant, size_per_shard, use_safetensors)
         else:
-            self.save_unsharded_model(model, path, gather_dtensor, use_safetensors)
+            by_name = path.suffix == ".safetensors"  # others judge such a file by its name
+            self.save_unsharded_model(model, path, gather_dtensor, use_safetensors or by_name)
 
     def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> nn.Module:
         """Load weights into ``model`` and return it.  Not ``strict``: missing and unknown tensors are passed over."""
@@ -138,7 +140,9 @@ def _target(
         raise ValueError(
             f"{who}(shard=False) writes one file, but {path} is a folder; pass a file or shard=True"
         )
-    if not size_per_shard > 0:
-        raise ValueError(f"{who} needs size_per_shard, in MB, to be more than 0; got {size_per_shard!r}")
+    if not isinstance(size_per_shard, Real) or not size_per_shard > 0:
+        raise ValueError(
+            f"{who} needs size_per_shard, a number of MB, to be more than 0; got {size_per_shard!r}"
+        )
     add_variant("name.bin", variant)  # refuses a variant that no file name can hold
     return path

@@ -56,15 +56,42 @@ def load_shard_state_dict(checkpoint_file: str | Path) -> StateDict:
     try:
         if _is_safetensors(path):
             return _read_safetensors(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:  # by its name, torch would take a file for safetensors that is none
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise RuntimeError(
-            f"{path} is not a checkpoint that can be read (damaged, cut short, or holding objects that are neither"
-            f" tensors nor plain values): {error}"
-        ) from error
+        raise _unreadable(path, error) from error
     if not isinstance(state, dict):
         raise RuntimeError(f"{path} holds a {type(state).__name__} where a state dict was expected")
     return state
+
+
+def survey_file(path: Path) -> StateDict:
+    """Like ``load_shard_state_dict``, but values are left on the disk as far as the format allows: for a look at them."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint file {path}")
+    if not _is_safetensors(path):
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception:  # torch's old format cannot be mapped; what is damaged is reported there
+            return load_shard_state_dict(path)
+        return state if isinstance(state, dict) else load_shard_state_dict(path)
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
+            ties = file.metadata() or {}
+    except SafetensorError as error:
+        raise _unreadable(path, error) from error
+    shapes |= {name: shapes[stored] for name, stored in ties.items() if stored in shapes}
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def _unreadable(path: Path, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"{path} is not a checkpoint that can be read (damaged, cut short, or holding objects that are neither"
+        f" tensors nor plain values): {error}"
+    )
 
 
 def same_memory(tensor: Tensor) -> tuple[Any, ...] | None:

@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io.files import save_state_dict
 from colossalai.checkpoint_io.general import (
-    module_of,
     write_model_shards,
     write_optimizer_shards,
 )
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
 from colossalai.checkpoint_io.sharding import plan_shards, size_of, spread_over_states
+from colossalai.interface import user_module
 
 Part = tuple[dict[Any, Any], float]
 
@@ -47,7 +47,7 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         self, model: nn.Module, checkpoint: Path, gather_dtensor: bool, use_safetensors: bool
     ) -> None:
         _check(gather_dtensor)
-        state = module_of(model).state_dict(keep_vars=True)
+        state = user_module(model).state_dict(keep_vars=True)
         parts = _gather(state, float("inf"), self.is_writer)
 
         def write() -> None:
@@ -67,7 +67,7 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         use_safetensors: bool,
     ) -> None:
         _check(gather_dtensor)
-        parts = _gather(module_of(model).state_dict(keep_vars=True), size_per_shard, self.is_writer)
+        parts = _gather(user_module(model).state_dict(keep_vars=True), size_per_shard, self.is_writer)
         self._write_while_gathering(
             partial(write_model_shards, parts, checkpoint, variant, use_safetensors), parts
         )

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colossalai.checkpoint_io.base import CheckpointIO
 from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
+from colossalai.checkpoint_io.fitting import check_shapes, report_names
 from colossalai.checkpoint_io.index import CheckpointIndexFile
 from colossalai.checkpoint_io.names import GROUPS_NAME, Kind, add_variant, get_base_filenames
 from colossalai.checkpoint_io.sharding import (
@@ -21,8 +22,10 @@ from colossalai.checkpoint_io.sharding import (
     read_shards,
     shard_checkpoint,
     spread_over_states,
+    survey_shards,
 )
-from colossalai.interface import ModelWrapper
+from colossalai.interface import user_module
+from colossalai.utils.optimizer_state import check_state
 
 State = dict[str, Any]
 Shards = Iterable[tuple[dict[Any, Any], float]]
@@ -45,7 +48,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def save_unsharded_model(
         self, model: nn.Module, checkpoint: Path, gather_dtensor: bool, use_safetensors: bool
     ) -> None:
-        state = module_of(model).state_dict()
+        state = user_module(model).state_dict()
         self.run_write(partial(save_state_dict, state, checkpoint, use_safetensors))
 
     def save_sharded_model(
@@ -57,15 +60,19 @@ class GeneralCheckpointIO(CheckpointIO):
         size_per_shard: float,
         use_safetensors: bool,
     ) -> None:
-        shards = shard_checkpoint(module_of(model).state_dict(), size_per_shard)
+        shards = shard_checkpoint(user_module(model).state_dict(), size_per_shard)
         self.run_write(partial(write_model_shards, shards, checkpoint, variant, use_safetensors))
 
     def load_unsharded_model(self, model: nn.Module, checkpoint: Path, strict: bool) -> None:
-        self._load_weights(model, [(checkpoint, load_shard_state_dict(checkpoint))], checkpoint, strict)
+        state = load_shard_state_dict(checkpoint)
+        check_shapes(user_module(model), state, checkpoint)
+        self._load_weights(model, [(checkpoint, state)], checkpoint, strict)
 
     def load_sharded_model(self, model: nn.Module, index_file_path: Path, strict: bool) -> None:
-        parts = read_shards(CheckpointIndexFile.from_file(index_file_path))
-        self._load_weights(model, parts, index_file_path, strict)
+        index = CheckpointIndexFile.from_file(index_file_path)
+        for path, state in survey_shards(index):  # all of them, before the first changes the model
+            check_shapes(user_module(model), state, path)
+        self._load_weights(model, read_shards(index), index_file_path, strict)
 
     def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path, gather_dtensor: bool) -> None:
         self.run_write(partial(save_state_dict, optimizer.state_dict(), checkpoint))
@@ -93,6 +100,8 @@ class GeneralCheckpointIO(CheckpointIO):
             raise RuntimeError(
                 f"{index_file_path} is not the index of an optimizer checkpoint: its metadata names no param_groups"
             )
+        for _ in survey_shards(index):  # refuses what is damaged before much is read
+            pass
         groups = load_shard_state_dict(index_file_path.parent / groups_file)
         parts = collect_from_states((shard for _, shard in read_shards(index)), groups)
         self._load_states(optimizer, groups, parts, index_file_path)
@@ -104,7 +113,7 @@ class GeneralCheckpointIO(CheckpointIO):
         self, model: nn.Module, parts: Iterable[tuple[Path, State]], checkpoint: Path, strict: bool
     ) -> None:
         """Load part by part; what no part has is missing, unless the model ties it to something that was loaded."""
-        module = module_of(model)
+        module = user_module(model)
         own = module.state_dict(keep_vars=True)
         missing, unexpected = list(own), []
         for path, state in parts:
@@ -118,31 +127,23 @@ class GeneralCheckpointIO(CheckpointIO):
             unexpected += result.unexpected_keys
         loaded = {id(value) for name, value in own.items() if name not in missing}
         missing = [name for name in missing if id(own[name]) not in loaded]
-        if strict and (missing or unexpected):
-            faults = [("it lacks", missing), ("the model does not know", unexpected)]
-            details = "; ".join(f"{what} {', '.join(names)}" for what, names in faults if names)
-            raise RuntimeError(
-                f"{checkpoint} does not fit {type(module).__name__}: {details}. Pass strict=False to pass over this"
-            )
+        report_names(module, checkpoint, missing, unexpected, strict)
 
     def _load_states(
         self, optimizer: Optimizer, rest: State, parts: Iterable[dict[Any, Any]], checkpoint: Path
     ) -> None:
         """``parts`` hold the states of parameters by number, ``rest`` what else is in an optimizer's state dict."""
         try:
-            owners = _owners(optimizer, rest["param_groups"])
+            owners = _owners(optimizer, rest.get("param_groups", []))
             states = {
                 number: {name: self.fit(value, owners.get(number)) for name, value in state.items()}
                 for part in parts
                 for number, state in part.items()
             }
+            check_state(optimizer, {"state": states, **rest})
             optimizer.load_state_dict({"state": states, **rest})
         except (KeyError, ValueError) as error:
             raise ValueError(f"{checkpoint} does not fit the optimizer: {error}") from error
-
-
-def module_of(model: nn.Module) -> nn.Module:
-    return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 
 def write_model_shards(
@@ -169,7 +170,7 @@ def write_optimizer_shards(shards: Shards, groups: State, folder: Path, prefix: 
 
 
 def _owners(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> dict[Any, Tensor]:
-    """The parameters by the numbers of the checkpoint; groups that do not match are torch's to complain about."""
+    """The parameters by the numbers of the checkpoint; groups that do not match are refused later."""
     own = [group["params"] for group in optimizer.param_groups]
     saved = [group["params"] for group in saved_groups]
     return {

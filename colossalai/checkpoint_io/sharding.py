@@ -13,7 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from colossalai.checkpoint_io.files import load_shard_state_dict, same_memory, save_state_dict, stored_names
+from colossalai.checkpoint_io.files import (
+    load_shard_state_dict,
+    same_memory,
+    save_state_dict,
+    stored_names,
+    survey_file,
+)
 from colossalai.checkpoint_io.index import PARAM_GROUPS, CheckpointIndexFile
 from colossalai.checkpoint_io.names import get_shard_filename
 
@@ -160,10 +166,17 @@ class ShardedWriter:
 
 
 def read_shards(index: CheckpointIndexFile) -> Iterator[tuple[Path, dict[Any, Any]]]:
-    """The shards one by one; one that lacks what the index promises is an error."""
+    """The shards one by one."""
     for file_name in index.get_checkpoint_filenames():
         path = Path(file_name)
-        state = load_shard_state_dict(path)
+        yield path, load_shard_state_dict(path)
+
+
+def survey_shards(index: CheckpointIndexFile) -> Iterator[tuple[Path, dict[Any, Any]]]:
+    """The shards one by one, for a look at names and shapes; one that lacks what the index promises is an error."""
+    for file_name in index.get_checkpoint_filenames():
+        path = Path(file_name)
+        state = survey_file(path)
         present = set(map(str, state))
         for name, home in index.weight_map.items():
             if home == path.name and name not in present:

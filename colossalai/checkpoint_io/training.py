@@ -14,9 +14,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
+from colossalai.checkpoint_io.fitting import check_shapes
 from colossalai.checkpoint_io.general import GeneralCheckpointIO
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
+from colossalai.interface import user_module
+from colossalai.logging import get_dist_logger
 from colossalai.mesh import placement
+from colossalai.utils.optimizer_state import check_state
+
+# In a file that was written within an epoch: how many of its batches are in the weights.
+STEP_IN_EPOCH = "step_in_epoch"
 
 
 def save_checkpoint(
@@ -36,7 +43,7 @@ def save_checkpoint(
             f"save_checkpoint writes what rank 0 holds, but {cut[0]} is cut over ranks ({len(cut)} parameters are); this"
             " version cannot gather them into one file"
         )
-    state = {"epoch": epoch, "model": model.state_dict(), **kwargs}
+    state = {"epoch": epoch, "model": user_module(model).state_dict(), **kwargs}
     for name, part in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
         if part is not None:
             state[name] = part.state_dict()
@@ -56,6 +63,24 @@ def load_checkpoint(
 
     Not ``strict``: missing and unknown weights are passed over.
     """
+    state = load_training(file, model, optimizer, lr_scheduler, strict)
+    if (seen := state.get(STEP_IN_EPOCH)) is not None:
+        get_dist_logger().warning(
+            f"{file} was written within epoch {state['epoch']}, after {seen} of its batches; the epoch that is returned"
+            " does not say so. trainer.resume(file, lr_scheduler) goes on with the next batch",
+            ranks=[0],
+        )
+    return int(state["epoch"])
+
+
+def load_training(
+    file: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Any = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """``load_checkpoint`` that returns all the file holds."""
     state = load_shard_state_dict(file)
     wanted = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
     absent = [name for name, part in wanted.items() if part is not None and name not in state]
@@ -63,12 +88,19 @@ def load_checkpoint(
         raise RuntimeError(
             f"{file} is not a checkpoint with {', '.join(absent) or 'an epoch'}; it holds {', '.join(map(str, state))}"
         )
+    module = user_module(model)
+    check_shapes(module, state["model"], Path(file))
+    if optimizer is not None:  # before anything is changed
+        try:
+            check_state(optimizer, state["optimizer"])
+        except ValueError as error:
+            raise ValueError(f"{file} does not fit the optimizer: {error}") from error
     try:
-        model.load_state_dict(state["model"], strict=strict)
+        module.load_state_dict(state["model"], strict=strict)
     except RuntimeError as error:
         raise RuntimeError(f"{file} does not fit the model: {error}") from error
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(state["lr_scheduler"])
-    return int(state["epoch"])
+    return state

@@ -82,6 +82,11 @@ def is_own_fault(failure: Failure) -> bool:
     return _innocence(failure) == 0
 
 
+def obeyed(failure: Failure, number: int) -> bool:
+    """Whether this is how a rank ends that was asked to by signal ``number``, and knows what a shell expects."""
+    return failure.kind == "exit" and failure.exitcode == 128 + number
+
+
 def _innocence(failure: Failure) -> int:
     if failure.kind == "stopped":
         return 2

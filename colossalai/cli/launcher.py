@@ -157,8 +157,7 @@ class Launcher:
         name = signal.Signals(number).name
         with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
             print(f"\n{name}: stopping all processes (Ctrl-C again kills them at once)", file=sys.stderr)
-        passed_on = number if number == signal.SIGINT else signal.SIGTERM
-        self._order_the_living(outcome, Order.STOP, int(passed_on))
+        self._order_the_living(outcome, Order.STOP, _passed_on(number))
 
     def _abandon(self, outcome: Outcome) -> None:
         for node in self._nodes:
@@ -185,9 +184,11 @@ class Launcher:
                 print(f"{node.host}: {'no answer' if node.host in outcome.unconfirmed else 'finish'}")
         sys.stdout.flush()
         # after Ctrl-C most ranks only say that others ended; but one that failed to save its state must be heard
-        worth_telling = outcome.stopped_by is None or any(map(failure.is_own_fault, outcome.failures))
-        if outcome.failures and worth_telling:
-            print(failure.describe(outcome.failures), file=sys.stderr)
+        failures = outcome.failures
+        if outcome.stopped_by is not None:
+            failures = [f for f in failures if not failure.obeyed(f, _passed_on(outcome.stopped_by))]
+        if any(map(failure.is_own_fault, failures)) or (failures and outcome.stopped_by is None):
+            print(failure.describe(failures), file=sys.stderr)
         for message in outcome.messages:
             print(f"Error: {message}", file=sys.stderr)
 
@@ -212,3 +213,8 @@ class Launcher:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def _passed_on(number: int) -> int:
+    """The signal that the ranks get when the launcher gets ``number``."""
+    return int(number if number == signal.SIGINT else signal.SIGTERM)

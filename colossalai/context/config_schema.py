@@ -13,6 +13,7 @@ from typing import Any
 
 from colossalai.context.config import Config, ConfigException
 from colossalai.context.spelling import misspelt
+from colossalai.logging import get_dist_logger
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,20 @@ FEATURES: dict[str, Rule] = {
 # The one hyper-parameter whose meaning is ours as well: the pipeline schedule reads it.
 READ_BY_FEATURES: dict[str, Rule] = {"NUM_MICRO_BATCHES": _COUNT}
 
+# What other libraries call a feature of ours.
+OTHER_NAMES = dict.fromkeys(
+    (
+        "clip_grad",
+        "clip_norm",
+        "grad_clip",
+        "grad_clipping",
+        "gradient_clip",
+        "gradient_clipping",
+        "max_grad_norm",
+    ),
+    "clip_grad_norm",
+)
+
 # What belongs inside ``parallel``; one level up it would be taken for a hyper-parameter and do nothing.
 _SIZES_OF_PARALLEL = ("tensor", "pipeline")
 
@@ -81,7 +96,10 @@ def check_config(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         if not isinstance(key, str):
             raise ConfigException(f"config keys are names, got the {type(key).__name__} {key!r}")
-        if (meant := _misspelt_feature(key, value)) is not None:
+        meant = OTHER_NAMES.get(key.lower()) or misspelt(key, tuple(FEATURES))
+        if meant is not None and _is_by_custom_a_hyper_parameter(key, value):
+            _say_that_it_does_nothing(key, meant)
+        elif meant is not None:
             raise ConfigException(
                 f"config key {key!r} is not a feature; did you mean {meant!r}? "
                 f"If it is a hyper-parameter of yours, give it a name less like {meant!r}"
@@ -102,12 +120,17 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
 
 
-def _misspelt_feature(key: str, value: Any) -> str | None:
-    meant = misspelt(key, tuple(FEATURES))
-    # By convention a hyper-parameter is in capitals (GRADIENT_ACCUMULATION = 4), but a whole section is not one.
-    if meant is not None and key.isupper() and not isinstance(value, Mapping):
-        return None
-    return meant
+def _is_by_custom_a_hyper_parameter(key: str, value: Any) -> bool:
+    """In capitals (GRADIENT_ACCUMULATION = 4, a name of the documents); but a whole section is not one."""
+    return key.isupper() and not isinstance(value, Mapping)
+
+
+def _say_that_it_does_nothing(key: str, meant: str) -> None:
+    if FEATURES[meant] is not _ANYTHING:  # MODEL = "vit" is everybody's
+        get_dist_logger().warning_once(
+            f"config key {key!r} is a hyper-parameter, by its capitals, and switches nothing on; the feature is {meant!r}",
+            ranks=[0],
+        )
 
 
 def _has_size(value: Any) -> bool:

@@ -114,7 +114,7 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """The backward pass of ``loss``."""
         check_loss(loss, "engine.backward")
-        self._watch.see(loss)
+        self._watch.see(loss, self._optimizer.skips_steps)
         self._optimizer.backward(loss)
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:

@@ -84,5 +84,5 @@ def _precision(fp16: Mapping[str, Any] | None) -> MixedPrecision | None:
         return mixed_precision_factory(name)  # refuses a name it does not know
     try:
         return PRECISIONS[name](**options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigException(f"config section 'fp16' with mode {mode}: {error}") from error

@@ -53,8 +53,7 @@ def initialize(
             "colossalai.initialize needs a launched job; call colossalai.launch_from_torch first"
         )
     features = Features.from_config(gpc.config, gpc.pipeline_parallel_size)
-    check_not_empty("train_dataloader", train_dataloader)
-    check_not_empty("test_dataloader", test_dataloader)
+    _check_arguments(features, train_dataloader, test_dataloader, lr_scheduler)
     _set_cudnn(features)
     if verbose:
         _log(features)
@@ -86,6 +85,28 @@ def initialize(
         verbose,
     )
     return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _check_arguments(
+    features: Features, train_dataloader: Any, test_dataloader: Any, lr_scheduler: Any
+) -> None:
+    for name, dataloader in (("train_dataloader", train_dataloader), ("test_dataloader", test_dataloader)):
+        if not (dataloader is None or isinstance(dataloader, Iterable) or hasattr(dataloader, "__getitem__")):
+            raise TypeError(
+                f"colossalai.initialize needs {name} as a data loader or another iterable of batches, got {dataloader!r}"
+            )
+        check_not_empty(name, dataloader)
+    if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
+        raise TypeError(
+            f"colossalai.initialize needs lr_scheduler as a learning-rate scheduler, with a step(), got {lr_scheduler!r}"
+        )
+    if features.accumulate > 1 and train_dataloader is None:
+        get_dist_logger().warning_once(
+            "config has gradient_accumulation, but initialize got no train_dataloader; so the end of a pass over the data is"
+            " not seen, and its last group goes on in the next pass. Pass train_dataloader and loop over the one that is"
+            " returned",
+            ranks=[0],
+        )
 
 
 def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:

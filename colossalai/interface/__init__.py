@@ -2,7 +2,7 @@
 
 from colossalai.interface.loss import LossWatch, check_differentiable, check_loss
 from colossalai.interface.lr_scheduler import LRSchedulerWrapper
-from colossalai.interface.model import ModelWrapper
+from colossalai.interface.model import ModelWrapper, below_compile, user_module
 from colossalai.interface.optimizer import OptimizerWrapper
 
 __all__ = [
@@ -10,6 +10,8 @@ __all__ = [
     "LossWatch",
     "ModelWrapper",
     "OptimizerWrapper",
+    "below_compile",
     "check_differentiable",
     "check_loss",
+    "user_module",
 ]

@@ -36,32 +36,40 @@ def check_differentiable(tensor: Tensor) -> None:
 
 
 class LossWatch:
-    """Looks at every loss, reports one that is nan or infinite, once, and never changes it."""
+    """Looks at every loss, reports the first that is nan or infinite, and never changes one."""
 
     def __init__(self) -> None:
         self._seen = 0
         self._looked_at = 0
         self._bad: Tensor | None = None
-        self._was_bad = False
+        self._reported = self._skips_steps = False
 
-    def see(self, loss: Tensor) -> None:
+    def see(self, loss: Tensor, skips_steps: bool = False) -> None:
+        """Note a loss; ``skips_steps``: the optimizer takes no step with gradients that are not finite."""
+        self._skips_steps = skips_steps
         self._seen += 1
+        if self._reported:
+            return
         bad = ~torch.isfinite(loss.detach()).all()
         self._bad = bad if self._bad is None else self._bad | bad
         if loss.device.type == "cpu" or self._seen - self._looked_at == LOOK_EVERY:
             self.report()
 
     def report(self) -> None:
-        """Warn if a loss since the last look was not finite, unless the last look found the same."""
+        """Warn if a loss since the last look was not finite, the first time that this happens."""
         if self._bad is None:
             return
-        is_bad = bool(self._bad)
+        self._reported = bool(self._bad)
         first = self._looked_at + 1
         where = f"pass {first}" if first == self._seen else f"passes {first} to {self._seen}"
         self._bad, self._looked_at = None, self._seen
-        if is_bad and not self._was_bad:
-            get_dist_logger().warning(
-                f"the loss is nan or infinite (backward {where}): the weights may be lost; try a lower learning rate,"
-                " clip_grad_norm, or look at the data"
+        if self._reported:
+            outcome = (
+                "the step is skipped; if it does not stay the only one, try"
+                if self._skips_steps
+                else "the weights may be lost; try"
             )
-        self._was_bad = is_bad
+            get_dist_logger().warning(
+                f"the loss is nan or infinite (backward {where}): {outcome} a lower learning rate, clip_grad_norm, or look"
+                " at the data. Further ones are not reported"
+            )

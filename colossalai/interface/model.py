@@ -13,6 +13,19 @@ from typing import Any
 from torch import Tensor, nn
 
 
+def below_compile(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(module)`` was given, or ``model`` itself."""
+    while "_orig_mod" in model._modules:  # its class is expensive to import
+        model = model._modules["_orig_mod"]  # type: ignore[assignment]
+    return model
+
+
+def user_module(model: nn.Module) -> nn.Module:
+    """The user's module, below every wrapper of ours and of ``torch.compile``."""
+    model = below_compile(model)
+    return model.unwrap() if isinstance(model, ModelWrapper) else model
+
+
 class ModelWrapper(nn.Module):
     """A module around ``module``; a subclass changes ``forward``, and ``unwrap`` if it puts more layers between."""
 
@@ -28,7 +41,7 @@ class ModelWrapper(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """The user's module, below every wrapper."""
-        return self.module.unwrap() if isinstance(self.module, ModelWrapper) else self.module
+        return user_module(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

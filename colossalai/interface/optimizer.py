@@ -15,6 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.mesh import Mesh, clip_grads
+from colossalai.utils.optimizer_state import check_state
+
+
+def check_clip_value(clip_value: Any) -> None:
+    if not isinstance(clip_value, int | float | Tensor) or not clip_value >= 0:
+        raise ValueError(f"clip_grad_by_value needs a clip_value of at least 0, got {clip_value!r}")
 
 
 class OptimizerWrapper(Optimizer):
@@ -90,6 +96,7 @@ class OptimizerWrapper(Optimizer):
         if isinstance(self.optim, OptimizerWrapper):
             self.optim.clip_grad_by_value(clip_value)
             return
+        check_clip_value(clip_value)
         self.unscale_grad()
         if any(p.grad is not None for p in self.parameters()):  # torch refuses to clip nothing by value
             torch.nn.utils.clip_grad_value_(self.parameters(), clip_value)
@@ -109,8 +116,18 @@ class OptimizerWrapper(Optimizer):
         )
 
     def parameters(self) -> list[Tensor]:
-        """The parameters of all groups, in order."""
+        """What the optimizer steps: the parameters of all groups, in order; see ``trained_parameters``."""
         return [p for group in self.param_groups for p in group["params"]]
+
+    def trained_parameters(self) -> list[Tensor]:
+        """The parameters of the model that the backward pass gives gradients to, in the order of the groups.
+
+        Between the backward pass and clipping or the step, a plan finds the gradients here.  ``parameters`` may hold
+        fp32 masters in the place of half-precision weights, which get their gradients only in the step.
+        """
+        if isinstance(self.optim, OptimizerWrapper):
+            return self.optim.trained_parameters()
+        return [p for p in self.parameters() if p.requires_grad]
 
     # What torch calls.  The base class defines these, so __getattr__ would never be asked for them.
 
@@ -151,6 +168,9 @@ class OptimizerWrapper(Optimizer):
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load; the state of another kind of optimizer, or of parameters of other shapes, is refused."""
+        if not isinstance(self.optim, OptimizerWrapper):
+            check_state(self.optim, state_dict)
         self.optim.load_state_dict(state_dict)
 
     def register_step_pre_hook(self, hook: Any) -> Any:

@@ -35,6 +35,16 @@ class Lists:
     halves: list[Tensor] = field(default_factory=list)
     tails: list[Tensor] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        # Kernels run over memory by the size of the weights, and do not look at the others'.
+        sizes = [w.numel() for w in self.weights]
+        for name, column in vars(self).items():
+            if isinstance(column, list) and column and [t.numel() for t in column] != sizes:
+                raise ValueError(
+                    f"the {name} of an update have {[t.numel() for t in column]} elements, the weights {sizes}; were they"
+                    " loaded from a checkpoint of another model?"
+                )
+
     @property
     def device(self) -> torch.device:
         return self.weights[0].device

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -90,6 +91,9 @@ def clip_grads(
     others: Sequence[dist.ProcessGroup] = (),
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most ``max_norm``; returns the norm before."""
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not isinstance(value, Real | Tensor):
+            raise TypeError(f"clipping needs a number as {name}, got {value!r}")
     if not max_norm >= 0:
         raise ValueError(f"clipping needs a max_norm of at least 0, got {max_norm}")
     params = [p for p in params if p.grad is not None]

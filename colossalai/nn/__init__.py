@@ -1,6 +1,6 @@
 """What a model and its training are made of: layers, losses, metrics, initializers, optimizers, schedulers."""
 
-from colossalai.nn import init, layer, loss, lr_scheduler, metric, modes, optimizer
+from colossalai.nn import init, layer, loss, lr_scheduler, metric, modes, optimizer, policies
 from colossalai.nn.layer import (
     ACT2FN,
     CheckpointModule,
@@ -83,6 +83,7 @@ from colossalai.nn.loss import (
 )
 from colossalai.nn.metric import Accuracy, Accuracy2D, Accuracy2p5D, Accuracy3D
 from colossalai.nn.optimizer import CPUAdam, FusedAdam, FusedLAMB, FusedSGD, HybridAdam, Lamb, Lars
+from colossalai.nn.policies import parallelize
 
 __all__ = [
     "ACT2FN",
@@ -165,8 +166,10 @@ __all__ = [
     "metric",
     "modes",
     "optimizer",
+    "parallelize",
     "partition_batch",
     "plan_independent_dropout",
+    "policies",
     "reduce_by_batch_2d",
     "reduce_by_batch_2p5d",
     "reduce_by_batch_3d",

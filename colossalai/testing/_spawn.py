@@ -82,11 +82,10 @@ def _pickled(func: Callable[..., Any], kwargs: dict[str, Any]) -> bytes:
 
 
 def _fork_server() -> ForkServerContext:
-    """Start the server once; it imports what this process has imported of ours, so that no rank has to."""
+    """Start the server once; it imports what this process has imported of ours and what is slow, so that no rank has to."""
     context = multiprocessing.get_context("forkserver")
-    ours = sorted(
-        name for name in sys.modules if name.partition(".")[0] in ("colossalai", "titans", "pytest")
-    )
+    roots = ("colossalai", "titans", "pytest", "transformers")
+    ours = sorted(name for name in sys.modules if name.partition(".")[0] in roots)
     context.set_forkserver_preload(["colossalai.testing._forkserver_preload", *ours])
     # The server of Python < 3.13 ignores our sys.path, and a preload that fails is silent and slow.
     with _environment(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path)):

@@ -23,6 +23,15 @@ class Batches(Iterator[Any]):
             self._next = next(self._batches, _NOTHING)
         return self._next is not _NOTHING
 
+    def skip(self, count: int) -> None:
+        """Pass over the first ``count`` batches, which an earlier run has seen."""
+        for done in range(count):
+            if next(self, _NOTHING) is _NOTHING:
+                raise ValueError(
+                    f"the checkpoint was written after {count} batches of the epoch, but train_dataloader has only"
+                    f" {done}; resume with the data, batch size and number of ranks that it was written with"
+                )
+
     def __next__(self) -> Any:
         if not self.more():
             raise StopIteration

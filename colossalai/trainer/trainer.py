@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
+from colossalai.checkpoint_io.training import STEP_IN_EPOCH, load_training
 from colossalai.engine import Engine
 from colossalai.engine.schedule.nest import to_device
 from colossalai.logging import DistributedLogger, get_dist_logger
 from colossalai.trainer.batches import Batches, length, set_epoch
+from colossalai.trainer.checks import check_dataloader, check_fit, check_hooks, check_steps
 from colossalai.trainer.hooks import BaseHook
 from colossalai.utils import (
     MultiTimer,
@@ -48,7 +54,10 @@ class Trainer:
         self.states: dict[str, Any] = {}
         self._cur_epoch = 0
         self._cur_step = 0
+        self._step_in_epoch = 0  # before fit: batches of the first epoch to pass over
         self._first_epoch = 0
+        self._fitting = False
+        self._depth = 0  # runs inside runs: a hook may evaluate
         self._max_epochs: int | None = None
         self._max_steps: int | None = None
         self._steps_per_epoch: int | None = None
@@ -67,6 +76,7 @@ class Trainer:
         if not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"cur_epoch is the epoch to begin with, 0 or more; got {epoch!r}")
         self._cur_epoch = self._first_epoch = epoch
+        self._step_in_epoch = 0
 
     @property
     def cur_step(self) -> int:
@@ -76,6 +86,11 @@ class Trainer:
     @cur_step.setter
     def cur_step(self, step: int) -> None:
         self._cur_step = step
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Training iterations of the current epoch so far."""
+        return self._step_in_epoch
 
     @property
     def max_epochs(self) -> int | None:
@@ -109,28 +124,46 @@ class Trainer:
             display_progress: show a progress bar on the first rank.
             return_output_label: give hooks the outputs and labels of each iteration, or None for both.
         """
-        _check_fit(epochs, max_steps, test_interval, train_dataloader, test_dataloader)
+        check_fit(epochs, max_steps, test_interval, train_dataloader, test_dataloader)
+        if self._fitting:
+            raise RuntimeError(
+                "fit was called by a hook of a fit that still runs; a trainer trains one at a time"
+            )
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = length(train_dataloader)
-        if self._first_epoch == 0:
+        if self._first_epoch == self._step_in_epoch == 0:
             self._cur_step = 0
+        self._warn_if_nothing_is_left(epochs)
         display_progress = display_progress and _is_display_rank()
-        self._attach(hooks)
-        self._call_hooks("before_train")
-        for epoch in range(self._first_epoch, epochs):
-            self._cur_epoch = epoch
-            self._train_epoch(train_dataloader, epoch, display_progress, return_output_label)
-            if test_dataloader is not None and (epoch + 1) % test_interval == 0:
-                self._test(test_dataloader, f"[Epoch {epoch} / Test]", display_progress, return_output_label)
-            if self._is_over():
-                self._logger.info(
-                    f"Max number of steps {max_steps} has been reached, training is stopped automatically",
-                    ranks=[0],
+        self._fitting = True
+        try:
+            with self._attached(hooks):
+                self._train(
+                    train_dataloader, test_dataloader, test_interval, display_progress, return_output_label
                 )
-                break
-        self._call_hooks("after_train")
-        self._first_epoch = 0
-        self._detach()
+        finally:  # the next fit is a new one, even if this was interrupted
+            self._fitting, self._first_epoch, self._step_in_epoch = False, 0, 0
+
+    def resume(
+        self, file: str | Path, lr_scheduler: LRScheduler | None = None, model: nn.Module | None = None
+    ) -> None:
+        """Load a checkpoint of ``SaveCheckpointHook``; the next ``fit`` goes on with the batch after it.
+
+        Args:
+            lr_scheduler: the scheduler of the training, if it has one.
+            model: the model to load; that of the engine if left out.
+        """
+        if self._fitting:
+            raise RuntimeError("resume was called by a hook of a fit that runs; call it before fit")
+        state = load_training(file, model or self._engine.model, self._engine.optimizer, lr_scheduler)
+        if lr_scheduler is None and "lr_scheduler" in state:
+            self._logger.warning(
+                f"{file} holds a learning-rate scheduler, but resume got none; pass it: resume(file, lr_scheduler)",
+                ranks=[0],
+            )
+        seen = state.get(STEP_IN_EPOCH)
+        self.cur_epoch = int(state["epoch"]) + (seen is None)  # without it, the epoch was at its end
+        self.cur_step, self._step_in_epoch = int(state.get("step", 0)), seen or 0
 
     def evaluate(
         self,
@@ -139,23 +172,56 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """One pass over ``test_dataloader`` without training."""
-        _check_not_empty("test_dataloader", test_dataloader)
-        self._attach(hooks)
-        self._test(
-            test_dataloader, "Evaluation", display_progress and _is_display_rank(), return_output_label
-        )
-        self._detach()
+        """One pass over ``test_dataloader`` without training.
+
+        A hook may call this during ``fit``: ``hooks`` and their states then last for this pass only.
+        """
+        check_dataloader("test_dataloader", test_dataloader, "evaluate")
+        with self._attached(hooks):
+            self._test(
+                test_dataloader, "Evaluation", display_progress and _is_display_rank(), return_output_label
+            )
 
     def predict(self, data: Any) -> Any:
         """The output of the model for ``data``, a tensor or a list or dict of its arguments, in evaluation mode."""
-        self._engine.eval()
         device = next((p.device for p in self._engine.model.parameters()), get_current_device())
         data = to_device(data, device)
-        with torch.no_grad():
+        with self._evaluation_mode(), torch.no_grad():
             if isinstance(data, dict):
                 return self._engine(**data)
             return self._engine(*data) if isinstance(data, (list, tuple)) else self._engine(data)
+
+    def _train(
+        self,
+        train_dataloader: Iterable[Any],
+        test_dataloader: Iterable[Any] | None,
+        test_interval: int,
+        display_progress: bool,
+        return_output_label: bool,
+    ) -> None:
+        self._call_hooks("before_train")
+        for epoch in range(self._first_epoch, self._max_epochs or 0):
+            if self._is_over():
+                break
+            self._cur_epoch = epoch
+            self._train_epoch(train_dataloader, epoch, display_progress, return_output_label)
+            if test_dataloader is not None and (epoch + 1) % test_interval == 0:
+                self._test(test_dataloader, f"[Epoch {epoch} / Test]", display_progress, return_output_label)
+        if self._is_over():
+            self._logger.info(
+                f"Max number of steps {self._max_steps} has been reached, training is stopped automatically",
+                ranks=[0],
+            )
+        self._call_hooks("after_train")
+
+    def _warn_if_nothing_is_left(self, epochs: int) -> None:
+        if self._first_epoch >= epochs:
+            what = f"cur_epoch is {self._first_epoch} and epochs is {epochs}; epochs counts from the very first one"
+        elif self._is_over():
+            what = f"cur_step is {self._cur_step} and max_steps is {self._max_steps}"
+        else:
+            return
+        self._logger.warning(f"fit has nothing left to train: {what}", ranks=[0])
 
     def _train_epoch(
         self, dataloader: Iterable[Any], epoch: int, display_progress: bool, return_output_label: bool
@@ -163,23 +229,28 @@ class Trainer:
         self._engine.train()
         set_epoch(dataloader, epoch)
         batches = Batches(dataloader)
-        bar = tqdm(desc=f"[Epoch {epoch} / Train]", total=self._steps_per_epoch, disable=not display_progress)
+        batches.skip(self._step_in_epoch)
+        bar = tqdm(
+            desc=f"[Epoch {epoch} / Train]",
+            total=self._steps_per_epoch,
+            initial=self._step_in_epoch,
+            disable=not display_progress,
+        )
         self._call_hooks("before_train_epoch")
         self.timer.start("Train-epoch")
-        steps = 0
         with bar:
             while not self._is_over() and batches.more():
                 self._train_step(batches, return_output_label)
-                steps += 1
                 self._show(bar)
-        _check_steps(steps, "train_dataloader")
+        check_steps(self._step_in_epoch, "train_dataloader")
         self.timer.stop("Train-epoch", keep_in_history=True)
         if not self._is_over():
-            self._steps_per_epoch = steps
+            self._steps_per_epoch = self._step_in_epoch
         self._synchronize_metrics("train")
         self._call_hooks("after_train_epoch")
         if self.timer.is_on():
             self.timer.reset("Train-epoch")
+        self._step_in_epoch = 0
 
     def _train_step(self, batches: Batches, return_output_label: bool) -> None:
         self._call_hooks("before_train_iter")
@@ -191,12 +262,18 @@ class Trainer:
         self._engine.step()
         self.timer.stop("Train-step", keep_in_history=True)
         self._cur_step += 1
+        self._step_in_epoch += 1
         self._call_hooks("after_train_iter", *result)
 
     def _test(
         self, dataloader: Iterable[Any], desc: str, display_progress: bool, return_output_label: bool
     ) -> None:
-        self._engine.eval()
+        with self._evaluation_mode():
+            self._test_epoch(dataloader, desc, display_progress, return_output_label)
+
+    def _test_epoch(
+        self, dataloader: Iterable[Any], desc: str, display_progress: bool, return_output_label: bool
+    ) -> None:
         self._call_hooks("before_test")
         self._call_hooks("before_test_epoch")
         self.timer.start("Test-epoch")
@@ -207,7 +284,7 @@ class Trainer:
                 self._test_step(batches, return_output_label)
                 steps += 1
                 self._show(bar)
-        _check_steps(steps, "test_dataloader")
+        check_steps(steps, "test_dataloader")
         self.timer.stop("Test-epoch", keep_in_history=True)
         self._synchronize_metrics("test")
         self._call_hooks("after_test_epoch")
@@ -230,18 +307,35 @@ class Trainer:
         if "step_metrics" in self.states:
             bar.set_postfix(**self.states["step_metrics"])
 
-    def _attach(self, hooks: Sequence[BaseHook] | None) -> None:
-        for hook in hooks or ():
-            if not isinstance(hook, BaseHook):
-                made = " (a class: call it)" if isinstance(hook, type) else ""
-                raise TypeError(f"hooks inherit colossalai.trainer.hooks.BaseHook, got {hook!r}{made}")
+    @contextmanager
+    def _attached(self, hooks: Sequence[BaseHook] | None) -> Iterator[None]:
+        """With ``hooks`` and new states; a run inside another one gives both back to it."""
+        check_hooks(hooks or ())
+        outer = (self.hooks, self.states) if self._depth else None
         self.states = {}
         self.hooks = sorted(hooks or (), key=lambda hook: hook.priority)
-        for hook in self.hooks:
-            hook.after_hook_is_attached(self)
+        self._depth += 1
+        try:
+            for hook in self.hooks:
+                hook.after_hook_is_attached(self)
+            yield
+        finally:
+            self._depth -= 1
+            # after the last run its states stay, to be read
+            self.hooks, self.states = outer if outer is not None else ([], self.states)
 
-    def _detach(self) -> None:
-        self.hooks = []
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        """The model in evaluation mode; afterwards each of its modules is in the mode it had."""
+        training = self._engine.training
+        modes = [(module, module.training) for module in self._engine.model.modules()]
+        self._engine.eval()
+        try:
+            yield
+        finally:
+            self._engine.training = training
+            for module, mode in modes:
+                module.training = mode
 
     def _call_hooks(self, moment: str, *args: Any) -> None:
         for hook in self.hooks:
@@ -258,26 +352,3 @@ class Trainer:
 
 def _is_display_rank() -> bool:
     return is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
-
-
-def _check_fit(
-    epochs: int, max_steps: int | None, test_interval: int, train_dataloader: Any, test_dataloader: Any
-) -> None:
-    for name, value in (("epochs", epochs), ("max_steps", max_steps), ("test_interval", test_interval)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"fit needs {name} as a whole number of at least 1, got {value!r}")
-    _check_not_empty("train_dataloader", train_dataloader)
-    if test_dataloader is not None:
-        _check_not_empty("test_dataloader", test_dataloader)
-
-
-def _check_not_empty(name: str, dataloader: Any) -> None:
-    _check_steps(1 if (known := length(dataloader)) is None else known, name)
-
-
-def _check_steps(steps: int, name: str) -> None:
-    if steps == 0:
-        raise ValueError(
-            f"{name} gave no batch: is the dataset empty, smaller than the batch size with drop_last=True, or an"
-            " iterator that was used up before?"
-        )

@@ -9,6 +9,15 @@ from typing import Any
 
 OUT = "runs/demo"
 SHAPE = {"seq_len": 64, "hidden": 128, "layers": 2, "heads": 4}  # a checkpoint brings its own
+# A checkpoint brings these too, so that --resume goes on with the same training; here another value may be given.
+TRAINING = {
+    "steps": 1800,
+    "batch_size": 8,
+    "lr": 3e-3,
+    "seed": 1024,
+    "text_bytes": 6_000_000,
+    "time_limit": 75.0,
+}
 
 
 def parse_arguments() -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -24,6 +33,11 @@ def parse_arguments() -> tuple[argparse.Namespace, dict[str, Any]]:
                 f"the checkpoint in {args.out} has {option} {stored}, not {given}; leave {option} out"
             )
         setattr(args, name, stored or given or default)
+    for name, value in {**TRAINING, **saved.get("training", {})}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.resume and args.sample_only is None and saved["step"] >= args.steps:
+        parser.error(f"the checkpoint is at step {saved['step']} already; pass a higher --steps to go on")
     if args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
     if args.seq_len < 2:
@@ -38,24 +52,28 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train a small GPT on the source of Python's standard library, then let it write some Python."
     )
     add = parser.add_argument
-    add("--steps", type=positive, default=1800, help="optimizer steps (default: %(default)s)")
-    add("--batch-size", type=positive, default=8, help="windows per process and step (%(default)s)")
+    add("--steps", type=positive, help=f"optimizer steps (default: {TRAINING['steps']})")
+    add("--batch-size", type=positive, help=f"windows per process and step ({TRAINING['batch_size']})")
     add("--seq-len", type=positive, help=f"tokens per window ({SHAPE['seq_len']})")
     add("--hidden", type=positive, help=f"width of the model ({SHAPE['hidden']})")
     add("--layers", type=positive, help=f"transformer blocks ({SHAPE['layers']})")
     add("--heads", type=positive, help=f"attention heads per block ({SHAPE['heads']})")
-    add("--lr", type=float, default=3e-3, help="highest learning rate (%(default)s)")
-    add("--seed", type=int, default=1024, help="of weights, data order and samples (%(default)s)")
+    add("--lr", type=float, help=f"highest learning rate ({TRAINING['lr']})")
+    add("--seed", type=int, help=f"of weights, data order and samples ({TRAINING['seed']})")
     add("--out", default=OUT, help="folder for the results (%(default)s)")
-    add("--text-bytes", type=positive, default=6_000_000, help="text to read (%(default)s)")
+    add("--text-bytes", type=positive, help=f"text to read ({TRAINING['text_bytes']})")
     add(
         "--time-limit",
         type=float,
-        default=75.0,
         metavar="S",
-        help="on a slow machine, take fewer steps so that the training ends after S seconds; 0: never (%(default)s)",
+        help="on a slow machine, take fewer steps so that the training ends after S seconds; 0: never"
+        f" ({TRAINING['time_limit']})",
     )
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint in --out, with its options unless you give others",
+    )
     add("--sample-only", metavar="PROMPT", help="do not train: continue PROMPT with the checkpoint")
     return parser
 
@@ -67,8 +85,6 @@ def _read_checkpoint(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     saved: dict[str, Any] = json.loads(path.read_text())
     if args.sample_only == "":
         parser.error("--sample-only needs a prompt of at least one letter to go on from")
-    if args.sample_only is None and saved["step"] >= args.steps:
-        parser.error(f"the checkpoint is at step {saved['step']} already; pass a higher --steps to go on")
     return saved
 
 

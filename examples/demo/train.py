@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from options import OUT, SHAPE, parse_arguments
+from options import OUT, SHAPE, TRAINING, parse_arguments
 from progress import Progress, StopRequest
 from report import Baselines, Metrics, plot, unigram_entropy
 from schedule import Schedule
@@ -75,14 +75,14 @@ class Demo:
         args = self.args
         plugin = TorchDDPPlugin()
         self.booster = Booster(plugin=plugin)
-        train_loader = plugin.prepare_dataloader(
-            windows, batch_size=args.batch_size, shuffle=True, seed=args.seed, drop_last=True
-        )
-        if len(train_loader) == 0:
+        if len(windows) // dist.get_world_size() < args.batch_size:
             raise ValueError(
                 f"{len(windows)} windows of text are too few for {dist.get_world_size()} x {args.batch_size} "
                 "per step; lower --batch-size or --seq-len, or raise --text-bytes"
             )
+        train_loader = plugin.prepare_dataloader(
+            windows, batch_size=args.batch_size, shuffle=True, seed=args.seed, drop_last=True
+        )
         # spread over all files held out, since one file may be much easier than another
         chosen = range(0, len(held_out), max(1, len(held_out) // VALIDATION_WINDOWS))[:VALIDATION_WINDOWS]
         self.validation_loader = plugin.prepare_dataloader(Subset(held_out, chosen), batch_size=32)
@@ -180,8 +180,11 @@ class Demo:
         self.booster.save_lr_scheduler(self.scheduler, folder / "lr_scheduler.bin")
         if self.is_master:
             self.tokenizer.save(folder / "tokenizer.json")
-            shape = {name: getattr(self.args, name) for name in SHAPE}
-            (folder / "demo.json").write_text(json.dumps({"step": self.step, "shape": shape}))
+            options = {
+                kind: {name: getattr(self.args, name) for name in names}
+                for kind, names in (("shape", SHAPE), ("training", TRAINING))
+            }
+            (folder / "demo.json").write_text(json.dumps({"step": self.step, **options}))
         dist.barrier()
 
     def load(self) -> None:

@@ -43,10 +43,20 @@ def test_the_documented_sections_are_understood(mode: AMP_TYPE) -> None:
     assert optimizer.loss_scale == (2**32 if mode is AMP_TYPE.NAIVE else 2**16)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("mode", AMP_TYPE)
+def test_a_mode_may_be_given_by_its_value(mode: AMP_TYPE) -> None:
+    """As in a config."""
+    model = mlp()
+    raw = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, optimizer, _ = convert_to_amp(model, raw, None, mode.value, {"mode": mode.value})
+    by_name = convert_to_amp(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1), None, mode)[1]
+    assert type(optimizer) is type(by_name) is not torch.optim.SGD
+
+
 def test_bad_input_is_refused() -> None:
     raw = torch.optim.SGD(mlp().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"does not know the mode 'naive'; it knows AMP_TYPE\.APEX"):
-        convert_to_amp(mlp(), raw, None, "naive")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"does not know the mode 'bf16'; it knows AMP_TYPE\.APEX"):
+        convert_to_amp(mlp(), raw, None, "bf16")
     with pytest.raises(
         ValueError, match=r"AMP_TYPE.NAIVE has no option 'init_scale'; it knows .*initial_scale"
     ):

@@ -99,7 +99,7 @@ def test_serial_training_is_what_torch_does(tmp_path: Path) -> None:
 def test_all_but_the_model_may_be_left_out() -> None:
     model = mlp()
     boosted = Booster(device="cpu").boost(model)
-    assert boosted.model is model
+    assert boosted.model.unwrap() is model
     assert boosted[1:] == (None, None, None, None)
 
 

@@ -19,6 +19,7 @@ from colossalai.booster.plugin import DPPluginBase, TorchDDPPlugin
 from colossalai.testing import spawn
 from colossalai.utils import DataParallelSampler
 from tests.booster.plans import batches, launch, mlp
+from tests.engine.plans import logged
 
 
 def _gather(value: Any) -> list[Any]:
@@ -152,6 +153,43 @@ def _odd_models(rank: int, world_size: int, port: int) -> None:
 
 def test_models_without_anything_to_train() -> None:
     spawn(_odd_models, 2)
+
+
+def _local_steps(rank: int, world_size: int, port: int, precision: str | None) -> int:
+    """How often it is said that gradients were not averaged; first for good loops, then for a bad one."""
+    launch(rank, world_size, port)
+    booster = Booster(device="cpu", plugin=TorchDDPPlugin(), mixed_precision=precision)
+    model = mlp()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[assignment]
+
+    def backward() -> None:
+        booster.backward(model(torch.full((2, 6), rank + 1.0)).float().mean() * 0.01, optimizer)
+
+    def said() -> int:
+        return len([message for message in messages if "gradients that were not averaged" in message])
+
+    with logged() as messages:
+        with booster.no_sync(model):
+            backward()
+        backward()  # averages both
+        with torch.no_grad(), booster.no_sync(model):
+            model(torch.ones(2, 6))
+        optimizer.step()
+        with booster.no_sync(model):
+            backward()
+        optimizer.zero_grad()
+        optimizer.step()  # with nothing
+        assert said() == 0
+        for _ in range(2):
+            with booster.no_sync(model):
+                backward()
+            optimizer.step()
+    return said()
+
+
+@pytest.mark.parametrize("precision", [None, "fp16_naive"])
+def test_a_step_with_gradients_that_were_not_averaged_is_reported(precision: str | None) -> None:
+    assert spawn(_local_steps, 2, precision=precision) == [1, 0], "once, by the first rank"
 
 
 def _buffers(rank: int, world_size: int, port: int) -> None:

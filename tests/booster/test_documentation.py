@@ -8,7 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.mixed_precision import BF16MixedPrecision
 from colossalai.testing import spawn
 from colossalai.testing.parity import check_plan
 from tests.booster.plans import PluginRun, problem
@@ -28,6 +33,26 @@ def _run(rank: int, world_size: int, port: int, folder: Path) -> None:
     assert namespace["optimizer"].param_groups[0]["lr"] < 1e-2
     assert (folder / "checkpoint/model/model.safetensors.index.json").is_file()
     check_plan(problem(), lambda made: PluginRun(made, namespace["AveragingPlugin"]()))
+    _averages_gradients_of_half_weights(rank, namespace["AveragingPlugin"]())
+
+
+def _averages_gradients_of_half_weights(rank: int, plugin: Any) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 2)
+    raw = torch.optim.AdamW(
+        model.parameters(), lr=0.1
+    )  # gets masters, which have no gradient before the step
+    booster = Booster("cpu", BF16MixedPrecision(half_weights=True), plugin)
+    model, optimizer, *_ = booster.boost(model, raw)  # type: ignore[assignment]
+    assert list(map(id, optimizer.trained_parameters())) == list(map(id, model.parameters()))
+    for _ in range(3):
+        torch.manual_seed(rank)
+        booster.backward(model(torch.randn(4, 8)).float().square().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    both = [torch.empty_like(model.weight) for _ in range(2)]
+    dist.all_gather(both, model.weight.detach())
+    assert torch.equal(*both)
 
 
 def test_the_page_runs(tmp_path: Path) -> None:

@@ -157,9 +157,7 @@ def _errors(rank: int, world_size: int, port: int, folder: Path) -> None:
     torch.manual_seed(0)
     model = Tower()
     _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(
-        ValueError, match=r"optimizer does not fit the optimizer: .*different number of param"
-    ):
+    with pytest.raises(ValueError, match=r"optimizer does not fit the optimizer: .*groups hold \[5, 11\]"):
         booster.load_optimizer(optimizer, folder / "optimizer")
 
     def full_disk(*_: Any) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.utils.data import TensorDataset
 
 from colossalai.booster import Booster
+from colossalai.booster.mixed_precision import BF16MixedPrecision
 from colossalai.booster.plugin import TorchFSDPPlugin
 from colossalai.booster.plugin.fsdp_units import find_units
 from colossalai.testing import spawn
@@ -114,6 +115,14 @@ def test_arguments_are_translated_or_refused() -> None:
 
 def _boost(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
+    half = Booster("cpu", BF16MixedPrecision(half_weights=True), TorchFSDPPlugin())
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        torch.manual_seed(0)
+        model = Tower()
+        with pytest.raises(
+            ValueError, match=rf"cannot cut the fp32 masters .* {kind.__name__}; use HybridAdam, "
+        ):
+            half.boost(model, kind(model.parameters(), lr=0.1))
     booster = Booster("cpu", plugin=TorchFSDPPlugin())
     model = Tower()
     names = [name for name, _ in model.named_parameters()]

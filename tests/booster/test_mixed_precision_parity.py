@@ -16,16 +16,18 @@ from titans.loss.lm_loss import GPTLMLoss
 from titans.model.gpt import GPT
 
 STEPS = 200
-# The largest distance of a loss from that of fp32, and of the mean loss of the last 50 steps: twice what was measured on
-# the CPU.  The largest distances are where the loss falls fastest.
+# The largest distance of a loss from that of fp32, and of the mean loss of the last 50 steps: about three times the largest that
+# was measured with four different initial weights.  With three times this learning rate training is chaotic, and any two
+# roundings end up at different losses.
+FP16, BF16 = (0.004, 0.0012), (0.011, 0.004)
 TOLERANCES: dict[str, tuple[float, float]] = {
-    "fp16": (0.1, 0.022),
-    "fp16_naive": (0.1, 0.022),
-    "fp16_apex O1": (0.1, 0.022),
-    "fp16_apex O2": (0.1, 0.022),
-    "bf16": (0.6, 0.24),
-    "bf16 half weights": (0.6, 0.24),
-    "bf16 half weights, our Adam": (0.6, 0.24),
+    "fp16": FP16,
+    "fp16_naive": FP16,
+    "fp16_apex O1": FP16,
+    "fp16_apex O2": FP16,
+    "bf16": BF16,
+    "bf16 half weights": BF16,
+    "bf16 half weights, our Adam": BF16,
 }
 PRECISIONS: dict[str, Callable[[], MixedPrecision]] = {
     "fp16_apex O1": lambda: FP16ApexMixedPrecision("O1"),
@@ -43,7 +45,7 @@ def _tokens(step: int) -> Tensor:
 
 
 def _losses(name: str | None, device: str = "cpu") -> Tensor:
-    torch.manual_seed(2)
+    torch.manual_seed(0)
     model = GPT(
         vocab_size=32,
         max_position_embeddings=16,
@@ -56,7 +58,7 @@ def _losses(name: str | None, device: str = "cpu") -> Tensor:
     )
     made = PRECISIONS.get(name or "")
     adam = HybridAdam if name and "our Adam" in name else torch.optim.AdamW
-    raw = adam(model.parameters(), lr=3e-3, weight_decay=0.01)
+    raw = adam(model.parameters(), lr=1e-3, weight_decay=0.01)
     booster = Booster(device=device, mixed_precision=made() if made else name)
     model, optimizer, criterion, *_ = booster.boost(model, raw, GPTLMLoss())  # type: ignore[assignment]
     losses = []
@@ -90,7 +92,7 @@ def _check(name: str, device: str) -> None:
     losses = _losses(name, device)
     reference = _reference(device)
     assert reference[0] > 3.3  # nothing is known in the beginning, log(32) = 3.47,
-    assert reference[-50:].mean() < 1.6  # and something in the end
+    assert reference[-50:].mean() < 2.3  # and something in the end
     largest, mean = TOLERANCES[name]
     assert (losses - reference).abs().max() < largest
     assert (losses[-50:].mean() - reference[-50:].mean()).abs() < mean

@@ -49,9 +49,37 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_checkpoint(file, 0, model)
     with pytest.raises(RuntimeError, match=r"is not a checkpoint with optimizer; it holds epoch, model"):
         load_checkpoint(file, model, torch.optim.SGD(model.parameters(), lr=1))
-    with pytest.raises(RuntimeError, match=r"model\.pt does not fit the model: Error"):
+    with pytest.raises(RuntimeError, match=r"model\.pt does not fit the model: size mismatch for weight"):
         load_checkpoint(file, nn.BatchNorm1d(2))
+    with pytest.raises(RuntimeError, match=r"model\.pt does not fit the model: Error"):
+        load_checkpoint(file, nn.Sequential(model))
     load_checkpoint(file, nn.Sequential(), strict=False)
     torch.save({"weight": torch.ones(1)}, file)
     with pytest.raises(RuntimeError, match="is not a checkpoint with model; it holds weight"):
         load_checkpoint(file, model)
+
+
+def test_an_optimizer_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "c.pt", 3, model, optimizer)
+    other = nn.Linear(2, 2)
+    before = other.weight.detach().clone()
+    for own, refusal in (
+        (torch.optim.AdamW(nn.Linear(3, 2).parameters()), "other parameters: exp_avg of parameter 0"),
+        (torch.optim.SGD(other.parameters(), lr=0.1), "another kind of optimizer"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"c\.pt does not fit the optimizer: the saved state is of {refusal}"
+        ):
+            load_checkpoint(tmp_path / "c.pt", other, own)
+        assert torch.equal(other.weight, before)
+
+
+def test_a_compiled_model_keeps_its_names(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "c.pt", 3, torch.compile(model, backend="eager"))
+    load_checkpoint(tmp_path / "c.pt", other)
+    assert torch.equal(model.weight, other.weight)

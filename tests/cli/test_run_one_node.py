@@ -120,6 +120,7 @@ def test_ctrl_c_lets_ranks_save_and_a_second_signal_kills(tmp_path: Path) -> Non
     assert result.code == 130, result
     assert "SIGINT: stopping all processes" in result.err
     assert "Traceback" not in result.err
+    assert "failed" not in result.err, "an interrupt that was asked for is no failure"
     assert_clean(result, tmp_path)
 
 

@@ -48,7 +48,7 @@ def act() -> None:
             wait_forever()
         except KeyboardInterrupt:
             (folder / "saved").touch()
-            return
+            sys.exit(128 + signal.SIGINT)  # as a shell expects of what was interrupted
     wait_forever()
 
 

@@ -8,6 +8,7 @@ import pytest
 from colossalai.context import Config, ConfigException
 from colossalai.context.config_schema import check_config, load_config
 from colossalai.context.spelling import misspelt, suggestion
+from colossalai.logging import get_dist_logger
 
 
 @pytest.mark.parametrize("config", [None, {}, Config(), {"BATCH_SIZE": 32}])
@@ -77,11 +78,33 @@ def test_other_names_are_hyper_parameters(key: str) -> None:
         ("cudnn_benchmrk", "cudnn_benchmark"),
         ("cudnn-deterministic", "cudnn_deterministic"),
         ("torch_dpp", "torch_ddp"),
+        ("clip_grad", "clip_grad_norm"),
+        ("Clip_Grad", "clip_grad_norm"),
+        ("gradient_clipping", "clip_grad_norm"),
+        ("max_grad_norm", "clip_grad_norm"),
+        ("clip_norm", "clip_grad_norm"),
     ],
 )
 def test_a_misspelt_feature_is_refused_with_the_right_word(key: str, meant: str) -> None:
     with pytest.raises(ConfigException, match=rf"key '{key}' is not a feature; did you mean '{meant}'\?"):
         load_config({key: {"pipeline": 2}})
+
+
+CAPITALS = ["FP16", "ZERO", "GRADIENT_ACCUMULATION", "CLIP_GRAD_NORM", "GRADIENT_CLIPPING", "CUDNN_BENCHMARK"]
+
+
+@pytest.mark.parametrize("key", CAPITALS)
+def test_a_feature_in_capitals_is_a_hyper_parameter_and_said_to_be(
+    key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    get_dist_logger()._warned.clear()
+    load_config({key: 1})
+    load_config({key: 1})
+    said = [m for m in caplog.messages if f"{key!r} is a hyper-parameter, by its capitals, and switches" in m]
+    assert len(said) == 1
+    caplog.clear()
+    load_config({name: 1 for name in HYPER_PARAMETERS.split() if name not in CAPITALS})
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

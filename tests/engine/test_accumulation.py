@@ -49,10 +49,12 @@ class Counting(BaseGradientHandler):
         self.calls += 1
 
 
-def serial(batches: list[tuple[Tensor, Tensor]], epochs: int = 2) -> tuple[nn.Module, float]:
+def serial(
+    batches: list[tuple[Tensor, Tensor]], epochs: int = 2, decay: float = 0.9
+) -> tuple[nn.Module, float]:
     model = mlp()
     optimizer = sgd(model.parameters())
-    scheduler = StepLR(optimizer, 1, gamma=0.9)
+    scheduler = StepLR(optimizer, 1, gamma=decay)
     for x, y in batches * epochs:
         optimizer.zero_grad()
         CRITERION(model(x), y).backward()

@@ -105,6 +105,23 @@ def test_a_loss_that_is_not_finite_is_reported_once() -> None:
     assert "".join(messages).count("the loss is nan or infinite (backward pass 2)") == 1
 
 
+def test_losses_that_are_bad_now_and_then_are_reported_once() -> None:
+    own = engine()
+    with logged() as messages:
+        for i in range(6):
+            own.execute_schedule(iter([(X * (float("inf") if i % 2 else 1.0), Y)]))
+    assert len([m for m in messages if "the loss is nan or infinite" in m]) == 1
+    assert "the weights may be lost" in messages[-1]
+
+
+def test_a_bad_loss_whose_step_is_skipped_loses_no_weights() -> None:
+    watch = LossWatch()
+    with logged() as messages:
+        watch.see(torch.tensor(float("nan")), skips_steps=True)
+    assert "(backward pass 1): the step is skipped" in messages[-1]
+    assert "lost" not in messages[-1]
+
+
 def test_losses_on_a_device_are_looked_at_in_bundles() -> None:
     watch = LossWatch()
     with logged() as messages:

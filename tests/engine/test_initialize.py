@@ -44,6 +44,12 @@ def check_one_rank(rank: int, world_size: int, port: int) -> None:
     assert not torch.backends.cudnn.deterministic
     assert torch.backends.cudnn.benchmark
 
+    for name in ("train_dataloader", "test_dataloader"):
+        with pytest.raises(TypeError, match=f"needs {name} as a data loader or .* got 5"):
+            initialize(**{name: 5})
+    with pytest.raises(TypeError, match=r"needs lr_scheduler as .*, with a step\(\), got 'x'"):
+        initialize(lr_scheduler="x")
+
     use_config({"fp16": {"mode": "torch"}})
     engine, *_ = colossalai.initialize(mlp, sgd, nn.CrossEntropyLoss())
     engine.execute_schedule(iter(train))
@@ -93,6 +99,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"zero": {"level": 3}}, ConfigException, "this version has no ZeRO yet"),
     ({"fp16": {}}, ConfigException, "section 'fp16' needs a mode"),
     ({"fp16": {"mode": "bf16"}}, ConfigException, r"one of AMP_TYPE.APEX, .* got 'bf16'"),
+    (
+        {"fp16": {"mode": AMP_TYPE.NAIVE, "initial_scale": -1}},
+        ConfigException,
+        "'fp16' with mode AMP_TYPE.NAIVE: .* needs a finite initial_scale above 0, got -1",
+    ),
     (
         {"fp16": {"mode": AMP_TYPE.TORCH, "scale": 1}},
         ConfigException,

@@ -178,3 +178,12 @@ def test_a_batch_may_stay_where_it_is() -> None:
     own.schedule._device = torch.device("meta")
     assert own.schedule.load_batch(iter([X])).is_meta
     assert own.schedule.load_batch(iter([X]), to_gpu=False) is X
+
+
+def test_the_end_of_the_data_and_a_loader_instead_of_its_iterator() -> None:
+    own, batches = engine(), iter([(X, Y)])
+    own.execute_schedule(batches)
+    with pytest.raises(RuntimeError, match=r"execute_schedule has no batch left: .* take iter\(dataloader\)"):
+        own.execute_schedule(batches)
+    with pytest.raises(TypeError, match=r"takes the next batch of an iterator, got list; call iter\(\)"):
+        own.execute_schedule([(X, Y)])  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ def cases() -> list[Case]:
 CASES = cases()
 # 12 heads and 72 features are divisible by everything here; 2053 words, which the vocabulary-parallel layers cut, by nothing
 SIZES = {"hidden_size": 72, "num_heads": 12, "depth": 2, "dropout": 0.1, "attention_dropout": 0.1}
-BATCH, SEQUENCE, STEPS = 12, 8, 3
+BATCH, SEQUENCE, STEPS = 12, 8, 5
 
 
 def build(case: Case) -> nn.Module:

@@ -33,7 +33,7 @@ def _run(rank: int, world_size: int, port: int, folder: Path) -> list[str]:
     assert names["lr_scheduler"].get_last_lr()[0] < 0.1
     gpc.destroy()
     with logged() as messages:
-        names = _run_page("trainer.md", 3)
+        names = _run_page("trainer.md", 4)
     assert names["trainer"].cur_epoch == 2
     assert sorted(p.name for p in Path("ckpt").iterdir()) == ["epoch_0.pt", "epoch_1.pt", "epoch_2.pt"]
     return messages
@@ -48,4 +48,5 @@ def test_the_pages_run(tmp_path: Path) -> None:
         for m in first
     )
     assert "training starts" in first
+    assert [m.split(":")[0] for m in first if m.startswith("step ")] == ["step 3", "step 6"]
     assert not any(m.startswith("[Epoch") for m in second)

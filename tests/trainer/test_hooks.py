@@ -136,6 +136,14 @@ def test_the_scheduler_by_epoch_and_by_iteration() -> None:
     assert "metrics" not in trainer.states
     with pytest.raises(TypeError, match="LRSchedulerHook needs a learning-rate scheduler, got None"):
         hooks.LRSchedulerHook(None, by_epoch=True)
+    with pytest.raises(TypeError, match=r"LRSchedulerHook needs by_epoch as True .* or False .*, got 'yes'"):
+        hooks.LRSchedulerHook(scheduler, by_epoch="yes")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"LRSchedulerHook got a StepLR of another optimizer than the engine's"
+    ):
+        trainer.fit(BATCHES, 1, hooks=[hooks.LRSchedulerHook(StepLR(sgd(mlp().parameters()), 1), True)])
+    with pytest.raises(TypeError, match=r"LogMetricByEpochHook needs a logger, such as .*, got None"):
+        hooks.LogMetricByEpochHook(None)  # type: ignore[arg-type]
 
 
 def test_a_schedule_that_has_ended_is_reported() -> None:

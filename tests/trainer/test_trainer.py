@@ -164,12 +164,24 @@ def test_wrong_arguments_are_refused() -> None:
     ):
         Trainer(mlp())  # type: ignore[arg-type]
     trainer = Trainer(make_engine())
-    for name, value in (("epochs", 0), ("max_steps", 0), ("test_interval", 1.5), ("epochs", True)):
+    for name, value in (
+        ("epochs", 0),
+        ("max_steps", 0),
+        ("test_interval", 1.5),
+        ("epochs", True),
+        ("epochs", None),
+    ):
         options: dict[str, Any] = {"epochs": 1, name: value}
         with pytest.raises(ValueError, match=f"fit needs {name} as a whole number of at least 1, got"):
             trainer.fit(loader(2, 2), **options)
+    with pytest.raises(TypeError, match=r"fit needs train_dataloader as a data loader or .*, got None"):
+        trainer.fit(None, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"evaluate needs test_dataloader as a data loader or .*, got 5"):
+        trainer.evaluate(5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"hooks inherit .*BaseHook, got .*LossHook.* \(a class: call it\)"):
         trainer.fit(loader(2, 2), 1, hooks=[hooks.LossHook])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="the priority of a hook is a number, but LossHook has 'high'"):
+        trainer.fit(loader(2, 2), 1, hooks=[hooks.LossHook(priority="high")])  # type: ignore[arg-type]
 
 
 def test_prediction() -> None:
@@ -180,7 +192,7 @@ def test_prediction() -> None:
         output = trainer.predict(given)
         assert not output.requires_grad
         assert_close(output, expected)
-    assert not engine.model.training
+    assert engine.model.training, "as before"
 
 
 def test_timers_and_progress(capsys: pytest.CaptureFixture[str]) -> None:

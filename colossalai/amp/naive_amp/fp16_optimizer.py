@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from colossalai.amp._compat import unscale_and_check
 from colossalai.amp.groups import group_of, groups_of_pieces, maximum_over
 from colossalai.amp.master_weights import MasterWeights
-from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler
+from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradScaler
 from colossalai.amp.scaled_optimizer import ScaledOptimizer
 from colossalai.context import ParallelMode
 from colossalai.logging import get_dist_logger
@@ -91,6 +91,7 @@ class FP16Optimizer(ScaledOptimizer):
         return self.scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
+        self._scaled = True
         return loss.float() * self.scaler.scale  # a scaled loss in fp16 would overflow at once
 
     def _unscale(self) -> None:
@@ -178,9 +179,19 @@ class FP16Optimizer(ScaledOptimizer):
         """Load; masters that a state of another precision lacks are the weights of the model."""
         state_dict = dict(state_dict)
         saved = state_dict.pop(MASTERS_KEY, None)
+        if self.masters and saved is not None:
+            self.masters.check_state(saved)  # before anything is changed
         super().load_state_dict(state_dict)
         if self.masters and saved is not None:
             self.masters.load_state_dict(saved)
+
+    def trained_parameters(self) -> list[Tensor]:
+        weights = self.masters.weights_by_master() if self.masters else {}
+        return [weights.get(p, p) for p in super().trained_parameters()]
+
+    @property
+    def is_scaled(self) -> bool:
+        return not (isinstance(self.scaler, ConstantGradScaler) and self.scaler.scale == 1)
 
     def _has_grad(self) -> bool:
         weights = self.masters.weights() if self.masters else []

@@ -47,6 +47,7 @@ class TorchAMPOptimizer(ScaledOptimizer):
         return self.scaler.get_scale()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
+        self._scaled = True
         return self.scaler.scale(loss)
 
     def _unscale(self) -> None:

@@ -24,6 +24,10 @@ class BF16MixedPrecision(MixedPrecision):
     """
 
     def __init__(self, half_weights: bool = False) -> None:
+        if not isinstance(half_weights, bool):
+            raise TypeError(
+                f"BF16MixedPrecision needs half_weights to be True or False, got {half_weights!r}"
+            )
         self.half_weights = half_weights
 
     def configure(

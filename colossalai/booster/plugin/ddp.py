@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,8 @@ from colossalai.booster.mixed_precision import PRECISIONS
 from colossalai.booster.plugin.base import Configured
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend
 from colossalai.checkpoint_io import CheckpointIO, ReplicatedCheckpointIO
-from colossalai.interface import ModelWrapper
+from colossalai.interface import ModelWrapper, below_compile, user_module
+from colossalai.logging import get_dist_logger
 
 
 class TorchDDPModel(ModelWrapper):
@@ -32,6 +34,7 @@ class TorchDDPModel(ModelWrapper):
         self, module: nn.Module, process_group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
         super().__init__(module)
+        self.gradients_are_local = False
         if any(p.requires_grad for p in module.parameters()):
             self.module = DistributedDataParallel(module, process_group=process_group, **options)
         else:
@@ -40,7 +43,24 @@ class TorchDDPModel(ModelWrapper):
 
     def unwrap(self) -> nn.Module:
         inner = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
-        return inner.unwrap() if isinstance(inner, ModelWrapper) else inner
+        return user_module(inner)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # here DDP decides whether the backward pass will average, so here we can tell
+        if torch.is_grad_enabled() and isinstance(self.module, DistributedDataParallel):
+            self.gradients_are_local = not self.module.require_backward_grad_sync
+        return super().forward(*args, **kwargs)
+
+    def warn_of_local_gradients(self, optimizer: Optimizer, *_: Any) -> None:
+        """Before a step: replicas that step with gradients of their own are replicas no more."""
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        if self.gradients_are_local and any(p.grad is not None for p in params):
+            get_dist_logger().warning_once(
+                "optimizer.step() with gradients that were not averaged: every pass since the last step was under no_sync, so"
+                " the replicas drift apart. Let the last pass of each group, also of a shorter last one, run outside of"
+                " no_sync",
+                ranks=[0],
+            )
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
@@ -124,9 +144,12 @@ class TorchDDPPlugin(DPPluginBase):
         # with its device named, DDP also moves the inputs there
         device_ids = [device] if device is not None and device.type == "cuda" else None
         ddp_model = TorchDDPModel(model, device_ids=device_ids, **self.ddp_options)
+        if optimizer is not None and self.world_size > 1:
+            optimizer.register_step_pre_hook(ddp_model.warn_of_local_gradients)
         return ddp_model, optimizer, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        model = below_compile(model)
         if not isinstance(model, TorchDDPModel):
             raise TypeError(
                 f"no_sync needs the model that booster.boost returned under TorchDDPPlugin, got {type(model).__name__}"

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from colossalai.booster.plugin.base import Plugin
 from colossalai.utils import get_dataloader
+from colossalai.utils.dataloader import check_not_empty
 
 
 class DPPluginBase(Plugin):
@@ -47,7 +48,7 @@ class DPPluginBase(Plugin):
             batch_size: samples per replica and step.
         """
         _check_loadable(dataset, kwargs)
-        return get_dataloader(
+        dataloader = get_dataloader(
             dataset,
             shuffle=shuffle,
             seed=seed,
@@ -58,6 +59,8 @@ class DPPluginBase(Plugin):
             batch_size=batch_size,
             **kwargs,
         )
+        check_not_empty("the loader of prepare_dataloader", dataloader)
+        return dataloader
 
 
 def check_backend(device: torch.device) -> None:

@@ -19,13 +19,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from colossalai.amp.naive_amp import FP16Optimizer
 from colossalai.booster.plugin.base import Configured
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend
 from colossalai.booster.plugin.fsdp_options import check_ignored, check_process_group, translate
 from colossalai.booster.plugin.fsdp_units import Policy, check_policy, find_units
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
-from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.interface import ModelWrapper, OptimizerWrapper, below_compile, user_module
+from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh.norm import own_part
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ class TorchFSDPOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
+        check_clip_value(clip_value)
         self.unscale_grad()
         for p in self.parameters():
             if p.grad is not None:
@@ -175,7 +178,8 @@ class TorchFSDPPlugin(DPPluginBase):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
-        module = model.unwrap() if isinstance(model, ModelWrapper) else model
+        module = user_module(model)
+        _check_masters(optimizer)
         raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         check_backend(device)
@@ -194,6 +198,7 @@ class TorchFSDPPlugin(DPPluginBase):
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        model = below_compile(model)
         if not isinstance(model, TorchFSDPModel):
             raise TypeError(
                 f"no_sync needs the model that booster.boost returned under TorchFSDPPlugin, got {type(model).__name__}"
@@ -272,6 +277,15 @@ class TorchFSDPPlugin(DPPluginBase):
 def _pairs(before: dict[str, nn.Parameter], module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     after = dict(module.named_parameters())
     return ((old, after[name]) for name, old in before.items())
+
+
+def _check_masters(optimizer: Optimizer | None) -> None:
+    if isinstance(optimizer, FP16Optimizer) and optimizer.masters is not None:
+        raise ValueError(
+            "TorchFSDPPlugin cannot cut the fp32 masters that half_weights=True puts into"
+            f" {type(optimizer.unwrap()).__name__}; use HybridAdam, FusedAdam or FusedSGD of colossalai.nn.optimizer, which"
+            " hold them in their states, or half_weights=False"
+        )
 
 
 def _check_optimizer(optimizer: Optimizer, module: nn.Module, ignored: set[nn.Parameter]) -> None:

@@ -16,8 +16,8 @@ from colossalai.interface import OptimizerWrapper
 class GradAccumOptimizer(OptimizerWrapper):
     """Call it in every iteration as usual; the parameters move in the last iteration of each group only.
 
-    Every loss is divided by the size of its group, so a group equals one batch that joins its batches (which should be
-    of one size: each counts the same).
+    Every loss, a mean over its batch, is weighted by its part of the group's samples, so a group equals one batch that
+    joins its batches.  Without a ``GradAccumDataloader`` that knows the batches' sizes, each batch counts the same.
 
     Args:
         optim: the optimizer, boosted or not.
@@ -42,10 +42,10 @@ class GradAccumOptimizer(OptimizerWrapper):
             _NoSync(model, self.progress)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self.optim.backward(loss / self.progress.group_size, *args, **kwargs)
+        self.optim.backward(self.progress.share(loss), *args, **kwargs)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        return self.optim.scale_loss(loss / self.progress.group_size)
+        return self.optim.scale_loss(self.progress.share(loss))
 
     def unscale_grad(self) -> None:
         if self.progress.is_last:

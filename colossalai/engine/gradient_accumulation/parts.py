@@ -8,16 +8,20 @@ from itertools import islice
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import IterableDataset
 
 from colossalai.engine.gradient_accumulation.progress import Accumulation
+from colossalai.engine.gradient_accumulation.sizes import batch_sizes, has_length
 from colossalai.engine.gradient_handler import BaseGradientHandler
+from colossalai.engine.schedule.nest import batch_size
+from colossalai.logging import get_dist_logger
 
 
 class GradAccumDataloader:
     """A data loader that says how many batches are left, so that the last group of an epoch may be a shorter one.
 
-    Where the loader has no (reliable) length, it is read one group ahead.
+    It also says how many samples the batches of a group have.  Where the loader has no (reliable) length, it is read one
+    group ahead; where it has one but its batches' sizes cannot be known before, they count as equal, and a difference is
+    reported once.
     """
 
     def __init__(
@@ -25,6 +29,8 @@ class GradAccumDataloader:
     ) -> None:
         self.dataloader = dataloader
         self.progress = progress or Accumulation(accumulate_size)
+        self.progress.has_loader = True
+        self._differed = False
 
     def __len__(self) -> int:
         return len(self.dataloader)  # type: ignore[arg-type]
@@ -36,12 +42,16 @@ class GradAccumDataloader:
                 " group; they are dropped. Let each pass run to its end",
                 stacklevel=2,
             )
-        return self._counted(self.dataloader) if _has_length(self.dataloader) else self._read_ahead()
+        return self._counted(self.dataloader) if has_length(self.dataloader) else self._read_ahead()
 
     def _counted(self, dataloader: Any) -> Iterator[Any]:
-        length = len(dataloader)
+        length, size_of, first = len(dataloader), batch_sizes(dataloader), 0
         for index, batch in enumerate(dataloader):
-            self.progress.announce(length - index)
+            following = range(index, min(index + self.progress.accumulate_size, length))
+            self.progress.announce(length - index, [size_of(i) for i in following] if size_of else ())
+            if size_of is None:
+                first = first or batch_size(batch)
+                self._report_if_different(first, batch_size(batch))
             yield batch
         self.progress.announce(None)
 
@@ -49,10 +59,23 @@ class GradAccumDataloader:
         batches = iter(self.dataloader)
         while group := list(islice(batches, self.progress.accumulate_size)):
             whole = len(group) == self.progress.accumulate_size
+            sizes = [batch_size(batch) for batch in group]
             for index, batch in enumerate(group):
-                self.progress.announce(None if whole else len(group) - index)
+                self.progress.announce(
+                    None if whole else len(group) - index, sizes[index:] if all(sizes) else ()
+                )
                 yield batch
         self.progress.announce(None)
+
+    def _report_if_different(self, first: int, size: int) -> None:
+        if size != first and not self._differed:
+            self._differed = True
+            get_dist_logger().warning(
+                f"gradient accumulation met a batch of {size} samples after batches of {first}; the sizes of this"
+                f" {type(self.dataloader).__name__}'s batches cannot be known in advance, so each batch counts the same,"
+                " and samples of a smaller one count more. Let it give batches of one size (drop_last=True)",
+                ranks=[0],
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataloader":  # before __init__ (copy, pickle)
@@ -111,14 +134,3 @@ class GradAccumGradientHandler:
         """Handle the gradients, if they are complete."""
         if self.progress.advance() if self._alone else self.progress.is_last:
             self.grad_handler.handle_gradient()
-
-
-def _has_length(dataloader: Any) -> bool:
-    # the length of an iterable dataset is what its author believes
-    if isinstance(getattr(dataloader, "dataset", None), IterableDataset):
-        return False
-    try:
-        len(dataloader)
-    except TypeError:
-        return False
-    return True

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from colossalai.kernel.adam import AdamLists, AdamOptions, adam_
-from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_rates
+from colossalai.nn.optimizer.base import Bucket
+from colossalai.nn.optimizer.moments import MomentsOptimizer
 from colossalai.registry import OPTIMIZERS
 
-INF = float("inf")
 
-
-class _Adam(MultiTensorOptimizer):
+class _Adam(MomentsOptimizer):
     splits = True
 
     def __init__(
@@ -26,17 +25,8 @@ class _Adam(MultiTensorOptimizer):
         adamw_mode: bool,
         **defaults: Any,
     ) -> None:
-        check_rates(
-            self,
-            lr=(lr, 0.0, INF),
-            eps=(eps, 0.0, INF),
-            weight_decay=(weight_decay, 0.0, INF),
-            beta1=(betas[0], 0.0, 1.0),
-            beta2=(betas[1], 0.0, 1.0),
-        )
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         modes = {"bias_correction": bias_correction, "adamw_mode": adamw_mode}
-        super().__init__(params, options | modes | defaults)
+        super().__init__(params, lr, betas, eps, weight_decay, **modes, **defaults)
         self._div_scale = -1.0
 
     def step(self, closure: Callable[[], Any] | None = None, div_scale: float = -1) -> Any:
@@ -48,30 +38,14 @@ class _Adam(MultiTensorOptimizer):
         self._div_scale = div_scale
         return super().step(closure)
 
-    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
-
     def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
-        lists = AdamLists(
-            weights=bucket.weights,
-            grads=bucket.grads,
-            halves=bucket.halves,
-            tails=bucket.tails,
-            exp_avgs=bucket.states["exp_avg"],
-            exp_avg_sqs=bucket.states["exp_avg_sq"],
-        )
-        beta1, beta2 = group["betas"]
         options = AdamOptions(
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            **self.rates(group),
             decoupled=group["adamw_mode"],
             bias_correction=group["bias_correction"],
             div_scale=self._div_scale,
         )
-        adam_(lists, bucket.step, options)
+        adam_(AdamLists(**self.columns(bucket)), bucket.step, options)
 
 
 @OPTIMIZERS.register_module

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ from torch.optim import Optimizer
 from colossalai.kernel import private
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
+from colossalai.utils.optimizer_state import check_state
 
 HALVES = (torch.float16, torch.bfloat16)
+VARIANTS = ("amsgrad", "maximize")
 DTYPES = (torch.float32, torch.float64, *HALVES)
 
 
@@ -74,12 +77,22 @@ class MultiTensorOptimizer(Optimizer):
         """Update the parameters of a bucket in place; ``bucket.step`` counts from 1."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.check_variants({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype not in DTYPES:
                 raise TypeError(
                     f"{type(self).__name__} updates parameters of {', '.join(str(d) for d in DTYPES)};"
                     f" got one of {parameter.dtype}, shape {tuple(parameter.shape)}"
+                )
+
+    def check_variants(self, group: dict[str, Any]) -> None:
+        """Refuse options of torch's optimizers that change what a step computes, and that our kernels do not have."""
+        for name in VARIANTS:
+            if group.get(name):
+                raise ValueError(
+                    f"{type(self).__name__} has no {name} variant, so it cannot take a parameter group with"
+                    f" {name}={group[name]!r}; use the optimizer of torch for it"
                 )
 
     @torch.no_grad()
@@ -244,6 +257,9 @@ class MultiTensorOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of the one of torch with the same formula."""
+        check_state(self, state_dict)
+        for group in state_dict["param_groups"]:
+            self.check_variants(group)
         super().load_state_dict(state_dict)
         # torch casts states to the dtype of the parameter, and leaves their strides as they were
         saved_state, indices = state_dict["state"], _indices(state_dict["param_groups"])
@@ -290,9 +306,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def check_betas(owner: Optimizer, betas: Any) -> None:
+    """Two decay rates of moments, or an error."""
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise TypeError(
+            f"{type(owner).__name__} needs two numbers as betas, such as (0.9, 0.999); got {betas!r}"
+        )
+    check_rates(owner, beta1=(betas[0], 0.0, 1.0), beta2=(betas[1], 0.0, 1.0))
+
+
 def check_rates(owner: Optimizer, **limits: tuple[float, float, float]) -> None:
     """``name=(value, least, bound)``: least <= value < bound, or an error that names the optimizer and the argument."""
     for name, (value, least, bound) in limits.items():
+        if not isinstance(value, Real | Tensor):
+            raise TypeError(f"{type(owner).__name__} needs a number as {name}; got {value!r}")
         if not least <= value < bound:
             upper = "" if bound == float("inf") else f" and below {bound:g}"
             raise ValueError(

@@ -13,36 +13,12 @@ from colossalai.kernel import private
 from colossalai.kernel.lamb import LambLists, LambOptions, lamb_
 from colossalai.kernel.lars import LarsLists, LarsOptions, lars_
 from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_rates
+from colossalai.nn.optimizer.moments import INF, MomentsOptimizer
 from colossalai.registry import OPTIMIZERS
 
-INF = float("inf")
 
-
-class _Lamb(MultiTensorOptimizer):
+class _Lamb(MomentsOptimizer):
     elementwise = False
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        **defaults: Any,
-    ) -> None:
-        check_rates(
-            self,
-            lr=(lr, 0.0, INF),
-            eps=(eps, 0.0, INF),
-            weight_decay=(weight_decay, 0.0, INF),
-            beta1=(betas[0], 0.0, 1.0),
-            beta2=(betas[1], 0.0, 1.0),
-        )
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, options | defaults)
-
-    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
 
     @abstractmethod
     def options(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -52,22 +28,8 @@ class _Lamb(MultiTensorOptimizer):
         self._divisors: dict[torch.device, Tensor] = {}  # what gradients are divided by to clip them
 
     def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
-        lists = LambLists(
-            weights=bucket.weights,
-            grads=bucket.grads,
-            halves=bucket.halves,
-            exp_avgs=bucket.states["exp_avg"],
-            exp_avg_sqs=bucket.states["exp_avg_sq"],
-        )
-        beta1, beta2 = group["betas"]
-        options = LambOptions(
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            **self.options(group),
-        )
+        lists = LambLists(**self.columns(bucket))
+        options = LambOptions(**self.rates(group), **self.options(group))
         lamb_(lists, bucket.step, options, self._divisors.get(lists.device))
 
 

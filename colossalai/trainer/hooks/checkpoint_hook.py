@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 
+from colossalai.checkpoint_io.training import STEP_IN_EPOCH
+from colossalai.engine.gradient_accumulation import GradAccumOptimizer
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks.base import BaseHook
 from colossalai.utils import save_checkpoint
@@ -19,13 +22,14 @@ if TYPE_CHECKING:
 class SaveCheckpointHook(BaseHook):
     """Saves model, optimizer, scheduler and epoch every ``interval`` epochs, or iterations.
 
-    ``colossalai.utils.load_checkpoint`` reads what this writes.
+    ``trainer.resume`` goes on from what this writes, ``colossalai.utils.load_checkpoint`` reads it.
 
     Args:
         checkpoint_dir: a folder, in which each checkpoint has a file of its own (``epoch_3.pt``,
             ``epoch_3_step_1200.pt``), or the name of one file (``xxx.pt``), which is replaced each time.
         model: the model to save; that of the engine if left out.
-        save_by_iter: count iterations instead of epochs.
+        save_by_iter: count iterations instead of epochs.  Iterations whose gradients still wait for the rest of their
+            group (gradient accumulation) are not in the weights; a resumed run repeats them.
     """
 
     def __init__(
@@ -48,13 +52,17 @@ class SaveCheckpointHook(BaseHook):
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
         if self.save_by_iter and trainer.cur_step % self.interval == 0:
-            self._save(trainer, f"epoch_{trainer.cur_epoch}_step_{trainer.cur_step}.pt")
+            name = f"epoch_{trainer.cur_epoch}_step_{trainer.cur_step}.pt"
+            waiting = _waiting(trainer.engine.optimizer)
+            self._save(
+                trainer, name, trainer.cur_step - waiting, **{STEP_IN_EPOCH: trainer.step_in_epoch - waiting}
+            )
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         if not self.save_by_iter and (trainer.cur_epoch + 1) % self.interval == 0:
-            self._save(trainer, f"epoch_{trainer.cur_epoch}.pt")
+            self._save(trainer, f"epoch_{trainer.cur_epoch}.pt", trainer.cur_step)
 
-    def _save(self, trainer: Trainer, name: str) -> None:
+    def _save(self, trainer: Trainer, name: str, step: int, **where: int) -> None:
         one_file = bool(self.checkpoint_dir.suffix) and not self.checkpoint_dir.is_dir()
         save_checkpoint(
             self.checkpoint_dir if one_file else self.checkpoint_dir / name,
@@ -62,5 +70,11 @@ class SaveCheckpointHook(BaseHook):
             self.model or trainer.engine.model,
             trainer.engine.optimizer,
             trainer.states.get("lr_scheduler"),
-            step=trainer.cur_step,
+            step=step,
+            **where,
         )
+
+
+def _waiting(optimizer: Optimizer) -> int:
+    """Iterations whose gradients have come together, but not yet changed the weights."""
+    return optimizer.progress.done if isinstance(optimizer, GradAccumOptimizer) else 0

@@ -29,6 +29,10 @@ class LogByEpochHook(BaseHook):
 
     def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10) -> None:
         super().__init__(priority)
+        if not callable(getattr(logger, "info", None)):
+            raise TypeError(
+                f"{type(self).__name__} needs a logger, such as colossalai.logging.get_dist_logger(), got {logger!r}"
+            )
         if interval < 1:
             raise ValueError(f"{type(self).__name__} needs an interval of at least 1 epoch, got {interval!r}")
         self.logger = logger
@@ -180,7 +184,9 @@ class LogTimingByEpochHook(LogByEpochHook):
 
     def _message(self, mode: str) -> str:
         epoch, step = f"{mode}-epoch", f"{mode}-step"
-        parts = [f"{epoch}: last = {self._last(epoch)} s", f"{step}: last = {self._last(step)} s"]
+        parts = [f"{epoch}: last = {self._last(epoch)} s"]
+        if step in dict(self._timer):  # no iteration is left in an epoch that is resumed at its end
+            parts.append(f"{step}: last = {self._last(step)} s")
         if steps := self._steps[step]:
             parts[1] += f", mean = {format_number(sum(steps) / len(steps))} s"
         return " | ".join(parts)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from colossalai.logging import get_dist_logger
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks.base import BaseHook
@@ -29,11 +31,21 @@ class LRSchedulerHook(BaseHook):
             raise TypeError(
                 f"LRSchedulerHook needs a learning-rate scheduler, got {lr_scheduler!r}; did you pass it to initialize?"
             )
+        if not isinstance(by_epoch, bool):
+            raise TypeError(
+                "LRSchedulerHook needs by_epoch as True (a step after each epoch) or False (after each iteration), got"
+                f" {by_epoch!r}"
+            )
         self.lr_scheduler = lr_scheduler
         self.by_epoch = by_epoch
         self._metric = LearningRateMetric(epoch_only=by_epoch) if store_lr_in_state else None
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
+        if not _drives(self.lr_scheduler, trainer.engine.optimizer):
+            raise ValueError(
+                f"LRSchedulerHook got a {type(self.lr_scheduler).__name__} of another optimizer than the engine's; its"
+                " learning rates would reach nothing. Build it on the optimizer that goes into initialize"
+            )
         trainer.states["lr_scheduler"] = self.lr_scheduler
         if self._metric is not None:
             self._metric.update(self._lr())
@@ -67,3 +79,11 @@ class LRSchedulerHook(BaseHook):
 
     def _lr(self) -> float:
         return float(self.lr_scheduler.get_last_lr()[0])
+
+
+def _drives(lr_scheduler: Any, optimizer: Optimizer) -> bool:
+    """Whether the scheduler writes into the groups of ``optimizer``; one that does not tell is believed."""
+    own = getattr(lr_scheduler, "optimizer", None)
+    if not isinstance(own, Optimizer):
+        return True
+    return any(group is other for group in own.param_groups for other in optimizer.param_groups)

@@ -1,8 +1,6 @@
-"""On a GPU: with one rank the layers cost what torch's cost, and modes on one shared GPU equal torch."""
+"""On a GPU: with one rank the layers compile in one piece, and modes on one shared GPU equal torch."""
 
 from __future__ import annotations
-
-import statistics
 
 import pytest
 import torch
@@ -18,14 +16,18 @@ pytestmark = pytest.mark.gpu
 
 
 class Tower(nn.Module):
-    """Layer norms and MLPs, of torch's layers or of ours."""
+    """Layer norms and MLPs."""
 
-    def __init__(
-        self, linear: type[nn.Module], norm: type[nn.Module], dim: int = 1024, depth: int = 8
-    ) -> None:
+    def __init__(self, dim: int = 1024, depth: int = 8) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"norm": norm(dim), "up": linear(dim, 4 * dim), "down": linear(4 * dim, dim)})
+            nn.ModuleDict(
+                {
+                    "norm": col_nn.LayerNorm(dim),
+                    "up": col_nn.Linear(dim, 4 * dim, role="expand"),
+                    "down": col_nn.Linear(4 * dim, dim, role="contract"),
+                }
+            )
             for _ in range(depth)
         )
 
@@ -35,37 +37,8 @@ class Tower(nn.Module):
         return x
 
 
-def towers() -> dict[str, nn.Module]:
-    return {
-        "torch": Tower(nn.Linear, nn.LayerNorm).cuda().bfloat16(),
-        "ours": Tower(col_nn.Linear, col_nn.LayerNorm).cuda().bfloat16(),
-    }
-
-
-def step_time(model: nn.Module, x: Tensor) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    model(x).sum().backward()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
-
-
-def test_one_rank_costs_nothing() -> None:
-    models, x = towers(), torch.randn(8, 512, 1024, device="cuda", dtype=torch.bfloat16)
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for i in range(60):  # in turn, so that a change of the clock meets both
-        for name, model in models.items():
-            t = step_time(model, x)
-            if i >= 10:
-                times[name].append(t)
-    ratio = statistics.median(times["ours"]) / statistics.median(times["torch"])
-    print(f"step time of our layers / torch's: {ratio:.4f}")
-    assert ratio <= 1.02
-
-
 def test_one_graph_for_the_compiler() -> None:
-    model = towers()["ours"]
+    model = Tower().cuda().bfloat16()
     compiled = torch.compile(model, fullgraph=True)
     x = torch.randn(8, 64, 1024, device="cuda", dtype=torch.bfloat16)
     compiled(x).sum().backward()

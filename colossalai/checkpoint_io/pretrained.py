@@ -1,0 +1,222 @@
+"""Weights of a whole model read into a model that is cut: every rank reads its own pieces, and nothing else.
+
+A safetensors file tells where each tensor lies and is mapped into memory, so only the piece that is copied is read from
+it; at no time does a rank hold more of a tensor than its piece.  The model may be on the meta device: it gets its memory here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.checkpoint_io.files import stored_names
+from colossalai.checkpoint_io.index import CheckpointIndexFile
+from colossalai.checkpoint_io.names import get_base_filenames
+from colossalai.mesh import Layout, Mesh, full_shape, local_slices, placement, serial_form
+from colossalai.nn.layer import ParallelLayer
+from colossalai.nn.modes import current
+from colossalai.utils import get_current_device
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Source(NamedTuple):
+    """Where a tensor of the model is stored."""
+
+    file: Path
+    name: str
+
+
+def load_pretrained(
+    model: M,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    device: torch.device | str | None = None,
+    mesh: Mesh | None = None,
+) -> M:
+    """Fill ``model`` with the weights in ``path`` and return it.
+
+    ``path`` is a safetensors file, or a folder as ``save_pretrained`` writes it: ``model.safetensors``, or shards with an
+    index.  What is on the meta device gets memory on ``device``, by default the current one.  With ``strict=False``
+    tensors that only one side has are passed over; those on the meta device must be there.  ``mesh`` is that on which the
+    model was cut, and found without being given.
+
+    All is compared before anything is read; nothing is communicated.
+    """
+    path = Path(path)
+    own = dict(model.state_dict(keep_vars=True))
+    stored = _stored(path)
+    sources, unknown = _assign(model, own, stored)
+    _check(model, path, own, sources, unknown if strict else [], strict)
+    mesh = mesh or _mesh_of(model)
+    device = torch.device(device or get_current_device())
+    for target, value in _pieces(own, sources, mesh):
+        _write(model, target, value, device)
+    _fill_buffers(model, device)
+    return model
+
+
+def _stored(path: Path) -> dict[str, Path]:
+    """The file of every stored tensor."""
+    if path.is_file():
+        return dict.fromkeys(stored_names(path), path)
+    single, index = (path / name for name in get_base_filenames(use_safetensors=True))
+    if index.is_file():
+        return {name: path / file for name, file in CheckpointIndexFile.from_file(index).weight_map.items()}
+    if single.is_file():
+        return dict.fromkeys(stored_names(single), single)
+    raise FileNotFoundError(
+        f"{path} is neither a safetensors file nor a folder with {single.name} or {index.name}"
+    )
+
+
+def _assign(
+    model: nn.Module, own: dict[str, Tensor], stored: dict[str, Path]
+) -> tuple[dict[str, Source], list[str]]:
+    """What is stored for each name of the model, and the stored names that the model does not know."""
+    rename = _renaming(model, own)
+    buffers = {
+        name for name, _ in model.named_buffers()
+    }  # those that are not saved any more: older files have them
+    sources, unknown = {}, []
+    for name, file in stored.items():
+        to = name if name in own else rename(name)
+        if to in own:
+            sources[to] = Source(file, name)
+        elif to not in buffers:
+            unknown.append(name)
+    return sources, unknown
+
+
+def _renaming(model: nn.Module, own: dict[str, Tensor]) -> Any:
+    """How transformers finds the tensors of files with older names, or of a model with or without a head."""
+    prefix = getattr(model, "base_model_prefix", None)
+    if not prefix:
+        return lambda name: name
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    changes = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    names = [change for change in changes if isinstance(change, WeightRenaming)]
+    return lambda name: rename_source_key(name, names, [], prefix, own)[0]
+
+
+def _check(
+    model: nn.Module,
+    path: Path,
+    own: dict[str, Tensor],
+    sources: dict[str, Source],
+    unknown: list[str],
+    strict: bool,
+) -> None:
+    from safetensors import safe_open
+
+    there = {id(own[name]) for name in sources}
+    missing = [name for name, tensor in own.items() if id(tensor) not in there and (strict or tensor.is_meta)]
+    shapes = []
+    for file in dict.fromkeys(source.file for source in sources.values()):
+        with safe_open(file, framework="pt") as content:
+            for name, source in sources.items():
+                if source.file == file:
+                    found = tuple(content.get_slice(source.name).get_shape())
+                    if found != (wanted := _serial_shape(own[name])):
+                        shapes.append(f"{name} is {found} there and {wanted} in the model")
+    faults = [("it lacks", missing), ("the model does not know", unknown), ("sizes differ:", shapes)]
+    if any(names for _, names in faults):
+        details = "; ".join(f"{what} {', '.join(names)}" for what, names in faults if names)
+        hint = ". Pass strict=False to pass over what only one side has" if strict and not shapes else ""
+        raise RuntimeError(f"{path} does not fit {type(model).__name__}: {details}{hint}")
+
+
+def _serial_shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(serial_form(torch.empty(full_shape(tensor), device="meta"), tensor).shape)
+
+
+def _pieces(
+    own: dict[str, Tensor], sources: dict[str, Source], mesh: Mesh | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every tensor of the model that is stored, once, with this rank's piece of its values."""
+    from safetensors import safe_open
+
+    done: set[int] = set()
+    for file in dict.fromkeys(source.file for source in sources.values()):
+        with safe_open(file, framework="pt", device="cpu") as content:
+            for name, source in sources.items():
+                if source.file == file and id(own[name]) not in done:
+                    done.add(id(own[name]))
+                    yield own[name], _read(content, source.name, own[name], mesh)
+
+
+def _read(content: Any, name: str, target: Tensor, mesh: Mesh | None) -> Tensor:
+    """This rank's piece of the stored tensor ``name``, laid out like ``target``."""
+    layout = placement(target)
+    if not layout.sharded:
+        return serial_form(content.get_tensor(name), target)
+    if mesh is None:
+        raise ValueError(
+            f"{name} is cut as {layout}: load_pretrained needs mesh=, as no layer of this model has one"
+        )
+    as_stored: Layout = layout.transposed() if getattr(target, "transposed", False) else layout
+    ranges = local_slices(_serial_shape(target), as_stored, mesh, uneven=True)
+    return serial_form(_take(content.get_slice(name), (), ranges), target)
+
+
+def _take(stored: Any, chosen: tuple[slice, ...], ranges: tuple[tuple[tuple[int, int], ...], ...]) -> Tensor:
+    """The product of ``ranges``, of which a dim with fused blocks has several."""
+    if not ranges:
+        return stored[chosen]
+    pieces = [_take(stored, (*chosen, slice(a, a + n)), ranges[1:]) for a, n in ranges[0]]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, len(chosen))
+
+
+def _write(model: nn.Module, target: Tensor, value: Tensor, device: torch.device) -> None:
+    if not target.is_meta:
+        with torch.no_grad():
+            target.copy_(value)
+        return
+    data = torch.empty(target.shape, dtype=target.dtype, device=device).copy_(value)
+    new: Tensor = data
+    if isinstance(target, nn.Parameter):
+        new = type(target)(data, requires_grad=target.requires_grad)
+        new.__dict__.update(target.__dict__)
+    for module in model.modules():  # all that share it
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is target:
+                    held[name] = new  # type: ignore[assignment]
+
+
+def _fill_buffers(model: nn.Module, device: torch.device) -> None:
+    """Compute the buffers on meta that files do not have, such as tables of positions, as transformers does."""
+    for path, module in model.named_modules():
+        lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        left = _computed(model, module, lost, device)
+        if left:
+            raise RuntimeError(
+                f"the buffer {f'{path}.{left[0]}'.lstrip('.')!r} is on the meta device, in no file, and nothing computes it; "
+                "build the model with its buffers on a real device"
+            )
+
+
+def _computed(model: nn.Module, module: nn.Module, names: list[str], device: torch.device) -> list[str]:
+    """Fill the buffers ``names`` of ``module`` by the model's own function; returns those that it left alone."""
+    compute = getattr(model, "_init_weights", None)
+    if not names or compute is None or list(module.parameters(recurse=False)):
+        return names
+    outcomes: list[list[Tensor]] = []
+    for start in (0, 1):  # what is computed does not depend on what was there
+        for name in names:
+            module._buffers[name] = torch.full_like(module.get_buffer(name), start, device=device)
+        compute(module)
+        outcomes.append([module.get_buffer(name) for name in names])
+    return [name for name, a, b in zip(names, *outcomes, strict=True) if not torch.equal(a, b)]
+
+
+def _mesh_of(model: nn.Module) -> Mesh | None:
+    meshes = (m._mesh for m in model.modules() if isinstance(m, ParallelLayer))
+    return next((mesh for mesh in meshes if mesh is not None), current().mesh)

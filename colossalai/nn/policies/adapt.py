@@ -1,0 +1,313 @@
+"""Modules of an existing model with something done around their forward.
+
+``adapt`` gives one module a subclass of its own class, under the same name: so ``isinstance``, parameter names, hooks and
+copies go on as before, and the code of the model is not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colossalai.mesh import (
+    Axes,
+    Layout,
+    Mesh,
+    full_shape,
+    placement,
+    random_key,
+    redistribute,
+    replicated,
+    serial_form,
+    unshard,
+    use,
+)
+from colossalai.nn.layer.batch import split_rows
+from colossalai.nn.logits import Logits
+from colossalai.nn.modes import TensorParallel, at_rank
+
+M = TypeVar("M", bound=nn.Module)
+Forward = Callable[..., Any]
+
+
+class Adapted:
+    """What is done around a forward; a subclass writes ``around``."""
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return forward(*args, **kwargs)
+
+
+def adapt(module: M, what: type[Adapted]) -> M:
+    """Make ``module`` do ``what`` around its forward."""
+    key = type(module), what
+    if key not in _classes:
+        _classes[key] = _subclass(*key)
+    module.__class__ = _classes[key]  # type: ignore[assignment]
+    return module
+
+
+_classes: dict[tuple[type[nn.Module], type[Adapted]], type[nn.Module]] = {}
+
+
+def _subclass(native: type[nn.Module], what: type[Adapted]) -> type[nn.Module]:
+    @functools.wraps(native.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return what.around(self, functools.partial(native.forward, self), args, kwargs)
+
+    # the names stay: messages, and transformers when it saves, say which class a model is
+    names = {"__module__": native.__module__, "__qualname__": native.__qualname__, "__doc__": native.__doc__}
+    return type(native.__name__, (what, native), {"forward": forward, **names})
+
+
+# ---- random numbers ----
+
+# The numbers that all ranks share, for each `own_numbers` that is active: a key and how many streams were taken from it.
+_shared: list[list[int]] = []
+
+
+@contextmanager
+def own_numbers(axes: Axes, mesh: Mesh) -> Iterator[None]:
+    """Random numbers that differ between ranks which hold different pieces along ``axes``.
+
+    They start from one number of the generator that all ranks share, which goes on as if only this had been drawn.  So
+    ranks stay in step, and torch's activation checkpointing, which resets that generator, repeats the same numbers.
+    """
+    key = int(torch.randint(1 << 62, (), device="cpu"))
+    _shared.append([key, 0])
+    try:
+        with _seeded(random_key(key, "own", *(mesh.coord[a] for a in axes))):
+            yield
+    finally:
+        _shared.pop()
+
+
+@contextmanager
+def _seeded(key: int) -> Iterator[None]:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
+        torch.default_generator.manual_seed(key % (1 << 63))
+        if cuda:
+            torch.cuda.manual_seed(key % (1 << 63))
+        yield
+
+
+class OwnNumbers(Adapted):
+    """Draws numbers of this rank's own while training."""
+
+    training: bool
+    drawn_over: tuple[Axes, Mesh]
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert isinstance(self, nn.Module)
+        with own_numbers(*self.drawn_over) if self.training and _drops(self) else nullcontext():
+            return forward(*args, **kwargs)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether ``module`` has dropout: as a module, or as a rate among its attributes."""
+    rates = [rate for name, rate in vars(module).items() if "dropout" in name]
+    rates += [m.p for m in module.modules() if isinstance(m, nn.Dropout)]
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
+
+
+class AlikeNumbers(Adapted):
+    """Draws what all ranks draw, also inside a module that draws its own."""
+
+    training: bool
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.training or not _shared:
+            return forward(*args, **kwargs)
+        _shared[-1][1] += 1
+        with _seeded(random_key(_shared[-1][0], "alike", _shared[-1][1])):
+            return forward(*args, **kwargs)
+
+
+# ---- parameters ----
+
+
+class UsedByPieces(Adapted):
+    """Its parameters are about to be used for this rank's piece of the activations: their gradients are summed."""
+
+    used_over: tuple[frozenset[str], Mesh]
+    _parameters: dict[str, Any]
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = dict(self._parameters)
+        axes, mesh = self.used_over
+        try:
+            for name, param in own.items():
+                if param is not None:
+                    self._parameters[name] = use(param, axes, mesh)
+            return forward(*args, **kwargs)
+        finally:
+            self._parameters.update(own)
+
+
+# ---- where the stream begins and ends ----
+
+
+class WholeInput(Adapted):
+    """Gets the whole of its input, of which each rank holds a piece of the residual stream."""
+
+    cut_as: tuple[TensorParallel, Mesh]
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tp, mesh = self.cut_as
+        x, *rest = args
+        return forward(redistribute(x, at_rank(tp.hidden, x.ndim), replicated(x.ndim), mesh), *rest, **kwargs)
+
+
+class WholeRows(Adapted):
+    """A classifier whose scores are whole on every rank; its input may be whole already."""
+
+    tp: TensorParallel
+    mesh: Mesh
+    in_features: int
+    logits: Layout
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (x,) = args
+        if x.size(-1) == self.in_features:
+            x = redistribute(x, replicated(x.ndim), at_rank(self.tp.hidden, x.ndim), self.mesh)
+        y = forward(x)
+        return redistribute(y, at_rank(self.logits, y.ndim), replicated(y.ndim), self.mesh)
+
+
+# What says how many rows the batch has.
+_BATCHES = ("input_ids", "inputs_embeds", "pixel_values")
+
+
+class CutStream(Adapted):
+    """Takes a whole batch and works on this rank's rows and features of the residual stream."""
+
+    training: bool
+    cut_as: tuple[TensorParallel, Mesh]
+    attended: frozenset[str]
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tp, mesh = self.cut_as
+        given = {**dict(zip(_names(forward), args, strict=False) if args else {}), **kwargs}
+        if self.prepare is not None:
+            given = self.prepare(given)
+        rows = next((len(given[name]) for name in _BATCHES if given.get(name) is not None), None)
+        given = {name: self._piece(name, value, rows) for name, value in given.items()}
+        with own_numbers(tp.hidden.sharded, mesh) if self.training else nullcontext():
+            return forward(**given)
+
+    def _piece(self, name: str, value: Any, rows: int | None) -> Any:
+        """This rank's part of an argument; what is no tensor, or serves all rows, stays as it is."""
+        tp, mesh = self.cut_as
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            return value
+        if name == "encoder_hidden_states":
+            return _of_our_encoder(value, rows, mesh.group_size(*tp.hidden.dims[0]))
+        if len(value) != rows:
+            return value
+        if name == "inputs_embeds":
+            split_rows(
+                value.detach(), tp.hidden.dims[0], mesh, 0
+            )  # a batch that does not divide is refused by name
+            return redistribute(value, replicated(3), tp.hidden, mesh)
+        part = split_rows(value, (tp.inner if name in self.attended else tp.hidden).dims[0], mesh, 0)
+        if part.requires_grad:  # images: each rank makes its own features of them
+            rest = Layout((tp.hidden.dims[0], *((),) * (part.ndim - 1)))
+            features = frozenset(tp.hidden.dims[-1])
+            part = redistribute(part, rest, Layout(rest.dims, spread=features), mesh)
+        return part
+
+
+def _of_our_encoder(states: Tensor, rows: int | None, parts: int) -> Tensor:
+    """What the encoder of the same model returned is cut already; anything else has another number of rows."""
+    if rows is not None and len(states) * parts != rows:
+        raise ValueError(
+            f"encoder_hidden_states of {len(states)} rows do not fit a batch of {rows}, of which this rank holds "
+            f"{rows // parts}: they must come from this model's own encoder"
+        )
+    return states
+
+
+def _names(forward: Forward) -> list[str]:
+    return list(inspect.signature(forward).parameters)
+
+
+# ---- the model as a whole ----
+
+_STREAM = (
+    "last_hidden_state",
+    "hidden_states",
+    "encoder_last_hidden_state",
+    "encoder_hidden_states",
+    "decoder_hidden_states",
+)
+_SCORES = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
+
+
+class WholeOutputs(Adapted):
+    """The model itself: what it returns is whole on every rank, but for the cache of keys and values."""
+
+    cut_as: tuple[TensorParallel, Mesh]
+    cut_scores: Logits | None
+    """Where scores lie of which the model computes its loss from pieces."""
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        """Write the whole model as transformers does; every rank must call it, and rank 0 writes."""
+        mesh = self.cut_as[1]
+        assert isinstance(self, nn.Module)
+        state = whole_state_dict(self, mesh, keep=mesh.rank == 0)
+        if mesh.rank == 0:
+            super().save_pretrained(save_directory, state_dict=state, **options)  # type: ignore[misc]
+        dist.barrier()
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # names are needed to know what is cut, so the result becomes a tuple afterwards
+        config = getattr(self, "config", None)
+        as_tuple = not kwargs.get("return_dict", getattr(config, "return_dict", True))
+        out = forward(*args, **{**kwargs, "return_dict": True} if as_tuple else kwargs)
+        if not hasattr(out, "keys"):
+            return out
+        tp = self.cut_as[0]
+        for names, layout in ((_STREAM, tp.hidden), (_SCORES, tp.heads)):
+            for name in names:
+                if layout.sharded and out.get(name) is not None:
+                    out[name] = self._whole(out[name], layout)
+        if self.cut_scores is not None and out.get("loss") is None:
+            out["logits"] = self._whole_scores(out["logits"], self.cut_scores)
+        return out.to_tuple() if as_tuple else out
+
+    def _whole_scores(self, pieces: Tensor, place: Logits) -> Tensor:
+        mesh, layout = self.cut_as[1], place.layout
+        shape = (len(pieces) * mesh.group_size(*layout.dims[0]), *pieces.shape[1:-1], place.classes)
+        return redistribute(pieces, layout, layout.whole(), mesh, shape)
+
+    def _whole(self, value: Any, layout: Layout) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._whole(v, layout) for v in value)
+        return (
+            redistribute(value, layout, layout.whole(), self.cut_as[1])
+            if isinstance(value, Tensor)
+            else value
+        )
+
+
+def whole_state_dict(model: nn.Module, mesh: Mesh, *, keep: bool = True) -> dict[str, Tensor]:
+    """The state of ``model`` as the serial model has it, on the CPU of the ranks that ``keep`` it; all must call this.
+
+    One tensor at a time is gathered.  Names that share a tensor share it here as well.
+    """
+    whole: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in whole:
+            full = unshard(tensor, placement(tensor), mesh, tuple(full_shape(tensor)))
+            whole[id(tensor)] = serial_form(full, tensor).contiguous().cpu() if keep else full.new_empty(0)
+        state[name] = whole[id(tensor)]
+    return state if keep else {}

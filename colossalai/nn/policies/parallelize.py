@@ -1,0 +1,245 @@
+"""``parallelize``: an existing model becomes tensor-parallel, in place.
+
+First everything is tried on empty twins of the modules, so that a size that does not divide, or a mode that an architecture
+does not allow, is refused while the model is still whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from colossalai.context.tensor_modes import tensor_mode
+from colossalai.mesh import Mesh, placement
+from colossalai.nn.layer.base import FOLLOW_CONFIG
+from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
+from colossalai.nn.policies.adapt import WholeOutputs, adapt
+from colossalai.nn.policies.plans import carried_policy
+from colossalai.nn.policies.policy import Policy
+from colossalai.nn.policies.rules import Cut, Head, Rule, Table, World, check_heads
+from colossalai.nn.policies.scores import check_causal, compute_loss_from_pieces
+from colossalai.nn.policies.tables import POLICIES
+
+M = TypeVar("M", bound=nn.Module)
+Match = tuple[str, nn.Module, Rule]
+
+
+def parallelize(
+    model: M,
+    mode: str | None = FOLLOW_CONFIG,
+    *,
+    policy: Policy | None = None,
+    whole_scores: bool = True,
+    mesh: Mesh | None = None,
+) -> M:
+    """Cut ``model`` over the ranks that share it, in place, and return it.
+
+    ``mode`` is None (nothing is cut), '1d', '2d', '2.5d' or '3d', by default that of the launched job.  ``policy`` says
+    which module is cut how, by default that of the model's architecture, or the plan that its config carries.  ``mesh`` is
+    that of the launched job unless given.  A model on the meta device stays there, to be loaded by
+    :func:`colossalai.checkpoint_io.load_pretrained`.
+
+    With ``whole_scores=False`` a causal language model that is given labels computes its loss from pieces of the scores, and
+    returns these pieces; whole scores are its largest tensor.
+
+    Every rank must hold the same model.  All ranks give it the same whole batch, and its outputs are whole on all of them.
+    """
+    tp, mesh = _world(mode, mesh)
+    if isinstance(model, WholeOutputs):
+        raise ValueError(f"this {type(model).__name__} is parallel already; parallelize a model once")
+    if mesh is None or tp.size == 1:
+        return model
+    policy = policy or _find_policy(model)
+    world = World(tp, mesh, whole_scores, _shared(model))
+    matches = list(policy.matches(model))
+    _check(model, policy, matches, world)
+    _replace(model, matches, world)
+    _retie(model, world)
+    adapt(model, WholeOutputs)
+    model.cut_as = tp, mesh  # type: ignore[assignment]
+    model.cut_scores = None if whole_scores else compute_loss_from_pieces(model, mesh)  # type: ignore[assignment]
+    return model
+
+
+def _world(mode: str | None, mesh: Mesh | None) -> tuple[TensorParallel, Mesh | None]:
+    tp, launched = current()
+    if mode == FOLLOW_CONFIG:
+        mode = tp.mode
+    if mode is None:
+        return mode_serial(), None
+    if mesh is not None:
+        tp = _on_mesh(mode, mesh)
+    elif tp.mode != mode:
+        raise ValueError(
+            f"parallelize(mode={mode!r}): the job's tensor mode is {tp.mode!r}; launch with "
+            f"parallel=dict(tensor=dict(size=..., mode={mode!r})), or pass mesh="
+        )
+    if tp.hidden.dims[1]:
+        raise ValueError(
+            "parallelize: attention of existing models asks the residual stream for the length of the sequence, which "
+            "sequence_parallel cuts; launch without sequence_parallel"
+        )
+    return tp, mesh or launched
+
+
+def _on_mesh(mode: str, mesh: Mesh) -> TensorParallel:
+    """The mode on a mesh that has its axes."""
+    row = tensor_mode(mode)
+    missing = [axis for axis in row.axes if axis not in mesh.size]
+    if missing:
+        raise ValueError(
+            f"parallelize(mode={mode!r}) needs a mesh with axis {missing[0]!r}; it has {', '.join(mesh.size)}"
+        )
+    return tensor_parallel(mode, mesh.group_size(*row.axes), mesh.size.get("dep", 1))
+
+
+def _find_policy(model: nn.Module) -> Policy:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    for policy in POLICIES:
+        if kind in policy.model_types:
+            return policy
+    carried = carried_policy(model)
+    if carried is not None:
+        return carried
+    known = ", ".join(kind for policy in POLICIES for kind in policy.model_types)
+    raise ValueError(
+        f"parallelize has no policy for {type(model).__name__} (model_type {kind!r}), and its config carries no "
+        f"base_model_tp_plan; pass policy=colossalai.nn.policies.Policy(...). There are policies for {known}"
+    )
+
+
+def _shared(model: nn.Module) -> frozenset[int]:
+    """The ids of the parameters that more than one module holds."""
+    seen = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    return frozenset(i for i, times in seen.items() if times > 1)
+
+
+def _check(model: nn.Module, policy: Policy, matches: list[Match], world: World) -> None:
+    who, mode = type(model).__name__, world.tp.mode
+    if world.stream_is_cut and policy.only_1d:
+        raise ValueError(
+            f"{who} is cut by the plan that its config carries, which knows mode '1d' only; pass policy= for mode {mode!r}"
+        )
+    if not any(isinstance(rule, Cut) for _, _, rule in matches):
+        raise ValueError(
+            f"no linear layer of {who} is named by the policy for {', '.join(policy.model_types)}; its modules may have "
+            "other names in this version of transformers: pass policy=colossalai.nn.policies.Policy(...)"
+        )
+    if not world.whole_scores:
+        check_causal(model, {id(module) for _, module, rule in matches if isinstance(rule, Head)})
+    for name in policy.heads:
+        number = getattr(getattr(model, "config", None), name, None)
+        if number is not None:
+            check_heads(f"{who}: {name}", number, world)
+    if world.stream_is_cut:
+        if world.mesh.group_size(*world.tp.hidden.dims[-1]) == 1:
+            raise ValueError(
+                f"mode {mode!r} with squares of side 1 cuts nothing but the batch, which data parallelism does; use a larger "
+                "size, or a smaller depth"
+            )
+        _check_covered(model, matches, mode)
+        _check_layer_drop(model, mode)
+    _check_shared(model, matches, _try(model, matches, world))
+
+
+def _try(model: nn.Module, matches: list[Match], world: World) -> set[int]:
+    """Apply the rules to empty twins; returns the ids of the parameters that will be cut."""
+    trial = World(world.tp, world.mesh, world.whole_scores)
+    cut: set[int] = set()
+    for name, module, rule in matches:
+        try:
+            piece = rule.cut(_twin(module), trial)
+        except ValueError as error:
+            raise ValueError(
+                f"{type(model).__name__}, module {name or 'the model itself'!r}: {error}"
+            ) from error
+        after = piece._parameters
+        cut |= {id(p) for n, p in module._parameters.items() if p is not None and _is_cut(after.get(n))}
+    return cut
+
+
+def _is_cut(param: nn.Parameter | None) -> bool:
+    return param is not None and bool(placement(param).sharded)
+
+
+def _check_shared(model: nn.Module, matches: list[Match], cut: set[int]) -> None:
+    """A module without a rule must not share a parameter of which only a piece will be left."""
+    named = {id(module) for _, module, _ in matches}
+    for name, module in model.named_modules():
+        for param, tensor in module._parameters.items():
+            if id(module) not in named and tensor is not None and id(tensor) in cut:
+                raise ValueError(
+                    f"{type(model).__name__}: {name}.{param} is shared with a module that the policy cuts, but has no rule; "
+                    "name both in the policy, or neither"
+                )
+
+
+def _check_covered(model: nn.Module, matches: Iterable[Match], mode: str | None) -> None:
+    """Outside of 1D a module without a rule would work on a piece as if it were the whole."""
+    named = {id(module) for _, module, _ in matches}
+    covered = {id(p) for _, module, _ in matches for p in module._parameters.values()}
+    left = [
+        name
+        for name, module in model.named_modules()
+        if id(module) not in named
+        and any(p is not None and id(p) not in covered for p in module._parameters.values())
+    ]
+    if left:
+        raise ValueError(
+            f"mode {mode!r} cuts every activation of {type(model).__name__}, but the policy has no rule for "
+            f"{', '.join(left)}; use mode '1d', where they stay whole, or pass a policy that names them"
+        )
+
+
+def _check_layer_drop(model: nn.Module, mode: str | None) -> None:
+    rate = getattr(getattr(model, "config", None), "layerdrop", 0.0)
+    if rate:
+        raise ValueError(
+            f"{type(model).__name__}: layerdrop={rate} drops whole layers by numbers that differ between ranks in mode "
+            f"{mode!r}; set config.layerdrop=0.0, or use mode '1d'"
+        )
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """The same module with parameters that have a shape only; submodules are not copied."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        n: p if p is None else nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        for n, p in module._parameters.items()
+    }
+    return twin
+
+
+def _replace(model: nn.Module, matches: list[Match], world: World) -> None:
+    """Apply the rules; ``matches`` is used up, so that what was replaced is freed as it goes."""
+    parents = _parents(model)
+    matches.sort(
+        key=lambda match: isinstance(match[2], Table)
+    )  # the last is first: a tied head takes the table's piece
+    while matches:
+        _, module, rule = matches.pop()
+        new = rule.cut(module, world)
+        for parent, name in parents[id(module)] if new is not module else []:
+            setattr(parent, name, new)
+
+
+def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Every place of every module; one that is used twice has two."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            places.setdefault(id(child), []).append((parent, name))
+    return places
+
+
+def _retie(model: nn.Module, world: World) -> None:
+    """Give other holders of a shared parameter its piece, such as BERT's bias of scores, which two modules hold."""
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and (piece := world.piece_of(param)) is not None:
+                module._parameters[name] = piece

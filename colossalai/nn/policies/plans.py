@@ -1,0 +1,65 @@
+"""The plan that a model itself carries: ``base_model_tp_plan`` of its config and ``_tp_plan`` of its class.
+
+Such a plan names linear layers as column- or row-wise, in the words of transformers, and nothing else; so it serves 1D.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from colossalai.nn.policies.policy import Policy
+from colossalai.nn.policies.rules import Cut, Head, Heads, Pieces, Rule, Table
+
+STYLES: dict[str, Rule | None] = {
+    "colwise": Cut("expand"),
+    "rowwise": Cut("contract"),
+    "rowwise_split_input": Cut("contract", whole_input=True),
+    "rowwise_rep": Cut("contract", whole_input=True),
+    "packed_colwise": Cut("expand", fused=2),
+    "packed_rowwise": Cut("contract"),
+    "colwise_gather_output": Head(),
+    "colwise_rep": Head(),
+    "embedding_rowwise": Table(),
+    "replicated_with_grad_allreduce": Pieces("inner"),
+    "replicate": None,
+}
+
+
+def carried_policy(model: nn.Module) -> Policy | None:
+    """The plan of ``model`` as a policy, if it has one."""
+    plan: dict[str, Any] = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
+    if not plan:
+        return None
+    for owner in type(model).__mro__:
+        plan = {**(vars(owner).get("_tp_plan") or {}), **plan}
+    rules: dict[str, Rule] = {}
+    for path, style in plan.items():
+        if style not in STYLES:
+            raise ValueError(
+                f"the tensor-parallel plan of {type(model).__name__} asks for style {style!r} at {path!r}, which parallelize "
+                f"does not know (it knows {', '.join(STYLES)}); pass policy=colossalai.nn.policies.Policy(...)"
+            )
+        rule, parent = STYLES[style], path.rpartition(".")[0]
+        if rule is not None:
+            rules[path] = rule
+        if style == "colwise" and "att" in parent.rpartition(".")[2]:
+            rules[parent] = Heads()
+    _follow_ties(model, rules)
+    kind = str(getattr(model.config, "model_type", "this model"))
+    cuts_heads = any(isinstance(rule, Heads) for rule in rules.values())
+    heads = ("num_attention_heads", "num_key_value_heads") if cuts_heads else ()
+    return Policy((kind,), rules, heads, only_1d=True)
+
+
+def _follow_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
+    """A plan names the head only: a table that is tied to it is cut as well, or neither where the table is special."""
+    table, head = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
+    if table is None or head is None or table.weight is not head.weight:
+        return
+    paths = {id(module): name for name, module in model.named_modules()}
+    if type(table) is nn.Embedding:
+        rules[paths[id(table)]] = Table()
+    else:
+        rules.pop(paths[id(head)], None)

@@ -1,0 +1,45 @@
+"""A policy: a table from module paths to rules, and how it is matched with a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from colossalai.nn.policies.rules import Rule
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How the models of one architecture are cut.
+
+    ``model_types`` are the names that configs of these models carry.  ``rules`` maps the end of a module's path (``*`` is
+    any one part, the empty path the base model) to what is done with it; the first that fits counts.  ``heads`` are the
+    attributes of the config with numbers of heads, all of which the ranks must be able to share.
+    """
+
+    model_types: tuple[str, ...]
+    rules: Mapping[str, Rule]
+    heads: tuple[str, ...] = ("num_attention_heads",)
+    only_1d: bool = False
+    """Whether it says nothing about the residual stream, which the other modes cut as well."""
+
+    def matches(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]:
+        """Every module of ``model`` that has a rule, with its path."""
+        base = getattr(model, "base_model", model)
+        paths = [(path.split("."), rule) for path, rule in self.rules.items() if path]
+        for name, module in model.named_modules():
+            if module is base and "" in self.rules:
+                yield name, module, self.rules[""]
+                continue
+            parts = name.split(".")
+            for path, rule in paths:
+                if _fits(parts, path):
+                    yield name, module, rule
+                    break
+
+
+def _fits(parts: list[str], path: list[str]) -> bool:
+    tail = parts[-len(path) :]
+    return len(tail) == len(path) and all(p in ("*", t) for t, p in zip(tail, path, strict=True))

@@ -1,0 +1,291 @@
+"""What can be done to a module of an existing model, one small class for each.
+
+A rule takes a native module and returns what stands in its place: this rank's piece, or the module itself with a few
+attributes adapted.  Where a mode leaves the residual stream whole (1D), modules that only work on the stream stay as they
+are; every rank does the same there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+from colossalai.mesh import Axes, Layout, Mesh, parameter
+from colossalai.nn.layer.base import mark
+from colossalai.nn.layer.classifier import Classifier
+from colossalai.nn.layer.embedding import Embedding
+from colossalai.nn.layer.linear import Linear
+from colossalai.nn.layer.normalization import LayerNorm, RMSNorm
+from colossalai.nn.modes import TensorParallel, Where
+from colossalai.nn.policies.adapt import (
+    AlikeNumbers,
+    CutStream,
+    OwnNumbers,
+    UsedByPieces,
+    WholeInput,
+    WholeRows,
+    adapt,
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """The mode and mesh that a model is cut for, and the pieces of the parameters that several modules share."""
+
+    tp: TensorParallel
+    mesh: Mesh
+    whole_scores: bool = True
+    """Whether the scores of words are whole on every rank."""
+    shared: frozenset[int] = frozenset()
+    """The ids of parameters that more than one module holds."""
+    pieces: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+    """By the id of such a parameter, itself (so that the id stays its own) and its piece."""
+
+    @property
+    def stream_is_cut(self) -> bool:
+        """Whether ranks hold different rows or features of the residual stream."""
+        return bool(self.tp.hidden.sharded)
+
+    def tie(self, layer: nn.Module, native: nn.Module) -> None:
+        """Where ``native`` shares a parameter with another module, ``layer`` shares its piece."""
+        for name, param in native.named_parameters(recurse=False):
+            if isinstance(piece := getattr(layer, name, None), nn.Parameter):
+                setattr(layer, name, self.one(param, piece))
+
+    def one(self, param: nn.Parameter, piece: nn.Parameter) -> nn.Parameter:
+        """``piece``, or what was made of ``param`` before, where several modules share it."""
+        if id(param) not in self.shared:
+            return piece
+        return self.pieces.setdefault(id(param), (param, piece))[1]
+
+    def piece_of(self, param: Tensor) -> nn.Parameter | None:
+        return self.pieces[id(param)][1] if id(param) in self.pieces else None
+
+
+class Rule(Protocol):
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        """What stands in the place of ``module`` on this rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A linear layer, ``nn.Linear`` or Hugging Face's ``Conv1D``.
+
+    It expands the stream, contracts it again, or does neither (``"stay"``).  ``fused``: its output holds that many blocks,
+    such as query, key and value, each of which is cut.  ``whole_input``: a contracting layer gets all features on every rank.
+    """
+
+    role: Literal["expand", "contract", "stay"]
+    fused: int = 1
+    whole_input: bool = False
+
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        tp = world.tp
+        if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
+            raise ValueError(f"Cut() is for nn.Linear and Conv1D, got a {type(module).__name__}")
+        if self.role != "stay":
+            return Linear.from_native(
+                module,
+                self.role,
+                tp=tp,
+                mesh=world.mesh,
+                fused=self.fused,
+                parallel_input=not self.whole_input,
+            )
+        if not world.stream_is_cut:
+            return module
+        # from the stream to the stream: the weight rests cut by all axes, and only its columns are cut in use
+        stays = replace(tp, inner=tp.hidden, expand=Layout((tp.hidden.dims[0], tp.hidden.dims[-1])))
+        return Linear.from_native(module, "expand", tp=stays, mesh=world.mesh)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A large embedding table, cut along its vocabulary, which need not divide."""
+
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        if type(module) is not nn.Embedding:
+            raise ValueError(
+                f"a {type(module).__name__} may do more than look entries up; Table() is for nn.Embedding itself"
+            )
+        layer = Embedding.from_native(module, tp=world.tp, mesh=world.mesh, vocab_parallel=True)
+        world.tie(layer, module)
+        return layer
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last linear layer, to the scores of classes, which every rank gets whole: so any loss computed from them is right.
+
+    ``vocabulary``: there are many classes, and the weight is cut along them, or lies as the table that it is tied to; then
+    scores may stay cut as well, if ``parallelize`` was asked for that.
+    """
+
+    vocabulary: bool = True
+
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        if type(module) is not nn.Linear:
+            raise ValueError(f"Head() is for nn.Linear, got a {type(module).__name__}")
+        tied = world.piece_of(module.weight)
+        if not (world.stream_is_cut or self.vocabulary):
+            return module
+        whole = world.whole_scores or not self.vocabulary
+        layer = Classifier.from_native(
+            module,
+            tp=world.tp,
+            mesh=world.mesh,
+            weight=tied,
+            vocab_parallel=self.vocabulary,
+            gather_output=whole and self.vocabulary,
+        )
+        world.tie(layer, module)
+        return adapt(layer, WholeRows) if whole and world.stream_is_cut else layer
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A LayerNorm, or with ``rms`` an RMSNorm, of the residual stream."""
+
+    rms: bool = False
+
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        if not world.stream_is_cut:
+            return module
+        if self.rms:
+            return RMSNorm.from_native(module, tp=world.tp, mesh=world.mesh)
+        if type(module) is not nn.LayerNorm:
+            raise ValueError(
+                f"Norm() is for nn.LayerNorm, and with rms=True for RMS norms; got a {type(module).__name__}"
+            )
+        return LayerNorm.from_native(module, tp=world.tp, mesh=world.mesh)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A module that keeps its own forward and gets pieces of its parameters.
+
+    ``dims`` gives for each parameter the dim that holds features, or None where it is whole; without ``dims`` all are
+    whole.  ``at`` is where the result is used: on the residual stream, or between the linears, such as on heads.
+    """
+
+    at: Where
+    dims: dict[str, int | None] | None = None
+
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        place = world.tp.rest(self.at)
+        if not place.sharded:
+            return module
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        dims = dict.fromkeys(names) if self.dims is None else self.dims
+        for name in names:
+            if name not in dims:
+                raise ValueError(f"the policy does not say how its parameter {name!r} is cut")
+            native = module._parameters[name]
+            assert native is not None
+            layout = _one_cut(native.ndim, dims[name], place.dims[-1])
+            piece = parameter(native, layout, world.mesh)
+            mark(piece, world.mesh.group_size(*layout.sharded))
+            module._parameters[name] = world.one(native, piece)
+        adapt(module, UsedByPieces)
+        module.used_over = frozenset(place.sharded), world.mesh  # type: ignore[assignment]
+        return module
+
+
+def _one_cut(ndim: int, dim: int | None, axes: Axes) -> Layout:
+    return Layout(tuple(axes if d == dim else () for d in range(ndim)))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """An attention module: it sees this rank's heads, and its dropout is this rank's own.
+
+    ``counts`` and ``sizes`` are the attributes with a number of heads, or of features of all heads; those that this
+    module has are divided.
+    """
+
+    counts: Sequence[str] = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads")
+    sizes: Sequence[str] = ()
+
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        parts = world.mesh.group_size(*world.tp.inner.dims[-1])
+        for name in (*self.counts, *self.sizes):
+            whole = getattr(module, name, None)
+            if whole is None:
+                continue
+            check_heads(f"{type(module).__name__}.{name}", int(whole), world)
+            setattr(module, name, whole // parts)
+        return module if world.stream_is_cut else own_numbers(module, world)
+
+
+def check_heads(what: str, number: int, world: World) -> None:
+    """Refuse a number of heads that the ranks cannot share, naming those that they can."""
+    axes = world.tp.inner.dims[-1]
+    parts = world.mesh.group_size(*axes)
+    if number % parts == 0 and number > 0:
+        return
+    names = " x ".join(f"{a}={world.mesh.size[a]}" for a in axes)
+    below, above = number // parts * parts, -(-number // parts) * parts
+    divisors = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    raise ValueError(
+        f"{what}={number} is cut by {names} into {parts} parts of whole heads; the nearest valid numbers are "
+        f"{f'{below} and {above}' if below else above}, or cut into one of {divisors} parts"
+    )
+
+
+@dataclass(frozen=True)
+class InnerDropout:
+    """A dropout between an expanding and a contracting linear: every rank draws for its own features."""
+
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        return module if world.stream_is_cut else own_numbers(module, world)
+
+
+@dataclass(frozen=True)
+class StreamDropout:
+    """A dropout of the residual stream that stands inside an attention module: all ranks draw the same."""
+
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        return module if world.stream_is_cut else adapt(module, AlikeNumbers)
+
+
+def own_numbers(module: nn.Module, world: World) -> nn.Module:
+    adapt(module, OwnNumbers)
+    module.drawn_over = world.tp.inner.sharded, world.mesh  # type: ignore[assignment]
+    return module
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A small module that stays whole on every rank and gets the whole of its input."""
+
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        if not world.stream_is_cut:
+            return module
+        adapt(module, WholeInput)
+        module.cut_as = world.tp, world.mesh  # type: ignore[assignment]
+        return module
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The part of a model whose activations are the residual stream: it takes the whole batch and works on its pieces.
+
+    ``attended`` are the arguments that attention reads, so that they are cut like its rows.  ``prepare`` may add arguments
+    that follow from the whole ones.
+    """
+
+    attended: Sequence[str] = ("attention_mask", "encoder_attention_mask")
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        if not world.stream_is_cut:
+            return module
+        adapt(module, CutStream)
+        module.cut_as = world.tp, world.mesh  # type: ignore[assignment]
+        module.attended = frozenset(self.attended)  # type: ignore[assignment]
+        module.prepare = self.prepare  # type: ignore[assignment]
+        return module
