@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from colossalai.pipeline import LayerSpec, PipelinableContext, PipelinableModel
 from colossalai.pipeline.pipelinable import POLICIES
+from colossalai.testing import parametrize_sample
 from tests.pipeline.memory import peak_bytes
 from tests.titans.conftest import _one_thread  # noqa: F401
 from titans.model.gpt import GPT
@@ -94,10 +95,9 @@ def run(model: nn.Module, x: Any, data: dict[str, Tensor]) -> Any:
     return model(**data) if x is None else model(x, **data)
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", cases())
+@parametrize_sample(
+    "name, policy, size, chunks", list(itertools.product(cases(), POLICIES, [1, 2, 3], [1, 2])), n=23
+)
 def test_stages_in_a_chain_equal_the_model(name: str, policy: str, size: int, chunks: int) -> None:
     build, sequence, batch = cases()[name]
     torch.manual_seed(0)
