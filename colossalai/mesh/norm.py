@@ -8,7 +8,8 @@ the parameter:
 - torch's ``DTensor`` (FSDP2) brings a device mesh of its own;
 - ``is_tensor_parallel``, the mark of layers in the old style, means all axes but data and pipeline.
 
-The ranks of a pipeline hold different parameters, so the result is joined over the axis ``pp`` last.
+The ranks of a pipeline hold different parameters, so the result is joined over the axis ``pp`` last.  A parameter that several
+stages share (``pipeline_shared_module_pg``) is counted by the first of them; its gradients have been summed before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 import colossalai.mesh.collectives as collectives
 from colossalai.mesh._compat import multiply_all, norms_of
 from colossalai.mesh.mesh import Axes, Mesh
-from colossalai.mesh.parameter import placement
+from colossalai.mesh.parameter import SHARED_GROUP, placement
 
 DATA, STAGES = "dp", "pp"
 
@@ -123,7 +124,7 @@ def _over_model(
     """The ``p``-norm of the numbers that ``measure`` finds in the gradients of the whole model."""
     grads: dict[_Where, list[Tensor]] = {}
     for param in params:
-        if param.grad is not None:
+        if param.grad is not None and _counts_here(param):
             grads.setdefault(_where(param, mesh), []).append(own_part(param.grad))
     home = _home([part for parts in grads.values() for part in parts], mesh)
     joined = []
@@ -135,6 +136,11 @@ def _over_model(
         joined.append(_over_ranks(_join([n.to(home) for n in numbers], p, home), where, mesh, p))
     stages = (STAGES,) if mesh is not None and STAGES in mesh.size else ()
     return _over_ranks(_join(joined, p, home), _Where(stages, tuple(others)), mesh, p)
+
+
+def _counts_here(param: Tensor) -> bool:
+    group = getattr(param, SHARED_GROUP, None)
+    return group is None or dist.get_rank(group) == 0
 
 
 def _where(param: Any, mesh: Mesh | None) -> _Where:

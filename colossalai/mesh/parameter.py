@@ -14,6 +14,9 @@ from colossalai.mesh.layout import Layout, replicated, shard
 from colossalai.mesh.mesh import Mesh
 from colossalai.mesh.movement import redistribute
 
+# The attribute of a parameter that several pipeline stages hold: the group of the ranks that hold the same piece of it.
+SHARED_GROUP = "pipeline_shared_module_pg"
+
 
 def placement(tensor: Tensor) -> Layout:
     """Where ``tensor`` lies; a tensor that was never placed is identical everywhere.

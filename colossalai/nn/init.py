@@ -30,6 +30,7 @@ from colossalai.mesh import (
     placement,
     set_init,
 )
+from colossalai.mesh.deferred import recording_of
 from colossalai.mesh.random import fill_from
 from colossalai.nn.modes import current
 
@@ -58,10 +59,18 @@ class Initializer:
         if transposed:
             drawn = Transposed(drawn, rows=shape[1], columns=shape[0])
         set_init(tensor, drawn)
-        if not tensor.is_meta:
-            key = new_key()
-            fill_from(lambda i: drawn.numbers(key, i), tensor, shape, placement(tensor), mesh, uneven=True)
-        return tensor
+        recording = recording_of(tensor)
+        if recording is None and tensor.is_meta:
+            return tensor
+        key, layout = new_key(), placement(tensor)
+
+        def write(piece: Tensor) -> Tensor:
+            return fill_from(lambda i: drawn.numbers(key, i), piece, shape, layout, mesh, uneven=True)
+
+        if recording is not None:
+            recording.note(tensor, write)
+            return tensor
+        return write(tensor)
 
 
 def new_key() -> int:

@@ -14,6 +14,7 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import Mesh, full_shape, place, placement
 from colossalai.mesh.norm import DATA, STAGES, piece_axes, tensor_axes
+from colossalai.mesh.parameter import SHARED_GROUP
 
 
 def launched_mesh() -> Mesh | None:
@@ -68,11 +69,11 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
 
 
 def copy_tensor_parallel_attributes(src_tensor: torch.Tensor, dst_tensor: torch.Tensor) -> None:
-    """Write on ``dst_tensor`` where ``src_tensor`` lies: its placement, or the marks of layers in the old style."""
+    """Write on ``dst_tensor`` where ``src_tensor`` lies: its placement, the stages that share it, the marks of old layers."""
     if hasattr(src_tensor, "placement"):
         turned = getattr(src_tensor, "transposed", False)
         place(dst_tensor, placement(src_tensor), full_shape(src_tensor), transposed=turned)
-    for name in TENSOR_PARALLEL_ATTRIBUTES:
+    for name in (*TENSOR_PARALLEL_ATTRIBUTES, SHARED_GROUP):
         if hasattr(src_tensor, name):
             setattr(dst_tensor, name, getattr(src_tensor, name))
 

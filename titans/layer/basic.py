@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from colossalai.nn import Classifier, Dropout, Embedding, LayerNorm, Linear, PatchEmbedding, init
+from colossalai.nn.layer.embedding import HiddenParallelEmbedding
 
 INIT_STD = 0.02
 
@@ -65,9 +66,16 @@ def classifier(
 
 
 def embedding(
-    num_embeddings: int, dim: int, *, padding_idx: int | None = None, dtype: torch.dtype | None = None
+    num_embeddings: int,
+    dim: int,
+    *,
+    padding_idx: int | None = None,
+    dtype: torch.dtype | None = None,
+    split_hidden: bool = False,
 ) -> Embedding:
-    return Embedding(num_embeddings, dim, padding_idx, dtype, init.normal_(std=INIT_STD))
+    """``split_hidden`` cuts the table along ``dim`` under tensor parallelism; otherwise the mode chooses."""
+    kind = HiddenParallelEmbedding if split_hidden else Embedding
+    return kind(num_embeddings, dim, padding_idx, dtype, init.normal_(std=INIT_STD))
 
 
 def patches(

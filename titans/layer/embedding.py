@@ -23,6 +23,7 @@ class GPTEmbedding(nn.Module):
         padding_idx: int | None = None,
         dropout: float = 0.0,
         dtype: torch.dtype | None = None,
+        split_hidden: bool = False,
     ) -> None:
         super().__init__()
         if padding_idx is not None and not 0 <= padding_idx < vocab_size:
@@ -32,7 +33,9 @@ class GPTEmbedding(nn.Module):
             )
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
-        self.word_embeddings = embedding(vocab_size, hidden_size, padding_idx=padding_idx, dtype=dtype)
+        self.word_embeddings = embedding(
+            vocab_size, hidden_size, padding_idx=padding_idx, dtype=dtype, split_hidden=split_hidden
+        )
         self.position_embeddings = embedding(max_position_embeddings, hidden_size, dtype=dtype)
         self.dropout = residual_dropout(dropout)
 

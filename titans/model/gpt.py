@@ -30,7 +30,8 @@ class GPT(nn.Module):
 
     ``dtype`` is the type of the weights; ``checkpoint`` and ``activation_offload`` save memory (see
     ``GPTBlock``); ``fuse_scale_mask_softmax`` insists on a fused attention kernel (see ``GPTSelfAttention``);
-    ``tied``: the head scores words by their embeddings.
+    ``tied``: the head scores words by their embeddings; ``embed_split_hidden``: under tensor parallelism the word embedding is
+    cut along its features, not along the vocabulary.
 
     Under tensor parallelism every rank of the model gets the whole batch, and the logits are this rank's part of the rows
     and, for a large vocabulary, of the words; the losses of ``colossalai.nn`` and ``GPTLMLoss`` take them as they are.
@@ -57,6 +58,7 @@ class GPT(nn.Module):
         checkpoint: Checkpoint = False,
         activation_offload: bool = False,
         tied: bool = True,
+        embed_split_hidden: bool = False,
     ) -> None:
         super().__init__()
         if depth < 1:
@@ -71,6 +73,7 @@ class GPT(nn.Module):
             padding_idx=padding_idx,
             dropout=embedding_dropout,
             dtype=dtype,
+            split_hidden=embed_split_hidden,
         )
         self.blocks = nn.ModuleList(
             GPTBlock(
@@ -102,23 +105,38 @@ class GPT(nn.Module):
         counted from a row's first real token, so padding changes no logit of a real token; the logits at
         padding have no meaning.
         """
-        position_ids = key_mask = None
-        if attention_mask is not None:
-            key_mask = as_key_mask(attention_mask, input_ids)  # (batch, 1, 1, seq)
-            position_ids = (key_mask[:, 0, 0].long().cumsum(dim=-1) - 1).clamp(min=0)  # (batch, seq)
-            position_ids = partition_batch(position_ids, **self.place)
-            key_mask = partition_batch(key_mask, at="inner", **self.place)
-        x = self.embed(partition_batch(input_ids, **self.place), position_ids)  # (batch, seq, hidden)
-        for block in self.blocks:
-            x, _ = block(x, key_mask)
-        return self.head(self.norm(x))  # (batch, seq, vocab)
+        return run_layers(self, None, input_ids, attention_mask)
 
 
-def as_key_mask(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
-    if attention_mask.shape != input_ids.shape or attention_mask.is_floating_point():
+def run_layers(
+    model: Any, x: Tensor | None, input_ids: Tensor | None, attention_mask: Tensor | None = None
+) -> Tensor:
+    """What ``model``, a GPT or some of its layers one after the other, makes of ``x`` or, with an embedding, of ``input_ids``."""
+    given, name = (x, "hidden_states") if model.embed is None else (input_ids, "input_ids")
+    if given is None:
+        raise ValueError(f"{type(model).__name__} needs {name}, got None")
+    position_ids = key_mask = None
+    if attention_mask is not None:
+        key_mask = as_key_mask(attention_mask, input_ids)  # (batch, 1, 1, seq)
+        position_ids = (key_mask[:, 0, 0].long().cumsum(dim=-1) - 1).clamp(min=0)  # (batch, seq)
+        position_ids = partition_batch(position_ids, **model.place)
+        key_mask = partition_batch(key_mask, at="inner", **model.place)
+    if model.embed is not None:
+        x = model.embed(partition_batch(input_ids, **model.place), position_ids)  # (batch, seq, hidden)
+    for block in model.blocks.children():
+        x, _ = block(x, key_mask)
+    assert x is not None
+    return x if model.head is None else model.head(model.norm(x))  # (batch, seq, vocab)
+
+
+def as_key_mask(attention_mask: Tensor, input_ids: Tensor | None) -> Tensor:
+    """``input_ids`` may be missing after the first stage of a pipeline, which has seen them."""
+    wrong = input_ids is not None and attention_mask.shape != input_ids.shape
+    if wrong or attention_mask.is_floating_point():
+        ids = "(batch, sequence)" if input_ids is None else str(tuple(input_ids.shape))
         raise ValueError(
             "attention_mask must be a bool or integer tensor of the shape of input_ids, "
-            f"{tuple(input_ids.shape)}, with 1 at real tokens and 0 at padding; got "
+            f"{ids}, with 1 at real tokens and 0 at padding; got "
             f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)}"
         )
     return attention_mask.bool()[:, None, None, :]

@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from colossalai.engine.gradient_handler.base import BaseGradientHandler
 from colossalai.engine.gradient_handler.handlers import (
-    SHARED_GROUP,
     DataParallelGradientHandler,
     PipelineSharedModuleGradientHandler,
     SequenceParallelGradientHandler,
 )
+from colossalai.mesh.parameter import SHARED_GROUP
 from colossalai.registry import GRADIENT_HANDLER
 from colossalai.utils.bucket import bucket_allreduce
 

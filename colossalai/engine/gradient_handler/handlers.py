@@ -11,11 +11,10 @@ from torch import Tensor
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler.base import BaseGradientHandler
+from colossalai.mesh.parameter import SHARED_GROUP
 from colossalai.registry import GRADIENT_HANDLER
 from colossalai.utils import is_ddp_ignored
 from colossalai.utils.bucket import bucket_allreduce
-
-SHARED_GROUP = "pipeline_shared_module_pg"
 
 
 class _AveragingHandler(BaseGradientHandler):

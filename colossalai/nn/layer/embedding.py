@@ -14,7 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colossalai.mesh import Layout, MatmulPlan, Mesh, ZeroRow, local_range, redistribute, set_init, use
+from colossalai.mesh import (
+    Layout,
+    MatmulPlan,
+    Mesh,
+    ZeroRow,
+    local_range,
+    placement,
+    redistribute,
+    set_init,
+    use,
+)
 from colossalai.mesh.collectives import cut
 from colossalai.nn import init
 from colossalai.nn.layer.base import Fill, ParallelLayer
@@ -30,6 +40,8 @@ class Embedding(ParallelLayer):
     """
 
     vocab_parallel: ClassVar[bool | None] = None
+    hidden_parallel: ClassVar[bool] = False
+    """Whether the table is cut along its features even where the residual stream is not."""
 
     def __init__(
         self,
@@ -50,7 +62,8 @@ class Embedding(ParallelLayer):
         wide = num_embeddings > vocab_parallel_limit if self.vocab_parallel is None else self.vocab_parallel
         self.cut = wide and not self.plain
         feature = self.tp.hidden.dims[-1]
-        table = self.tp.vocab if self.cut else Layout(((), feature))
+        columns = feature or (self.tp.inner.dims[-1] if self.hidden_parallel else ())
+        table = self.tp.vocab if self.cut else Layout(((), columns))
         self._check_size("embedding_dim", embedding_dim, (feature, table.dims[1]))
         one_hot = Layout(
             (self.tp.hidden.dims[0], (), ())
@@ -129,6 +142,8 @@ class Embedding(ParallelLayer):
 
     def _whole(self, ids: Tensor) -> Tensor:
         """The table has every entry; under sequence parallelism each rank looks up its own tokens."""
+        if self.hidden_parallel:
+            return self._own_features(ids)
         for axis in self.tp.hidden.dims[1]:
             ids = cut(ids, self.mesh, axis, min(1, ids.ndim - 1))
         return F.embedding(ids, use(self.weight, self.tp.hidden.rows, self.mesh), self.padding_idx)
@@ -143,6 +158,14 @@ class Embedding(ParallelLayer):
                     f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}): the id "
                     f"{least if least < 0 else most} is not one of {self.num_embeddings}"
                 )
+
+    def _own_features(self, ids: Tensor) -> Tensor:
+        """Every token's features that lie here; then they meet where the stream rests."""
+        hidden = at_rank(self.tp.hidden, ids.ndim + 1)
+        rows = (*hidden.dims[:1], *[()] * (ids.ndim - 1)) if ids.ndim > 1 else ((),)
+        source = Layout((*rows, placement(self.weight).dims[1]))
+        y = F.embedding(ids, use(self.weight, source.rows, self.mesh), self.padding_idx)
+        return redistribute(y, source, hidden, self.mesh)
 
     def _sum_of_pieces(self, ids: Tensor, plan: MatmulPlan) -> Tensor:
         self._check_ids(ids)
@@ -188,3 +211,10 @@ class WholeEmbedding(Embedding):
     """A table that has every entry on every rank."""
 
     vocab_parallel = False
+
+
+class HiddenParallelEmbedding(Embedding):
+    """A table that has every entry, and is cut along its features in every mode."""
+
+    vocab_parallel = False
+    hidden_parallel = True

@@ -85,10 +85,16 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (batch, num_classes) for ``images`` (batch, in_chans, img_size, img_size)."""
-        x = self.embed(partition_batch(images, **self.place))  # (batch, 1 + patches, hidden)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return run_layers(self, images)
+
+
+def run_layers(model: Any, x: Tensor) -> Tensor:
+    """What ``model``, a ViT or some of its layers one after the other, makes of ``x``: images, if it has an embedding."""
+    if model.embed is not None:
+        x = model.embed(partition_batch(x, **model.place))  # (batch, 1 + patches, hidden)
+    for block in model.blocks.children():
+        x = block(x)
+    return x if model.head is None else model.head(model.norm(x))
 
 
 def _init_as_torch(model: VisionTransformer) -> None:

@@ -1,0 +1,82 @@
+"""Weights that several pipeline stages use, such as the word embedding that is also the output head.
+
+Each of these stages holds the weight.  It starts with the values of the first stage, its gradients are summed over the
+stages in each step (``PipelineSharedModuleGradientHandler``, which ``initialize`` adds by itself), so all copies stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from colossalai.mesh import full_shape, mesh_groups, placement
+from colossalai.mesh.norm import STAGES
+from colossalai.mesh.parameter import SHARED_GROUP
+
+
+class PipelineSharedModuleWrapper:
+    """One set of parameters shared by the stages ``pipeline_ranks``.
+
+    Every rank of the job makes the wrapper; the ranks of these stages register their module, or parameters, in the same order.
+    """
+
+    def __init__(self, pipeline_ranks: Sequence[int]) -> None:
+        size = gpc.get_world_size(ParallelMode.PIPELINE) if gpc.is_initialized(ParallelMode.PIPELINE) else 1
+        self.pipeline_ranks = sorted(set(pipeline_ranks))
+        if not self.pipeline_ranks or not 0 <= self.pipeline_ranks[0] <= self.pipeline_ranks[-1] < size:
+            raise ValueError(
+                f"PipelineSharedModuleWrapper got the pipeline ranks {list(pipeline_ranks)}, but the pipeline has the ranks 0"
+                f" to {size - 1}"
+            )
+        self._rank = gpc.get_local_rank(ParallelMode.PIPELINE) if size > 1 else 0
+        self.group = self._new_group() if len(self.pipeline_ranks) > 1 else None
+
+    def _new_group(self) -> dist.ProcessGroup | None:
+        own = None
+        for stages in mesh_groups(gpc.mesh.size, (STAGES,)):
+            group = dist.new_group([stages[rank] for rank in self.pipeline_ranks])
+            if gpc.get_global_rank() in stages and self._rank in self.pipeline_ranks:
+                own = group
+        return own
+
+    def register_module(self, module: nn.Module) -> None:
+        """Share all parameters of ``module``."""
+        self._share(module.parameters(), type(module).__name__)
+
+    def register_parameter(self, param: nn.Parameter) -> None:
+        """Share ``param``."""
+        self._share([param], "a parameter")
+
+    def _share(self, params: Iterable[nn.Parameter], what: str) -> None:
+        if self._rank not in self.pipeline_ranks:
+            raise ValueError(
+                f"pipeline rank {self._rank} registers {what} as shared by the pipeline ranks {self.pipeline_ranks}, to which it"
+                " does not belong; register it there, or add this rank"
+            )
+        params = list(params)
+        if any(hasattr(p, SHARED_GROUP) for p in params):
+            raise ValueError(f"{what} is shared already; register it with one PipelineSharedModuleWrapper")
+        if self.group is None:
+            return  # one stage: the same module is used twice
+        for p in params:
+            setattr(p, SHARED_GROUP, self.group)
+        if not any(p.is_meta for p in params):
+            self._make_equal(params)
+
+    @torch.no_grad()
+    def _make_equal(self, params: Sequence[Tensor]) -> None:
+        kinds = [(tuple(full_shape(p)), p.dtype, str(placement(p))) for p in params]
+        others: list[list[tuple[tuple[int, ...], torch.dtype, str]]] = [[] for _ in self.pipeline_ranks]
+        dist.all_gather_object(others, kinds, group=self.group)
+        if any(other != kinds for other in others):
+            listed = "; ".join(f"rank {r}: {k}" for r, k in zip(self.pipeline_ranks, others, strict=True))
+            raise ValueError(
+                f"the pipeline ranks {self.pipeline_ranks} share parameters, but theirs differ in (shape, dtype, layout): {listed}"
+            )
+        for p in params:
+            dist.broadcast(p, group=self.group, group_src=0)

@@ -1,0 +1,111 @@
+"""Which layers of a sequence each pipeline stage gets.
+
+A model of ``n`` layers becomes ``pipeline_parallel_size * num_chunks`` parts, each a range of neighbouring layers.  Part
+``i`` is chunk ``i // pipeline_parallel_size`` of pipeline rank ``i % pipeline_parallel_size``: with several chunks, a batch
+passes every rank several times.  The answers are ``parts[rank]``, a list of ``(start, end)`` per chunk, without ``end``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+SPLIT_NODE = "SPLIT_NODE"
+
+Range = tuple[int, int]
+Parts = list[list[Range]]
+_Array = npt.NDArray[np.float64]
+
+
+def partition_uniform(num_items: int, pipeline_parallel_size: int, num_chunks: int = 1) -> Parts:
+    """Parts with equally many layers; the remainder is spread evenly."""
+    count = _count(num_items, pipeline_parallel_size, num_chunks)
+    return _dealt([num_items * i // count for i in range(count + 1)], pipeline_parallel_size)
+
+
+def partition_balanced(weights: Sequence[float], pipeline_parallel_size: int, num_chunks: int = 1) -> Parts:
+    """Parts whose heaviest is as light as possible, and among those the most even ones (by the sum of squares).
+
+    ``weights`` are what a layer costs: its parameters, or a cost of ``colossalai.pipeline.cost``.
+    """
+    count = _count(len(weights), pipeline_parallel_size, num_chunks)
+    if not all(w >= 0 for w in weights):  # also false for nan
+        raise ValueError(f"the weights of layers must be numbers of at least 0, got {list(weights)}")
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
+    # weight[start, end] of the layers from start to end; a part has at least one
+    weight = total[None, :] - total[:, None]
+    weight[np.tril_indices(len(total))] = np.inf
+    heaviest, _ = _cheapest(weight, count, np.maximum)
+    squares = np.where(weight <= heaviest, weight, np.inf) ** 2
+    return _dealt(_cheapest(squares, count, np.add)[1], pipeline_parallel_size)
+
+
+def customized_partition(
+    exec_seq: Sequence[Any], pipeline_parallel_size: int | None = None, num_chunks: int = 1
+) -> Parts:
+    """Parts that end where ``exec_seq`` has a ``"SPLIT_NODE"``; its other strings are the layers.
+
+    Without a size, each part is a rank.
+    """
+    bounds = [0]
+    for item in exec_seq:
+        if item == SPLIT_NODE:
+            bounds.append(bounds[-1])
+        elif isinstance(item, str):
+            bounds[-1] += 1
+    bounds = [0, *bounds]
+    found = len(bounds) - 1
+    size = found if pipeline_parallel_size is None else pipeline_parallel_size
+    count = _count(bounds[-1], size, num_chunks)
+    if found != count:
+        raise ValueError(
+            f"exec_seq has {found - 1} {SPLIT_NODE!r}, which make {found} parts, but {_plan(size, num_chunks)} need"
+            f" {count}"
+        )
+    for i in range(count):
+        if bounds[i] == bounds[i + 1]:
+            raise ValueError(
+                f"part {i} of exec_seq has no layer; put at least one between two {SPLIT_NODE!r} and at both ends"
+            )
+    return _dealt(bounds, size)
+
+
+def _count(items: int, stages: int, chunks: int) -> int:
+    if stages < 1 or chunks < 1:
+        raise ValueError(f"a pipeline needs at least 1 stage and 1 chunk, got {stages} and {chunks}")
+    if items < stages * chunks:
+        raise ValueError(
+            f"the model has {items} layers, but {_plan(stages, chunks)} need at least {stages * chunks}; use fewer"
+            " stages or chunks, or cut the model into more layers"
+        )
+    return stages * chunks
+
+
+def _plan(stages: int, chunks: int) -> str:
+    return f"{stages} pipeline stages with {chunks} chunk{'s' if chunks > 1 else ''} each"
+
+
+def _dealt(bounds: Sequence[int], stages: int) -> Parts:
+    """The ranges between ``bounds``, dealt to the stages in turn."""
+    ranges = list(pairwise(bounds))
+    return [ranges[stage::stages] for stage in range(stages)]
+
+
+def _cheapest(cost: _Array, parts: int, join: Callable[[_Array, _Array], _Array]) -> tuple[float, list[int]]:
+    """The cuts for which ``join`` of the parts' ``cost[start, end]`` is smallest: dynamic programming over ends."""
+    n = len(cost) - 1
+    best = np.full(n + 1, np.inf)
+    best[0] = 0.0
+    choices = []
+    for _ in range(parts):
+        joined = join(best[:, None], cost)
+        choices.append(joined.argmin(axis=0))
+        best = joined.min(axis=0)
+    bounds = [n]
+    for starts in reversed(choices):
+        bounds.insert(0, int(starts[bounds[0]]))
+    return float(best[n]), bounds

@@ -1,0 +1,89 @@
+"""Pipeline stages of whole models and of configs, on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import colossalai
+from colossalai.builder import build_pipeline_model, build_pipeline_model_from_cfg
+from colossalai.builder.pipeline import partition_uniform
+from colossalai.engine.gradient_handler import SHARED_GROUP
+from colossalai.pipeline.utils import partition_uniform as documented
+from colossalai.registry import MODELS
+from colossalai.testing import spawn
+
+WIDTH = 128  # large enough not to be built at once
+
+
+class Head(nn.Module):
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+def language_model(layers: int = 4) -> nn.Sequential:
+    table = nn.Embedding(WIDTH, WIDTH)
+    return nn.Sequential(table, *[nn.Linear(WIDTH, WIDTH) for _ in range(layers)], Head(table))
+
+
+def check(rank: int, world_size: int, port: int) -> list[list[str]]:
+    torch.manual_seed(0)
+    whole = language_model()
+    if not MODELS.has("language_model"):
+        MODELS.register_module(language_model)
+    colossalai.launch_from_torch(config={"parallel": {"pipeline": 2}}, backend="gloo", verbose=False)
+    stages: list[nn.Module] = []
+    for build in (
+        lambda: build_pipeline_model(language_model(), verbose=True),
+        lambda: build_pipeline_model(language_model(), num_chunks=2),
+        lambda: build_pipeline_model_from_cfg({"type": "language_model"}, partition_method="layer"),
+        lambda: build_pipeline_model_from_cfg(
+            {"type": language_model, "layers": 4}, num_chunks=2, verbose=True
+        ),
+    ):
+        torch.manual_seed(0)
+        stages.append(build())
+    expected = whole.state_dict()
+    for stage in stages:
+        for chunk in stage if isinstance(stage, nn.ModuleList) else [stage]:
+            for name, value in chunk.state_dict().items():
+                assert torch.equal(value, expected[name])
+        shared = [name for name, p in stage.named_parameters() if hasattr(p, SHARED_GROUP)]
+        assert [name[-8:] for name in shared] == (["0.weight"] if rank == 0 else ["5.weight"])
+    return [[name for name, _ in stage.named_parameters() if "weight" in name] for stage in stages]
+
+
+def test_on_two_ranks() -> None:
+    first, last = spawn(check, 2)
+    assert first[0] == first[2] == ["0.weight", "1.weight", "2.weight"]
+    assert last[0] == last[2] == ["3.weight", "4.weight", "5.weight"]
+    assert first[1] == ["0.0.weight", "1.3.weight"]
+    assert last[1] == ["0.1.weight", "0.2.weight", "1.4.weight", "1.5.weight"]
+    assert sorted(first[3] + last[3]) == sorted(first[1] + last[1])
+
+
+def test_without_a_pipeline_the_stage_is_the_model() -> None:
+    model: Any = language_model()
+    stage = build_pipeline_model(model)
+    assert list(stage.children()) == list(model.children())
+    assert partition_uniform is documented
+
+
+def test_bad_input() -> None:
+    with pytest.raises(TypeError, match=r"cuts an nn\.Sequential, got Linear"):
+        build_pipeline_model(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="partition_method must be one of layer, uniform, parameter, balanced, got 'time'"
+    ):
+        build_pipeline_model_from_cfg({"type": language_model}, partition_method="time")
+    with pytest.raises(
+        ValueError, match="the model has 1 layers, but 1 pipeline stages with 2 chunks each need"
+    ):
+        build_pipeline_model(nn.Sequential(nn.Linear(2, 2)), num_chunks=2)

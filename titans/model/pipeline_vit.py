@@ -1,0 +1,26 @@
+"""The vision transformer as pipeline stages, under any tensor mode: stages of ``titans.model.vit.VisionTransformer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titans.model.stages import Stage, build_pipeline
+from titans.model.vit.vit import VisionTransformer, run_layers
+
+
+class ViTStage(Stage):
+    """Some layers of a ViT.  ``x`` is what the stage before returned, or the images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_layers(self, x)
+
+
+def build_pipeline_vit(
+    num_layers: int, num_chunks: int = 1, device: torch.device | None = None, **kwargs: Any
+) -> nn.Module:
+    """This rank's stages of a ViT with ``num_layers`` blocks; further arguments are those of ``VisionTransformer``."""
+    kwargs["depth"] = num_layers
+    return build_pipeline(lambda: VisionTransformer(**kwargs), ViTStage, num_layers, num_chunks, device)

@@ -1,0 +1,82 @@
+"""A transformer of this zoo as pipeline stages: a stage is a range of the blocks of the one model.
+
+The model is built without memory, and the layers of this rank's stages are filled with the serial model's values
+(:mod:`colossalai.mesh.deferred`).  A stage keeps the names of the model's layers, so its ``state_dict`` is a part of the
+model's, and runs them with the model's own ``run_layers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from colossalai.logging import get_dist_logger
+from colossalai.mesh.deferred import Deferred
+from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
+from colossalai.pipeline.partition import partition_uniform
+from colossalai.utils import get_current_device
+
+
+class Stage(nn.Module):
+    """The blocks from ``start`` to ``end`` of a model; with its embedding, norm and head where these belong."""
+
+    def __init__(self, model: Any, start: int, end: int) -> None:
+        super().__init__()
+        first, last = start == 0, end == len(model.blocks)
+        self.place = model.place
+        self.embed = model.embed if first else None
+        # under the numbers that they have in the whole model
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(start, end)})
+        self.norm = model.norm if last else None
+        self.head = model.head if last else None
+
+
+def build_pipeline(
+    build: Callable[[], nn.Module],
+    stage: Callable[[nn.Module, int, int], Stage],
+    depth: int,
+    num_chunks: int = 1,
+    device: torch.device | None = None,
+) -> nn.Module:
+    """This rank's stage of the model that ``build`` makes, or a ``ModuleList`` of one for each chunk.
+
+    The model has ``depth`` blocks.  Where the job has no pipeline, the stages of one rank are the model.
+    """
+    piped = gpc.is_initialized(ParallelMode.PIPELINE)
+    size = gpc.get_world_size(ParallelMode.PIPELINE) if piped else 1
+    rank = gpc.get_local_rank(ParallelMode.PIPELINE) if piped else 0
+    parts = partition_uniform(depth, size, num_chunks)[rank]
+    real = torch.get_default_device().type != "meta"
+    if real:
+        with Deferred() as recording:
+            model = build()
+    else:
+        model = build()
+    chunks = []
+    for start, end in parts:
+        if piped:
+            get_dist_logger().info(
+                f"Rank{gpc.get_global_rank()} build layer {start}-{end}, {end - start}/{depth} layers"
+            )
+        chunks.append(stage(model, start, end))
+    stages = chunks[0] if num_chunks == 1 else nn.ModuleList(chunks)
+    if real:
+        recording.materialize(stages).to(device or get_current_device())
+    return stages
+
+
+def share_table(stages: nn.Module) -> None:
+    """Tie the table of the first stage's embedding and the weight of the last stage's head, which other ranks hold."""
+    if not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.get_world_size(ParallelMode.PIPELINE) == 1:
+        return
+    wrapper = PipelineSharedModuleWrapper([0, gpc.get_world_size(ParallelMode.PIPELINE) - 1])
+    for part in stages.modules():
+        if isinstance(part, Stage) and part.embed is not None:
+            wrapper.register_parameter(part.embed.word_embeddings.weight)
+        if isinstance(part, Stage) and part.head is not None:
+            wrapper.register_parameter(part.head.dense.weight)
