@@ -131,7 +131,7 @@ class Deferred:
         )
         try:
             if written and not all(written):
-                raise NotImplementedError("a tensor with values is written to")
+                raise RuntimeError("a tensor with values is written to")
             out = func(*meta[0], **meta[1])
         except (NotImplementedError, RuntimeError) as error:
             if any(written):

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import colossalai.nn.init as init
 from colossalai.mesh import Layout, MatmulPlan, Mesh, matmul, placement, redistribute, use
-from colossalai.nn import init
 from colossalai.nn.layer.base import Fill, ParallelLayer
 from colossalai.nn.logits import Logits, note_classifier
 from colossalai.nn.modes import TensorParallel, at_rank

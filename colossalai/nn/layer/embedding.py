@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import colossalai.nn.init as init
 from colossalai.mesh import (
     Layout,
     MatmulPlan,
@@ -26,7 +27,6 @@ from colossalai.mesh import (
     use,
 )
 from colossalai.mesh.collectives import cut
-from colossalai.nn import init
 from colossalai.nn.layer.base import Fill, ParallelLayer
 from colossalai.nn.layer.classifier import VOCAB_PARALLEL_LIMIT
 from colossalai.nn.modes import TensorParallel, at_rank

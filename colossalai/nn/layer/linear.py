@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import colossalai.nn.init as init
 from colossalai.mesh import Layout, MatmulPlan, Mesh, Order, full_shape, matmul, use
-from colossalai.nn import init
 from colossalai.nn.layer.base import Fill, ParallelLayer
 from colossalai.nn.modes import TensorParallel, at_rank, set_stream_position, stream_position
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import colossalai.nn.init as init
 from colossalai.mesh import Mesh, move
 from colossalai.mesh.movement import start_move
-from colossalai.nn import init
 from colossalai.nn.layer.base import Fill
 from colossalai.nn.layer.classifier import Classifier, VocabParallelClassifier, WholeClassifier
 from colossalai.nn.layer.dropout import Dropout

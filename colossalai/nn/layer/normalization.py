@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import colossalai.nn.init as init
 from colossalai.mesh import Axes, Mesh, collectives, use
-from colossalai.nn import init
 from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.modes import TensorParallel
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import colossalai.nn.init as init
 from colossalai.mesh import Layout, Mesh, redistribute, use
-from colossalai.nn import init
 from colossalai.nn.layer.base import Fill, ParallelLayer
 from colossalai.nn.layer.utils import to_2tuple
 from colossalai.nn.modes import TensorParallel
