@@ -170,7 +170,8 @@ class Chunk:
         self.flat.untyped_storage().resize_(self.nbytes)
         self.present = True
         for slot in self.slots:
-            slot.to(TensorState.HOLD)
+            if slot.state is TensorState.FREE:
+                slot.to(TensorState.HOLD)
         self.show()
 
     def drop(self) -> None:
@@ -181,7 +182,8 @@ class Chunk:
             self.arriving = None
         self.present = False
         for slot in self.slots:
-            slot.to(TensorState.FREE)
+            if slot.state is not TensorState.READY_FOR_REDUCE:  # its gradient is there without it
+                slot.to(TensorState.FREE)
         self.show()
         self.flat.untyped_storage().resize_(0)
         self.compute.give(self.nbytes)

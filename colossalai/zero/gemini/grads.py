@@ -57,6 +57,16 @@ class ChunkGradients:
     """Which parameters have had a gradient since the last step."""
 
 
+@dataclass
+class Taken:
+    """The gradients of a chunk that an update has taken over: the sum, and what is still to be added to it."""
+
+    shard: Tensor
+    arriving: list[Move]
+    extra: list[Tensor]
+    used: frozenset[Slot]
+
+
 class HostBuffers:
     """Gradient buffers on the host that are used again and again: page-locked memory takes long to get."""
 
@@ -261,6 +271,8 @@ class Gradients:
         for slot in arrived:
             if slot.state is TensorState.READY_FOR_REDUCE:
                 slot.to(TensorState.HOLD)
+                if not chunk.present:
+                    slot.to(TensorState.FREE)
         if chunk.resident:
             return
         if not self.sync and chunk.ranks.size > 1:
@@ -383,6 +395,32 @@ class Gradients:
             state.shard.add_(more)
             self.host.put(more)
         state.extra.clear()
+
+    def take(self, chunk: Chunk) -> Taken | None:
+        """Hand the gradients of a chunk that rests on the host over to its update; None if there are none."""
+        state = self.of[chunk.index]
+        if state.shard is None or chunk.home is self.chunks.compute:
+            return None
+        moves = [state.move, *(move for _, move in state.extra)]
+        taken = Taken(state.shard, moves, [more for more, _ in state.extra], frozenset(state.used))
+        state.shard, state.move = None, Move()
+        state.extra.clear()
+        state.used.clear()
+        return taken
+
+    @torch.no_grad()
+    def sum_up(self, taken: Taken) -> Tensor:
+        """The averaged sum, complete; waits on the CPU for what is under way."""
+        for move in taken.arriving:
+            move.finish()
+        for more in taken.extra:
+            taken.shard.add_(more)
+            self.host.put(more)
+        taken.extra.clear()
+        return taken.shard
+
+    def has_any(self) -> bool:
+        return any(s.shard is not None or s.direct or s.local is not None for s in self.of.values())
 
     def piece(self, chunk: Chunk, slot: Slot) -> Tensor | None:
         """This rank's slice of the averaged gradient of ``slot``; None if it has had no gradient."""
