@@ -286,6 +286,9 @@ class Gradients:
                 return
             state.buffer = self._buffer(chunk)
         buffer, state.buffer = state.buffer, None
+        if chunk.ranks.size == 1:
+            for slot in self.trained[chunk.index] - arrived:  # it may be added to another part
+                buffer[slot.offset : slot.end].zero_()
         own, move = self.chunks.reduce_chunk(chunk, buffer)
         self._send_home(chunk, state, buffer, own, move)
 

@@ -10,8 +10,9 @@ The backward pass of a call is over, and its weights can go, at the first of the
 
 - all of its parameters are trained and have their gradients, so nothing that uses them is left;
 - some are frozen: the others have their gradients, and the gradients of its inputs are known;
+- it is a linear layer, which is one node of the graph: the gradient of its input is known (its weight may be tied, and wait for more);
 - the backward pass of a call that had ended before this one began: autograd goes through a graph in the reverse order of its making;
-- the end of the whole backward pass.
+- the end of the backward pass it belongs to; reentrant checkpointing has one for each segment, inside the whole.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from colossalai.zero.gemini._compat import at_end_of_task, current_task
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.manager import GeminiManager
 
@@ -38,6 +40,7 @@ class Unit:
     slots: list[Slot] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     moving: tuple[Chunk, ...] = ()  # those of its chunks that come and go
+    simple: bool = False  # one node of the graph
 
     def add(self, slot: Slot, chunk: Chunk) -> None:
         self.slots.append(slot)
@@ -55,11 +58,10 @@ class Call:
 
     unit: Unit
     begin: int
-    nested: bool  # within a backward pass: recomputation
     end: int = 0
     inputs: int = 0  # whose gradients are not known yet; counted only where some parameters are frozen
     waiting: set[Slot] = field(default_factory=set)
-    backward: bool = False  # its weights are held for its backward pass
+    task: int = -1  # the backward pass for which its weights are held
 
 
 class WatchedParameters(dict[str, Any]):
@@ -99,6 +101,7 @@ class ModuleHooks:
         self.held: dict[Call, None] = {}
         self.in_backward = False
         self._clock = 0
+        self._outermost = -1
         self._handles: list[Any] = []
         self._modules = weakref.WeakKeyDictionary[nn.Module, Unit]()
         touch = partial(_touch, weakref.ref(self))
@@ -115,7 +118,7 @@ class ModuleHooks:
                     self._handles.append(slot.param.register_post_accumulate_grad_hook(grad_hook))
 
     def _hook(self, name: str, module: nn.Module, own: list[nn.Parameter]) -> None:
-        unit = Unit(name)
+        unit = Unit(name, simple=type(module) is nn.Linear)
         for param in own:
             unit.add(self.chunks.get_slot(param), self.chunks.get_chunk(param))
         self.units.append(unit)
@@ -134,12 +137,12 @@ class ModuleHooks:
 
     def before_forward(self, unit: Unit, inputs: Any) -> None:
         self._clock += 1
-        call = Call(unit, self._clock, self.in_backward)
+        call = Call(unit, self._clock)
         self.stack.append(call)
         if not unit.moving:
             return
         self.manager.access(unit.moving, unit.slots, call, unit.name)
-        if torch.is_grad_enabled() and not all(slot.trained for slot in unit.slots):
+        if torch.is_grad_enabled() and (unit.simple or not all(slot.trained for slot in unit.slots)):
             for tensor in _tensors(inputs):
                 call.inputs += 1
                 tensor.register_hook(partial(_input_done, weakref.ref(self), call))
@@ -182,15 +185,19 @@ class ModuleHooks:
     def begin_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_end, weakref.ref(self)))
+            self._outermost = current_task()
+            at_end_of_task(partial(_end, weakref.ref(self), self._outermost))
 
     def before_backward(self, call: Call) -> None:
         self.begin_backward()
-        if call.backward:
+        task = current_task()
+        if call.task == task:
             return
-        for other in [c for c in self.held if not (c.nested or call.nested) and call.end < c.begin]:
+        if task != self._outermost and not any(c.task == task for c in self.held):
+            at_end_of_task(partial(_end, weakref.ref(self), task))
+        for other in [c for c in self.held if c.task == task and call.end < c.begin]:
             self._end_call(other)
-        call.backward = True
+        call.task = task
         call.waiting = {slot for slot in call.unit.slots if slot.trained}
         self.held[call] = None
         self.manager.access(call.unit.moving, call.unit.slots, call, f"the backward pass of {call.unit.name}")
@@ -201,7 +208,7 @@ class ModuleHooks:
 
     def input_done(self, call: Call) -> None:
         call.inputs -= 1
-        if call in self.held and not call.inputs and not call.waiting:
+        if call in self.held and not call.inputs and (call.unit.simple or not call.waiting):
             self._end_call(call)
 
     def after_grad(self, chunk: Chunk, slot: Slot) -> None:
@@ -216,12 +223,15 @@ class ModuleHooks:
             if not call.waiting and (call.inputs <= 0 or all(s.trained for s in call.unit.slots)):
                 self._end_call(call)
 
-    def end(self) -> None:
-        self.in_backward = False
-        for call in list(self.held):
+    def end(self, task: int) -> None:
+        """A backward pass is over: the whole, or a part of it."""
+        whole = task == self._outermost
+        for call in [c for c in self.held if whole or c.task == task]:
             self._end_call(call)
-        self.stack.clear()
-        self.on_end()
+        if whole:
+            self.in_backward = False
+            self.stack.clear()
+            self.on_end()
 
     def reset(self) -> None:
         """After an exception: nobody computes."""
@@ -284,7 +294,7 @@ def _touch(weak: Weak, param: nn.Parameter) -> None:
         hooks.touch(param)
 
 
-def _end(weak: Weak) -> None:
+def _end(weak: Weak, task: int) -> None:
     hooks = weak()
     if hooks is not None:
-        hooks.end()
+        hooks.end(task)
