@@ -21,7 +21,7 @@ from colossalai.utils.disk.memory import padded
 AHEAD = 2  # slots that are read while one is computed
 WRITING = 2  # slots that may be on their way to the disk meanwhile
 BUFFERS = AHEAD + 1 + WRITING
-SHARE = 0.03  # of the bytes of all states: what the buffers may take together
+SHARE = 0.02  # of the bytes of all states: what the buffers may take together
 LEAST, MOST = 1 << 16, 16 << 20  # bytes of a slot
 
 
