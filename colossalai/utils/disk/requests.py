@@ -27,7 +27,8 @@ class Pending:
 
     def settle(self) -> None:
         """Return when the memory of the tensor is not touched any more, whether the transfer succeeded or failed."""
-        wait_for(self._requests)
+        if not self.done():
+            wait_for(self._requests)
         self._tensor = None
 
     def wait(self) -> None:
