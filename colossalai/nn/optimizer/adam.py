@@ -17,6 +17,7 @@ from colossalai.registry import OPTIMIZERS
 
 class _Adam(MomentsOptimizer):
     splits = True
+    divides = True
 
     def __init__(
         self,
