@@ -113,8 +113,8 @@ class NVMeOptimizer(MultiTensorOptimizer):
         for number, (group, parameters) in enumerate(groups):
             for p in parameters:
                 if p not in offload.slots:
-                    key = (number, p.dtype)
-                    new.setdefault(key, ([], self._fields(group, p)))[0].append(p)
+                    self._check_moved(group, p)
+                    new.setdefault((number, p.dtype), ([], self._fields(group, p)))[0].append(p)
         if not new:
             return
         everything = sum(
@@ -126,6 +126,15 @@ class NVMeOptimizer(MultiTensorOptimizer):
         offload.place(new.values(), everything)
         for parameter in chain.from_iterable(ps for ps, _ in new.values()):
             self.state[parameter].setdefault("step", torch.tensor(0.0))
+
+    def _check_moved(self, group: dict[str, Any], parameter: Tensor) -> None:
+        """Wrappers that put other parameters in the place of the model's move ``optimizer.state``, but not slots."""
+        state = self.state.get(parameter, {})
+        if state.get("step") and not all(name in state for name in self.state_names(group)):
+            raise RuntimeError(
+                f"the states of the parameter of shape {tuple(parameter.shape)} are on the disk for another one, which it"
+                " replaced. Wrap the optimizer before its first step, or load its state_dict after wrapping it"
+            )
 
     def _fields(self, group: dict[str, Any], parameter: Tensor) -> Fields:
         fields = [(name, wide(parameter)) for name in self.state_names(group)]

@@ -363,6 +363,20 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         optimizer.step()
 
 
+def test_states_that_a_wrapper_would_lose(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = optim.HybridAdam([weight], nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.param_groups[0]["params"][0] = other = nn.Parameter(torch.ones(2))
+    optimizer.state[other] = optimizer.state.pop(weight)
+    other.grad = torch.ones(2)
+    with pytest.raises(
+        RuntimeError, match=r"shape \(2,\) are on the disk for another one, .* Wrap the optimizer before"
+    ):
+        optimizer.step()
+
+
 def test_parameters_with_gaps_stay_in_memory(tmp_path: Path) -> None:
     results = []
     for fraction in (0.0, 1.0):
