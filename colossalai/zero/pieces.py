@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +144,16 @@ class Piece:
         """The slice of a tensor in the shape of ``param`` (or flat), in the shape of ``value``; a view where torch can."""
         return whole.reshape(-1)[self.start : self.end].view(self.value.shape)
 
+    def fit(self, value: Any) -> Any:
+        """The slice of a tensor in the shape of ``param``, as a tensor of its own; anything else, also a slice, as it is."""
+        if (
+            not isinstance(value, Tensor)
+            or value.shape != self.param.shape
+            or value.shape == self.value.shape
+        ):
+            return value
+        return self.cut(value).clone()
+
     def in_shard(self, shard: Tensor) -> Tensor:
         """The slice of a flat tensor like this rank's shard of the buffer, in the shape of ``value``."""
         low, _ = self.layout.bounds(self.rank)
@@ -160,17 +171,17 @@ def make_piece(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     pin: bool = False,
+    copy: bool = False,
 ) -> Piece:
     """The piece of ``param``, entry ``index`` of a flat ``buffer`` that holds its values.
 
-    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if it waits on the host.
+    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if it waits on the host;
+    ``copy`` it in any case.
     """
     start, end = layout.piece(index, rank)
     offset = layout.offsets[index]
     weight = buffer[offset + start : offset + end] if end > start else buffer[:0]
-    if layout.owner is not None and end > start:
-        weight = weight.view(param.shape)
-    return piece_of(param, layout, index, rank, weight, dtype=dtype, device=device, pin=pin)
+    return piece_of(param, layout, index, rank, weight, dtype=dtype, device=device, pin=pin, copy=copy)
 
 
 def piece_of(
@@ -183,10 +194,16 @@ def piece_of(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     pin: bool = False,
+    copy: bool = False,
 ) -> Piece:
-    """The piece of ``param`` whose values, the slice that ``layout`` gives to ``rank``, lie in ``weight``."""
+    """The piece of ``param`` whose values, the slice that ``layout`` gives to ``rank``, lie in ``weight``.
+
+    A piece that is all of its parameter has its shape, others are flat.
+    """
+    if 0 < weight.numel() == param.numel():
+        weight = weight.view(param.shape)
     value = weight.detach()
-    if (dtype or weight.dtype, device or weight.device) != (weight.dtype, weight.device) or pin:
+    if (dtype or weight.dtype, device or weight.device) != (weight.dtype, weight.device) or pin or copy:
         target = torch.empty(
             weight.shape, dtype=dtype or weight.dtype, device=device or weight.device, pin_memory=pin
         )

@@ -28,6 +28,7 @@ from colossalai.amp._compat import changes, copy_all
 from colossalai.amp.naive_amp.fp16_optimizer import MASTERS_KEY
 from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradScaler
 from colossalai.amp.scaled_optimizer import SCALER_KEY, ScaledOptimizer
+from colossalai.checkpoint_io.gathered import PIECE
 from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh import Layout, Mesh, grad_norm, place, placement
 from colossalai.mesh._compat import multiply_all
@@ -36,10 +37,7 @@ from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.utils.optimizer_state import check_state
 from colossalai.zero.pieces import Piece
-from colossalai.zero.states import cut_state, cut_value, sliced_states, whole
-
-# The attribute by which a checkpoint finds the piece of a parameter of the optimizer.
-PIECE = "zero_piece"
+from colossalai.zero.states import cut_state, sliced_states, whole
 
 
 def needs_masters(optimizer: Optimizer, dtype: torch.dtype) -> bool:
@@ -342,7 +340,7 @@ class ShardedOptimizer(ScaledOptimizer):
     def _load_masters(self, masters: dict[int, Tensor]) -> None:
         for number, piece in self._numbered.items():
             if number in masters and needs_masters(self.unwrap(), piece.param.dtype) and not piece.is_empty:
-                piece.value.copy_(cut_value(masters[number], piece))
+                piece.value.copy_(piece.fit(masters[number]))
             piece.seen = -1  # compare with the weights, which may be loaded before or after
 
 

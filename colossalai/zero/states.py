@@ -126,14 +126,7 @@ def _joined(kind: tuple[str, Any], piece: Piece, own: Any, group: dist.ProcessGr
 
 def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
     """This rank's slices of a state of the serial optimizer; nothing for an empty piece."""
-    return {} if piece.is_empty else {name: cut_value(value, piece) for name, value in state.items()}
-
-
-def cut_value(value: Any, piece: Piece) -> Any:
-    """The slice of a tensor in the shape of the parameter, as a tensor of its own; anything else as it is."""
-    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape == piece.value.shape:
-        return value
-    return piece.cut(value).clone() if value.shape == piece.param.shape else value
+    return {} if piece.is_empty else {name: piece.fit(value) for name, value in state.items()}
 
 
 def whole(value: Any) -> Any:
