@@ -117,6 +117,10 @@ class ShardedOptimizer(ScaledOptimizer):
         return self.is_scaled
 
     @property
+    def averages_gradients(self) -> bool:
+        return True
+
+    @property
     def loss_scale(self) -> float:
         return self.scaler.scale
 
