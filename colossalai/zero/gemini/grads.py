@@ -29,7 +29,7 @@ from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.states import TensorState
 from colossalai.zero.gemini.tiers import Move, Tier
 
-IN_FLIGHT = 2  # gradient buffers that may be on their way to the host while the next one fills
+IN_FLIGHT = 3  # gradient buffers that may be on their way to the host while the next one fills
 
 
 @dataclass
@@ -326,7 +326,7 @@ class Gradients:
             return copier.start(target, own)
         with torch.cuda.stream(copier.download):  # where it was averaged
             target.copy_(own, non_blocking=True)
-            event: Any = torch.cuda.Event()
+            event: Any = torch.cuda.Event(blocking=True)
             event.record(copier.download)
         return Move(event)
 

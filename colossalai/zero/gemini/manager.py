@@ -8,6 +8,7 @@ this is the same on every rank, since bringing a chunk that ranks share is a col
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -98,7 +99,6 @@ class GeminiManager:
             self.sample_overall_data()
             self.trace.close()
             self.gradients.agree_on_order()
-        self.timeline.end()
 
     def adjust_layout(self, chunks: Sequence[Chunk]) -> None:
         """Bring ``chunks`` to the compute tier, letting others go where room is needed."""
@@ -138,7 +138,10 @@ class GeminiManager:
     def _bring(self, chunk: Chunk, who: str, together: Sequence[Chunk]) -> None:
         if chunk.present:
             return
-        self.worker.wait(chunk.index)
+        if not self.worker.is_done(chunk.index):
+            before = perf_counter()
+            self.worker.wait(chunk.index)
+            self.timeline.blocked += perf_counter() - before
         need = sum(c.nbytes for c in together)
         try:
             self.make_room(chunk.nbytes, chunk.name)

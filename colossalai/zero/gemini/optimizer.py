@@ -145,7 +145,8 @@ class GeminiOptimizer(ShardedOptimizer):
         if self.is_scaled or self._max_norm > 0:
             self._settle_gradients()
         for piece, (chunk, slot) in self._places.items():
-            piece.value.grad = gradients.piece(chunk, slot)  # None where the update has begun
+            grad = gradients.piece(chunk, slot)  # None where the update has begun
+            piece.value.grad = None if grad is None else grad.view(piece.value.shape)
 
     def _settle_gradients(self) -> None:
         for index in self.model.gradients.of:
@@ -283,12 +284,13 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def _account(self, chunk: Chunk) -> None:
         """Count the states of ``chunk`` where they lie."""
+        if chunk.index in self._accounted:
+            return
         assert chunk.home is not None
         now = self._state_bytes(chunk)
-        before = self._accounted.get(chunk.index, 0)
-        if now > before:
-            chunk.home.take(now - before, f"optimizer states of {chunk.name}")
-        self._accounted[chunk.index] = now
+        if now:
+            chunk.home.take(now, f"optimizer states of {chunk.name}")
+            self._accounted[chunk.index] = now
 
     def _state_bytes(self, chunk: Chunk) -> int:
         total = 0

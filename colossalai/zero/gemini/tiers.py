@@ -113,9 +113,12 @@ class Move:
     event: Any = None
     work: Any = None  # a collective that follows the copy
     keep: list[Tensor] = field(default_factory=list)
+    needed: Any = None  # when the current stream came to wait for it, if somebody measures
 
     def wait(self) -> None:
         """Let the work that the current stream gets from now on see the result; the CPU goes on."""
+        if self.needed is not None:
+            self.needed.record()
         if self.work is not None:
             self.work.wait()
         if self.event is not None:
@@ -137,6 +140,8 @@ class Copier:
         self.is_async = device.type == "cuda"
         self.upload: Any = torch.cuda.Stream(device) if self.is_async else None
         self.download: Any = torch.cuda.Stream(device) if self.is_async else None
+        self.timed = False  # measure copies, and how long computation waits for them
+        self._measured: list[tuple[Any, Any, Any]] = []
 
     def start(self, target: Tensor, source: Tensor) -> Move:
         """Copy after everything that the current stream was given before."""
@@ -145,8 +150,26 @@ class Copier:
             return Move()
         stream = self.download if target.device.type == "cpu" else self.upload
         stream.wait_stream(torch.cuda.current_stream(self.device))
+        begin, needed = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if self.timed else (None, None)
         with torch.cuda.stream(stream):
+            if begin is not None:
+                begin.record(stream)
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            # whoever waits on the CPU sleeps
+            event = torch.cuda.Event(blocking=True, enable_timing=self.timed)
             event.record(stream)
-        return Move(event, keep=[target, source])
+        if begin is not None:
+            self._measured.append((begin, event, needed))
+        return Move(event, keep=[target, source], needed=needed)
+
+    def times(self) -> tuple[float, float]:
+        """Seconds of all copies since the last call, and seconds that computation waited for them; zeros if nobody measured."""
+        measured, self._measured = self._measured, []
+        copying = waiting = 0.0
+        if measured:
+            torch.cuda.synchronize(self.device)
+        for begin, end, needed in measured:
+            copying += begin.elapsed_time(end) / 1000
+            if needed.query() and needed.cuda_event:
+                waiting += max(0.0, needed.elapsed_time(end)) / 1000
+        return copying, waiting
