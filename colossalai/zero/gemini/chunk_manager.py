@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
-from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, padded
+from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, aligned, padded
 from colossalai.zero.gemini.search import MB, check_search, data_parallel_size, search_chunk_configuration
 from colossalai.zero.gemini.states import TensorState
 from colossalai.zero.gemini.tiers import Copier, Move, PinnedMemory, Tier
@@ -78,7 +78,7 @@ class ChunkManager:
             chunk = self._new(padded(numel, self.ranks.size), dtype)
         else:
             chunk = self._open.get(dtype) or self._new(size, dtype)
-            if padded(chunk.used, 1) + numel > chunk.size:
+            if aligned(chunk.used) + numel > chunk.size:
                 chunk = self._new(size, dtype)
             self._open[dtype] = chunk
         self._slots[tensor] = (chunk, chunk.append(tensor, name))
