@@ -55,7 +55,11 @@ def device() -> torch.device:
 def build(args: argparse.Namespace, where: str) -> nn.Module:
     from titans.model.gpt import GPT
 
-    sizes = TOY if args.small else {**BIG, "depth": args.depth, "hidden_size": args.width, "num_heads": args.heads}
+    sizes = (
+        TOY
+        if args.small
+        else {**BIG, "depth": args.depth, "hidden_size": args.width, "num_heads": args.heads}
+    )
     quiet = {"dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
     with torch.device(where):
         return GPT(**sizes, **quiet, max_position_embeddings=args.length, checkpoint=True)
@@ -143,7 +147,9 @@ def fsdp2(args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[], str
     with torch.no_grad():
         for p in model.parameters():
             local = p.to_local()
-            local.copy_(torch.randn(local.shape, device=device()) * 0.02 if p.ndim > 1 else torch.ones(local.shape))
+            local.copy_(
+                torch.randn(local.shape, device=device()) * 0.02 if p.ndim > 1 else torch.ones(local.shape)
+            )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
     loss_of = criterion()
 
@@ -171,7 +177,6 @@ def wait() -> None:
 
 
 def run_side(side: str, args: argparse.Namespace) -> Result:
-    import colossalai.zero.gemini
     import titans.model.gpt  # noqa: F401  (neither is a part of the start)
 
     if torch.cuda.is_available():
@@ -181,7 +186,9 @@ def run_side(side: str, args: argparse.Namespace) -> Result:
     wait()
     start = time.perf_counter() - begin
     words = TOY["vocab_size"] if args.small else BIG["vocab_size"]
-    ids = torch.randint(words, (args.batch, args.length), generator=torch.Generator().manual_seed(0)).to(device())
+    ids = torch.randint(words, (args.batch, args.length), generator=torch.Generator().manual_seed(0)).to(
+        device()
+    )
     losses = []
     begin = time.perf_counter()
     losses.append(step(ids))
@@ -205,7 +212,16 @@ def run_side(side: str, args: argparse.Namespace) -> Result:
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     between = [b - a for a, b in zip(moments, moments[1:], strict=False)]
     return Result(
-        side, parameters, seconds, median(between), start, first, peak, host, [float(x) for x in losses], notes()
+        side,
+        parameters,
+        seconds,
+        median(between),
+        start,
+        first,
+        peak,
+        host,
+        [float(x) for x in losses],
+        notes(),
     )
 
 
@@ -222,7 +238,9 @@ def show(results: list[Result]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--small", action="store_true", help="a toy, to try the code on a CPU")
     parser.add_argument("--depth", type=int, default=BIG["depth"])
@@ -234,7 +252,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chunk-mb", type=float, default=128)
     parser.add_argument("--prefetch", type=int, default=3)
     parser.add_argument("--host-buffers", type=int, default=None)
-    parser.add_argument("--capacity-gib", type=float, default=0.0, help="of model data on the GPU; 0: no limit")
+    parser.add_argument(
+        "--capacity-gib", type=float, default=0.0, help="of model data on the GPU; 0: no limit"
+    )
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()

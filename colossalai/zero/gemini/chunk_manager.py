@@ -175,9 +175,7 @@ class ChunkManager:
         stream = self.copier.download
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            work = reduce_scatter_single(
-                own, grads, op=dist.ReduceOp.AVG, group=ranks.reduce, async_op=True
-            )
+            work = reduce_scatter_single(own, grads, op=dist.ReduceOp.AVG, group=ranks.reduce, async_op=True)
             work.wait()
             event = torch.cuda.Event()
             event.record(stream)
@@ -226,7 +224,9 @@ class ChunkManager:
             inside = chunk.name.split("(", 1)[1][:-1]
             lines.append(f"{chunk.index:5} {chunk.size:14,} {chunk.wasted:10,} {home:>8} {inside}")
         wasted, total = sum(c.wasted for c in self.chunks), sum(c.size for c in self.chunks)
-        lines.append(f"{len(self.chunks)} chunks, {wasted:,} of {total:,} elements wasted ({wasted / max(total, 1):.2%})")
+        lines.append(
+            f"{len(self.chunks)} chunks, {wasted:,} of {total:,} elements wasted ({wasted / max(total, 1):.2%})"
+        )
         return "\n".join(lines)
 
 
@@ -253,7 +253,13 @@ def init_chunk_manager(
     interval = 1024 if hidden_dim is None else hidden_dim
     check_search(search_range_mb, interval, min_chunk_size_mb)
     config, total, wasted = search_chunk_configuration(
-        model, search_range_mb, interval, min_chunk_size_mb, filter_exlarge_params, strict_ddp_flag, dtype=dtype
+        model,
+        search_range_mb,
+        interval,
+        min_chunk_size_mb,
+        filter_exlarge_params,
+        strict_ddp_flag,
+        dtype=dtype,
     )
     if verbose:
         size = config[data_parallel_size()]["chunk_size"]

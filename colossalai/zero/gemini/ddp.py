@@ -166,7 +166,9 @@ class ZeroDDP(ModelWrapper):
         self.gemini_manager.drop_stale()
 
     @torch.no_grad()
-    def whole_values(self, dtype: torch.dtype | None = None, keep: bool = True) -> Iterator[tuple[str, Tensor | None]]:
+    def whole_values(
+        self, dtype: torch.dtype | None = None, keep: bool = True
+    ) -> Iterator[tuple[str, Tensor | None]]:
         """The name and the values of every parameter, on the CPU, chunk by chunk; without ``keep``, only help others to gather."""
         self.settle()
         for chunk in self.chunk_manager.chunks:
@@ -200,7 +202,9 @@ class ZeroDDP(ModelWrapper):
         return found
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:  # type: ignore[override]
         """Load whole tensors under the names of the model; every rank needs those of its own shards, so all of them."""
         self.settle()
         result = _compare_keys(self.unwrap(), state_dict, strict)
@@ -241,7 +245,9 @@ def _compare_keys(module: nn.Module, state_dict: Mapping[str, Any], strict: bool
     missing = [name for name in own if name not in state_dict]
     unexpected = [name for name in state_dict if name not in own]
     wrong = [n for n, t in own.items() if n in state_dict and tuple(state_dict[n].shape) != tuple(t.shape)]
-    problems = [f"{n} has shape {tuple(state_dict[n].shape)}, the model's is {tuple(own[n].shape)}" for n in wrong]
+    problems = [
+        f"{n} has shape {tuple(state_dict[n].shape)}, the model's is {tuple(own[n].shape)}" for n in wrong
+    ]
     if strict:
         problems += [f"missing: {', '.join(missing)}"] * bool(missing)
         problems += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)

@@ -209,7 +209,7 @@ class Gradients:
                 )
             return []
         ranks = self.chunks.ranks
-        flags = torch.zeros(len(self.chunks.chunks), dtype=torch.int32, device=self._meeting())
+        flags = torch.zeros(len(self.chunks.chunks), dtype=torch.int32, device=self.meeting)
         for chunk in again:
             flags[chunk.index] = 1
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=ranks.reduce)
@@ -217,7 +217,7 @@ class Gradients:
 
     def _share_used(self) -> None:
         """Ask which parameters got a gradient on any rank; ``resolve`` reads the answer."""
-        device = self._meeting()
+        device = self.meeting
         marks = [int(slot in self.of[i].used) for i in self.of for slot in self.chunks.chunks[i].slots]
         flags = torch.tensor(marks, dtype=torch.int32).to(device, non_blocking=True)
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.chunks.ranks.reduce, async_op=True)
@@ -242,7 +242,8 @@ class Gradients:
         for i, state in self.of.items():
             state.used.update(slot for slot in self.chunks.chunks[i].slots if next(marks))
 
-    def _meeting(self) -> torch.device:
+    @property
+    def meeting(self) -> torch.device:
         """Where small tensors are exchanged."""
         return torch.device("cpu") if self.chunks.ranks.staged else self.chunks.device
 
@@ -251,7 +252,7 @@ class Gradients:
         order = [i for i in dict.fromkeys(self.done_order) if i in self.of]
         order += [i for i in self.order if i not in order]
         if self.chunks.ranks.size > 1:
-            shared = torch.tensor(order, dtype=torch.int64, device=self._meeting())
+            shared = torch.tensor(order, dtype=torch.int64, device=self.meeting)
             group = self.chunks.ranks.reduce
             dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
             order = shared.tolist()

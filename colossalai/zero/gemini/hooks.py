@@ -174,7 +174,7 @@ class ModuleHooks:
             return
         call = self.stack[-1]
         chunk = self.chunks.get_chunk(param)
-        if chunk.resident or call in chunk.users and chunk.present:
+        if chunk.resident or (call in chunk.users and chunk.present):
             return
         slot = self.chunks.get_slot(param)
         call.unit.add(slot, chunk)

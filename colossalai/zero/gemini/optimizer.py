@@ -75,7 +75,14 @@ class GeminiOptimizer(ShardedOptimizer):
         scaler = None
         if module.dtype is torch.float16:
             scaler = DynamicGradScaler(
-                initial_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, verbose
+                initial_scale,
+                growth_factor,
+                backoff_factor,
+                growth_interval,
+                min_scale,
+                max_scale,
+                hysteresis,
+                verbose,
             )
         if update_in_backward and (scaler is not None or clipping_norm):
             why = "fp16, whose loss scale" if scaler is not None else "clipping, which"
@@ -189,6 +196,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._early_options = None
         if not self._promoted and not self.manager.is_warmup():
             self._promoted = True
+            self._agree_on_states()
             self._promote()
         return result
 
@@ -292,6 +300,20 @@ class GeminiOptimizer(ShardedOptimizer):
             chunk.home.take(now, f"optimizer states of {chunk.name}")
             self._accounted[chunk.index] = now
 
+    def _agree_on_states(self) -> None:
+        """Count the same on all ranks, the most of any: what is brought and let go must not differ."""
+        ranks = self.chunks.ranks
+        if ranks.size == 1:
+            return
+        self.settle()
+        counts = [self._accounted.get(chunk.index, 0) for chunk in self.chunks.chunks]
+        most = torch.tensor(counts, dtype=torch.int64, device=self.model.gradients.meeting)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ranks.reduce)
+        for chunk, before, now in zip(self.chunks.chunks, counts, most.tolist(), strict=True):
+            assert chunk.home is not None
+            chunk.home.take(now - before, f"optimizer states of {chunk.name}")
+            self._accounted[chunk.index] = now
+
     def _state_bytes(self, chunk: Chunk) -> int:
         total = 0
         for _, piece, _ in self._groups_of.get(chunk.index, []):
@@ -316,7 +338,9 @@ class GeminiOptimizer(ShardedOptimizer):
                 if not piece.is_shared:
                     piece.weight.copy_(part.view(piece.weight.shape))
                 if piece in self._twins:
-                    increment_version(self._twins[piece])  # our optimizers look whether a parameter has changed
+                    increment_version(
+                        self._twins[piece]
+                    )  # our optimizers look whether a parameter has changed
                 return True
         return False
 
@@ -366,7 +390,7 @@ class GeminiOptimizer(ShardedOptimizer):
         budget = int((total - compute.used) * share)
         if self.chunks.ranks.size > 1:  # ranks gather the same chunks
             budget = min(budget, UNLIMITED)
-            number = torch.tensor([budget], dtype=torch.int64, device=self.model.gradients._meeting())
+            number = torch.tensor([budget], dtype=torch.int64, device=self.model.gradients.meeting)
             dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.chunks.ranks.reduce)
             budget = int(number.item()) - self._window()
         return budget

@@ -83,7 +83,9 @@ class ConstPlacementPolicy(PlacementPolicy):
     def set_const_memory_boundary(cls, cuda_memory_mb: float) -> None:
         """Whole chunks keep to this many MB of the compute tier."""
         if not cuda_memory_mb > 0:
-            raise ValueError(f"set_const_memory_boundary needs a number of MB above 0, got {cuda_memory_mb!r}")
+            raise ValueError(
+                f"set_const_memory_boundary needs a number of MB above 0, got {cuda_memory_mb!r}"
+            )
         cls._accessed_memory_boundary = round(cuda_memory_mb * MB)
 
 

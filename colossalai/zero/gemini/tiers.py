@@ -150,7 +150,9 @@ class Copier:
             return Move()
         stream = self.download if target.device.type == "cpu" else self.upload
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        begin, needed = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if self.timed else (None, None)
+        begin, needed = (
+            (torch.cuda.Event(enable_timing=True) for _ in range(2)) if self.timed else (None, None)
+        )
         with torch.cuda.stream(stream):
             if begin is not None:
                 begin.record(stream)

@@ -109,7 +109,9 @@ class Timeline:
     def numbers(self) -> Numbers:
         """Of the last whole step."""
         if self.last_numbers is None:
-            raise RuntimeError("the timeline of a step is known when the next one has begun; train two steps first")
+            raise RuntimeError(
+                "the timeline of a step is known when the next one has begun; train two steps first"
+            )
         return self.last_numbers
 
     def intervals(self, kind: str) -> dict[int, list[Interval]]:
@@ -123,7 +125,9 @@ class Timeline:
         """A line for each chunk: its home, how often and how long it was on the compute tier, when it was updated; then the sums."""
         present, updates = self.intervals("present"), self.intervals("update")
         seconds = self.numbers().seconds
-        lines = [f"{'chunk':>5} {'home':>8} {'MB':>8} {'fetched':>8} {'present':>8} {'updated at':>11}  first parameter"]
+        lines = [
+            f"{'chunk':>5} {'home':>8} {'MB':>8} {'fetched':>8} {'present':>8} {'updated at':>11}  first parameter"
+        ]
         for chunk in self.chunks.chunks:
             stays = chunk.resident
             times = present.get(chunk.index, [])
@@ -156,7 +160,12 @@ class Timeline:
         sent = [(e.when, e.chunk) for e in self.last if e.kind == "grads"]
         if sent:
             axes.plot(*zip(*sent, strict=True), ".", color="tab:green", markersize=4)
-        axes.set(xlabel="seconds since the step began", ylabel="chunk", xlim=(0, seconds), ylim=(len(chunks) - 0.5, -0.5))
+        axes.set(
+            xlabel="seconds since the step began",
+            ylabel="chunk",
+            xlim=(0, seconds),
+            ylim=(len(chunks) - 0.5, -0.5),
+        )
         axes.set_title("blue: on the compute tier, orange: updated on the host, green: gradients sent")
         figure.tight_layout()
         figure.savefig(path, dpi=120)

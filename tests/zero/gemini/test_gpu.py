@@ -16,7 +16,9 @@ pytestmark = pytest.mark.gpu
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
 
 
-def both(policy: str, dtype: torch.dtype, early: bool, reentrant: bool | None, **options: object) -> GeminiDDP:
+def both(
+    policy: str, dtype: torch.dtype, early: bool, reentrant: bool | None, **options: object
+) -> GeminiDDP:
     model = net(reentrant)
     serial = copy.deepcopy(model).to("cuda", dtype)
     reference = HybridAdam(serial.parameters(), **ADAM)

@@ -48,7 +48,12 @@ def test_the_whole_grid(ranks: int) -> None:
 
 def _gradients(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
-    for case in (Case(), Case("auto", share=0.5), Case("cuda", reentrant=True), Case(accumulate=2, share=0.25)):
+    for case in (
+        Case(),
+        Case("auto", share=0.5),
+        Case("cuda", reentrant=True),
+        Case(accumulate=2, share=0.25),
+    ):
         run, serial = Training(case), Serial(case)
         for step in range(3):
             words = batch(step)
