@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -210,7 +211,7 @@ def run_side(side: str, args: argparse.Namespace) -> Result:
         finish()
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    between = [b - a for a, b in zip(moments, moments[1:], strict=False)]
+    between = [b - a for a, b in pairwise(moments)]
     return Result(
         side,
         parameters,

@@ -26,7 +26,7 @@ from colossalai.checkpoint_io.general import (
 )
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
 from colossalai.checkpoint_io.sharding import plan_shards, size_of, spread_over_states
-from colossalai.interface import user_module
+from colossalai.interface import ModelWrapper, below_compile, user_module
 
 Part = tuple[dict[Any, Any], float]
 
@@ -54,7 +54,7 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         self, model: nn.Module, checkpoint: Path, gather_dtensor: bool, use_safetensors: bool
     ) -> None:
         _check(gather_dtensor)
-        state = user_module(model).state_dict(keep_vars=True)
+        state = _weights_of(model)
         parts = _gather(state, float("inf"), self.is_writer)
 
         def write() -> None:
@@ -74,7 +74,7 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         use_safetensors: bool,
     ) -> None:
         _check(gather_dtensor)
-        parts = _gather(user_module(model).state_dict(keep_vars=True), size_per_shard, self.is_writer)
+        parts = _gather(_weights_of(model), size_per_shard, self.is_writer)
         self._write_while_gathering(
             partial(write_model_shards, parts, checkpoint, variant, use_safetensors), parts
         )
@@ -122,6 +122,15 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
 def is_cut(value: Any) -> bool:
     """Whether other ranks hold other parts of ``value``."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
+
+
+def _weights_of(model: nn.Module) -> dict[str, Any]:
+    """The weights of a model with its cut tensors as they are; a wrapper whose weights lie elsewhere answers itself."""
+    wrapper = below_compile(model)
+    if isinstance(wrapper, ModelWrapper) and hasattr(type(wrapper), "sharded_state_dict"):
+        found: dict[str, Any] = wrapper.sharded_state_dict()
+        return found
+    return user_module(model).state_dict(keep_vars=True)
 
 
 def _state_of(optimizer: Optimizer) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from colossalai.checkpoint_io.sharding import (
     spread_over_states,
     survey_shards,
 )
-from colossalai.interface import user_module
+from colossalai.interface import below_compile, user_module
 from colossalai.utils.optimizer_state import check_state
 
 State = dict[str, Any]
@@ -119,7 +119,8 @@ class GeneralCheckpointIO(CheckpointIO):
         for path, state in parts:
             state = {name: self.fit(value, own.get(name)) for name, value in state.items()}
             try:
-                result = module.load_state_dict(state, strict=False)
+                # a wrapper whose weights lie elsewhere loads them there
+                result = below_compile(model).load_state_dict(state, strict=False)
             except RuntimeError as error:
                 raise RuntimeError(f"{path} does not fit the model: {error}") from error
             absent = set(result.missing_keys)

@@ -2,7 +2,7 @@
 
 from colossalai.zero.gemini.chunk import Chunk, ChunkFullError
 from colossalai.zero.gemini.chunk_manager import ChunkManager, init_chunk_manager
-from colossalai.zero.gemini.ddp import GeminiDDP, ZeroDDP
+from colossalai.zero.gemini.ddp import GeminiDDP, ZeroDDP, get_static_torch_model
 from colossalai.zero.gemini.manager import GeminiManager
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.optimizer import GeminiAdamOptimizer, GeminiOptimizer, ZeroOptimizer
@@ -38,6 +38,7 @@ __all__ = [
     "ZeroDDP",
     "ZeroOptimizer",
     "classify_params_by_dp_degree",
+    "get_static_torch_model",
     "init_chunk_manager",
     "search_chunk_configuration",
 ]

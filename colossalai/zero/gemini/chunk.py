@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from colossalai.zero.gemini.states import TensorState, check_transition
 from colossalai.zero.gemini.tiers import Move, Tier
+from colossalai.zero.pieces import FlatLayout
 
 ALIGN = 16  # elements: every shard and every parameter begins at an address that vector instructions like
 
@@ -129,6 +130,17 @@ class Chunk:
         """Whether the whole never leaves the compute tier: this rank keeps all of it, and keeps it there."""
         return self.home is self.compute and self.ranks.size == 1
 
+    def layout(self) -> FlatLayout:
+        """Where parameters lie and who keeps them, as other plans of ZeRO say it."""
+        sizes, offsets = zip(*((slot.numel, slot.offset) for slot in self.slots), strict=True)
+        return FlatLayout(sizes, offsets, self.ranks.size, self.shard_size)
+
+    def own_part(self, slot: Slot, shard: Tensor | None = None) -> Tensor | None:
+        """What this rank's shard (or a tensor like it) holds of ``slot``, flat; None if that is nothing."""
+        low = max(slot.offset, self.own.start) - self.own.start
+        high = min(slot.end, self.own.stop) - self.own.start
+        return (self.shard if shard is None else shard)[low:high] if high > low else None
+
     def append(self, param: nn.Parameter, name: str) -> Slot:
         offset = aligned(self.used)
         if offset + param.numel() > self.size:
@@ -165,7 +177,8 @@ class Chunk:
 
     def allocate(self) -> None:
         """Memory for the whole, on the compute tier."""
-        assert self.compute is not None and not self.present
+        assert self.compute is not None
+        assert not self.present, self.name
         self.compute.take(self.nbytes, self.name)
         self.flat.untyped_storage().resize_(self.nbytes)
         self.present = True
@@ -176,7 +189,10 @@ class Chunk:
 
     def drop(self) -> None:
         """Free the memory of the whole."""
-        assert self.compute is not None and self.present and not self.users and not self.resident, self.name
+        assert self.compute is not None
+        assert self.present, self.name
+        assert not self.users, self.name
+        assert not self.resident, self.name
         if self.arriving is not None:
             self.arriving.wait()  # or the copy would write into memory of another
             self.arriving = None

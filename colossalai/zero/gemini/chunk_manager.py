@@ -188,7 +188,9 @@ class ChunkManager:
         """Give ``chunk`` another home; it must not be under way."""
         if chunk.home is tier:
             return
-        assert chunk.home is not None and not chunk.users and chunk.arriving is None, chunk.name
+        assert chunk.home is not None, chunk.name
+        assert not chunk.users, chunk.name
+        assert chunk.arriving is None, chunk.name
         old, was = chunk.shard, chunk.home
         if tier is self.compute and chunk.ranks.size == 1:
             if not chunk.present:

@@ -6,6 +6,7 @@ data-parallel ranks chunk by chunk while the backward pass goes on; ``GeminiOpti
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,11 +23,12 @@ from colossalai.utils.parallel import launched_mesh
 from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, group_ranks
 from colossalai.zero.gemini.chunk_manager import ChunkManager, init_chunk_manager
 from colossalai.zero.gemini.fill import Replaced, fill, give_meta_storage, place_buffers, register
-from colossalai.zero.gemini.hooks import ModuleHooks, _tensors
+from colossalai.zero.gemini.hooks import ModuleHooks, tensors_of, without_hooks
 from colossalai.zero.gemini.manager import GeminiManager
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicyFactory
 from colossalai.zero.gemini.tiers import Tier
+from colossalai.zero.states import SlicedTensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -90,7 +92,7 @@ class ZeroDDP(ModelWrapper):
         except BaseException:
             self._hooks.reset()
             raise
-        for tensor in _tensors(output):
+        for tensor in tensors_of(output):
             tensor.register_hook(self._begin_backward)
         if not torch.is_grad_enabled() and self.scatter_after_inference and not self._hooks.in_backward:
             self.gemini_manager.drop_all()
@@ -201,6 +203,20 @@ class ZeroDDP(ModelWrapper):
             found[prefix + name] = own
         return found
 
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The weights under the names of the model, as tensors whose slices lie on the ranks, and the buffers."""
+        self.settle()
+        sliced: dict[int, Tensor] = {}
+        for chunk in self.chunk_manager.chunks:
+            layout, group = chunk.layout(), chunk.ranks.gather
+            for index, slot in enumerate(chunk.slots):
+                own, owners = chunk.own_part(slot), layout.owners(index)
+                sliced[id(slot.param)] = SlicedTensor(slot.shape, chunk.dtype, own, owners, group)
+        found: dict[str, Any] = self.unwrap().state_dict(keep_vars=True)
+        for name, tensor in found.items():
+            found[name] = sliced.get(id(tensor), tensor)
+        return found
+
     @torch.no_grad()
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -224,13 +240,13 @@ class ZeroDDP(ModelWrapper):
     def write(self, param: nn.Parameter, value: Tensor) -> None:
         """Give ``param`` other values, at the home of its chunk."""
         chunk, slot = self.chunk_manager.get_chunk(param), self.chunk_manager.get_slot(param)
-        low, high = max(slot.offset, chunk.own.start), min(slot.end, chunk.own.stop)
-        if high <= low:
+        own = chunk.own_part(slot)
+        if own is None:
             return
-        part = value.detach().reshape(-1)[low - slot.offset : high - slot.offset]
-        if self.optimizer is not None and self.optimizer.write(slot, part):
-            return
-        chunk.shard[low - chunk.own.start : high - chunk.own.start].copy_(part)
+        start = max(chunk.own.start - slot.offset, 0)
+        part = value.detach().reshape(-1)[start : start + own.numel()]
+        if self.optimizer is None or not self.optimizer.write(slot, part):
+            own.copy_(part)
 
 
 def _first_home(manager: GeminiManager, chunk: Chunk) -> Tier:
@@ -254,6 +270,23 @@ def _compare_keys(module: nn.Module, state_dict: Mapping[str, Any], strict: bool
     if problems:
         raise RuntimeError(f"cannot load the weights of {type(module).__name__}: {'; '.join(problems)}")
     return _IncompatibleKeys(missing, unexpected)
+
+
+def get_static_torch_model(
+    zero_ddp_model: ZeroDDP,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    only_rank_0: bool = True,
+) -> nn.Module:
+    """An ordinary copy of the model, with whole weights, on the first rank (on the others with NaN, unless not ``only_rank_0``)."""
+    state = zero_ddp_model.state_dict(only_rank_0=only_rank_0)
+    model = without_hooks(copy.deepcopy(zero_ddp_model.unwrap())).to_empty(device=device).to(dtype)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.fill_(float("nan"))
+    if state:
+        model.load_state_dict(state)
+    return model
 
 
 class GeminiDDP(ZeroDDP):

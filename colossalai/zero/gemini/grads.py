@@ -361,7 +361,8 @@ class Gradients:
 
     def _take_local(self, chunk: Chunk, state: ChunkGradients) -> None:
         local, state.local = state.local, None
-        assert local is not None and state.local_tier is not None
+        assert local is not None
+        assert state.local_tier is not None
         if state.buffer is None:
             state.buffer = self._buffer(chunk)
             state.buffer.copy_(local)
@@ -433,9 +434,7 @@ class Gradients:
             return state.direct[slot]
         if state.shard is None or slot not in state.used:
             return None
-        low = max(slot.offset, chunk.own.start) - chunk.own.start
-        high = min(slot.end, chunk.own.stop) - chunk.own.start
-        return state.shard[low:high] if high > low else None
+        return chunk.own_part(slot, state.shard)
 
     def clear(self, chunk: Chunk) -> None:
         """The gradients of ``chunk`` have been used, or are not wanted."""

@@ -42,6 +42,9 @@ class Unit:
     moving: tuple[Chunk, ...] = ()  # those of its chunks that come and go
     simple: bool = False  # one node of the graph
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        return self  # a copy of the model must not copy its chunks; see ``without_hooks``
+
     def add(self, slot: Slot, chunk: Chunk) -> None:
         self.slots.append(slot)
         if chunk not in self.chunks:
@@ -143,7 +146,7 @@ class ModuleHooks:
             return
         self.manager.access(unit.moving, unit.slots, call, unit.name)
         if torch.is_grad_enabled() and (unit.simple or not all(slot.trained for slot in unit.slots)):
-            for tensor in _tensors(inputs):
+            for tensor in tensors_of(inputs):
                 call.inputs += 1
                 tensor.register_hook(partial(_input_done, weakref.ref(self), call))
 
@@ -161,7 +164,7 @@ class ModuleHooks:
             return
         if torch.is_grad_enabled() and output is not None:
             hook = partial(_before_backward, weakref.ref(self), call)
-            for tensor in _tensors(output):
+            for tensor in tensors_of(output):
                 tensor.register_hook(hook)
         self._release(call)
 
@@ -249,7 +252,17 @@ class ModuleHooks:
                 module._parameters = dict(module._parameters)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def without_hooks(copied: nn.Module) -> nn.Module:
+    """A deep copy of a model, rid of our hooks, which would move the chunks of the original."""
+    for module in copied.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, partial) and hook.func in (_before_forward, _after_forward):
+                    del hooks[key]
+    return copied
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
     return (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.requires_grad)
 
 

@@ -483,16 +483,10 @@ def _make_pieces(optim: Optimizer, module: ZeroDDP) -> tuple[list[Piece], dict[P
                 continue
             chunk, slot = chunks.get_chunk(param), chunks.get_slot(param)
             if chunk.index not in layouts:
-                layouts[chunk.index] = FlatLayout(
-                    tuple(s.numel for s in chunk.slots),
-                    tuple(s.offset for s in chunk.slots),
-                    chunk.ranks.size,
-                    chunk.shard_size,
-                )
+                layouts[chunk.index] = chunk.layout()
             layout, index = layouts[chunk.index], chunk.slots.index(slot)
-            start, end = layout.piece(index, chunk.ranks.rank)
-            begin = slot.offset + start - chunk.own.start
-            weight = chunk.shard[begin : begin + end - start] if end > start else chunk.shard[:0]
+            own = chunk.own_part(slot)
+            weight = chunk.shard[:0] if own is None else own
             dtype = torch.float32 if needs_masters(optim, chunk.dtype) else None
             piece = piece_of(param, layout, index, chunk.ranks.rank, weight, dtype=dtype)
             places[piece] = (chunk, slot)
