@@ -14,4 +14,4 @@ def current_task() -> int:
 
 def at_end_of_task(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward pass that this thread is in is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -119,9 +119,8 @@ class ZeroDDP(ModelWrapper):
             self.gradients.sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; those of an update that has begun are its own."""
+        """Forget all gradients; an update that has been asked for has taken its own."""
         for index in self.gradients.of:
-            self.gemini_manager.worker.wait(index)
             self.gradients.clear(self.chunk_manager.chunks[index])
 
     def _take_gradient(self, chunk: Chunk, slot: Slot) -> None:
@@ -142,7 +141,6 @@ class ZeroDDP(ModelWrapper):
 
     def _end_backward(self) -> None:
         self._sent(self.gradients.finish())
-        self.gradients.land_all()
         self.gemini_manager.post_iter()
 
     # Weights

@@ -337,10 +337,6 @@ class Gradients:
         move.wait()
         self.chunks.compute.give(nbytes)
 
-    def land_all(self) -> None:
-        while self._flying:
-            self.land()
-
     # Sums that have not been averaged
 
     def _keep_local(self, chunk: Chunk, state: ChunkGradients, tier: Tier) -> None:

@@ -113,7 +113,7 @@ class ModuleHooks:
             if own or any(True for _ in child.children()):
                 self._hook(name or type(module).__name__, child, own)
             if own:
-                child._parameters = WatchedParameters(child._parameters, touch)  # type: ignore[assignment]
+                child._parameters = WatchedParameters(child._parameters, touch)
         for chunk in self.chunks.chunks:
             for slot in chunk.slots:
                 if slot.trained:

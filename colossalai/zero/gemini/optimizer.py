@@ -384,7 +384,10 @@ class GeminiOptimizer(ShardedOptimizer):
         compute = self.chunks.compute
         total = compute.limit
         if self.chunks.device.type == "cuda":
+            # a script may allow itself a part of the device only
+            share_of = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
             memory = torch.cuda.get_device_properties(self.chunks.device).total_memory
+            memory = int(memory * share_of(self.chunks.device))
             usable = int(memory * AutoPlacementPolicy._steady_cuda_cap_ratio)
             total = min(total, usable - self.manager.memstats().non_model)
         budget = int((total - compute.used) * share)
