@@ -177,6 +177,7 @@ class ZeroDDP(ModelWrapper):
             for slot in chunk.slots:
                 yield slot.name, slot.view.to("cpu", dtype or chunk.dtype, copy=True) if keep else None
             self.gemini_manager.release([] if chunk.resident else [chunk], [], user)
+        self.gemini_manager.drop_all()
 
     def state_dict(  # type: ignore[override]
         self,

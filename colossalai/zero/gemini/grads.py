@@ -169,6 +169,8 @@ class Gradients:
         if chunk.index in self.late or (state.sent and chunk.ranks.size > 1):
             return []
         if chunk.ranks.size == 1 or not self.sync:
+            if state.sent:
+                self.late.add(chunk.index)
             return self._send_all([chunk])
         sent: list[Chunk] = []
         while self.turn < len(self.order):

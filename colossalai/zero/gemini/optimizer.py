@@ -110,6 +110,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._early_options: Options | None = None
         self._accounted: dict[int, int] = {}
         self._promoted = False
+        self._stepping = False
         module.optimizer = self
 
     def _group_numbers(self) -> dict[int, list[tuple[int, Piece, Slot]]]:
@@ -147,28 +148,38 @@ class GeminiOptimizer(ShardedOptimizer):
         self._submit(chunk, self._early_options, 1.0)
 
     def collect(self) -> None:
+        self.give_gradients(everywhere=self.is_scaled or self._max_norm > 0)
+
+    def give_gradients(self, everywhere: bool) -> None:
+        """Let the pieces have their gradients: those on the compute device, or ``everywhere``, which waits for the host's to arrive.
+
+        The pieces of a chunk whose update has begun have none any more.
+        """
         gradients = self.model.gradients
         gradients.resolve()
-        if self.is_scaled or self._max_norm > 0:
-            self._settle_gradients()
+        if everywhere:
+            for index in gradients.of:
+                gradients.settle(self.chunks.chunks[index])
         for piece, (chunk, slot) in self._places.items():
-            grad = gradients.piece(chunk, slot)  # None where the update has begun
-            piece.value.grad = None if grad is None else grad.view(piece.value.shape)
+            if everywhere or chunk.home is self.chunks.compute:
+                grad = gradients.piece(chunk, slot)
+                piece.value.grad = None if grad is None else _like(grad, piece)
 
-    def _settle_gradients(self) -> None:
-        for index in self.model.gradients.of:
-            self.model.gradients.settle(self.chunks.chunks[index])
+    def unscale_grad(self) -> None:
+        """Called by whoever looks at all gradients."""
+        before = self._unscaled
+        super().unscale_grad()
+        if not before and self._unscaled and not self._stepping:
+            self.give_gradients(everywhere=True)
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         self._refuse_early("clip_grad_by_norm")
-        self._settle_gradients()
         return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         self._refuse_early("clip_grad_by_value")
-        self._settle_gradients()
         super().clip_grad_by_value(clip_value)
 
     def _refuse_early(self, who: str) -> None:
@@ -188,7 +199,11 @@ class GeminiOptimizer(ShardedOptimizer):
     # The step
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().step(*args, **kwargs)
+        self._stepping = True
+        try:
+            result = super().step(*args, **kwargs)
+        finally:
+            self._stepping = False
         self.manager.drop_all()
         if self.step_was_skipped:
             self.model.zero_grad()
@@ -255,7 +270,7 @@ class GeminiOptimizer(ShardedOptimizer):
         for number, piece, slot in self._groups_of.get(chunk.index, []):
             if slot in taken.used and not piece.is_empty:
                 twin = self._twin(piece)
-                twin.grad = piece.in_shard(shard)
+                twin.grad = _like(piece.in_shard(shard), piece)
                 groups.setdefault(number, []).append(twin)
                 pieces.append(piece)
         if pieces:
@@ -446,6 +461,11 @@ _OWN = (
     "verbose",
     "update_in_backward",
 )
+
+
+def _like(grad: Tensor, piece: Piece) -> Tensor:
+    """A gradient as the piece's value takes it: a master wants it in float32."""
+    return grad.view(piece.value.shape).to(piece.value.dtype)
 
 
 def _is_large(value: Any) -> bool:

@@ -18,7 +18,7 @@ from colossalai.nn.optimizer import FusedSGD, HybridAdam
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
 from colossalai.zero.states import sliced_states
 
-WIDTH, WORDS, BLOCKS = 8, 24, 26
+WIDTH, WORDS, BLOCKS = 8, 24, 24
 SMALL = 128 / 1024**2  # M elements: small chunks, so that an eighth of the model is several of them
 
 
@@ -167,8 +167,7 @@ class Training:
 
     def gradients(self) -> dict[str, Tensor]:
         """The averaged gradients, whole, by name."""
-        self.optimizer.collect()
-        self.optimizer._settle_gradients()
+        self.optimizer.give_gradients(everywhere=True)
         names = {p: n for n, p in self.model.unwrap().named_parameters()}
         numbered = self.optimizer._numbered
         found = sliced_states(
