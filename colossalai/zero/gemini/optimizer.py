@@ -181,6 +181,10 @@ class GeminiOptimizer(ShardedOptimizer):
     def clip_grad_by_value(self, clip_value: float) -> None:
         self._refuse_early("clip_grad_by_value")
         super().clip_grad_by_value(clip_value)
+        for piece, (chunk, slot) in self._places.items():
+            home = self.model.gradients.piece(chunk, slot)
+            if home is not None and piece.value.grad is not None and home.dtype != piece.value.dtype:
+                home.copy_(piece.value.grad.view(-1))  # what a master got is a copy
 
     def _refuse_early(self, who: str) -> None:
         if self._early:
