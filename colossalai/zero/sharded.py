@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -311,7 +310,7 @@ class ShardedOptimizer(ScaledOptimizer):
         """Load a state of the serial optimizer, or of this one at any number of ranks."""
         self.settle()
         state_dict = dict(state_dict)
-        self._check_serial(state_dict)
+        check_state(self.optim, state_dict)  # before anything is changed
         masters = state_dict.pop(MASTERS_KEY, {})
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         places = dict(zip(numbers, range(len(numbers)), strict=True))
@@ -327,33 +326,12 @@ class ShardedOptimizer(ScaledOptimizer):
         super().load_state_dict({**state_dict, **scaler, "state": state})
         self._load_masters({places[int(n)]: value for n, value in masters.items() if int(n) in places})
 
-    def _check_serial(self, state_dict: dict[str, Any]) -> None:
-        groups, number = [], 0
-        for group in self.optim.param_groups:
-            params = []
-            for value in group["params"]:
-                piece = self._numbered.get(number)
-                params.append(value if piece is None else piece.param)
-                number += 1
-            groups.append({**group, "params": params})
-        cut = any(_is_cut(state_dict, number, piece) for number, piece in self._numbered.items())
-        if not cut:  # one that a checkpoint has cut for us is checked with the pieces
-            check_state(SimpleNamespace(param_groups=groups, state={}, optim=self.optim), state_dict)  # type: ignore[arg-type]
-
     @torch.no_grad()
     def _load_masters(self, masters: dict[int, Tensor]) -> None:
         for number, piece in self._numbered.items():
             if number in masters and needs_masters(self.unwrap(), piece.param.dtype) and not piece.is_empty:
                 piece.value.copy_(piece.fit(masters[number]))
             piece.seen = -1  # compare with the weights, which may be loaded before or after
-
-
-def _is_cut(state_dict: dict[str, Any], number: int, piece: Piece) -> bool:
-    state = state_dict.get("state", {}).get(number, {})
-    return any(
-        isinstance(v, Tensor) and v.dim() and v.shape == piece.value.shape != piece.param.shape
-        for v in state.values()
-    )
 
 
 def _multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
