@@ -10,7 +10,7 @@ Some optimizers must see whole parameters (LAMB takes their norms).  For them a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ class Piece:
     rank: int
     weight: Tensor
     value: nn.Parameter
-    seen: int = field(default=-1)  # changes of ``param`` when ``value`` last agreed with it
+    seen: int  # changes of ``param`` when ``value`` last agreed with it
 
     @property
     def start(self) -> int:
@@ -210,7 +210,7 @@ def piece_of(
             weight.shape, dtype=dtype or weight.dtype, device=device or weight.device, pin_memory=pin
         )
         value = target.copy_(value)
-    piece = Piece(param, layout, index, rank, weight, nn.Parameter(value))
+    piece = Piece(param, layout, index, rank, weight, nn.Parameter(value), param._version)
     setattr(piece.value, SERIAL_SHAPE, param.shape)
     copy_tensor_parallel_attributes(param, piece.value)
     if not piece.is_whole and (

@@ -187,6 +187,14 @@ class ShardedOptimizer(ScaledOptimizer):
 
     # The step
 
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step all pieces and give them to the other ranks, unless a scaled gradient overflowed."""
+        if args or kwargs:
+            raise ValueError(
+                f"{type(self).__name__}.step takes no closure and no options: call backward(loss), then step()"
+            )
+        return super().step()
+
     def _apply_step(self) -> Any:
         if self._max_norm > 0:
             self.grad_norm = self.clip_grad_by_norm(self._max_norm, self._norm_type)
@@ -320,9 +328,8 @@ class ShardedOptimizer(ScaledOptimizer):
             cut = saved if piece is None else cut_state(saved, piece)
             if cut or not saved:
                 state[number] = cut
-        scaler: dict[str, Any] = (
-            {} if self.is_scaled else {SCALER_KEY: {}}
-        )  # a scale that is not used here is not missed
+        # a scale that is not used here is not missed
+        scaler: dict[str, Any] = {} if self.is_scaled else {SCALER_KEY: {}}
         super().load_state_dict({**state_dict, **scaler, "state": state})
         self._load_masters({places[int(n)]: value for n, value in masters.items() if int(n) in places})
 
