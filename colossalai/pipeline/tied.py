@@ -35,9 +35,14 @@ def shared_parameters(
 
 
 def tie_stages(
-    layers: Sequence[nn.Module], parameters: Sequence[Mapping[str, nn.Parameter]], parts: Parts, rank: int
+    layers: Sequence[nn.Module] | Mapping[int, nn.Module],
+    parameters: Sequence[Mapping[str, nn.Parameter]],
+    parts: Parts,
+    rank: int,
 ) -> None:
     """Share what the stages hold together: ``layers`` are as ``rank`` has built them, ``parameters`` as the model had them.
+
+    Of ``layers`` those of ``rank`` are enough, by their numbers in the model.
 
     Every rank of the job calls it.  Without a launched pipeline there is nobody to share with.
     """
