@@ -147,11 +147,7 @@ class _Plan:
     ) -> None:
         self.parts, self.placement = parts, placement
         self.ranges = _ranges(model, parts, placement.stages, partition)
-        same = defaultdict(list)
-        state = model.state_dict(keep_vars=True)
-        for name, tensor in state.items():
-            same[id(tensor)].append(name)
-        self.names = {name: tuple(same[id(tensor)]) for name, tensor in state.items()}
+        self.names = _names(model)
 
     def parameters(self, model: nn.Module) -> list[dict[str, nn.Parameter]]:
         """The parameters of every stage by name; those that are tied are the same."""
@@ -178,6 +174,15 @@ class _Plan:
             share = Share(index, len(self.ranges), self.ranges[index], self.names)
             stages.append(take_stage(twin, parts, share))
         return stages
+
+
+def _names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Every name of a tensor of ``model``, with those in its state of the same tensor: none for a buffer that is not saved."""
+    same = defaultdict(list)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        same[id(tensor)].append(name)
+    tensors = (*model.named_buffers(), *model.state_dict(keep_vars=True).items())
+    return {name: tuple(same.get(id(tensor), ())) for name, tensor in tensors}
 
 
 def _ranges(model: nn.Module, parts: Parts, stages: int, partition: str | Sequence[int]) -> list[range]:

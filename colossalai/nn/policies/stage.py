@@ -106,7 +106,7 @@ class Share:
     stages: int
     blocks: range
     names: Mapping[str, tuple[str, ...]]
-    """Every name of the whole model's state, with those of the same tensor."""
+    """Every name of a tensor of the whole model, with those in its state of the same tensor."""
     arrived: Arrived = field(default_factory=Arrived)
 
     @property
