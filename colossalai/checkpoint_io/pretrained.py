@@ -122,7 +122,7 @@ def _renaming(model: nn.Module, known: Mapping[str, Any]) -> Any:
 
     changes = get_model_conversion_mapping(model)  # type: ignore[arg-type]
     names = [change for change in changes if isinstance(change, WeightRenaming)]
-    return lambda name: rename_source_key(name, names, [], prefix, known)[0]
+    return lambda name: rename_source_key(name, names, [], prefix, dict(known))[0]
 
 
 def _check(

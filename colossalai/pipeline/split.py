@@ -47,17 +47,14 @@ def split_model(
     Args:
         placement: how the stages lie on the ranks; by default as the config of the launched job says.
         rank: this rank's place in the pipeline, by default that in the launched job.
-        partition: ``"balanced"`` by parameters, ``"uniform"`` by blocks, or the number of blocks of each stage.
+        partition: ``"balanced"`` by parameters, ``"uniform"`` by blocks, or the number of blocks of each stage, in their order.
         policy: says what the blocks are (``Policy.depth``); by default that of the architecture.
         recording: in which the model was built without memory; the stage gets its memory and its values.
 
     Every rank of the job must call it with the same model.
     """
     placement, rank = _place(placement, rank)
-    if isinstance(model, Stage):
-        raise ValueError(
-            f"this {type(model).__name__} is stage {model.share.index} of {model.share.stages} already; split a model once"
-        )
+    _check_whole(model)
     _check_layer_drop(model, placement)
     parts = find_parts(model, _find_depth(model, policy))
     plan = _Plan(model, parts, placement, partition)
@@ -114,6 +111,16 @@ def _find_depth(model: nn.Module, policy: Policy | None) -> Depth:
         f"split_model does not know how {who} (model_type {kind!r}) is cut in depth: {why}. It knows {known}; for "
         "another model with one list of blocks pass policy=Policy(..., depth=Depth(blocks=..., entry=...))"
     )
+
+
+def _check_whole(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, Stage):
+            verb = "is" if module is model else "holds"
+            raise ValueError(
+                f"this {type(model).__name__} {verb} stage {module.share.index} of {module.share.stages} already; split a model "
+                "once"
+            )
 
 
 def _check_layer_drop(model: nn.Module, placement: Placement) -> None:
@@ -217,10 +224,10 @@ def _counted(who: str, count: int, stages: int, counts: list[Any]) -> list[range
             f"split_model: {who} has {count} blocks for {stages} stages, but partition={counts} gives {sum(counts)} to "
             f"{len(counts)}"
         )
-    if 0 in counts[1:-1]:
+    if 0 in counts[1:]:
         raise ValueError(
-            f"split_model: partition={counts} leaves a stage in the middle without blocks; only the first, which has the "
-            "embeddings, and the last, which has the head, may have none"
+            f"split_model: partition={counts} leaves a stage without blocks; only the first, which has the embeddings, may "
+            "have none"
         )
     ends = [sum(counts[: i + 1]) for i in range(stages)]
     return [range(end - n, end) for end, n in zip(ends, counts, strict=True)]

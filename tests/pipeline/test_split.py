@@ -41,9 +41,27 @@ from tests.pipeline.plans import config, launch  # noqa: E402
 
 ONE_D = {"size": 2, "mode": "1d"}
 TWO_D = {"size": 4, "mode": "2d"}
-BY_PLAN = ("gemma2", "starcoder2", "phi3", "gpt_neox")  # no policy of ours: their configs say how they are cut
+BY_PLAN = (
+    "gemma2",
+    "starcoder2",
+    "phi3",
+    "gpt_neox",
+)  # no policy of ours: their configs say how they are cut
 
-MODELS = ("gpt2", "bert", "opt", "llama", "mistral", "qwen2", "qwen3", "vit", "gemma2", "starcoder2", "phi3", "gpt_neox")
+MODELS = (
+    "gpt2",
+    "bert",
+    "opt",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "vit",
+    "gemma2",
+    "starcoder2",
+    "phi3",
+    "gpt_neox",
+)
 LAYOUTS: list[tuple[dict[str, Any] | None, int]] = [(None, 1), (None, 2), (ONE_D, 1), (TWO_D, 1), (ONE_D, 2)]
 
 # model, schedule, stages, chunks, tensor, data: every model with every schedule, in turn with every layout
@@ -163,7 +181,9 @@ def check_files(rank: int, world_size: int, port: int, name: str, chunks: int, f
         load_pretrained(model, folder)
     assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
     assert sum(read.pieces) == sum(p.nbytes for p in model.parameters())
-    pipeline = Pipeline(with_chunks(model), gpc.mesh, schedule="zbv" if chunks > 1 else "1f1b", microbatches=2)
+    pipeline = Pipeline(
+        with_chunks(model), gpc.mesh, schedule="zbv" if chunks > 1 else "1f1b", microbatches=2
+    )
     given = batch(name, 0)
     output, _ = pipeline.step(given, None, None, None, return_loss=False)
     assert (output is not None) == pipeline.has_loss
@@ -181,7 +201,9 @@ def test_each_rank_reads_its_own_stage(name: str, chunks: int, ranks: int, tmp_p
 
 def check_minilm(rank: int, world_size: int, port: int, folder: Path) -> None:
     launch(config("1f1b", 2, 2))
-    tokens = dict(transformers.AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt"))
+    tokens = dict(
+        transformers.AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
+    )
     with torch.device("meta"):
         model = transformers.BertModel(transformers.AutoConfig.from_pretrained(folder)).eval()
     model = split_model(model)

@@ -16,7 +16,7 @@ from torch import nn
 class Depth:
     """Paths from the module that holds both: the list of blocks, and the modules that make the first hidden states.
 
-    A block takes the hidden states as its first argument and returns them alone.  Modules of ``entry`` that a model does not
+    A block takes the hidden states as its first argument and returns them alone, and the next block takes them as they are.  Modules of ``entry`` that a model does not
     have, or has as None, are passed over.  What is neither of both is the tail: norms and heads.
     """
 
