@@ -62,7 +62,7 @@ MODELS = (
     "phi3",
     "gpt_neox",
 )
-LAYOUTS: list[tuple[dict[str, Any] | None, int]] = [(None, 1), (None, 2), (ONE_D, 1), (TWO_D, 1), (ONE_D, 2)]
+LAYOUTS: list[tuple[dict[str, Any] | None, int]] = [(None, 1), (None, 2), (ONE_D, 1), (ONE_D, 2), (TWO_D, 1)]
 
 # model, schedule, stages, chunks, tensor, data: every model with every schedule, in turn with every layout
 ALL = [
