@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import colossalai
 from colossalai.booster import pipelines
 from colossalai.checkpoint_io import load_pretrained
 from colossalai.core import global_context as gpc
@@ -105,6 +107,37 @@ def test_stages_train_as_the_serial_model(case: Any) -> None:
 @pytest.mark.parametrize("case", [case for case in ALL if case not in CHOSEN], ids=str)
 def test_all_models_schedules_and_layouts(case: Any) -> None:
     check_training(*case)
+
+
+def cut_scores(task: Problem) -> StagedRun:
+    """The loss of the last stage comes from pieces of the scores."""
+    model = partial(colossalai.nn.parallelize, whole_scores=False)
+    return plan(replace(task, build=lambda: model(task.build())), "1f1b", 2, 4, tensor=ONE_D)
+
+
+def checkpointed(task: Problem) -> StagedRun:
+    """Blocks are computed again in the backward pass."""
+
+    def build() -> Any:
+        model = task.build()
+        model.gradient_checkpointing_enable()
+        return model
+
+    return plan(replace(task, build=build), "zbv", 2, 4, 2)
+
+
+@pytest.mark.parametrize(("run", "ranks"), [(cut_scores, 4), (checkpointed, 2)])
+def test_what_was_done_to_the_model_before(run: Any, ranks: int) -> None:
+    assert_equal_to_serial(partial(problem, "llama", 4), run, ranks)
+
+
+def of_scores(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits, labels)
+
+
+def test_a_criterion_of_your_own() -> None:
+    run = partial(plan, schedule="1f1b", stages=2, microbatches=4, criterion=of_scores)
+    assert_equal_to_serial(partial(problem, "vit", 3), run, 2)
 
 
 def test_a_booster_shares_tied_weights() -> None:

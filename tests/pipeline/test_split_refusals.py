@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -103,6 +105,18 @@ def test_a_stand_in_answers_for_the_module() -> None:
     assert copy.deepcopy(stage).table.num_embeddings == 11  # type: ignore[union-attr]
     with pytest.raises(AttributeError, match="nonsense"):
         stage.table.nonsense  # type: ignore[union-attr]  # noqa: B018
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_other_ranks_hold_is_freed(chunks: int) -> None:
+    model = Net()
+    alive = {name: weakref.ref(p) for name, p in model.named_parameters()}
+    stage = split_model(model, Placement(2, chunks, Shape.VEE), 0, policy=POLICY)
+    del model
+    gc.collect()
+    own = {id(p) for p in stage.parameters()}
+    assert {id(p) for ref in alive.values() if (p := ref()) is not None} == own
+    assert len(own) < len(alive)
 
 
 class Gated(Net):
