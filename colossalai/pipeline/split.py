@@ -173,14 +173,18 @@ class _Plan:
     def take(self, model: nn.Module, rank: int) -> list[nn.Module]:
         """The stages of ``rank``; the first of them is ``model`` itself."""
         parts, chunks = self.parts, range(self.placement.chunks)
-        below = [*parts.entry, *(parts.block(i) for i in range(parts.count)), *parts.tail]
-        models = [model, *(copy_above(model, below) for _ in chunks[1:])]
+        models = [model, *(copy_above(model, parts.paths) for _ in chunks[1:])]
         stages = []
         for chunk, twin in zip(chunks, models, strict=True):
             index = self.placement.stage(rank, chunk)
-            share = Share(index, len(self.ranges), self.ranges[index], self.names)
-            stages.append(take_stage(twin, parts, share))
+            stages.append(take_stage(twin, parts, self._share(index)))
         return stages
+
+    def _share(self, index: int) -> Share:
+        here, count = self.ranges[index], self.parts.count
+        receives = self.parts.sent(here.start) if index else ()
+        sends = self.parts.sent(here.stop) if here.stop < count else ()
+        return Share(index, len(self.ranges), here, self.names, receives, sends)
 
 
 def _names(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -215,19 +219,14 @@ def _ranges(model: nn.Module, parts: Parts, stages: int, partition: str | Sequen
 
 
 def _counted(who: str, count: int, stages: int, counts: list[Any]) -> list[range]:
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in counts):
-        raise TypeError(
-            f"split_model: the numbers of blocks must be whole numbers of at least 0, got {counts}"
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in counts):
+        raise ValueError(
+            f"split_model: the numbers of blocks must be whole numbers of at least 1, got partition={counts}"
         )
     if len(counts) != stages or sum(counts) != count:
         raise ValueError(
             f"split_model: {who} has {count} blocks for {stages} stages, but partition={counts} gives {sum(counts)} to "
             f"{len(counts)}"
-        )
-    if 0 in counts[1:]:
-        raise ValueError(
-            f"split_model: partition={counts} leaves a stage without blocks; only the first, which has the embeddings, may "
-            "have none"
         )
     ends = [sum(counts[: i + 1]) for i in range(stages)]
     return [range(end - n, end) for end, n in zip(ends, counts, strict=True)]

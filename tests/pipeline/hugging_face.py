@@ -24,6 +24,8 @@ STEPS = 3
 
 
 def depth(name: str, blocks: int) -> dict[str, int]:
+    if name == "t5":
+        return {"num_layers": blocks // 2, "num_decoder_layers": blocks - blocks // 2}
     return {"n_layer" if name == "gpt2" else "num_hidden_layers": blocks}
 
 

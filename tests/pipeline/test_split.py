@@ -58,6 +58,7 @@ MODELS = (
     "mistral",
     "qwen2",
     "qwen3",
+    "t5",
     "vit",
     "gemma2",
     "starcoder2",
@@ -83,6 +84,8 @@ CHOSEN = [  # every model with a policy, schedule and layout
     ("qwen2", "1f1b", 2, 1, None, 2),
     ("starcoder2", "1f1b", 2, 1, ONE_D, 1),
     ("gpt2", "1f1b", 2, 1, TWO_D, 1),
+    ("t5", "1f1b", 3, 1, None, 1),
+    ("t5", "zbv", 2, 2, ONE_D, 1),
 ]
 
 
@@ -129,6 +132,13 @@ def checkpointed(task: Problem) -> StagedRun:
 @pytest.mark.parametrize(("run", "ranks"), [(cut_scores, 4), (checkpointed, 2)])
 def test_what_was_done_to_the_model_before(run: Any, ranks: int) -> None:
     assert_equal_to_serial(partial(problem, "llama", 4), run, ranks)
+
+
+@pytest.mark.parametrize("partition", [[3, 4], [2, 1, 4], [4, 1, 2]], ids=str)
+def test_where_the_encoder_ends(partition: list[int]) -> None:
+    """T5 has 3 blocks there: a stage ends with them, begins after them, or goes on into the decoder."""
+    run = partial(plan, schedule="1f1b", stages=len(partition), microbatches=3, partition=partition)
+    assert_equal_to_serial(partial(problem, "t5", 7), run, len(partition))
 
 
 def of_scores(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -227,7 +237,9 @@ def check_files(rank: int, world_size: int, port: int, name: str, chunks: int, f
     assert all(torch.equal(value, again[key]) for key, value in serial.state_dict().items())
 
 
-@pytest.mark.parametrize(("name", "chunks", "ranks"), [("gpt2", 1, 2), ("bert", 2, 4), ("llama", 2, 2)])
+@pytest.mark.parametrize(
+    ("name", "chunks", "ranks"), [("gpt2", 1, 2), ("bert", 2, 4), ("llama", 2, 2), ("t5", 1, 2)]
+)
 def test_each_rank_reads_its_own_stage(name: str, chunks: int, ranks: int, tmp_path: Path) -> None:
     spawn(check_files, ranks, name=name, chunks=chunks, folder=tmp_path)
 

@@ -4,8 +4,9 @@ The model keeps its own forward, all names, and the length of its list of blocks
 of what is elsewhere:
 
 - the modules that make the first hidden states give the received ones, for their shape: masks and positions follow from it;
-- a block before those of this stage returns the received hidden states;
-- the first block after them ends the forward, with what it was given as the result.
+- a block before those of this stage returns what was received;
+- the first block after them ends the forward, with what it was given as the result;
+- of an encoder and a decoder, one that is elsewhere as a whole does the same.
 
 So no forward is written again for any architecture, and nothing is computed twice but masks and rotations.
 """
@@ -26,16 +27,21 @@ from colossalai.nn.policies.depth import Parts
 
 
 class Arrived:
-    """Where the stand-ins of a stage find the hidden states that came from the stage before."""
+    """Where the stand-ins of a stage find what came from the stage before, by the names of a block's arguments."""
 
-    hidden: Tensor | None = None
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.values["hidden_states"]
 
 
 class Leave(BaseException):
     """The forward of a stage is over.  No ``Exception``: nobody on the way may take it for an error."""
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self.values = values
 
 
 class StandIn(nn.Module):
@@ -61,19 +67,36 @@ class StandIn(nn.Module):
 
 class Entry(StandIn):
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        assert self.arrived.hidden is not None
         return self.arrived.hidden.detach()
 
 
 class BlockBefore(StandIn):
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        assert self.arrived.hidden is not None
-        return self.arrived.hidden
+    carries: tuple[str | None, ...] = ()
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        if not self.carries:
+            return self.arrived.hidden
+        return (self.arrived.hidden, *(name and self.arrived.values.get(name) for name in self.carries))
 
 
-class BlockAfter(StandIn):
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        raise Leave(hidden_states)
+class After(StandIn):
+    """A block, or a decoder."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        names = inspect.signature(self.empty.forward).parameters
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        # whatever a block calls its first argument
+        raise Leave({**given, "hidden_states": args[0]} if args else given)
+
+
+class TowerBefore(StandIn):
+    """An encoder, which returns what it did on an earlier stage."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        states: Any = self.arrived.values["encoder_hidden_states"]
+        return BaseModelOutput(last_hidden_state=states)
 
 
 class Tail(StandIn):
@@ -107,6 +130,9 @@ class Share:
     blocks: range
     names: Mapping[str, tuple[str, ...]]
     """Every name of a tensor of the whole model, with those in its state of the same tensor."""
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    """What comes from the stage before and goes to the next one, by the names of a block's arguments."""
     arrived: Arrived = field(default_factory=Arrived)
 
     @property
@@ -126,29 +152,33 @@ class Stage(Adapted):
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         share = self.share
         if not share.is_first:
-            args, share.arrived.hidden = self._received(args, kwargs)
+            args = self._receive(args, kwargs)
         if "use_cache" in inspect.signature(forward).parameters:
             kwargs.setdefault("use_cache", False)  # keys and values of other stages are not here
         try:
             return forward(*args, **kwargs)
         except Leave as left:
-            return left.hidden
+            sent = tuple(left.values[name] for name in share.sends)
+            return sent[0] if len(sent) == 1 else sent
         finally:
-            share.arrived.hidden = None
+            share.arrived.values = {}
 
-    def _received(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Tensor]:
-        who = f"stage {self.share.index} of {type(self).__name__}"
-        if not args or not isinstance(args[0], Tensor):
+    def _receive(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Take what the stage before sent; returns the other arguments."""
+        who, names = f"stage {self.share.index} of {type(self).__name__}", self.share.receives
+        received, rest = args[: len(names)], args[len(names) :]
+        if len(received) < len(names) or not all(isinstance(value, Tensor) for value in received):
             raise TypeError(
-                f"{who} takes the hidden states that the stage before returned as its first argument, got "
-                f"{type(args[0]).__name__ if args else 'none'}"
+                f"{who} takes what the stage before returned as its first arguments ({', '.join(names)}), got "
+                f"{', '.join(type(value).__name__ for value in received) or 'none'}"
             )
-        if len(args) == 1 and not kwargs:
+        if not rest and not kwargs:
             raise TypeError(
                 f"{who} got hidden states and no batch, from which it computes masks and positions; make every batch a "
                 "dict of the model's keywords, which goes to all stages"
             )
-        return args[1:], args[0]
+        self.share.arrived.values = dict(zip(names, received, strict=True))
+        return rest
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
         """Refused: it would write one stage as if it were the model."""
@@ -160,21 +190,36 @@ class Stage(Adapted):
 
 def take_stage(model: nn.Module, parts: Parts, share: Share) -> nn.Module:
     """Put stand-ins into ``model`` for all that is not in ``share``, and make it a stage."""
-    first, end = share.blocks.start, share.blocks.stop
-    kinds: dict[str, type[StandIn]] = {}
-    if not share.is_first:
-        kinds |= dict.fromkeys(parts.entry, Entry)
-    kinds |= {parts.block(i): BlockBefore for i in range(first)}
-    kinds |= {parts.block(i): BlockAfter for i in range(end, parts.count)}
-    if not share.is_last:
-        kinds |= dict.fromkeys(parts.tail, Tail)
-    for path, kind in kinds.items():
+    for path, kind in _elsewhere(parts, share).items():
         parent, _, name = path.rpartition(".")
         home = model.get_submodule(parent)
-        home._modules[name] = kind(home.get_submodule(name), path, share.arrived)
+        stand_in = kind(home.get_submodule(name), path, share.arrived)
+        if isinstance(stand_in, BlockBefore):
+            stand_in.carries = parts.carries
+        home._modules[name] = stand_in
     adapt(model, Stage)
     model.share = share  # type: ignore[assignment]
     return model
+
+
+def _elsewhere(parts: Parts, share: Share) -> dict[str, type[StandIn]]:
+    """What stands in for each module that other stages hold."""
+    start, end = share.blocks.start, share.blocks.stop
+    kinds: dict[str, type[StandIn]] = {} if share.is_last else dict.fromkeys(parts.tail, Tail)
+    for tower in parts.towers:
+        first, last = tower.numbers.start, tower.numbers.stop
+        if tower.path and (end <= first or start >= last):
+            kinds[tower.path] = After if end <= first else TowerBefore
+            # parameters beside the tower that only its entry uses
+            kinds |= {p: Tail for p in tower.entry if not p.startswith(f"{tower.path}.")}
+            continue
+        if start > first:
+            kinds |= dict.fromkeys(tower.entry, Entry)
+        kinds |= {tower.block(i): BlockBefore for i in range(first, min(start, last))}
+        kinds |= {tower.block(i): After for i in range(max(end, first), last)}
+        if end < last:
+            kinds |= dict.fromkeys(tower.tail, Tail)
+    return kinds
 
 
 def copy_above(module: nn.Module, paths: list[str]) -> nn.Module:

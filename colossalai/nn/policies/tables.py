@@ -165,6 +165,15 @@ T5 = Policy(
         "qa_outputs": CLASSES,
     },
     heads=("num_heads",),
+    depth=Depth(
+        "block",
+        entry=("shared", "embed_tokens"),
+        carries=(
+            "position_bias",
+            None,
+        ),  # the first block makes the bias of all; that of the encoder's states is zero
+        towers=("encoder", "decoder"),
+    ),
 )
 
 VIT = Policy(
