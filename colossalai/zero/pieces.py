@@ -173,17 +173,17 @@ def make_piece(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     pin: bool = False,
-    copy: bool = False,
+    home: Tensor | None = None,
 ) -> Piece:
     """The piece of ``param``, entry ``index`` of a flat ``buffer`` that holds its values.
 
-    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if it waits on the host;
-    ``copy`` it in any case.
+    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if it waits on the host.
+    ``home``, a flat tensor like this rank's shard, is the memory for it.
     """
     start, end = layout.piece(index, rank)
     offset = layout.offsets[index]
     weight = buffer[offset + start : offset + end] if end > start else buffer[:0]
-    return piece_of(param, layout, index, rank, weight, dtype=dtype, device=device, pin=pin, copy=copy)
+    return piece_of(param, layout, index, rank, weight, dtype=dtype, device=device, pin=pin, home=home)
 
 
 def piece_of(
@@ -196,7 +196,7 @@ def piece_of(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     pin: bool = False,
-    copy: bool = False,
+    home: Tensor | None = None,
 ) -> Piece:
     """The piece of ``param`` whose values, the slice that ``layout`` gives to ``rank``, lie in ``weight``.
 
@@ -205,7 +205,11 @@ def piece_of(
     if 0 < weight.numel() == param.numel():
         weight = weight.view(param.shape)
     value = weight.detach()
-    if (dtype or weight.dtype, device or weight.device) != (weight.dtype, weight.device) or pin or copy:
+    if home is not None:
+        start, end = layout.piece(index, rank)
+        begin = layout.offsets[index] + start - layout.bounds(rank)[0]
+        value = home[begin : begin + end - start].view(weight.shape).copy_(value)
+    elif (dtype or weight.dtype, device or weight.device) != (weight.dtype, weight.device) or pin:
         target = torch.empty(
             weight.shape, dtype=dtype or weight.dtype, device=device or weight.device, pin_memory=pin
         )

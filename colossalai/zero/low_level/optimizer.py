@@ -7,7 +7,7 @@ and one gather of the updated weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from colossalai.utils import is_ddp_ignored
 from colossalai.zero.low_level.bucket import BucketOptions, make_buckets
 from colossalai.zero.low_level.reducer import Reducer
 from colossalai.zero.low_level.wire import start_gathering
+from colossalai.zero.pieces import Piece
 from colossalai.zero.sharded import ShardedOptimizer
 
 
@@ -177,6 +178,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         )  # a graph from before the step is no longer right
         for piece in self.pieces:
             piece.seen = piece.param._version
+
+    @torch.no_grad()
+    def write_weights(self, pieces: Sequence[Piece]) -> None:
+        if len(pieces) < len(self.pieces):
+            super().write_weights(pieces)
+            return
+        for bucket in self.buckets:  # one copy for each
+            bucket.write_weights()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
