@@ -1,8 +1,8 @@
 """Which slice of every parameter a rank owns for the optimizer step.
 
-Parameters are laid one after another in a flat buffer, which is cut into equal shards, one for each rank; this rank's *piece* of a
-parameter is what its shard holds of it.  So a shard travels as one block, and the cut is even, whatever the shapes.  A piece may be
-empty: then another rank owns all of that parameter.
+Parameters are laid one after another in a flat buffer, which is cut into equal shards, one for each rank; this rank's
+*piece* of a parameter is what its shard holds of it.  So a shard travels as one block, and the cut is even, whatever
+the shapes.  A piece may be empty: then another rank owns all of that parameter.
 
 Some optimizers must see whole parameters (LAMB takes their norms).  For them a buffer has one ``owner``, who has all of it.
 """
@@ -22,7 +22,8 @@ from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils import copy_tensor_parallel_attributes
 from colossalai.utils.optimizer_state import SERIAL_SHAPE
 
-# Kernels read 16 bytes at once, from addresses that are multiples of that: 8 elements in half precision.  Shards are cut more coarsely.
+# Kernels read 16 bytes at once, from addresses that are multiples of that: 8 elements in half precision.  Shards are
+# cut more coarsely.
 ALIGNMENT, SHARD_ALIGNMENT = 8, 64
 
 # The optimizers of torch that update every element without knowing the others.
@@ -35,7 +36,8 @@ ELEMENTWISE = frozenset(
 class FlatLayout:
     """Where parameters lie in a flat buffer of ``parts`` shards of ``shard`` elements.
 
-    ``offsets`` and ``sizes`` have an entry for each parameter.  With an ``owner``, the buffer is not cut: it is one shard, the owner's.
+    ``offsets`` and ``sizes`` have an entry for each parameter.  With an ``owner``, the buffer is not cut: it is one
+    shard, the owner's.
     """
 
     sizes: tuple[int, ...]
@@ -108,8 +110,9 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 class Piece:
     """This rank's slice ``[start, end)`` of the flattened ``param``.
 
-    ``value`` is what the optimizer steps, in the place of the parameter.  ``weight`` is the slice where the model's weights lie, to be
-    gathered by the others.  Both are the same memory, unless the value is an fp32 master or waits on the host.
+    ``value`` is what the optimizer steps, in the place of the parameter.  ``weight`` is the slice where the model's
+    weights lie, to be gathered by the others.  Both are the same memory, unless the value is an fp32 master or waits
+    on the host.
     """
 
     param: Tensor
@@ -177,8 +180,8 @@ def make_piece(
 ) -> Piece:
     """The piece of ``param``, entry ``index`` of a flat ``buffer`` that holds its values.
 
-    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if it waits on the host.
-    ``home``, a flat tensor like this rank's shard, is the memory for it.
+    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if it
+    waits on the host.  ``home``, a flat tensor like this rank's shard, is the memory for it.
     """
     start, end = layout.piece(index, rank)
     offset = layout.offsets[index]

@@ -28,7 +28,7 @@ from colossalai.zero.sharded import needs_masters
 
 @dataclass(eq=False)
 class Bucket:
-    """``weights`` is the buffer, ``grad`` this rank's shard of the averaged gradient, where the pieces are stepped; None before there is one."""
+    """``weights`` is the buffer; ``grad`` is this rank's shard of the averaged gradient, where the pieces are stepped."""
 
     number: int
     layout: FlatLayout

@@ -1,8 +1,8 @@
 """``LowLevelZeroOptimizer``: ZeRO stages 1 and 2.
 
-Every rank computes with all weights; the optimizer's states, and with ``partition_grad`` the gradients, are cut over the data-parallel
-ranks.  A step costs what it costs under plain data parallelism: one reduce-scatter of the gradients, hidden behind the backward pass,
-and one gather of the updated weights.
+Every rank computes with all weights; the optimizer's states, and with ``partition_grad`` the gradients, are cut over
+the data-parallel ranks.  A step costs what it costs under plain data parallelism: one reduce-scatter of the
+gradients, hidden behind the backward pass, and one gather of the updated weights.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from colossalai.zero.sharded import ShardedOptimizer
 class LowLevelZeroOptimizer(ShardedOptimizer):
     """ZeRO-1, and with ``partition_grad`` ZeRO-2, around any optimizer.
 
-    Call ``backward(loss)`` in the place of ``loss.backward()``.  With ``sync_grad=False`` gradients add up on each rank and nothing is
-    communicated; gradients that a later pass, or the step, finds there are reduced with it.
+    Call ``backward(loss)`` in the place of ``loss.backward()``.  With ``sync_grad=False`` gradients add up on each
+    rank and nothing is communicated; gradients that a later pass, or the step, finds there are reduced with it.
 
     Args:
         optimizer: its parameters are on the devices where they stay; all ranks hold the same values.
