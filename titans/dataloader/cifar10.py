@@ -68,7 +68,7 @@ def build_cifar(
         f"build_cifar uses {source.name}: {len(source.train.labels)} images to train, {len(source.test.labels)} to test",
         ranks=[0],
     )
-    options = {"batch_size": batch_size, "drop_last": drop_last}
+    options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
     train = get_dataloader(ImageDataset(*source.train, augment), shuffle=True, **options)
     return train, get_dataloader(ImageDataset(*source.test, plain), **options)
 
