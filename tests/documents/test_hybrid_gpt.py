@@ -84,12 +84,23 @@ CHUNKS = (
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Loose JSON: 14 lines, some shorter than a sequence, some longer."""
+    """Loose JSON: 14 lines, some shorter than a sequence, some longer; and the page's data set of it."""
     lines = [json.dumps({"text": "to be, or not to be, that is it"[: 9 + i]}) for i in range(14)]
     (tmp_path / "train.json").write_text("\n".join(lines))
-    # the ranks must not write the file of encoded data at the same time
-    load_page(tmp_path)["WebtextDataset"](tmp_path / "train.json", seq_len=16)
+    spawn(check_dataset, 1, folder=tmp_path)
+    assert (
+        tmp_path / "gpt_webtext_16.pt"
+    ).is_file()  # which the ranks of a job must not write at the same time
     return tmp_path
+
+
+def check_dataset(rank: int, world_size: int, port: int, folder: Path) -> None:
+    data = load_page(folder)["WebtextDataset"](os.environ["DATA"], seq_len=16)
+    assert len(data) == 14
+    batch, label = data[0]
+    assert label.tolist() == [*b"to be, or"] + [ord("?")] * 7
+    assert batch["attention_mask"].tolist() == [1] * 9 + [0] * 7
+    assert torch.equal(batch["input_ids"], label)
 
 
 def check_training(
@@ -105,7 +116,6 @@ def check_training(
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_page_11_trains(chunks: int, text: Path) -> None:
-    assert (text / "gpt_webtext_16.pt").is_file()
     changes = CHUNKS if chunks > 1 else ()
     ranks = spawn(check_training, 4, folder=text, changes=changes, timeout=120)
     schedule = InterleavedPipelineSchedule if chunks > 1 else PipelineSchedule
@@ -113,41 +123,28 @@ def test_page_11_trains(chunks: int, text: Path) -> None:
     assert all(abs(loss - math.log(VOCABULARY)) < 1 for *_, loss in ranks)
 
 
-def test_page_11_dataset(text: Path) -> None:
-    names = load_page(text)
-    data = names["WebtextDataset"](os.environ["DATA"], seq_len=16)
-    assert len(data) == 14
-    batch, label = data[0]
-    assert label.tolist() == [*b"to be, or"] + [ord("?")] * 7
-    assert batch["attention_mask"].tolist() == [1] * 9 + [0] * 7
-    assert torch.equal(batch["input_ids"], label)
-
-
-@pytest.mark.parametrize(
-    ("build", "hidden", "layers", "positions"),
-    [("GPT2_exlarge_pipeline_hybrid", 1600, 48, 1024), ("GPT3_pipeline_hybrid", 12288, 96, 2048)],
-)
-def test_page_11_full_sizes(build: str, hidden: int, layers: int, positions: int) -> None:
-    """A stage of each model as the page builds it, on the meta device: GPT-3 fits no CPU."""
+def check_full_sizes(rank: int, world_size: int, port: int) -> dict[str, int]:
+    """Parameters of a stage of each model as the page builds it, on the meta device: GPT-3 fits no CPU."""
     stand_in("transformers", GPT2Tokenizer=LettersTokenizer)
     with fake_world(rank=0, world_size=4):
-        try:
-            launch_in_fake_world({"pipeline": 2, "tensor": {"mode": "1d", "size": 2}}, 0, 4)
-            # without memory there is nothing that the stages could bring into agreement
-            shared = ("wrapper.register_module", "isinstance")
-            names = run(
-                code("11.imports"),
-                code("11.model", ("torch.device('cuda')", "torch.device('meta')"), (f"{shared[0]}(", "id(")),
-            )
-            with torch.device("meta"):
-                stage = names[build](checkpoint=True, dtype=torch.half)
-        finally:
-            gpc.destroy()
-    inner = (
-        12 * hidden**2 // 2 + (3 + 4) * hidden // 2 + 6 * hidden
-    )  # weights and inner biases are cut in two
-    embedding = 50304 * hidden // 2 + positions * hidden
-    assert sum(p.numel() for p in stage.parameters()) == embedding + layers // 2 * inner
+        launch_in_fake_world({"pipeline": 2, "tensor": {"mode": "1d", "size": 2}}, 0, 4)
+        names = run(code("11.imports"), code("11.model", ("device('cuda')", "device('meta')")))
+        with torch.device("meta"):
+            stages = {name: names[name](checkpoint=True, dtype=torch.half) for name in FULL_SIZES}
+        gpc.destroy()
+    return {name: sum(p.numel() for p in stage.parameters()) for name, stage in stages.items()}
+
+
+# hidden size, layers, positions
+FULL_SIZES = {"GPT2_exlarge_pipeline_hybrid": (1600, 48, 1024), "GPT3_pipeline_hybrid": (12288, 96, 2048)}
+
+
+def test_page_11_full_sizes() -> None:
+    (found,) = spawn(check_full_sizes, 1)
+    for name, (hidden, layers, positions) in FULL_SIZES.items():
+        # matrices are cut in two, and so are the biases inside of attention and MLP; those of the stream are not
+        block = 12 * hidden**2 // 2 + (3 + 4) * hidden // 2 + 6 * hidden
+        assert found[name] == 50304 * hidden // 2 + positions * hidden + layers // 2 * block
 
 
 # ---- the page's stages equal the serial model ----
