@@ -206,10 +206,10 @@ PLANS: list[tuple[int, dict[str, Any], int]] = [
     (4, {"pipeline": 2}, 1),
     (2, {"pipeline": 2}, 2),
     (4, {"pipeline": 4}, 1),
+    (8, {"pipeline": 2, "tensor": TENSOR[1]}, 1),
     (4, {"pipeline": 2, "tensor": TENSOR[0]}, 2),
     (8, {"pipeline": 2, "tensor": TENSOR[2]}, 1),
     (8, {"pipeline": 2, "tensor": {"size": 4, "mode": "1d"}}, 1),
-    (8, {"pipeline": 2, "tensor": TENSOR[1]}, 1),
 ]
 
 
