@@ -85,9 +85,25 @@ PATTERNS = {
 @pytest.mark.parametrize("door", PATTERNS)
 def test_a_pipeline_of_tensor_parallel_stages_learns(door: str, small: Path, cifar: Path) -> None:
     # the engine's script logs on the first rank; the trainer's hooks log where the loss is, on the last stage
-    script, rank = f"{FOLDER}/train_with_{door}.py", 0 if door == "engine" else 2
-    text = run_script(script, "--config", small, data=cifar, nprocs=4, rank=rank)
+    name, rank = {"engine": ("train_hybrid", 0), "trainer": ("train_with_trainer", 2)}[door]
+    text = run_script(f"{FOLDER}/{name}.py", "--config", small, data=cifar, nprocs=4, rank=rank)
     losses, accuracies = ([float(x) for x in re.findall(p, text)] for p in PATTERNS[door])
     assert len(losses) == len(accuracies) == 3
     assert losses[-1] < losses[0] / 1.5
     assert accuracies[-1] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("documented", "ours"), [("pipeline_parallel", "vit_pipeline"), ("hybrid_parallel", "vit_1d_tp2_pp2")]
+)
+def test_the_configs_of_the_documents_commands(documented: str, ours: str) -> None:
+    folder = EXAMPLES / FOLDER / "configs"
+    config, same = Config.from_file(folder / f"config_{documented}.py"), Config.from_file(folder / f"{ours}.py")
+    assert config.items() <= same.items()
+    assert {"parallel", "TENSOR_SHAPE", "NUM_MICRO_BATCHES", "fp16", "model", "optimizer"} <= config.keys()
+
+
+def test_the_data_parallel_config_of_the_documents_command() -> None:
+    config = Config.from_file(EXAMPLES / FOLDER / "configs" / "config_data_parallel.py")
+    assert (config.BATCH_SIZE, config.gradient_accumulation, config.NUM_EPOCHS) == (256, 16, 300)
+    assert "parallel" not in config
