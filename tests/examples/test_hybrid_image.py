@@ -98,7 +98,10 @@ def test_a_pipeline_of_tensor_parallel_stages_learns(door: str, small: Path, cif
 )
 def test_the_configs_of_the_documents_commands(documented: str, ours: str) -> None:
     folder = EXAMPLES / FOLDER / "configs"
-    config, same = Config.from_file(folder / f"config_{documented}.py"), Config.from_file(folder / f"{ours}.py")
+    config, same = (
+        Config.from_file(folder / f"config_{documented}.py"),
+        Config.from_file(folder / f"{ours}.py"),
+    )
     assert config.items() <= same.items()
     assert {"parallel", "TENSOR_SHAPE", "NUM_MICRO_BATCHES", "fp16", "model", "optimizer"} <= config.keys()
 
