@@ -2,5 +2,6 @@
 
 from colossalai.pipeline.layer_spec import LayerSpec
 from colossalai.pipeline.pipelinable import PipelinableContext, PipelinableModel
+from colossalai.pipeline.recording import Recording, planned_run, record_run
 
-__all__ = ["LayerSpec", "PipelinableContext", "PipelinableModel"]
+__all__ = ["LayerSpec", "PipelinableContext", "PipelinableModel", "Recording", "planned_run", "record_run"]
