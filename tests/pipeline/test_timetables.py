@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from colossalai.context.parallel_config import ParallelConfig
 from colossalai.pipeline.schedule import (
     BUBBLES,
     SCHEDULES,
@@ -124,6 +125,12 @@ def test_printed() -> None:
 def test_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_timetable(*arguments)
+
+
+def test_the_config_knows_the_shape_of_every_schedule() -> None:
+    for name in SCHEDULES:
+        shape = make_timetable(name, 2, 2, CHUNKS.get(name, (1,))[0]).placement.shape
+        assert (shape is Shape.VEE) is ParallelConfig(schedule=name).is_vee
 
 
 @pytest.mark.parametrize("shape", Shape)

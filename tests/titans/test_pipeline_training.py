@@ -64,11 +64,12 @@ PLANS: list[tuple[int, dict[str, Any], int]] = [
     (4, {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, 1),
     (4, {"pipeline": 4}, 1),
     (2, {"pipeline": 2}, 2),
+    (2, {"pipeline": {"size": 2, "schedule": "zbv"}}, 2),  # both ends of the model on the first rank
     (8, {"pipeline": 2, "tensor": {"size": 4, "mode": "2d"}}, 1),
     (4, {"pipeline": 2}, 1),  # and 2 data-parallel ranks with the same batch
 ]
 
 
-@parametrize_sample("nprocs, plan, chunks", PLANS, n=3)
+@parametrize_sample("nprocs, plan, chunks", PLANS, n=4)
 def test_tied_gpt_trains_as_the_serial_one(nprocs: int, plan: dict[str, Any], chunks: int) -> None:
     spawn(check, nprocs, plan=plan, chunks=chunks)
