@@ -30,10 +30,10 @@ from colossalai.pipeline.recording.picture import draw
 from colossalai.pipeline.schedule import bubble_formula
 from colossalai.testing import spawn
 
-FORWARD = 0.1
+FORWARD = 0.2
 WARM, MEASURED = 1, 3
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}  # with their chunks
-SIZES = ((2, 8), (4, 8))  # ranks, micro-batches
+SIZES = ((2, 4), (4, 8))  # ranks, micro-batches
 PICTURE = Path(__file__).parents[1] / "docs" / "pipeline_run.png"
 
 
