@@ -24,6 +24,16 @@ from tests.pipeline.test_engine import _engine
 SOON = 10.0
 
 
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise KeyError("a bug of the user")
+
+
 class Bad(nn.Module):
     """A stage that does something wrong with micro-batch 1."""
 
@@ -43,11 +53,14 @@ class Bad(nn.Module):
                 return {"hidden": [self.layer(x), "text"]}
             if self.what == "return nothing":
                 return None
+            if self.what == "raise in backward":
+                return _RaiseInBackward.apply(self.layer(x))
         return self.layer(x)
 
 
 MESSAGES = {
     "raise": (KeyError, "a bug of the user"),
+    "raise in backward": (KeyError, "a bug of the user"),
     "return text": (
         TypeError,
         r"pipeline stage 1 returned str at \['hidden'\]\[1\]; all stages but the last return",
@@ -56,14 +69,18 @@ MESSAGES = {
 }
 
 
-def check_failing_stage(rank: int, world_size: int, port: int, what: str, schedule: str) -> str:
-    settings = config(schedule, 4, 4)
+def check_failing_stage(
+    rank: int, world_size: int, port: int, what: str, schedule: str, evaluates: bool
+) -> str:
+    chunks = 2 if schedule in ("interleaved", "zbv") else 1
+    settings = config(schedule, 4, 4, chunks)
     launch(settings)
-    engine = _engine(settings, model=Bad(what) if rank == 1 else None)
+    bad = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), Bad(what)]) if chunks == 2 else Bad(what)
+    engine = _engine(settings, model=bad if rank == 1 else None)
     x, y = problem().batches[0]
     start = time.perf_counter()
     with pytest.raises((PipelineError, KeyError, TypeError)) as raised:
-        engine.execute_schedule(iter([(x, y)]))
+        engine.execute_schedule(iter([(x, y)]), forward_only=evaluates)
     assert time.perf_counter() - start < SOON
     if rank == 1:
         kind, message = MESSAGES[what]
@@ -78,10 +95,24 @@ def check_failing_stage(rank: int, world_size: int, port: int, what: str, schedu
 
 @pytest.mark.parametrize(
     ("what", "schedule"),
-    [("raise", "1f1b"), ("raise", "gpipe"), ("return text", "1f1b"), ("return nothing", "gpipe")],
+    [
+        ("raise", "1f1b"),
+        ("raise", "gpipe"),
+        ("raise", "interleaved"),
+        ("raise", "zbv"),
+        ("raise in backward", "1f1b"),
+        ("raise in backward", "zbh1"),
+        ("raise in backward", "zbv"),
+        ("return text", "1f1b"),
+        ("return nothing", "gpipe"),
+        ("raise in evaluation", "1f1b"),
+        ("raise in evaluation", "zbv"),
+    ],
 )
 def test_a_stage_that_fails_fails_all(what: str, schedule: str) -> None:
-    heard = spawn(check_failing_stage, 4, what=what, schedule=schedule)
+    evaluates = what == "raise in evaluation"
+    what = "raise" if evaluates else what
+    heard = spawn(check_failing_stage, 4, what=what, schedule=schedule, evaluates=evaluates)
     for text in (heard[0], *heard[2:]):
         assert text.startswith(f"pipeline stage 1 (rank 1) failed with {MESSAGES[what][0].__name__}: ")
 

@@ -52,7 +52,7 @@ SMALL = [
 LARGE = [case for case in TENSOR_CASES if case not in SMALL]
 
 
-@parametrize_sample("schedule, stages, microbatches, chunks, mode, size, data", SMALL, n=3)
+@parametrize_sample("schedule, stages, microbatches, chunks, mode, size, data", SMALL, n=4)
 def test_tensor_modes_inside_the_stages(
     schedule: str, stages: int, microbatches: int, chunks: int, mode: str, size: int, data: int
 ) -> None:

@@ -45,11 +45,15 @@ SMALL = [case for case in CASES if ranks_of(case) <= 8]  # ranks that a laptop s
 LARGE = [case for case in CASES if ranks_of(case) > 8]
 
 
-@parametrize_sample(NAMES, SMALL, n=5)
+@parametrize_sample(NAMES, SMALL, n=4)
 def test_tied_gpt_trains_as_the_serial_one(
     schedule: str, stages: int, microbatches: int, chunks: int, mode: str | None, data: int
 ) -> None:
     train(schedule, stages, microbatches, chunks, mode, data)
+
+
+def test_both_ends_of_the_model_on_one_rank() -> None:
+    train("zbv", 2, 4, 2, None, 1)
 
 
 @pytest.mark.slow
