@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colossalai.builder import build_pipeline_model, build_pipeline_model_from_cfg
 from colossalai.context.config import ConfigException
 from colossalai.mesh import Mesh
+from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.p2p import PipelineError
 from colossalai.pipeline.pipeline import Pipeline
 from colossalai.testing import spawn
@@ -177,6 +179,55 @@ def check_bad_input(rank: int, world_size: int, port: int) -> None:
 
 def test_bad_input_is_refused_on_every_rank() -> None:
     spawn(check_bad_input, 2)
+
+
+def check_shared_on_the_wrong_rank(rank: int, world_size: int, port: int) -> str:
+    """The head lies on the last rank, but the second one is said to have it."""
+    launch(config("1f1b", 3, 2))
+    wrapper = PipelineSharedModuleWrapper([0, 1])
+    layer = nn.Linear(2, 2)
+    message = ""
+    if rank != 1:
+        start = time.perf_counter()
+        with pytest.raises(
+            ValueError, match=r"registers Linear as shared by the pipeline ranks \[0, 1\]"
+        ) as e:
+            wrapper.register_module(layer)
+        assert time.perf_counter() - start < SOON
+        message = str(e.value)
+    dist.barrier()  # nobody is gone, and nobody waits
+    if rank != 2:  # and the mistake is that wrapper's alone
+        PipelineSharedModuleWrapper([0, 1]).register_module(nn.Linear(2, 2))
+    else:
+        PipelineSharedModuleWrapper([0, 1])
+    return message
+
+
+def test_a_shared_module_on_the_wrong_rank() -> None:
+    first, second, third = spawn(check_shared_on_the_wrong_rank, 3)
+    assert first == third
+    assert first.startswith("pipeline rank 2 registers")
+    assert second == ""
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def check_too_few_layers(rank: int, world_size: int, port: int) -> None:
+    launch(config("1f1b", 3, 2))
+    layers = two_layers()
+    assert isinstance(layers, nn.Sequential)
+    message = "the model has 2 layers, but 3 pipeline stages with 1 chunk each need at least 3; use fewer"
+    with pytest.raises(ValueError, match=message):
+        build_pipeline_model(layers)
+    with pytest.raises(ValueError, match=message):
+        build_pipeline_model_from_cfg({"type": two_layers})
+    dist.barrier()
+
+
+def test_fewer_layers_than_stages() -> None:
+    spawn(check_too_few_layers, 3)
 
 
 def returns_scores(output: Tensor, label: Tensor) -> Tensor:
