@@ -5,6 +5,8 @@ chunk its share.  It is a wait for a moment on the clock of the wall, as that of
 computing would measure how many ranks share a core.  So any number of ranks can be measured on two cores, and what
 is left is what ours is to answer for: the order of the passes, messages, and the time that the executor takes itself.
 
+Other programs on the same cores delay messages; ``chrt -f 5 python benchmarks/pipeline.py`` (as root) keeps them from it.
+
 ``python benchmarks/pipeline.py --picture`` draws docs/pipeline_run.png.
 """
 

@@ -24,6 +24,13 @@ from colossalai.trainer import Trainer, hooks
 from colossalai.utils import is_no_pp_or_last_stage
 from tests.pipeline.plans import HIDDEN, build, config, launch, problem
 
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}  # with their chunks
+
+
+def _serial_name(name: str, chunks: int) -> str:
+    """The name in the serial model of a parameter of a stage."""
+    return name if chunks == 1 else name.partition(".")[2]
+
 
 def _engine(settings: dict[str, Any], **parts: Any) -> Any:
     """An engine over this rank's part of ``build()`` in the launched job."""
@@ -134,10 +141,13 @@ class ClippedSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def check_clipping(rank: int, world_size: int, port: int) -> None:
+@parameterize("schedule", list(SCHEDULES))
+def check_clipping(rank: int, world_size: int, port: int, schedule: str) -> None:
     """The norm is that of all stages: the same step as with torch's clipping of the whole model."""
-    settings = config("1f1b", 2, 4, clip_grad_norm=0.05)
-    launch(settings)
+    chunks = SCHEDULES[schedule]
+    settings = config(schedule, 2, 4, chunks, clip_grad_norm=0.05)
+    if not gpc.is_initialized(ParallelMode.GLOBAL):
+        launch(settings)
     engine = _engine(settings)
     serial = build()
     optimizer = ClippedSGD(serial.parameters(), lr=0.1)
@@ -150,7 +160,7 @@ def check_clipping(rank: int, world_size: int, port: int) -> None:
         optimizer.step()
     theirs = dict(serial.named_parameters())
     for name, p in engine.model.named_parameters():
-        torch.testing.assert_close(p, theirs[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(p, theirs[_serial_name(name, chunks)], rtol=1e-5, atol=1e-6)
 
 
 def test_clipping_takes_the_norm_over_all_stages() -> None:
@@ -205,9 +215,12 @@ def test_booster_without_a_pipeline() -> None:
         Booster(device="cpu").execute_pipeline(iter([]), nn.Linear(1, 1), None)
 
 
-def check_accumulation(rank: int, world_size: int, port: int) -> None:
-    settings = config("1f1b", 2, 2, gradient_accumulation=2)
-    launch(settings)
+@parameterize("schedule", list(SCHEDULES))
+def check_accumulation(rank: int, world_size: int, port: int, schedule: str) -> None:
+    chunks = SCHEDULES[schedule]
+    settings = config(schedule, 2, 2, chunks, gradient_accumulation=2)
+    if not gpc.is_initialized(ParallelMode.GLOBAL):
+        launch(settings)
     engine = _engine(settings)
     serial = build()
     optimizer = torch.optim.SGD(serial.parameters(), lr=0.1)
@@ -222,16 +235,16 @@ def check_accumulation(rank: int, world_size: int, port: int) -> None:
             optimizer.zero_grad()
     theirs = dict(serial.named_parameters())
     for name, p in engine.model.named_parameters():
-        torch.testing.assert_close(p, theirs[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(p, theirs[_serial_name(name, chunks)], rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_accumulation() -> None:
     spawn(check_accumulation, 2)
 
 
-@parameterize("schedule", ["1f1b", "interleaved"])
+@parameterize("schedule", list(SCHEDULES))
 def check_naive_amp(rank: int, world_size: int, port: int, schedule: str) -> None:
-    chunks = 2 if schedule == "interleaved" else 1
+    chunks = SCHEDULES[schedule]
     settings = config(
         schedule, 2, 4, chunks, fp16={"mode": AMP_TYPE.NAIVE, "initial_scale": 64}, TENSOR_SHAPE=(4, HIDDEN)
     )
@@ -248,15 +261,14 @@ def check_naive_amp(rank: int, world_size: int, port: int, schedule: str) -> Non
         expected = nn.functional.cross_entropy(serial(batch[0]), batch[1])
         expected.backward()
         optimizer.step()
-        if rank == 1:
+        if loss is not None:
             assert output.dtype is torch.float32
             torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-3)
     assert not engine.optimizer.step_was_skipped
     theirs = dict(serial.named_parameters())
     for name, p in engine.model.named_parameters():
         assert p.dtype is torch.float16
-        short = name if chunks == 1 else name.partition(".")[2]
-        torch.testing.assert_close(p.float(), theirs[short], rtol=1e-2, atol=2e-3)
+        torch.testing.assert_close(p.float(), theirs[_serial_name(name, chunks)], rtol=1e-2, atol=2e-3)
 
 
 def test_naive_amp() -> None:
