@@ -84,7 +84,9 @@ def check_bytes(rank: int, world_size: int, port: int) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize(
+    "p", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4]
+)
 def test_the_bytes_of_activations_are_those_of_the_theory(p: int) -> None:
     for schedule, m, c, r, activations, others in itertools.chain(*spawn(check_bytes, p)):
         where = schedule, p, m, c, r

@@ -26,7 +26,7 @@ CASES = [
 ]
 
 
-@parametrize_sample("schedule, stages, microbatches, chunks, data", CASES, n=8)
+@parametrize_sample("schedule, stages, microbatches, chunks, data", CASES, n=6)
 def test_schedules_equal_the_serial_model(
     schedule: str, stages: int, microbatches: int, chunks: int, data: int
 ) -> None:

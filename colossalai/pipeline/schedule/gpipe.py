@@ -15,7 +15,7 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
 
 
 def gpipe_bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
-    """In units of the work of one chunk on one micro-batch: every rank has ``chunks * microbatches`` to do, and waits..."""
-    # ... for the pipeline to fill and drain, and between chunks for a micro-batch that has not come around yet
+    """In units of the work of one chunk on one micro-batch, of which every rank has ``chunks * microbatches`` to do."""
+    # the pipeline fills and drains; and between chunks, a rank may wait for a micro-batch that has not come around yet
     idle = ranks - 1 + (chunks - 1) * max(ranks - microbatches, 0)
     return idle / (chunks * microbatches + idle)
