@@ -24,7 +24,7 @@ from titans.loss.lm_loss import GPTLMLoss
 from titans.model.gpt import GPT
 from titans.model.pipeline_gpt import build_gpt_pipeline
 
-DEPTH, STEPS, CLIP = 9, 5, 0.5
+STEPS, CLIP = 5, 0.5
 CHUNKS = {"gpipe": (1, 2), "1f1b": (1,), "interleaved": (1, 2), "zbh1": (1,), "zbv": (2,)}
 MODES = {None: 1, "1d": 2, "2d": 4}
 NAMES = "schedule, stages, microbatches, chunks, mode, data"
@@ -82,9 +82,9 @@ class Serial:
     weights: dict[str, Tensor]
 
 
-def train_serially(parts: Sequence[Tensor]) -> Serial:
+def train_serially(depth: int, parts: Sequence[Tensor]) -> Serial:
     torch.manual_seed(0)
-    model = GPT(depth=DEPTH, **GPT_SIZES)
+    model = GPT(depth=depth, **GPT_SIZES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     named = {**dict(model.named_parameters()), "head.dense.weight": model.head.dense.weight}
     history = []
@@ -105,10 +105,11 @@ def check(rank: int, world_size: int, port: int, config: dict[str, Any], data: i
     chunks = config["NUM_CHUNKS"]
     rows = 2 * config["NUM_MICRO_BATCHES"] * data  # mode 2d cuts a micro-batch into 2
     ids = torch.randint(GPT_SIZES["vocab_size"], (rows, 8), generator=torch.Generator().manual_seed(1))
-    serial = train_serially(ids.chunk(data))
+    depth = config["parallel"]["pipeline"]["size"] * chunks + 1  # one stage has two layers
+    serial = train_serially(depth, ids.chunk(data))
     colossalai.launch_from_torch(config=config | {"clip_grad_norm": CLIP}, backend="gloo", verbose=False)
     torch.manual_seed(0)
-    model = build_gpt_pipeline(DEPTH, chunks, checkpoint=checkpoint, **GPT_SIZES)
+    model = build_gpt_pipeline(depth, chunks, checkpoint=checkpoint, **GPT_SIZES)
     parts = list(model) if chunks > 1 else [model]  # type: ignore[call-overload]
     named = [(name, p) for part in parts for name, p in part.named_parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
