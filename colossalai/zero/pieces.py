@@ -1,8 +1,8 @@
 """Which slice of every parameter a rank owns for the optimizer step.
 
-Parameters are laid one after another in a flat buffer, which is cut into equal shards, one for each rank; this rank's *piece* of a
-parameter is what its shard holds of it.  So a shard travels as one block, and the cut is even, whatever the shapes.  A piece may be
-empty: then another rank owns all of that parameter.
+Parameters are laid one after another in a flat buffer, which is cut into equal shards, one for each rank; this rank's
+*piece* of a parameter is what its shard holds of it.  So a shard travels as one block, and the cut is even, whatever
+the shapes.  A piece may be empty: then another rank owns all of that parameter.
 
 Some optimizers must see whole parameters (LAMB takes their norms).  For them a buffer has one ``owner``, who has all of it.
 """
@@ -10,7 +10,7 @@ Some optimizers must see whole parameters (LAMB takes their norms).  For them a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ from torch.optim import Optimizer
 from colossalai.mesh import Layout, full_shape, place, placement
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils import copy_tensor_parallel_attributes
+from colossalai.utils.optimizer_state import SERIAL_SHAPE
 
-ALIGNMENT = 64  # elements; kernels read several at once from addresses that are multiples of their number
+# Kernels read 16 bytes at once, from addresses that are multiples of that: 8 elements in half precision.  Shards are
+# cut more coarsely.
+ALIGNMENT, SHARD_ALIGNMENT = 8, 64
 
 # The optimizers of torch that update every element without knowing the others.
 ELEMENTWISE = frozenset(
@@ -33,7 +36,8 @@ ELEMENTWISE = frozenset(
 class FlatLayout:
     """Where parameters lie in a flat buffer of ``parts`` shards of ``shard`` elements.
 
-    ``offsets`` and ``sizes`` have an entry for each parameter.  With an ``owner``, the buffer is not cut: it is one shard, the owner's.
+    ``offsets`` and ``sizes`` have an entry for each parameter.  With an ``owner``, the buffer is not cut: it is one
+    shard, the owner's.
     """
 
     sizes: tuple[int, ...]
@@ -69,18 +73,18 @@ class FlatLayout:
 def even_layout(sizes: Iterable[int], parts: int) -> FlatLayout:
     """Parameters one after another, cut into ``parts`` equal shards; the last is filled up."""
     sizes = tuple(sizes)
-    offsets = _offsets(sizes)
-    total = sum(sizes)
+    offsets, total = _one_after_another(sizes)
     per_rank = -(-total // parts)
     # aligned shards only where that costs little: a model of a few numbers is cut as it is
-    shard = _aligned(per_rank) if per_rank >= 64 * ALIGNMENT else per_rank
+    shard = _aligned(per_rank, SHARD_ALIGNMENT) if per_rank >= 64 * SHARD_ALIGNMENT else per_rank
     return FlatLayout(sizes, offsets, parts, shard)
 
 
 def owned_layout(sizes: Iterable[int], parts: int, owner: int) -> FlatLayout:
     """Parameters one after another, all of them the piece of ``owner``."""
     sizes = tuple(sizes)
-    return FlatLayout(sizes, _offsets(sizes), parts, sum(sizes), owner)
+    offsets, total = _one_after_another(sizes)
+    return FlatLayout(sizes, offsets, parts, total, owner)
 
 
 def balanced_owners(sizes: Sequence[int], parts: int) -> list[int]:
@@ -106,8 +110,9 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 class Piece:
     """This rank's slice ``[start, end)`` of the flattened ``param``.
 
-    ``value`` is what the optimizer steps, in the place of the parameter.  ``weight`` is the slice where the model's weights lie, to be
-    gathered by the others.  Both are the same memory, unless the value is an fp32 master or waits on the host.
+    ``value`` is what the optimizer steps, in the place of the parameter.  ``weight`` is the slice where the model's
+    weights lie, to be gathered by the others.  Both are the same memory, unless the value is an fp32 master or waits
+    on the host.
     """
 
     param: Tensor
@@ -116,7 +121,7 @@ class Piece:
     rank: int
     weight: Tensor
     value: nn.Parameter
-    seen: int = field(default=-1)  # changes of ``param`` when ``value`` last agreed with it
+    seen: int  # changes of ``param`` when ``value`` last agreed with it
 
     @property
     def start(self) -> int:
@@ -171,17 +176,17 @@ def make_piece(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     pin: bool = False,
-    copy: bool = False,
+    home: Tensor | None = None,
 ) -> Piece:
     """The piece of ``param``, entry ``index`` of a flat ``buffer`` that holds its values.
 
-    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if it waits on the host;
-    ``copy`` it in any case.
+    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if it
+    waits on the host.  ``home``, a flat tensor like this rank's shard, is the memory for it.
     """
     start, end = layout.piece(index, rank)
     offset = layout.offsets[index]
     weight = buffer[offset + start : offset + end] if end > start else buffer[:0]
-    return piece_of(param, layout, index, rank, weight, dtype=dtype, device=device, pin=pin, copy=copy)
+    return piece_of(param, layout, index, rank, weight, dtype=dtype, device=device, pin=pin, home=home)
 
 
 def piece_of(
@@ -194,7 +199,7 @@ def piece_of(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     pin: bool = False,
-    copy: bool = False,
+    home: Tensor | None = None,
 ) -> Piece:
     """The piece of ``param`` whose values, the slice that ``layout`` gives to ``rank``, lie in ``weight``.
 
@@ -203,12 +208,17 @@ def piece_of(
     if 0 < weight.numel() == param.numel():
         weight = weight.view(param.shape)
     value = weight.detach()
-    if (dtype or weight.dtype, device or weight.device) != (weight.dtype, weight.device) or pin or copy:
+    if home is not None:
+        start, end = layout.piece(index, rank)
+        begin = layout.offsets[index] + start - layout.bounds(rank)[0]
+        value = home[begin : begin + end - start].view(weight.shape).copy_(value)
+    elif (dtype or weight.dtype, device or weight.device) != (weight.dtype, weight.device) or pin:
         target = torch.empty(
             weight.shape, dtype=dtype or weight.dtype, device=device or weight.device, pin_memory=pin
         )
         value = target.copy_(value)
-    piece = Piece(param, layout, index, rank, weight, nn.Parameter(value))
+    piece = Piece(param, layout, index, rank, weight, nn.Parameter(value), param._version)
+    setattr(piece.value, SERIAL_SHAPE, param.shape)
     copy_tensor_parallel_attributes(param, piece.value)
     if not piece.is_whole and (
         axes := placement(param).sharded
@@ -217,13 +227,15 @@ def piece_of(
     return piece
 
 
-def _offsets(sizes: Sequence[int]) -> tuple[int, ...]:
+def _one_after_another(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """The offsets of tensors of these sizes, each aligned, and the end of the last."""
     offsets, end = [], 0
     for size in sizes:
-        offsets.append(end)
-        end += size
-    return tuple(offsets)
+        start = _aligned(end, ALIGNMENT)
+        offsets.append(start)
+        end = start + size
+    return tuple(offsets), end
 
 
-def _aligned(length: int) -> int:
-    return -(-length // ALIGNMENT) * ALIGNMENT
+def _aligned(length: int, unit: int) -> int:
+    return -(-length // unit) * unit

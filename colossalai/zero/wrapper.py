@@ -56,8 +56,8 @@ def zero_optim_wrapper(
 ) -> OptimizerWrapper:
     """The optimizer of a model that ``zero_model_wrapper`` prepared.
 
-    ``optim_config`` holds further arguments of ``LowLevelZeroOptimizer``, such as ``cpu_offload`` and ``reduce_bucket_size``,
-    or for stage 3 of ``GeminiOptimizer``.
+    ``optim_config`` holds further arguments of ``LowLevelZeroOptimizer``, such as ``cpu_offload`` and
+    ``reduce_bucket_size``, or for stage 3 of ``GeminiOptimizer``.
     """
     stage = getattr(model, STAGE, None)
     if stage is None:

@@ -14,6 +14,7 @@ from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.mesh.collectives import count_communication
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import spawn
+from colossalai.utils import load_checkpoint, save_checkpoint
 from tests.zero.low_level.problems import OPTIMIZERS, Case, Net, batches, boost, launch, loss_of, train_part
 
 
@@ -183,3 +184,23 @@ def test_refusals() -> None:
 def test_it_needs_a_launch() -> None:
     with pytest.raises(RuntimeError, match="LowLevelZeroPlugin needs the distributed environment"):
         LowLevelZeroPlugin()
+
+
+def check_one_file(rank: int, world_size: int, port: int, file: Path) -> None:
+    launch()
+    case = Case(stage=2, precision="bf16", optimizer="adamw")
+    ends = []
+    for resumed in (False, True):
+        booster, model, optimizer = boost(case, Net())
+        if resumed:
+            assert load_checkpoint(file, model, optimizer) == 7
+        else:
+            steps(case, (booster, model, optimizer), batches(4)[:2])
+            save_checkpoint(file, 7, model, optimizer)
+        steps(case, (booster, model, optimizer), batches(4)[2:])
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_one_file_for_a_whole_training(tmp_path: Path) -> None:
+    spawn(check_one_file, 2, file=tmp_path / "training.pt")

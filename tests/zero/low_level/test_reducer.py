@@ -155,11 +155,13 @@ def check_memory(rank: int, world_size: int, port: int) -> dict[str, int]:
     left = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
     optimizer.unscale_grad()
     grads = sum(b.grad.numel() for b in optimizer.buckets)
+    padding = 8 * len(optimizer.pieces)
     optimizer.step()
     inner = optimizer.unwrap()
     states = sum(t.numel() for s in inner.state.values() for name, t in s.items() if name != "step")
     return {
         "left": left,
+        "padding": padding,
         "grads": grads,
         "states": states,
         "model": sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -169,12 +171,12 @@ def check_memory(rank: int, world_size: int, port: int) -> dict[str, int]:
 
 def test_memory_is_divided_by_the_ranks() -> None:
     ranks = spawn(check_memory, 4)
-    model, unused = ranks[0]["model"], ranks[0]["unused"]
+    model, unused, padding = (ranks[0][name] for name in ("model", "unused", "padding"))
     assert [r["left"] for r in ranks] == [0] * 4  # of stage 2 no gradient stays whole
-    assert all(r["grads"] <= model / 4 + 1 for r in ranks)
+    assert all(r["grads"] <= (model + padding) / 4 for r in ranks)
     # two moments and a tail for every element, each on one rank; what is not used only has the digits that it lacks
     assert sum(r["states"] for r in ranks) == 3 * (model - unused) + unused
-    assert max(r["states"] for r in ranks) <= 3 * (model / 4 + 1)
+    assert max(r["states"] for r in ranks) <= 3 * (model + padding) / 4
 
 
 def check_without_reduction(rank: int, world_size: int, port: int) -> None:
@@ -332,3 +334,31 @@ def test_one_process_needs_no_groups() -> None:
         plain.zero_grad()
     for a, b in zip(model.parameters(), serial.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def check_overlap(rank: int, world_size: int, port: int) -> None:
+    launch()
+    real = reducer.start_reduction
+    for overlap in (False, True):
+        events: list[str] = []
+
+        def reduce(buffer: Tensor, layout: Any, group: Any, events: list[str] = events) -> Any:
+            events.append("reduce")
+            return real(buffer, layout, group)
+
+        reducer.start_reduction = reduce
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+        for layer in model:
+            layer.weight.register_hook(lambda grad, events=events: events.append("gradient"))
+        optimizer = LowLevelZeroOptimizer(
+            HybridAdam(model.parameters()), overlap_communication=overlap, reduce_bucket_size=64
+        )
+        optimizer.backward(model(torch.ones(1, 8)).sum())
+        if overlap:  # every bucket leaves as soon as its gradient is there
+            assert events == ["gradient", "reduce"] * 4
+        else:
+            assert events == ["gradient"] * 4 + ["reduce"] * 4
+
+
+def test_buckets_leave_while_the_backward_pass_goes_on() -> None:
+    spawn(check_overlap, 2)
