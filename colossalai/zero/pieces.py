@@ -10,7 +10,7 @@ Some optimizers must see whole parameters (LAMB takes their norms).  For them a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from torch.optim import Optimizer
 from colossalai.mesh import Layout, full_shape, place, placement
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils import copy_tensor_parallel_attributes
+from colossalai.utils.optimizer_state import SERIAL_SHAPE
 
-ALIGNMENT = 64  # elements; kernels read several at once from addresses that are multiples of their number
+# Kernels read 16 bytes at once, from addresses that are multiples of that: 8 elements in half precision.  Shards are cut more coarsely.
+ALIGNMENT, SHARD_ALIGNMENT = 8, 64
 
 # The optimizers of torch that update every element without knowing the others.
 ELEMENTWISE = frozenset(
@@ -69,18 +71,18 @@ class FlatLayout:
 def even_layout(sizes: Iterable[int], parts: int) -> FlatLayout:
     """Parameters one after another, cut into ``parts`` equal shards; the last is filled up."""
     sizes = tuple(sizes)
-    offsets = _offsets(sizes)
-    total = sum(sizes)
+    offsets, total = _one_after_another(sizes)
     per_rank = -(-total // parts)
     # aligned shards only where that costs little: a model of a few numbers is cut as it is
-    shard = _aligned(per_rank) if per_rank >= 64 * ALIGNMENT else per_rank
+    shard = _aligned(per_rank, SHARD_ALIGNMENT) if per_rank >= 64 * SHARD_ALIGNMENT else per_rank
     return FlatLayout(sizes, offsets, parts, shard)
 
 
 def owned_layout(sizes: Iterable[int], parts: int, owner: int) -> FlatLayout:
     """Parameters one after another, all of them the piece of ``owner``."""
     sizes = tuple(sizes)
-    return FlatLayout(sizes, _offsets(sizes), parts, sum(sizes), owner)
+    offsets, total = _one_after_another(sizes)
+    return FlatLayout(sizes, offsets, parts, total, owner)
 
 
 def balanced_owners(sizes: Sequence[int], parts: int) -> list[int]:
@@ -116,7 +118,7 @@ class Piece:
     rank: int
     weight: Tensor
     value: nn.Parameter
-    seen: int = field(default=-1)  # changes of ``param`` when ``value`` last agreed with it
+    seen: int  # changes of ``param`` when ``value`` last agreed with it
 
     @property
     def start(self) -> int:
@@ -208,7 +210,8 @@ def piece_of(
             weight.shape, dtype=dtype or weight.dtype, device=device or weight.device, pin_memory=pin
         )
         value = target.copy_(value)
-    piece = Piece(param, layout, index, rank, weight, nn.Parameter(value))
+    piece = Piece(param, layout, index, rank, weight, nn.Parameter(value), param._version)
+    setattr(piece.value, SERIAL_SHAPE, param.shape)
     copy_tensor_parallel_attributes(param, piece.value)
     if not piece.is_whole and (
         axes := placement(param).sharded
@@ -217,13 +220,15 @@ def piece_of(
     return piece
 
 
-def _offsets(sizes: Sequence[int]) -> tuple[int, ...]:
+def _one_after_another(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """The offsets of tensors of these sizes, each aligned, and the end of the last."""
     offsets, end = [], 0
     for size in sizes:
-        offsets.append(end)
-        end += size
-    return tuple(offsets)
+        start = _aligned(end, ALIGNMENT)
+        offsets.append(start)
+        end = start + size
+    return tuple(offsets), end
 
 
-def _aligned(length: int) -> int:
-    return -(-length // ALIGNMENT) * ALIGNMENT
+def _aligned(length: int, unit: int) -> int:
+    return -(-length // unit) * unit

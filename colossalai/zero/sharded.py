@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -117,6 +116,10 @@ class ShardedOptimizer(ScaledOptimizer):
         return self.is_scaled
 
     @property
+    def averages_gradients(self) -> bool:
+        return True
+
+    @property
     def loss_scale(self) -> float:
         return self.scaler.scale
 
@@ -183,6 +186,14 @@ class ShardedOptimizer(ScaledOptimizer):
         self._norms.clear()
 
     # The step
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step all pieces and give them to the other ranks, unless a scaled gradient overflowed."""
+        if args or kwargs:
+            raise ValueError(
+                f"{type(self).__name__}.step takes no closure and no options: call backward(loss), then step()"
+            )
+        return super().step()
 
     def _apply_step(self) -> Any:
         if self._max_norm > 0:
@@ -307,7 +318,7 @@ class ShardedOptimizer(ScaledOptimizer):
         """Load a state of the serial optimizer, or of this one at any number of ranks."""
         self.settle()
         state_dict = dict(state_dict)
-        self._check_serial(state_dict)
+        check_state(self.optim, state_dict)  # before anything is changed
         masters = state_dict.pop(MASTERS_KEY, {})
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         places = dict(zip(numbers, range(len(numbers)), strict=True))
@@ -317,24 +328,10 @@ class ShardedOptimizer(ScaledOptimizer):
             cut = saved if piece is None else cut_state(saved, piece)
             if cut or not saved:
                 state[number] = cut
-        scaler: dict[str, Any] = (
-            {} if self.is_scaled else {SCALER_KEY: {}}
-        )  # a scale that is not used here is not missed
+        # a scale that is not used here is not missed
+        scaler: dict[str, Any] = {} if self.is_scaled else {SCALER_KEY: {}}
         super().load_state_dict({**state_dict, **scaler, "state": state})
         self._load_masters({places[int(n)]: value for n, value in masters.items() if int(n) in places})
-
-    def _check_serial(self, state_dict: dict[str, Any]) -> None:
-        groups, number = [], 0
-        for group in self.optim.param_groups:
-            params = []
-            for value in group["params"]:
-                piece = self._numbered.get(number)
-                params.append(value if piece is None else piece.param)
-                number += 1
-            groups.append({**group, "params": params})
-        cut = any(_is_cut(state_dict, number, piece) for number, piece in self._numbered.items())
-        if not cut:  # one that a checkpoint has cut for us is checked with the pieces
-            check_state(SimpleNamespace(param_groups=groups, state={}, optim=self.optim), state_dict)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def _load_masters(self, masters: dict[int, Tensor]) -> None:
@@ -342,14 +339,6 @@ class ShardedOptimizer(ScaledOptimizer):
             if number in masters and needs_masters(self.unwrap(), piece.param.dtype) and not piece.is_empty:
                 piece.value.copy_(piece.fit(masters[number]))
             piece.seen = -1  # compare with the weights, which may be loaded before or after
-
-
-def _is_cut(state_dict: dict[str, Any], number: int, piece: Piece) -> bool:
-    state = state_dict.get("state", {}).get(number, {})
-    return any(
-        isinstance(v, Tensor) and v.dim() and v.shape == piece.value.shape != piece.param.shape
-        for v in state.values()
-    )
 
 
 def _multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:

@@ -32,7 +32,8 @@ def test_an_even_cut_covers_everything_once(sizes: tuple[int, ...], parts: int) 
         assert all(a[1] == b[0] for a, b in pairwise(ends))
     owned = [sum(b - a for a, b in (layout.piece(i, r) for i in range(len(sizes)))) for r in range(parts)]
     assert sum(owned) == sum(sizes)
-    assert max(owned) == min(layout.shard, sum(sizes))
+    assert max(owned) <= layout.shard
+    assert all(offset % 8 == 0 for offset in layout.offsets)
 
 
 def test_shards_of_large_buffers_are_aligned() -> None:
@@ -42,7 +43,7 @@ def test_shards_of_large_buffers_are_aligned() -> None:
 
 def test_an_owner_has_whole_parameters() -> None:
     layout = owned_layout([6, 4], 3, owner=1)
-    assert layout.total == 10
+    assert layout.total == 12  # the second one is aligned
     assert layout.owners(0) == [(1, 0, 6)]
     assert layout.owners(1) == [(1, 0, 4)]
     assert layout.piece(1, 2) == (0, 0)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from colossalai.kernel.adam import AdamLists, AdamOptions, adam_
+from colossalai.kernel.adam import adam_
+from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.nn.optimizer.base import Bucket
 from colossalai.nn.optimizer.moments import MomentsOptimizer
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer

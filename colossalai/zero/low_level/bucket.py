@@ -47,17 +47,12 @@ class Bucket:
 
     def fill(self, dtype: torch.dtype) -> Tensor:
         """A flat buffer of the gradients of this rank, in ``dtype``; zeros where there is none."""
-        first = self.params[0]
-        buffer = torch.empty(self.layout.total, dtype=dtype, device=first.device)
-        end = 0
+        is_full = sum(self.layout.sizes) == self.layout.total and all(p.grad is not None for p in self.params)
+        make = torch.empty if is_full else torch.zeros
+        buffer = make(self.layout.total, dtype=dtype, device=self.params[0].device)
         for param, offset, size in zip(self.params, self.layout.offsets, self.layout.sizes, strict=True):
-            part = buffer[offset : offset + size]
-            if param.grad is None:
-                part.zero_()
-            else:
-                part.view(param.shape).copy_(param.grad)
-            end = offset + size
-        buffer[end:].zero_()
+            if param.grad is not None:
+                buffer[offset : offset + size].view(param.shape).copy_(param.grad)
         return buffer
 
     def give(self, shard: Tensor, *, add: bool) -> None:

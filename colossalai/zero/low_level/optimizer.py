@@ -114,7 +114,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             overlap=overlap_communication,
             dtype=communication_dtype,
         )
-        self._local_passes = False
+        self._local_passes = self._in_pipeline = False
         if verbose:
             self._log()
 
@@ -133,7 +133,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         name = "gradient" if isinstance(retain_graph, Tensor) else "retain_graph"
         kwargs[name] = retain_graph
         loss = self.scale_loss(loss)
-        if not sync_grad or self._local_passes:
+        if not sync_grad or self._local_passes or self._in_pipeline:
             loss.backward(**kwargs)
             return
         self.reducer.begin()
@@ -143,6 +143,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self.reducer.abandon()
             raise
         self.reducer.end()
+
+    def expect_gradients(self) -> None:
+        """A pipeline begins, whose stages have a pass for each micro-batch: their gradients are reduced once, in the step."""
+        super().expect_gradients()
+        self._in_pipeline = self.reducer.has_local = True  # passes that are cut in two call no hooks
 
     def keep_gradients_local(self, local: bool) -> None:
         """Whether the next backward passes leave gradients where they are, as with ``sync_grad=False``."""
@@ -159,6 +164,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     def collect(self) -> None:
         self._check_places()
+        self._in_pipeline = False
         self.reducer.complete()
 
     def publish(self) -> None:
@@ -175,6 +181,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
         self.reducer.forget()
+        self._in_pipeline = False
 
     def settle(self) -> None:
         self.reducer.settle()

@@ -87,6 +87,7 @@ class Case:
     overlap: bool = True
     bucket: int = 100
     steps: int = 3
+    device: str = "cpu"
     synced: bool = False
     """Reduce gradients in every pass of an accumulation."""
 
@@ -98,8 +99,8 @@ class Case:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def launch() -> None:
-    colossalai.launch_from_torch(config={}, backend="gloo", verbose=False)
+def launch(backend: str = "gloo") -> None:
+    colossalai.launch_from_torch(config={}, backend=backend, verbose=False)
 
 
 def boost(case: Case, model: nn.Module, **options: Any) -> tuple[Booster, Any, Any]:
@@ -113,7 +114,7 @@ def boost(case: Case, model: nn.Module, **options: Any) -> tuple[Booster, Any, A
         initial_scale=options.pop("initial_scale", 2**4),
         **options,
     )
-    booster = Booster(device="cpu", plugin=plugin)
+    booster = Booster(device=case.device, plugin=plugin)
     boosted = booster.boost(model, OPTIMIZERS[case.optimizer](model))
     return booster, boosted.model, boosted.optimizer
 
@@ -123,7 +124,7 @@ def train_part(
 ) -> Tensor:
     """The passes of one step on this rank's part of a batch; returns the loss of the whole."""
     own = [t.chunk(dist.get_world_size())[dist.get_rank()] for t in batch]
-    total = torch.zeros(())
+    total = torch.zeros((), device=case.device)
     for i in range(case.accumulate):
         part = [t.chunk(case.accumulate)[i] for t in own]
         if case.synced or i == case.accumulate - 1:
@@ -154,6 +155,7 @@ def gradients(optimizer: Any) -> dict[int, Tensor]:
 
 
 def close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
+    got, expected = got.cpu(), expected.cpu()
     error = (got.double() - expected.double()).abs().max().item()
     scale = max(expected.double().abs().max().item(), 1e-6)
     assert error <= tolerance * scale, f"{what}: off by {error:.2e} of {scale:.2e}"
@@ -163,7 +165,7 @@ def check_case(case: Case) -> None:
     """Train under the plugin beside the serial model, and compare loss, gradients, norm and weights."""
     dtype = DTYPES[case.precision]
     loss_limit, limit = (1e-5, 1e-4) if dtype == torch.float32 else (1e-2, 1e-1)
-    serial, model = Net(case.recompute).to(dtype), Net(case.recompute).to(dtype)
+    serial, model = (Net(case.recompute).to(case.device, dtype) for _ in range(2))
     plain = OPTIMIZERS[case.optimizer](serial)
     if dtype != torch.float32 and case.optimizer in ("adamw", "torch_sgd"):
         from colossalai.amp.naive_amp import FP16Optimizer
@@ -174,7 +176,8 @@ def check_case(case: Case) -> None:
     trained = plain.trained_parameters() if hasattr(plain, "trained_parameters") else order
     booster, model, optimizer = boost(case, model)
     assert [list(p.shape) for p in model.parameters()] == [list(p.shape) for p in serial.parameters()]
-    for step, batch in enumerate(batches(case.steps)):
+    for step, on_host in enumerate(batches(case.steps)):
+        batch = (on_host[0].to(case.device), on_host[1].to(case.device))
         expected = loss_of(serial, *batch)
         expected.backward()
         got = train_part(case, booster, model, optimizer, batch)
