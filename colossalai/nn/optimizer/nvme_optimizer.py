@@ -100,10 +100,12 @@ class NVMeOptimizer(MultiTensorOptimizer):
         """Whether the states of this parameter are in slots."""
         part = local(parameter)
         fits = part.device.type == "cpu" and part.numel() > 0 and covers_its_memory(part)
-        if not fits and self._offload is not None and parameter in self._offload.slots:
+        before = None if self._offload is None else self._offload.strides.get(parameter)
+        if before is not None and not (fits and _order(part, before) == _order(part, part.stride())):
             raise RuntimeError(
-                f"the parameter of shape {tuple(parameter.shape)} was dense and on the CPU when its states were offloaded; now it"
-                f" is on {parameter.device} with strides {part.stride()}. Save a state_dict, and load it into a new optimizer"
+                f"the parameter of shape {tuple(parameter.shape)} was on the CPU with strides {before} when its states were"
+                f" offloaded; now it is on {parameter.device} with strides {part.stride()}. Save a state_dict, and load it into a"
+                " new optimizer"
             )
         return fits
 
@@ -207,7 +209,8 @@ class NVMeOptimizer(MultiTensorOptimizer):
         offload = self._offload
         if offload is None or parameter not in offload.slots:
             return super().portable_state(parameter)
-        weight = row(local(parameter.detach()))
+        part = local(parameter.detach())
+        weight = row(_laid_out(part, offload.strides[parameter], part.dtype).copy_(part))
         whole: dict[str, Tensor] = {}
         for slot in offload.slots[parameter]:
             for extent, states in self._look_at(offload, slot):
@@ -217,9 +220,13 @@ class NVMeOptimizer(MultiTensorOptimizer):
                     states["master"] = join(extent.of(weight), states.pop("tail"))
                 for name, state in states.items():
                     if name not in whole:
-                        whole[name] = torch.zeros_like(parameter, dtype=state.dtype, requires_grad=False)
-                    extent.of(row(local(whole[name]))).copy_(state)
-        return {"step": self.state[parameter]["step"], **whole}
+                        whole[name] = _laid_out(part, offload.strides[parameter], state.dtype)
+                    extent.of(row(whole[name])).copy_(state)
+        found: dict[str, Any] = {"step": self.state[parameter]["step"]}
+        for name, value in whole.items():
+            found[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+            local(found[name]).copy_(value)
+        return found
 
     def _look_at(self, offload: Offload, slot: Slot) -> list[tuple[Extent, dict[str, Tensor]]]:
         if slot.is_filled:
@@ -264,6 +271,16 @@ class NVMeOptimizer(MultiTensorOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_offload_options": self._offload_options}
+
+
+def _order(tensor: Tensor, strides: tuple[int, ...]) -> list[int]:
+    """What ``strides`` say about the order of the elements of ``tensor``."""
+    return [stride for stride, size in zip(strides, tensor.shape, strict=True) if size != 1]
+
+
+def _laid_out(tensor: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor on the CPU with the shape of ``tensor``."""
+    return torch.empty_strided(tensor.shape, strides, dtype=dtype, device="cpu")
 
 
 def _follow(weight: Tensor, states: dict[str, Tensor], was_filled: bool) -> None:

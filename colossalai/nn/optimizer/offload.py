@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
+from colossalai.nn.optimizer.base import local
 from colossalai.nn.optimizer.slots import GRAIN, Fields, Slot, cut
 from colossalai.utils.disk import DiskStore, Pending, aligned_empty
 from colossalai.utils.disk.memory import padded
@@ -139,6 +140,9 @@ class Offload:
         self.fraction = fraction
         self.pipeline = SlotPipeline(directory)
         self.slots: dict[Tensor, list[Slot]] = {}
+        self.strides: dict[
+            Tensor, tuple[int, ...]
+        ] = {}  # of parameters: in which order slots hold their elements
         self.total_bytes = self.disk_bytes = 0
         self._slot_bytes = 0
         self._made = 0
@@ -167,6 +171,7 @@ class Offload:
         for slot in made:
             for extent in slot.extents:
                 self.slots.setdefault(extent.parameter, []).append(slot)
+                self.strides[extent.parameter] = local(extent.parameter).stride()
 
     def slots_of(self, parameters: Iterable[Tensor]) -> list[Slot]:
         """Each slot once, in the order in which they were made."""
@@ -193,5 +198,6 @@ class Offload:
         for slot in self.slots_of(self.slots):
             self.pipeline.forget(slot)
         self.slots.clear()
+        self.strides.clear()
         self.total_bytes = self.disk_bytes = 0
         self._looked_at = None

@@ -358,9 +358,29 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     p[0].data = torch.ones(2, 2)[:, 0]
     p[0].grad = torch.ones(2)
     with pytest.raises(
-        RuntimeError, match=r"shape \(2,\) was dense and on the CPU .* on cpu with strides \(2,\)"
+        RuntimeError,
+        match=r"\(2,\) was on the CPU with strides \(1,\) .* now it is on cpu with strides \(2,\)",
     ):
         optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_whose_elements_change_places(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Their states do not move with them, so a step is refused; a state dict is still right."""
+    model = nn.Conv2d(3, 4, 5, bias=False).to(dtype)
+    optimizer = optim.HybridAdam(model.parameters(), nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
+    model.weight.grad = torch.randn(model.weight.shape).to(dtype)
+    optimizer.step()
+    before = optimizer.state_dict()
+    model.to(memory_format=torch.channels_last)
+    model.weight.grad = torch.randn(model.weight.shape).to(dtype)
+    with pytest.raises(
+        RuntimeError, match=r"with strides \(75, 25, 5, 1\) .* with strides \(75, 1, 15, 3\)\. Save a"
+    ):
+        optimizer.step()
+    check_state_dict_equal(optimizer.state_dict(), before)
+    optimizer.load_state_dict(before)
+    optimizer.step()
 
 
 def test_states_that_a_wrapper_would_lose(tmp_path: Path) -> None:
