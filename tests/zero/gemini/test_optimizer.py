@@ -54,6 +54,7 @@ def test_a_scheduler_changes_the_next_step_not_the_one_under_way(early: bool) ->
 
     run.optimizer._update_chunk = slow  # type: ignore[method-assign]
     for step in range(4):
+        run.model.settle()
         hold.clear()
         got = run.step(batch(step))
         schedules[0].step()
