@@ -219,7 +219,7 @@ class ZeroDDP(ModelWrapper):
     @torch.no_grad()
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:  # type: ignore[override]
+    ) -> Any:
         """Load whole tensors under the names of the model; every rank needs those of its own shards, so all of them."""
         self.settle()
         result = _compare_keys(self.unwrap(), state_dict, strict)

@@ -70,7 +70,7 @@ class Taken:
 class HostBuffers:
     """Gradient buffers on the host that are used again and again: page-locked memory takes long to get."""
 
-    def __init__(self, chunks: ChunkManager, most: int | None, wait: Callable[[], None]) -> None:
+    def __init__(self, chunks: ChunkManager, most: int | None, wait: Callable[[], bool]) -> None:
         self.chunks, self.most, self.wait = chunks, most, wait
         self.made = 0
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
@@ -78,7 +78,8 @@ class HostBuffers:
     def get(self, chunk: Chunk) -> Tensor:
         free = self._free.setdefault((chunk.shard_size, chunk.dtype), [])
         while not free and self.most is not None and self.made >= self.most:
-            self.wait()
+            if not self.wait():  # no update will give one back: more than wished for are needed
+                break
         if free:
             return free.pop()
         self.made += 1
@@ -98,7 +99,7 @@ class Gradients:
         self,
         chunks: ChunkManager,
         make_room: Callable[[int, str], None],
-        wait: Callable[[], None],
+        wait: Callable[[], bool],
         host_buffers: int | None = None,
     ) -> None:
         self.chunks, self.make_room = chunks, make_room

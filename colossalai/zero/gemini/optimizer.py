@@ -130,8 +130,11 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def gradients_sent(self, chunk: Chunk) -> None:
         """The gradients of ``chunk`` are on their way home (called by the model, in the backward pass)."""
-        if not self.update_in_backward or not self.model.gradients.sync or self.manager.is_warmup():
+        gradients = self.model.gradients
+        if not self.update_in_backward or not gradients.sync:
             return
+        if self.manager.is_warmup() and gradients.host.most is None:
+            return  # nobody knows yet which gradients come in parts; with few buffers there is no choice
         if chunk.index in self._early:
             raise RuntimeError(
                 f"a second gradient came for {chunk.name} whose update had begun; update_in_backward=True is for one backward pass"

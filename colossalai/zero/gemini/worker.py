@@ -98,13 +98,14 @@ class Worker:
                 self._shared.changed.wait()
         self._check()
 
-    def wait_any(self) -> None:
-        """Until one more job is done."""
+    def wait_any(self) -> bool:
+        """Until one more job is done; False if there is none."""
         with self._shared.changed:
             before = len(self._shared.pending)
             while self._shared.pending and len(self._shared.pending) >= before:
                 self._shared.changed.wait()
         self._check()
+        return before > 0
 
     def _check(self) -> None:
         if self._shared.error is not None:

@@ -82,7 +82,7 @@ def test_fp16_skips_steps_that_overflow() -> None:
 
 def test_few_host_buffers_are_enough_when_updates_run_in_the_backward_pass() -> None:
     run = compare(Case(early=True, options=(("host_buffers", 3),)), build=tower, steps=5)
-    assert run.model.gradients.host.made <= 3 + 1
+    assert run.model.gradients.host.made <= 3 + 2  # chunks of other sizes have their own
 
 
 def tower(reentrant: bool | None = None) -> nn.Module:
