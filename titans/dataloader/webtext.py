@@ -46,7 +46,9 @@ class WebtextDataset(Dataset[Row]):
         if tokenizer is None:
             self.tokens = torch.from_numpy(np.frombuffer(b"".join(texts), np.uint8).copy())
         else:
-            self.tokens = torch.tensor([i for text in texts for i in tokenizer.encode(text)], dtype=torch.int32)
+            self.tokens = torch.tensor(
+                [i for text in texts for i in tokenizer.encode(text)], dtype=torch.int32
+            )
         if len(self) == 0:
             raise ValueError(
                 f"the text in {path} has {len(self.tokens)} tokens, fewer than one row of seq_len={seq_len}"

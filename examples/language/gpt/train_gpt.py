@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
+import dry_run_gpt
 import torch.distributed as dist
 from parts import (
     build_criterion,
@@ -40,16 +42,29 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--from_torch", action="store_true", help="started by torchrun or colossalai run; otherwise by srun"
     )
-    parser.add_argument("-s", "--use_dummy_dataset", action="store_true", help="random tokens, not the text in DATA")
+    parser.add_argument(
+        "-s", "--use_dummy_dataset", action="store_true", help="random tokens, not the text in DATA"
+    )
     parser.add_argument(
         "--tiny", action="store_true", help="shrink model and batch, so that the plan runs on CPU processes"
     )
     parser.add_argument("--max_steps", type=positive, help="end after so many steps")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="no training: play a step of each of --world_size ranks (default: as few as the plan needs) without memory,"
+        " and print what each needs",
+    )
+    parser.add_argument(
+        "--memory", type=float, help="of a GPU, in GiB: a dry run ends with an error if it is not enough"
+    )
     args = parser.parse_args()
     if args.config is None:
         parser.error("--config is needed, such as --config=gpt2_configs/gpt2_vanilla.py")
-    if not args.use_dummy_dataset and not os.environ.get("DATA"):
-        parser.error("set the environment variable DATA to a file or folder with text, or pass -s for random tokens")
+    if not (args.dry_run or args.use_dummy_dataset or os.environ.get("DATA")):
+        parser.error(
+            "set the environment variable DATA to a file or folder with text, or pass -s for random tokens"
+        )
     return args
 
 
@@ -107,7 +122,11 @@ def main() -> None:
     disable_existing_loggers()
     config = Config.from_file(args.config)
     check_config(config)
-    launch(args, shrink(config) if args.tiny else config)
+    if args.tiny:
+        config = shrink(config)
+    if args.dry_run:
+        sys.exit(dry_run_gpt.main(config, args))
+    launch(args, config)
     train(args)
     dist.destroy_process_group()
 
