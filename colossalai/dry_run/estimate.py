@@ -71,11 +71,20 @@ def estimate_memory(
 
 def stored_microbatches() -> int:
     """How many micro-batches the schedule of the launched config stores on this rank at one time."""
+    return 1 if not is_using_pp() else _timetable().peak_stored(pipeline_rank(gpc.mesh))
+
+
+def played_alike() -> object:
+    """Equal for two stages of the launched config whose short plays have the same actions."""
     if not is_using_pp():
-        return 1
+        return None
+    whole, rank = _timetable(), pipeline_rank(gpc.mesh)
+    return rank if whole.placement.chunks > 1 else _short_timetable(whole, rank).ranks[rank]
+
+
+def _timetable() -> Timetable:
     options = PipelineOptions.from_config(gpc.config, gpc.plan)
-    timetable = make_timetable(options.schedule, gpc.plan.pipeline, options.microbatches, options.chunks)
-    return timetable.peak_stored(pipeline_rank(gpc.mesh))
+    return make_timetable(options.schedule, gpc.plan.pipeline, options.microbatches, options.chunks)
 
 
 def play_step(
@@ -140,7 +149,7 @@ def _shorten(pipeline: Pipeline, batch: Batch) -> Batch:
     whole = pipeline.timetable
     if whole.placement.chunks > 1:
         return batch
-    short = _short_timetable(whole, min(whole.peak_stored(pipeline.rank), AT_ONCE))
+    short = _short_timetable(whole, pipeline.rank)
     pipeline.timetable = short
 
     def rows(t: Tensor) -> Tensor:
@@ -149,9 +158,12 @@ def _shorten(pipeline: Pipeline, batch: Batch) -> Batch:
     return tree_map_only(Tensor, rows, batch)
 
 
-def _short_timetable(whole: Timetable, stored: int) -> Timetable:
-    """One forward pass for each backward pass, with ``stored`` micro-batches between the two."""
-    count = min(whole.microbatches, 2 * stored)
+def _short_timetable(whole: Timetable, rank: int) -> Timetable:
+    """At most ``AT_ONCE`` micro-batches stored at one time; gradients are there then if they are in ``whole``."""
+    most = whole.peak_stored(rank)
+    stored = min(most, AT_ONCE)
+    # where all forward passes come first, there are no gradients yet when most is stored
+    count = stored if most == whole.microbatches else min(whole.microbatches, 2 * stored)
     forward = [Action(Kind.FORWARD, i) for i in range(count)]
     backward = [Action(Kind.BACKWARD, i) for i in range(count)]
     row = forward[:stored]

@@ -19,7 +19,7 @@ from colossalai.context.imagined import imagined_launch
 from colossalai.context.parallel_config import ParallelConfig
 from colossalai.context.tensor_modes import DATA_AXIS, PIPELINE_AXIS
 from colossalai.core import global_context as gpc
-from colossalai.dry_run.estimate import AT_ONCE, Played, play_step, stored_microbatches
+from colossalai.dry_run.estimate import Played, play_step, played_alike, stored_microbatches
 from colossalai.dry_run.link import Way
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.dry_run.zero import estimate_zero3, placement_policy
@@ -105,7 +105,7 @@ class _Player:
         shapes = tuple((tuple(p.shape), p.dtype) for p in parts.model.parameters())
         received = specs.get((stage - 1, stage))
         ends = (stage == 0, stage == gpc.pipeline_parallel_size - 1)
-        key = (shapes, str(received), ends, min(stored, AT_ONCE))
+        key = (shapes, str(received), ends, played_alike())
         if key not in self._played:
             self._played[key] = play_step(*parts, specs=specs)
         elif received is not None:

@@ -10,10 +10,14 @@ The text comes from the file or folder in the environment variable DATA.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import dry_run_gpt
+import torch
 import torch.distributed as dist
 from parts import (
     build_criterion,
@@ -58,6 +62,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--memory", type=float, help="of a GPU, in GiB: a dry run ends with an error if it is not enough"
     )
+    parser.add_argument(
+        "--report", type=Path, help="write the peak of each rank's GPU memory, in bytes, to this JSON file"
+    )
     args = parser.parse_args()
     if args.config is None:
         parser.error("--config is needed, such as --config=gpt2_configs/gpt2_vanilla.py")
@@ -68,6 +75,25 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+class PeakMemory(hooks.BaseHook):
+    """The most bytes of tensors that were on this rank's GPU at one time."""
+
+    def __init__(self) -> None:
+        super().__init__(priority=0)  # before other hooks, which may reset the statistics
+        self.bytes = 0
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        if torch.cuda.is_available():
+            self.bytes = max(self.bytes, torch.cuda.max_memory_allocated())
+
+    def write(self, path: Path) -> None:
+        """Every rank calls this; the first one writes the numbers of all."""
+        peaks = [0] * dist.get_world_size()
+        dist.all_gather_object(peaks, self.bytes)
+        if dist.get_rank() == 0:
+            path.write_text(json.dumps(peaks))
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, got {text}")
@@ -76,9 +102,9 @@ def positive(text: str) -> int:
 
 def launch(args: argparse.Namespace, config: Config) -> None:
     if args.from_torch:
-        colossalai.launch_from_torch(config, seed=42)
+        colossalai.launch_from_torch(config, args.backend, seed=42)
     else:
-        colossalai.launch_from_slurm(config, args.host, args.port or 29500, seed=42)
+        colossalai.launch_from_slurm(config, args.host, args.port or 29500, args.backend, seed=42)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -100,6 +126,7 @@ def train(args: argparse.Namespace) -> None:
     )
     batch = config.BATCH_SIZE * gpc.data_parallel_size
     logger.info(f"Init done, global batch size = {batch}", ranks=[0])
+    peak = PeakMemory()
     Trainer(engine, logger=logger).fit(
         train_dataloader,
         epochs=config.NUM_EPOCHS,
@@ -111,10 +138,13 @@ def train(args: argparse.Namespace) -> None:
             hooks.ThroughputHook(ignored_steps=10, tflop_per_step=tflop),
             hooks.LogMetricByStepHook(),
             hooks.LogMemoryByEpochHook(logger),
+            peak,
         ],
         display_progress=True,
         return_output_label=False,  # the logits of a batch would stay in memory until its end
     )
+    if args.report is not None:
+        peak.write(args.report)
 
 
 def main() -> None:
