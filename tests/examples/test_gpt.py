@@ -64,12 +64,11 @@ def test_every_config_trains(config: str, nprocs: int, changes: dict[str, str], 
 
 
 def test_the_documented_command_learns_text(tmp_path: Path) -> None:
-    """Python's own sources, as JSON lines: the loss falls below that of guessing letters by their frequency."""
-    source = Path(json.__file__).parent
-    rows = [json.dumps({"text": file.read_text()}) for file in sorted(source.glob("*.py"))]
-    (tmp_path / "webtext.jsonl").write_text("\n".join(rows))
+    """A source of Python's, as a line of JSON."""
+    text = Path(json.decoder.__file__).read_text()
+    (tmp_path / "webtext.jsonl").write_text(json.dumps({"text": text}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["train_gpt.py", "--config=gpt2_configs/gpt2_pp.py", "--from_torch", "--tiny"]
+    command += ["train_gpt.py", "--config=gpt2_configs/gpt2_2p5d.py", "--from_torch", "--tiny"]
     environment = {**environment_with_package(), "DATA": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -77,8 +76,7 @@ def test_the_documented_command_learns_text(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(x) for x in re.findall(r"/ Train\]: Loss = ([\d.]+) ", done.stdout + done.stderr)]
     assert len(losses) == 2
-    assert losses[1] < losses[0]
-    assert losses[1] < 3.2
+    assert losses[1] < losses[0] - 0.3, "guessing among 512 words is 6.2"
 
 
 def dry_run(*options: object) -> subprocess.CompletedProcess[str]:
