@@ -54,7 +54,7 @@ def changed(config: str, changes: dict[str, str], folder: Path) -> Path:
     return path
 
 
-@parametrize_sample("config, nprocs, changes", RUNS, n=3)
+@parametrize_sample("config, nprocs, changes", RUNS, n=2)
 def test_every_config_trains(config: str, nprocs: int, changes: dict[str, str], tmp_path: Path) -> None:
     path = changed(config, changes, tmp_path)
     options = ["--config", path, "--from_torch", "-s", "--tiny", "--max_steps", 2]
