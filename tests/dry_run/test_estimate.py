@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import colossalai
+from colossalai.amp import AMP_TYPE
 from colossalai.context.config import ConfigException
 from colossalai.context.imagined import imagined_launch
 from colossalai.dry_run import MemoryEstimate, dry_run, estimate_memory, format_reports
@@ -110,6 +111,8 @@ def test_what_a_job_would_raise() -> None:
         dry_run({"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}, 3, parts)
     with pytest.raises(ConfigException, match=r"a pipeline of 2 stages, but no NUM_MICRO_BATCHES"):
         dry_run({"parallel": {"pipeline": 2}}, 2, parts)
+    with pytest.raises(ConfigException, match=r"plays fp16 with AMP_TYPE.NAIVE, or no fp16"):
+        dry_run({"fp16": {"mode": AMP_TYPE.TORCH}}, 1, parts)
     assert not torch.distributed.is_initialized()
     (report,) = dry_run({}, 1, parts)
     assert report.memory.peak > 0
