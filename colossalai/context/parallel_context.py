@@ -214,9 +214,11 @@ class ParallelContext(metaclass=SingletonMeta):
         return (ignore_virtual or chunk in (None, 0)) and self.is_first_rank(ParallelMode.PIPELINE)
 
     def is_pipeline_last_stage(self, ignore_virtual: bool = False) -> bool:
+        """Whether this rank holds the last layers; with virtual stages, in the chunk that is current."""
         chunk, chunks = self.virtual_pipeline_parallel_rank, self.virtual_pipeline_parallel_size
         at_last_chunk = ignore_virtual or chunk is None or chunks is None or chunk == chunks - 1
-        return at_last_chunk and self.is_last_rank(ParallelMode.PIPELINE)
+        at_end = self.is_first_rank if self._plan.is_vee else self.is_last_rank
+        return at_last_chunk and at_end(ParallelMode.PIPELINE)
 
     def set_virtual_pipeline_parallel_size(self, size: int | None) -> None:
         """How many chunks of layers each stage holds; None ends the use of virtual stages."""

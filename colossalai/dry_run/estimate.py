@@ -23,7 +23,7 @@ from colossalai.context.config import ConfigException
 from colossalai.core import global_context as gpc
 from colossalai.dry_run.link import ImaginedLink, Way
 from colossalai.dry_run.meta import MetaBytes, gpu_kernels, step_as_on_gpu
-from colossalai.dry_run.watch import MemoryEstimate, Watch, WatchedEngine
+from colossalai.dry_run.watch import MemoryEstimate, Watch, WatchedEngine, WatchedExecutor
 from colossalai.engine.features import Features
 from colossalai.engine.initialization import handlers_of, schedule_of_config
 from colossalai.engine.schedule import PipelineSchedule
@@ -111,8 +111,9 @@ def play_step(
         engine.watch = watch
         if isinstance(engine.schedule, PipelineSchedule):
             pipeline = engine.schedule.pipeline
-            pipeline.executor.link = ImaginedLink(pipeline.rank, {} if specs is None else specs)  # type: ignore[assignment]
-            pipeline.record_with(watch.after_action)
+            link: Any = ImaginedLink(pipeline.rank, {} if specs is None else specs)
+            pipeline.executor = executor = WatchedExecutor(link, pipeline)
+            executor.watch = watch
             batch = _shorten(pipeline, batch)
             row, stored = (
                 pipeline.timetable.ranks[pipeline.rank],

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from colossalai.dry_run.meta import MetaBytes
 from colossalai.engine.engine import Engine
 from colossalai.interface import OptimizerWrapper
+from colossalai.pipeline.executor import Executor
 from colossalai.pipeline.schedule.base import Action, Kind
 
 Moment = Literal["forward", "backward", "step"]
@@ -101,7 +102,7 @@ class Watch:
         self._stored = 0
         self._begin("step")
 
-    def after_action(self, action: Action, start: float, end: float) -> None:
+    def after_action(self) -> None:
         """A pass of a pipeline stage has ended; what is left of it is stored."""
         self._done += 1
         if self._running:
@@ -156,6 +157,16 @@ class WatchedEngine(Engine):
     def backward(self, loss: Tensor) -> None:
         self.watch.before_backward()
         super().backward(loss)
+
+
+class WatchedExecutor(Executor):
+    """An executor that tells after each action."""
+
+    watch: Watch
+
+    def _do(self, action: Action, *args: Any) -> None:
+        super()._do(action, *args)
+        self.watch.after_action()
 
 
 def nbytes(tensors: Iterable[Any]) -> int:

@@ -3,12 +3,13 @@ w <- w - lr (m / c1) / (sqrt(v / c2) + eps),  with c = 1 - b^step, or 1 without 
 
 Weight decay is part of g (Adam) or shrinks w beforehand (AdamW).
 
-Four ways to compute it, chosen by `choose`:
+Five ways to compute it, chosen by `choose`:
 
 - ``fused``: torch's own kernel, where weights and gradients have one dtype;
 - ``triton``: half-precision gradients in, float32 weights and moments updated, half-precision weights out, in one pass and
   one launch, on CUDA;
-- ``blocks``: the same on CPU, as casts around torch's kernel in blocks that stay in the cache;
+- ``native``: the same on CPU, in C (see ``colossalai.kernel.native``);
+- ``blocks``: the same on a CPU without a compiler, as casts around torch's kernel in blocks that stay in the cache;
 - ``foreach``: plain PyTorch, anywhere.
 
 Weights in bfloat16 whose other 16 bits are in ``tails`` are joined and split in the same pass.
@@ -18,44 +19,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from colossalai.kernel import private
-from colossalai.kernel.lists import Lists, row
+from colossalai.kernel.adam_lists import AdamLists, AdamOptions
+from colossalai.kernel.lists import row
+from colossalai.kernel.native import adam as native
 from colossalai.kernel.probe import triton_works
 from colossalai.kernel.split import join, split_
 
 BLOCK = (
     1 << 18
 )  # elements: 1 MiB of float32, so that a block's gradient and weights are still in L2 when used again
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamOptions:
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool  # AdamW
-    bias_correction: bool = True
-    div_scale: float = -1.0  # gradients are divided by it if it is positive
-
-    def corrections(self, step: int) -> tuple[float, float]:
-        """c1 and c2 of the formula at the top."""
-        if not self.bias_correction:
-            return 1.0, 1.0
-        return 1 - self.beta1**step, 1 - self.beta2**step
-
-
-@dataclass(kw_only=True)
-class AdamLists(Lists):
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
 
 
 def adam_(lists: AdamLists, step: int, options: AdamOptions) -> None:
@@ -75,7 +54,7 @@ def choose(lists: AdamLists) -> str:
     if lists.weights[0].dtype != torch.float32 and not lists.tails:
         return "foreach"
     if kind == "cpu":
-        return "blocks"
+        return "native" if native.takes(lists) and native.native_works() else "blocks"
     return "triton" if triton_works() else "foreach"
 
 
@@ -176,6 +155,7 @@ def adam_triton_(lists: AdamLists, step: int, options: AdamOptions) -> None:
 ADAM: dict[str, Callable[[AdamLists, int, AdamOptions], None]] = {
     "fused": adam_fused_,
     "triton": adam_triton_,
+    "native": native.adam_native_,
     "blocks": adam_blocks_,
     "foreach": adam_foreach_,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from colossalai.kernel.native import native_works
 from colossalai.kernel.probe import triton_works
 
 
@@ -13,7 +14,7 @@ def implementations() -> dict[str, str]:
     own = "triton" if triton_works() else "foreach"
     return {
         "Adam": "fused (torch)",
-        "Adam, half-precision weights": own if gpu else "blocks (torch)",
+        "Adam, half-precision weights": own if gpu else "native (C)" if native_works() else "blocks (torch)",
         "SGD": "fused (torch)",
         "LAMB": own,
         "LARS": own,

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from colossalai.kernel.adam import AdamLists, AdamOptions, adam_foreach_
+from colossalai.kernel.adam import adam_foreach_
+from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.kernel.multi_tensor import (
     BLOCK,
     CHUNK,

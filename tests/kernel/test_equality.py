@@ -15,6 +15,7 @@ from torch import Tensor
 
 from colossalai.kernel import adam, implementations, lamb, lars, private, sgd, split
 from colossalai.kernel.lists import Lists, covers_its_memory
+from colossalai.kernel.native import adam as native
 
 SIZES = (1, 7, 1000, 40_000, 70_001)
 SHAPES = [(size,) for size in SIZES] + [(0,), (), (3, 5)]
@@ -127,18 +128,21 @@ def compare_all(device: str) -> None:
     compare_with_tails("triton", device)
 
 
-@pytest.mark.parametrize("way", ["foreach", "blocks"])
+@pytest.mark.parametrize("way", ["foreach", "blocks", "native"])
 def test_adam_with_tails(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "BLOCK", 1024)
+    monkeypatch.setattr(native, "LEAST", 1024)
     compare_with_tails(way, "cpu")
 
 
 @pytest.mark.parametrize(
     ("grad", "half"), [(torch.bfloat16, True), (torch.float16, True), (torch.bfloat16, False)]
 )
-def test_adam_in_blocks(grad: torch.dtype, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["blocks", "native"])
+def test_adam_in_blocks(way: str, grad: torch.dtype, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "BLOCK", 1024)
-    compare("adam", "blocks", grad, half, "cpu")
+    monkeypatch.setattr(native, "LEAST", 1024)
+    compare("adam", way, grad, half, "cpu")
 
 
 def test_adam_fused() -> None:
@@ -236,7 +240,7 @@ def test_which_way_is_chosen() -> None:
         return adam.AdamLists(weights=[w], grads=[w.to(dtype)], exp_avgs=[w.clone()], exp_avg_sqs=[w.clone()])
 
     assert adam.choose(lists(torch.float32)) == "fused"
-    assert adam.choose(lists(torch.bfloat16)) == "blocks"
+    assert adam.choose(lists(torch.bfloat16)) == "native"
     assert adam.choose(lists(torch.float32, torch.ones(4, 8)[:, ::2])) == "foreach"
     assert adam.choose(lists(torch.float32, torch.ones(4, 4).t())) == "fused"
     assert adam.choose(lists(torch.bfloat16, torch.ones(4, 4, dtype=torch.float64))) == "foreach"

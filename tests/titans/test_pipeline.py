@@ -178,7 +178,7 @@ def test_stages_over_ranks_equal_serial(nprocs: int, plan: dict[str, Any], split
 
 def check_wrapper(rank: int, world_size: int, port: int) -> None:
     launch({"pipeline": 3})
-    wrapper = PipelineSharedModuleWrapper([2, 0])
+    wrapper, misused = PipelineSharedModuleWrapper([2, 0]), PipelineSharedModuleWrapper([2, 0])
     assert wrapper.pipeline_ranks == [0, 2]
     torch.manual_seed(rank)
     layer = nn.Linear(2, 3)
@@ -186,7 +186,7 @@ def check_wrapper(rank: int, world_size: int, port: int) -> None:
         with pytest.raises(
             ValueError, match=r"rank 1 registers Linear as shared by the pipeline ranks \[0, 2\]"
         ):
-            wrapper.register_module(layer)
+            misused.register_module(layer)
     else:
         wrapper.register_module(layer)
         with pytest.raises(ValueError, match="a parameter is shared already"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from colossalai.kernel.adam import AdamLists, AdamOptions, adam_
+from colossalai.kernel.adam import adam_
+from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.nn.optimizer.base import Bucket
 from colossalai.nn.optimizer.moments import MomentsOptimizer
 from colossalai.registry import OPTIMIZERS

@@ -1,0 +1,8 @@
+"""Kernels in C for the host, compiled with the machine's own compiler the first time they are used.
+
+They are an optional speed-up: where there is no compiler, plain PyTorch does the same.
+"""
+
+from colossalai.kernel.native.adam import adam_native_, native_works
+
+__all__ = ["adam_native_", "native_works"]

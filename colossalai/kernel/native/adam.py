@@ -1,0 +1,127 @@
+"""Adam on the host in one pass: half-precision gradients in, float32 weights and moments updated, rounded weights out.
+
+Memory is what limits it: 26 bytes are moved for each parameter in bfloat16 with its tail.  The work is cut into blocks, and
+threads take one after the other; a thread that the operating system holds up delays one block only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossalai.kernel.adam_lists import AdamLists, AdamOptions
+from colossalai.kernel.lists import row
+from colossalai.kernel.native import build
+
+# Elements of a block: 2^18 to 2^20 are equally fast on 16 cores.  Less work is cut finer, so that threads end together.
+BLOCK = 1 << 19
+LEAST = 1 << 15
+ROUNDS = 8  # blocks for each thread
+NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in ("beta1", "beta2", "eps", "rate", "root", "shrink", "decay", "grad_scale")
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return build.load("adam")
+
+
+@cache
+def native_works() -> bool:
+    """Whether the kernel compiles here; if not, one warning says why."""
+    try:
+        _library()
+    except (
+        Exception
+    ) as error:  # no compiler, an old one, a folder that cannot be written to: there is plain PyTorch
+        warnings.warn(
+            f"the host kernel of Adam cannot be built ({error}); a slower one of PyTorch is used",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="host-adam")
+
+
+def _kind(lists: AdamLists) -> str:
+    weights = "split" if lists.tails else NAMES[lists.halves[0].dtype] if lists.halves else "f32"
+    return f"adam_{weights}_{NAMES[lists.grads[0].dtype]}"
+
+
+def takes(lists: AdamLists) -> bool:
+    """Whether there is a function for these dtypes."""
+    weights = torch.bfloat16 if lists.tails else torch.float32
+    return lists.weights[0].dtype == weights and lists.grads[0].dtype in NAMES
+
+
+def adam_native_(lists: AdamLists, step: int, options: AdamOptions) -> None:
+    """One update in place, on as many threads as torch may use."""
+    c1, c2 = options.corrections(step)
+    decay = options.lr * options.weight_decay if options.decoupled else 0.0
+    packed = _Options(
+        beta1=options.beta1,
+        beta2=options.beta2,
+        eps=options.eps,
+        rate=options.lr / c1,
+        root=1 / math.sqrt(c2),
+        shrink=1 - decay,
+        decay=0.0 if options.decoupled else options.weight_decay,
+        grad_scale=1 / options.div_scale if options.div_scale > 0 else 1.0,
+    )
+    function = getattr(_library(), _kind(lists))
+    share = sum(w.numel() for w in lists.weights) // (torch.get_num_threads() * ROUNDS)
+    blocks = list(_blocks(lists, min(max(share, LEAST), BLOCK)))
+    _in_threads(blocks, lambda block: function(*block, ctypes.byref(packed)))
+
+
+def _blocks(lists: AdamLists, length: int) -> Iterator[tuple[Any, ...]]:
+    """The arguments of one call after the other, each on at most ``length`` elements."""
+    others = lists.tails or lists.halves or lists.weights
+    columns = zip(lists.weights, others, lists.exp_avgs, lists.exp_avg_sqs, lists.grads, strict=True)
+    for tensors in columns:
+        rows = [row(tensor) for tensor in tensors]
+        for start in range(0, rows[0].numel(), length):
+            count = min(length, rows[0].numel() - start)
+            yield (*(_address(r, start) for r in rows), ctypes.c_int64(count))
+
+
+def _address(tensor: Tensor, start: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr() + start * tensor.element_size())
+
+
+def _in_threads(blocks: list[tuple[Any, ...]], call: Callable[[tuple[Any, ...]], None]) -> None:
+    threads = min(torch.get_num_threads(), len(blocks))
+    if threads <= 1:
+        for block in blocks:
+            call(block)
+        return
+    waiting, lock = iter(blocks), threading.Lock()
+
+    def work(_: int) -> None:
+        while True:
+            with lock:
+                block = next(waiting, None)
+            if block is None:
+                return
+            call(block)  # ctypes lets other threads run meanwhile
+
+    list(_pool(torch.get_num_threads()).map(work, range(threads)))
