@@ -1,0 +1,184 @@
+"""A bucket: parameters whose weights lie in one flat buffer, and whose gradients travel together.
+
+The weights of the model are views of the buffer, so that gathering updated shards needs no copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
+from colossalai.utils.host_memory import HUGE, host_empty
+from colossalai.zero.pieces import (
+    FlatLayout,
+    Piece,
+    balanced_owners,
+    even_layout,
+    is_elementwise,
+    make_piece,
+    owned_layout,
+)
+from colossalai.zero.sharded import needs_masters
+
+
+@dataclass(eq=False)
+class Bucket:
+    """``weights`` is the buffer; ``grad`` is this rank's shard of the averaged gradient, where the pieces are stepped."""
+
+    number: int
+    layout: FlatLayout
+    params: list[Tensor]
+    pieces: list[Piece]
+    weights: Tensor
+    home: Tensor | None = (
+        None  # what is stepped, where that is not the shard of the weights: masters, or a copy on the host
+    )
+    grad: Tensor | None = None
+    used: list[bool] = field(default_factory=list)  # parameters that had a gradient here since the last step
+
+    def __post_init__(self) -> None:
+        self._host_grad: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.grad = None
+        self.used = [False] * len(self.params)
+
+    def fill(self, dtype: torch.dtype) -> Tensor:
+        """A flat buffer of the gradients of this rank, in ``dtype``; zeros where there is none."""
+        is_full = sum(self.layout.sizes) == self.layout.total and all(p.grad is not None for p in self.params)
+        make = torch.empty if is_full else torch.zeros
+        buffer = make(self.layout.total, dtype=dtype, device=self.params[0].device)
+        for param, offset, size in zip(self.params, self.layout.offsets, self.layout.sizes, strict=True):
+            if param.grad is not None:
+                buffer[offset : offset + size].view(param.shape).copy_(param.grad)
+        return buffer
+
+    def give(self, shard: Tensor, *, add: bool) -> None:
+        """Take the averaged gradient of this rank's shard, beside or in the place of what there is."""
+        value = self.pieces[0].value
+        if self.grad is not None and add:
+            self.grad.add_(shard.to(self.grad.device, self.grad.dtype))
+        elif shard.device == value.device:
+            self.grad = shard.to(value.dtype)
+        else:
+            if self._host_grad is None or len(self._host_grad) != len(shard):
+                self._host_grad = host_buffer(len(shard), value.dtype, pinned=shard.is_cuda)
+            self.grad = self._host_grad
+            self.grad.copy_(shard, non_blocking=True)
+
+    def write_weights(self) -> None:
+        """Round and copy what was stepped to the weights, where it is not the weights themselves."""
+        if self.home is not None:
+            low, high = self.layout.bounds(self.pieces[0].rank)
+            self.weights[low:high].copy_(self.home, non_blocking=True)
+
+    def hand_out(self, used: Sequence[bool]) -> None:
+        """Let the pieces have their gradients, except of parameters that no rank has used."""
+        for piece, is_used in zip(self.pieces, used, strict=True):
+            has = is_used and not piece.is_empty and self.grad is not None
+            piece.value.grad = piece.in_shard(self.grad) if has and self.grad is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketOptions:
+    """How parameters are put into buckets."""
+
+    size: int
+    """Elements; a larger parameter has a bucket of its own."""
+    parts: int
+    rank: int
+    offload: bool = False
+    """The optimizer steps on the host."""
+    dtype: torch.dtype | None = None
+    """Weights become of this dtype."""
+
+
+def make_buckets(
+    optimizer: Optimizer, params: Sequence[Tensor], options: BucketOptions, keep: Iterable[Tensor] = ()
+) -> list[Bucket]:
+    """Buckets in the order in which the backward pass is expected to complete them: that of ``params``, reversed.
+
+    Parameters in ``keep`` stay in their dtype.
+    """
+    kept = {id(p) for p in keep}
+    order = list(reversed(params))
+    whole = not is_elementwise(optimizer)
+    owners = balanced_owners([p.numel() for p in order], options.parts) if whole else [None] * len(order)
+    open_: dict[tuple[object, ...], list[Tensor]] = {}
+    closed: list[tuple[list[Tensor], int | None, torch.dtype]] = []
+    for param, owner in zip(order, owners, strict=True):
+        dtype = param.dtype if options.dtype is None or id(param) in kept else options.dtype
+        kind = (dtype, param.device, owner)
+        filled = open_.setdefault(kind, [])
+        if filled and sum(p.numel() for p in filled) + param.numel() > options.size:
+            closed.append((open_.pop(kind), owner, dtype))
+            filled = open_.setdefault(kind, [])
+        filled.append(param)
+    closed += [(filled, kind[2], kind[0]) for kind, filled in open_.items()]  # type: ignore[misc]
+    return [
+        _bucket(i, optimizer, group, owner, dtype, options) for i, (group, owner, dtype) in enumerate(closed)
+    ]
+
+
+@torch.no_grad()
+def _bucket(
+    number: int,
+    optimizer: Optimizer,
+    params: list[Tensor],
+    owner: int | None,
+    dtype: torch.dtype,
+    options: BucketOptions,
+) -> Bucket:
+    sizes = [p.numel() for p in params]
+    layout = even_layout(sizes, options.parts) if owner is None else owned_layout(sizes, options.parts, owner)
+    device = params[0].device
+    flat = torch.zeros(layout.total, dtype=dtype, device=device)
+    home = _home(optimizer, layout, dtype, device, options)
+    pieces = []
+    for i, param in enumerate(params):
+        before = param.data
+        param.data = flat[layout.offsets[i] : layout.offsets[i] + sizes[i]].view(param.shape)
+        param.data.copy_(before)
+        piece = make_piece(param, layout, i, options.rank, flat, home=home)
+        if dtype in HALVES and before.dtype not in HALVES and not piece.is_empty:
+            _keep_digits(optimizer, piece, before)
+        pieces.append(piece)
+    return Bucket(number, layout, params, pieces, flat, home)
+
+
+def _home(
+    optimizer: Optimizer,
+    layout: FlatLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: BucketOptions,
+) -> Tensor | None:
+    """Memory for what is stepped, if that is not the shard of the weights itself."""
+    low, high = layout.bounds(options.rank)
+    master = torch.float32 if needs_masters(optimizer, dtype) else dtype
+    if options.offload:
+        return host_buffer(high - low, master, pinned=device.type == "cuda")
+    return torch.zeros(high - low, dtype=master, device=device) if master != dtype else None
+
+
+def host_buffer(size: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Zeros in host memory; in pages of its own where it is large, since torch rounds pinned memory up to powers of two."""
+    if pinned and size * dtype.itemsize >= HUGE:
+        return host_empty(size, dtype, pinned=True)
+    return torch.zeros(size, dtype=dtype, pin_memory=pinned)
+
+
+def _keep_digits(optimizer: Optimizer, piece: Piece, before: Tensor) -> None:
+    """The weights were rounded just now; the optimizer goes on from what they were."""
+    exact = piece.cut(before).to(piece.value.device, torch.float32)
+    if isinstance(optimizer, MultiTensorOptimizer):
+        optimizer.state[piece.value]["master"] = exact.clone()
+    else:
+        piece.value.data.copy_(exact)
