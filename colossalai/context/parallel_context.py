@@ -103,6 +103,11 @@ class ParallelContext(metaclass=SingletonMeta):
             plan=f"backend={backend}, data={plan.data}, pipeline={plan.pipeline}, tensor={plan.tensor}, mode={plan.mode}",
         ).meet()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        self.take_place(rank, world_size)
+
+    def take_place(self, rank: int, world_size: int) -> None:
+        """Be ``rank`` of the process group that ``torch.distributed`` has."""
+        self.world_size = world_size
         world = dist.group.WORLD
         self._register(
             GroupInfo(rank, world_size, world, world, list(range(world_size)), ParallelMode.GLOBAL)

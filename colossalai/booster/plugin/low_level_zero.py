@@ -78,7 +78,7 @@ class LowLevelZeroPlugin(DPPluginBase):
         self,
         stage: int = 1,
         precision: str = "fp16",
-        initial_scale: float = 2**32,
+        initial_scale: float = 2**16,
         min_scale: float = 1,
         growth_factor: float = 2,
         backoff_factor: float = 0.5,

@@ -1,22 +1,19 @@
 """Adam on the host in one pass: half-precision gradients in, float32 weights and moments updated, rounded weights out.
 
 Memory is what limits it: 26 bytes are moved for each parameter in bfloat16 with its tail.  The work is cut into blocks, and
-threads take one after the other; a thread that the operating system holds up delays one block only.
+threads take one after the other; a thread that the operating system holds up delays one block only.  One call does all of an
+update, without the interpreter, so that it can run beside a script that keeps the interpreter busy.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.kernel.lists import row
@@ -33,6 +30,13 @@ class _Options(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_float)
         for name in ("beta1", "beta2", "eps", "rate", "root", "shrink", "decay", "grad_scale")
+    ]
+
+
+class _Block(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("w", "other", "m", "v", "g")),
+        ("n", ctypes.c_int64),
     ]
 
 
@@ -55,11 +59,6 @@ def native_works() -> bool:
         )
         return False
     return True
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="host-adam")
 
 
 def _kind(lists: AdamLists) -> str:
@@ -87,41 +86,24 @@ def adam_native_(lists: AdamLists, step: int, options: AdamOptions) -> None:
         decay=0.0 if options.decoupled else options.weight_decay,
         grad_scale=1 / options.div_scale if options.div_scale > 0 else 1.0,
     )
-    function = getattr(_library(), _kind(lists))
-    share = sum(w.numel() for w in lists.weights) // (torch.get_num_threads() * ROUNDS)
+    library, threads = _library(), torch.get_num_threads()
+    share = sum(w.numel() for w in lists.weights) // (threads * ROUNDS)
     blocks = list(_blocks(lists, min(max(share, LEAST), BLOCK)))
-    _in_threads(blocks, lambda block: function(*block, ctypes.byref(packed)))
+    library.adam_on_threads(
+        getattr(library, _kind(lists)),
+        (_Block * len(blocks))(*blocks),
+        ctypes.c_int64(len(blocks)),
+        ctypes.byref(packed),
+        ctypes.c_int64(threads),
+    )
 
 
-def _blocks(lists: AdamLists, length: int) -> Iterator[tuple[Any, ...]]:
-    """The arguments of one call after the other, each on at most ``length`` elements."""
+def _blocks(lists: AdamLists, length: int) -> Iterator[_Block]:
+    """The work in blocks of at most ``length`` elements."""
     others = lists.tails or lists.halves or lists.weights
     columns = zip(lists.weights, others, lists.exp_avgs, lists.exp_avg_sqs, lists.grads, strict=True)
     for tensors in columns:
         rows = [row(tensor) for tensor in tensors]
         for start in range(0, rows[0].numel(), length):
             count = min(length, rows[0].numel() - start)
-            yield (*(_address(r, start) for r in rows), ctypes.c_int64(count))
-
-
-def _address(tensor: Tensor, start: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr() + start * tensor.element_size())
-
-
-def _in_threads(blocks: list[tuple[Any, ...]], call: Callable[[tuple[Any, ...]], None]) -> None:
-    threads = min(torch.get_num_threads(), len(blocks))
-    if threads <= 1:
-        for block in blocks:
-            call(block)
-        return
-    waiting, lock = iter(blocks), threading.Lock()
-
-    def work(_: int) -> None:
-        while True:
-            with lock:
-                block = next(waiting, None)
-            if block is None:
-                return
-            call(block)  # ctypes lets other threads run meanwhile
-
-    list(_pool(torch.get_num_threads()).map(work, range(threads)))
+            yield _Block(*(r.data_ptr() + start * r.element_size() for r in rows), count)

@@ -22,6 +22,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-shared",
     "-fPIC",
+    "-pthread",
 )
 
 
