@@ -161,10 +161,14 @@ class ShardedOptimizer(ScaledOptimizer):
     def global_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of the whole model, unscaled and as far as they are clipped already."""
         if norm_type not in self._norms:
-            held = [piece.value for piece in self.pieces if piece.value.grad is not None]
+            held = self.measured(norm_type)
             others = [] if self.group is None else [self.group]
             self._norms[norm_type] = grad_norm([*held, *self._witnesses], self.mesh, norm_type, others=others)
         return self._norms[norm_type] * self._factor
+
+    def measured(self, norm_type: float) -> list[Tensor]:
+        """Tensors whose gradients have the norm of this rank's pieces: the pieces, unless a plan knows their norms already."""
+        return [piece.value for piece in self.pieces if piece.value.grad is not None]
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -349,10 +353,15 @@ def _multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def _witness(axes: Sequence[str], home: torch.device) -> Tensor:
-    made = nn.Parameter(torch.empty(0, device=home))
+    return stand_in(axes, torch.empty(0, device=home))
+
+
+def stand_in(axes: Sequence[str], norms: Tensor) -> Tensor:
+    """A tensor for some pieces that the ranks of ``axes`` hold other parts of: its gradient, ``norms``, has their norm."""
+    made = nn.Parameter(torch.empty_like(norms))
     if axes:
-        place(made, Layout((tuple(axes),)), (0,))
-    made.grad = torch.empty(0, device=home)
+        place(made, Layout((tuple(axes),)), (norms.numel(),))
+    made.grad = norms
     return made
 
 

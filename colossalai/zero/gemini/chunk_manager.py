@@ -43,6 +43,8 @@ class ChunkManager:
         host_capacity: int | None = None,
     ) -> None:
         self.device = torch.device(device or default_device())
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = default_device()
         self.init_device = torch.device(init_device or "cpu")
         self.configuration = chunk_configuration
         self.ranks = ranks or Ranks()

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.mesh._compat import norms_of
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.states import TensorState
@@ -55,6 +56,8 @@ class ChunkGradients:
     """Gradients of a chunk that never leaves the compute tier, as the backward pass made them."""
     used: set[Slot] = field(default_factory=set)
     """Which parameters have had a gradient since the last step."""
+    norms: dict[Slot, Tensor] | None = None
+    """Of what is in ``shard``, taken on the compute tier before it left; None where they are not known."""
 
 
 @dataclass
@@ -65,6 +68,10 @@ class Taken:
     arriving: list[Move]
     extra: list[Tensor]
     used: frozenset[Slot]
+
+    def is_here(self) -> bool:
+        """Whether everything has arrived on the host."""
+        return all(move.event is None or move.event.query() for move in self.arriving)
 
 
 class HostBuffers:
@@ -109,6 +116,7 @@ class Gradients:
         self.late: set[int] = set()
         self.turn = 0
         self.sync = True
+        self.norm_type: float | None = None  # the norm to take of gradients before they leave for the host
         self.done_order: list[int] = []
         self._flying: deque[tuple[Move, int]] = deque()
         self._agreed = False
@@ -312,6 +320,7 @@ class Gradients:
         if state.extra:
             self.settle(chunk)
         target = self.host.get(chunk)
+        state.norms = self._norms_of(chunk, state, own, move)
         copy = self._download(target, own, move)
         copy.keep = [buffer, own]
         self._flying.append((copy, chunk.nbytes))
@@ -323,6 +332,17 @@ class Gradients:
             state.shard, state.move = target, done
         else:
             state.extra.append((target, done))
+
+    def _norms_of(
+        self, chunk: Chunk, state: ChunkGradients, own: Tensor, move: Move
+    ) -> dict[Slot, Tensor] | None:
+        """The norms of the gradients in ``own``, this rank's shard: the host would need many times as long for them."""
+        if self.norm_type is None or state.shard is not None:
+            return None  # it is one summand of several
+        move.wait()
+        parts = {slot: part for slot in chunk.slots if (part := chunk.own_part(slot, own)) is not None}
+        norms = norms_of(list(parts.values()), self.norm_type) if parts else []
+        return dict(zip(parts, norms, strict=True))
 
     def _download(self, target: Tensor, own: Tensor, move: Move) -> Move:
         copier = self.chunks.copier
@@ -407,7 +427,7 @@ class Gradients:
             return None
         moves = [state.move, *(move for _, move in state.extra)]
         taken = Taken(state.shard, moves, [more for more, _ in state.extra], frozenset(state.used))
-        state.shard, state.move = None, Move()
+        state.shard, state.move, state.norms = None, Move(), None
         state.extra.clear()
         state.used.clear()
         return taken
@@ -435,6 +455,11 @@ class Gradients:
             return None
         return chunk.own_part(slot, state.shard)
 
+    def norm(self, chunk: Chunk, slot: Slot) -> Tensor | None:
+        """The norm of ``piece``, if it is known."""
+        state = self.of[chunk.index]
+        return state.norms.get(slot) if state.norms is not None and slot in state.used else None
+
     def clear(self, chunk: Chunk) -> None:
         """The gradients of ``chunk`` have been used, or are not wanted."""
         state = self.of[chunk.index]
@@ -455,6 +480,7 @@ class Gradients:
             else:
                 self.host.put(state.shard)
             state.shard, state.move = None, Move()
+        state.norms = None
         state.arrived.clear()
         state.used.clear()
         state.sent = False

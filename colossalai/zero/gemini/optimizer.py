@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
+from colossalai.mesh import placement
 from colossalai.mesh._compat import multiply_all
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
@@ -32,7 +33,7 @@ from colossalai.zero.gemini.grads import IN_FLIGHT, Taken
 from colossalai.zero.gemini.placement import AutoPlacementPolicy
 from colossalai.zero.gemini.tiers import UNLIMITED, Tier
 from colossalai.zero.pieces import FlatLayout, Piece, is_elementwise, piece_of
-from colossalai.zero.sharded import ShardedOptimizer, needs_masters
+from colossalai.zero.sharded import ShardedOptimizer, needs_masters, stand_in
 
 Options = list[dict[str, Any]]  # of every group, without its parameters
 
@@ -111,6 +112,8 @@ class GeminiOptimizer(ShardedOptimizer):
         self._accounted: dict[int, int] = {}
         self._promoted = False
         self._stepping = False
+        if scaler is not None or clipping_norm:
+            module.gradients.norm_type = norm_type
         module.optimizer = self
 
     def _group_numbers(self) -> dict[int, list[tuple[int, Piece, Slot]]]:
@@ -151,22 +154,39 @@ class GeminiOptimizer(ShardedOptimizer):
         self._submit(chunk, self._early_options, 1.0)
 
     def collect(self) -> None:
-        self.give_gradients(everywhere=self.is_scaled or self._max_norm > 0)
+        # their norms are known: nobody looks at those that are still on their way to the host
+        self.give_gradients(everywhere=self.is_scaled or self._max_norm > 0, wait=False)
 
-    def give_gradients(self, everywhere: bool) -> None:
-        """Let the pieces have their gradients: those on the compute device, or ``everywhere``, which waits for the host's to arrive.
+    def give_gradients(self, everywhere: bool, wait: bool = True) -> None:
+        """Let the pieces have their gradients: those on the compute device, or ``everywhere``, by default when they have arrived.
 
         The pieces of a chunk whose update has begun have none any more.
         """
         gradients = self.model.gradients
         gradients.resolve()
-        if everywhere:
+        if everywhere and wait:
             for index in gradients.of:
                 gradients.settle(self.chunks.chunks[index])
         for piece, (chunk, slot) in self._places.items():
             if everywhere or chunk.home is self.chunks.compute:
                 grad = gradients.piece(chunk, slot)
                 piece.value.grad = None if grad is None else _like(grad, piece)
+
+    def measured(self, norm_type: float) -> list[Tensor]:
+        gradients = self.model.gradients
+        known: dict[tuple[str, ...], list[Tensor]] = {}
+        rest: list[Tensor] = []
+        for piece, (chunk, slot) in self._places.items():
+            if piece.value.grad is None:
+                continue
+            norm = gradients.norm(chunk, slot) if norm_type == gradients.norm_type else None
+            if norm is None:
+                gradients.settle(chunk)
+                rest.append(piece.value)
+            else:
+                known.setdefault(tuple(placement(piece.value).sharded), []).append(norm)
+        gradients.norm_type = norm_type  # who asks for it asks again in the next step
+        return rest + [stand_in(axes, torch.stack(norms)) for axes, norms in known.items()]
 
     def unscale_grad(self) -> None:
         """Called by whoever looks at all gradients."""
@@ -184,6 +204,8 @@ class GeminiOptimizer(ShardedOptimizer):
     def clip_grad_by_value(self, clip_value: float) -> None:
         self._refuse_early("clip_grad_by_value")
         super().clip_grad_by_value(clip_value)
+        for state in self.model.gradients.of.values():
+            state.norms = None  # they were those of the gradients before
         for piece, (chunk, slot) in self._places.items():
             home = self.model.gradients.piece(chunk, slot)
             if home is not None and piece.value.grad is not None and home.dtype != piece.value.dtype:
@@ -265,7 +287,7 @@ class GeminiOptimizer(ShardedOptimizer):
             self._update_chunk(chunk, taken, options, factor)
 
         priority = self.manager.trace.first_use(chunk.index)
-        self.manager.worker.submit(chunk.index, priority, chunk.name, work)
+        self.manager.worker.submit(chunk.index, priority, chunk.name, work, taken.is_here)
 
     @torch.no_grad()
     def _update_chunk(self, chunk: Chunk, taken: Taken, options: Options, factor: float) -> None:

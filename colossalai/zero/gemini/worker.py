@@ -6,21 +6,27 @@ its job alone.  An error in a job is raised where somebody waits for it.
 
 from __future__ import annotations
 
-import heapq
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Work = Callable[[], None]
+Ready = Callable[[], bool]
 
 
 @dataclass(order=True)
 class _Job:
     priority: int
     key: int
+    number: int = field(compare=False)
     name: str = field(compare=False)
     work: Work = field(compare=False)
+    is_ready: Ready = field(compare=False)
+
+
+def _at_once() -> bool:
+    return True
 
 
 class _Shared:
@@ -41,7 +47,7 @@ def _run(shared: _Shared) -> None:
                 shared.changed.wait()
             if shared.closed:
                 return
-            job = heapq.heappop(shared.jobs)
+            job = _next(shared.jobs)
         try:
             if shared.error is None:  # after a failure the rest is not done: weights must not run apart
                 job.work()
@@ -51,6 +57,14 @@ def _run(shared: _Shared) -> None:
             shared.pending.discard(job.key)
             shared.changed.notify_all()
         del job
+
+
+def _next(jobs: list[_Job]) -> _Job:
+    """The most urgent of those whose gradient has arrived; if none has, the one whose gradient was sent first."""
+    ready = [job for job in jobs if job.is_ready()]
+    job = min(ready) if ready else min(jobs, key=lambda waiting: waiting.number)
+    jobs.remove(job)
+    return job
 
 
 def _close(shared: _Shared) -> None:
@@ -65,10 +79,14 @@ class Worker:
     def __init__(self) -> None:
         self._shared = _Shared()
         self._thread: threading.Thread | None = None
+        self._count = 0
         weakref.finalize(self, _close, self._shared)
 
-    def submit(self, key: int, priority: int, name: str, work: Work) -> None:
-        """Do ``work``; of several that wait, the one with the smallest ``priority`` is next."""
+    def submit(self, key: int, priority: int, name: str, work: Work, is_ready: Ready = _at_once) -> None:
+        """Do ``work``; of several that wait and are ready, the one with the smallest ``priority`` is next.
+
+        The script runs ahead of the device: what is not ready would keep the thread waiting while others could go on.
+        """
         self._check()
         if self._thread is None:
             self._thread = threading.Thread(
@@ -78,7 +96,8 @@ class Worker:
         with self._shared.changed:
             assert key not in self._shared.pending, name
             self._shared.pending.add(key)
-            heapq.heappush(self._shared.jobs, _Job(priority, key, name, work))
+            self._count += 1
+            self._shared.jobs.append(_Job(priority, key, self._count, name, work, is_ready))
             self._shared.changed.notify_all()
 
     def is_done(self, key: int) -> bool:
