@@ -16,7 +16,7 @@ thought complete then gets more.  The first step finds these chunks; from then o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,25 +75,42 @@ class Taken:
 
 
 class HostBuffers:
-    """Gradient buffers on the host that are used again and again: page-locked memory takes long to get."""
+    """Gradient buffers on the host that are used again and again: page-locked memory takes long to get.
+
+    Where their number is limited, each is large enough for any chunk.
+    """
 
     def __init__(self, chunks: ChunkManager, most: int | None, wait: Callable[[], bool]) -> None:
         self.chunks, self.most, self.wait = chunks, most, wait
         self.made = 0
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._free: dict[int, list[Tensor]] = {}  # by their size in bytes
+        self._whole: dict[int, Tensor] = {}  # by the address of what was given away
+
+    @property
+    def missing_bytes(self) -> int:
+        """What may still be taken of the host, if the number of buffers is limited."""
+        return 0 if self.most is None else max(self.most - self.made, 0) * self._largest
+
+    @property
+    def _largest(self) -> int:
+        return max(chunk.shard_nbytes for chunk in self.chunks.chunks if chunk.trained)
 
     def get(self, chunk: Chunk) -> Tensor:
-        free = self._free.setdefault((chunk.shard_size, chunk.dtype), [])
+        nbytes = chunk.shard_nbytes if self.most is None else self._largest
+        free = self._free.setdefault(nbytes, [])
         while not free and self.most is not None and self.made >= self.most:
             if not self.wait():  # no update will give one back: more than wished for are needed
                 break
-        if free:
-            return free.pop()
-        self.made += 1
-        return self.chunks.host.empty(chunk.shard_size, chunk.dtype, f"gradients of {chunk.name}")
+        if not free:
+            self.made += 1
+            free.append(self.chunks.host.empty(nbytes, torch.uint8, f"gradients of {chunk.name}"))
+        whole = free.pop()
+        self._whole[whole.data_ptr()] = whole
+        return whole[: chunk.shard_nbytes].view(chunk.dtype)
 
     def put(self, buffer: Tensor) -> None:
-        self._free[buffer.numel(), buffer.dtype].append(buffer)
+        whole = self._whole.pop(buffer.data_ptr())
+        self._free[whole.nbytes].append(whole)
 
 
 class Gradients:
@@ -191,23 +208,25 @@ class Gradients:
             self.turn += 1
         return sent
 
-    def finish(self) -> list[Chunk]:
-        """The backward pass is over: send what is left, in the common order; returns the chunks that were sent now."""
+    def finish(self) -> Iterator[Chunk]:
+        """The backward pass is over: send what is left, in the common order; yields each chunk when it is sent."""
         left = [self.chunks.chunks[i] for i in self.order]
         shared = bool(left) and left[0].ranks.size > 1 and self.sync
         again = [c for c in left if self.of[c.index].sent and self.of[c.index].arrived]
         if shared:
             again = self._agree_on(again)
-            sent = self._send_all([c for c in left if not self.of[c.index].sent] + again)
+            rest = [c for c in left if not self.of[c.index].sent] + again
         else:
-            sent = self._send_all([c for c in left if self.of[c.index].arrived])
+            rest = [c for c in left if self.of[c.index].arrived]
         self.late.update(c.index for c in again)
+        for chunk in rest:
+            self._send(chunk)
+            yield chunk
         if shared:
             self._share_used()
         for state in self.of.values():
             state.sent = False
         self.turn = 0
-        return sent
 
     def _agree_on(self, again: list[Chunk]) -> list[Chunk]:
         """The chunks that some rank must average a second time [Note: late parts]; asked in the first step only."""
@@ -288,7 +307,8 @@ class Gradients:
         if chunk.resident:
             return
         if not self.sync and chunk.ranks.size > 1:
-            self._keep_local(chunk, state, chunk.home or self.chunks.host)
+            compute, host = self.chunks.compute, self.chunks.host
+            self._keep_local(chunk, state, compute if chunk.home is compute else host)
             return
         state.sent = True
         if state.local is not None:
