@@ -71,6 +71,7 @@ class ChunkManager:
         self.copier = Copier(self.device)
         self.shelf: Shelf | None = None
         self.reader: Reader | None = None
+        self.passing: list[Buffers] = []
         if disk_dir is not None:
             self.add_disk(disk_dir, disk_capacity)
         self.chunks: list[Chunk] = []
@@ -85,6 +86,11 @@ class ChunkManager:
             self.shelf, Buffers(self.host, STAGES, "weights on their way from the disk", pinned=True)
         )
         self.host.below = self.shelf.tier
+        self.passing.append(self.reader.buffers)
+
+    def host_room(self) -> int:
+        """Bytes of the host that are free and not meant for what passes between it and the disk."""
+        return self.host.free - sum(buffers.missing_bytes for buffers in self.passing)
 
     # Registration
 

@@ -71,6 +71,7 @@ class ZeroDDP(ModelWrapper):
         register(user, self.chunk_manager, dtype)
         if self.chunk_manager.reader is not None:
             self.chunk_manager.reader.buffers.fit(max(c.shard_nbytes for c in self.chunk_manager.chunks))
+            gemini_manager.gradients.spilled.reserve(gemini_manager.gradients.host.largest)
         fill(
             user,
             self.chunk_manager,

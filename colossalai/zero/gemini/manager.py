@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from colossalai.utils.disk.memory import padded
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.grads import Gradients
@@ -24,6 +25,8 @@ from colossalai.zero.gemini.tiers import UNLIMITED, OutOfCapacity, Tier, nowhere
 from colossalai.zero.gemini.timeline import Timeline
 from colossalai.zero.gemini.trace import NEVER, Trace
 from colossalai.zero.gemini.worker import Worker
+
+GRADIENTS = 2  # buffers at least that wait on the host, where there is a disk for the others
 
 
 class GeminiManager:
@@ -114,18 +117,17 @@ class GeminiManager:
         if tiers.shelf is None or chunk.shard_nbytes <= tiers.host.free - self._host_reserve():
             return tiers.host
         disk = tiers.shelf.tier
-        if chunk.shard_nbytes > disk.free:
+        if padded(chunk.shard_nbytes) > disk.free:
             raise nowhere([tiers.host, disk], f"the weights of {chunk.name}", chunk.shard_nbytes)
         return disk
 
     def _host_reserve(self) -> int:
         """Bytes of the host that gradients and what passes between it and the disk will take."""
         chunks = self.chunk_manager.chunks
-        gradients = sorted((c.shard_nbytes for c in chunks if c.trained), reverse=True)
-        reader = self.chunk_manager.reader
-        assert reader is not None
-        reserve = sum(gradients[: self.gradients.host.most]) + BUFFERS * max(map(passing_bytes, chunks))
-        reserve += reader.buffers.missing_bytes
+        waiting = self.gradients.host
+        reserve = min(waiting.most or GRADIENTS, len(chunks)) * waiting.largest
+        reserve += BUFFERS * max(map(passing_bytes, chunks))
+        reserve += sum(buffers.missing_bytes for buffers in self.chunk_manager.passing)
         host = self.chunk_manager.host
         if reserve > host.limit:
             raise OutOfCapacity(

@@ -29,7 +29,8 @@ from colossalai.nn.optimizer import HybridAdam
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
-from colossalai.zero.gemini.grads import IN_FLIGHT, Taken
+from colossalai.zero.gemini.grad_buffers import Taken
+from colossalai.zero.gemini.grads import IN_FLIGHT
 from colossalai.zero.gemini.placement import AutoPlacementPolicy
 from colossalai.zero.gemini.resting import Resting, make_resting, share_on_disk, state_bytes
 from colossalai.zero.gemini.stepping import check_params, is_large, like, make_pieces, second_hold
@@ -190,6 +191,8 @@ class GeminiOptimizer(ShardedOptimizer):
         for piece, (chunk, slot) in self._places.items():
             if piece.value.grad is None:
                 continue
+            if gradients.of[chunk.index].rows and norm_type != gradients.norm_type:
+                gradients.norm_type, gradients.of[chunk.index].norms = norm_type, None
             norm = gradients.norm(chunk, slot) if norm_type == gradients.norm_type else None
             if norm is None:
                 gradients.settle(chunk)
@@ -214,6 +217,11 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         self._refuse_early("clip_grad_by_value")
+        if any(state.rows for state in self.model.gradients.of.values()):
+            raise RuntimeError(
+                "clip_grad_by_value needs all gradients on the host, but some wait on the disk; clip by norm, or give the host"
+                " tier more capacity"
+            )
         super().clip_grad_by_value(clip_value)
         for state in self.model.gradients.of.values():
             state.norms = None  # they were those of the gradients before
@@ -264,7 +272,7 @@ class GeminiOptimizer(ShardedOptimizer):
         hosted = [
             self.chunks.chunks[i]
             for i in gradients.of
-            if self.chunks.chunks[i].home is not self.chunks.compute and gradients.of[i].shard is not None
+            if self.chunks.chunks[i].home is not self.chunks.compute and gradients.of[i].is_begun
         ]
         for chunk in hosted:
             for _, piece, _ in self._groups_of.get(chunk.index, []):
@@ -306,7 +314,7 @@ class GeminiOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def _update_chunk(self, chunk: Chunk, taken: Taken, options: Options, factor: float) -> None:
         """The job: on the worker's thread."""
-        shard = self.model.gradients.sum_up(taken)
+        shard = self.model.gradients.sum_up(chunk, taken)
         self.manager.timeline.note("update", chunk)
         parts = [
             (number, piece)
@@ -330,19 +338,23 @@ class GeminiOptimizer(ShardedOptimizer):
             assert self._resting is not None
             self._resting.put(chunk, buffer)
         self._account(chunk)
-        self.model.gradients.host.put(shard)
+        self.model.gradients.put(shard)
         self.manager.timeline.note("updated", chunk)
 
     def _states_at_hand(self, chunk: Chunk, pieces: Sequence[Piece]) -> Tensor | None:
         """Before an update: room for the states of ``pieces``, and a buffer with what rests on the disk."""
         resting = self._resting
         missing = sum(state_bytes(self.optim, p) for p in pieces if not self.optim.state.get(p.value))
-        if resting is None or not resting.takes(chunk, missing, self.model.gradients.host.missing_bytes):
+        if resting is None or not resting.takes(chunk, missing, self._room_for_states()):
             self._account(chunk, missing if isinstance(self.optim, MultiTensorOptimizer) else 0)
             return None
         buffer = resting.bring(chunk)
         resting.fill(chunk, buffer, pieces)
         return buffer
+
+    def _room_for_states(self) -> int:
+        """Bytes of the host that nobody else will need."""
+        return self.chunks.host_room() - self.model.gradients.host.missing_bytes
 
     def _twin(self, piece: Piece) -> nn.Parameter:
         """The same memory and states as the piece's value, but a gradient of its own: the script's thread looks at the value's."""
@@ -430,7 +442,7 @@ class GeminiOptimizer(ShardedOptimizer):
                 continue
             self._resting.forget_states(chunk)
             self.chunks.host.give(self._accounted.pop(chunk.index, 0))
-            if self._resting.takes(chunk, self._state_bytes(chunk), self.model.gradients.host.missing_bytes):
+            if self._resting.takes(chunk, self._state_bytes(chunk), self._room_for_states()):
                 self._resting.put(chunk, self._resting.bring(chunk))
             self._account(chunk)
 

@@ -106,24 +106,23 @@ class Resting:
 
     # Before an update
 
-    def takes(self, chunk: Chunk, nbytes: int, reserved: int) -> bool:
+    def takes(self, chunk: Chunk, nbytes: int, room: int) -> bool:
         """Whether ``chunk`` needs the disk for an update after which it has ``nbytes`` more of states; decided at its first.
 
-        ``reserved`` bytes of the host are for others.
+        ``room`` is what the host has for states.
         """
         if self.has_states(chunk) or chunk.index in self._decided:
             return self.has(chunk)
         self._decided.add(chunk.index)
-        room = nbytes + UNIT * STATES * len(self.pieces_of(chunk))
-        if self._wants_disk(chunk, nbytes, reserved + self.buffers.missing_bytes):
-            self.start(chunk, room)
+        if self._wants_disk(chunk, nbytes, room):
+            self.start(chunk, nbytes + UNIT * STATES * len(self.pieces_of(chunk)))
         return self.has(chunk)
 
-    def _wants_disk(self, chunk: Chunk, nbytes: int, reserved: int) -> bool:
+    def _wants_disk(self, chunk: Chunk, nbytes: int, room: int) -> bool:
         if self.has_weights(chunk):
             return True
         if self.share is None:
-            return nbytes > self.buffers.host.free - reserved
+            return nbytes > room
         on_disk, total = self._placed[0], self._placed[1] + nbytes
         wants = bool(on_disk + nbytes / 2 <= self.share * total)
         self._placed = [on_disk + nbytes * wants, total]
@@ -370,4 +369,5 @@ def make_resting(
     )
     buffers = Buffers(chunks.host, BUFFERS, "optimizer states on their way from and to the disk")
     buffers.fit(most)
+    chunks.passing.append(buffers)
     return Resting(chunks.shelf, buffers, optim, pieces_of, twins, share)

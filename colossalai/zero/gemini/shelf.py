@@ -54,7 +54,7 @@ class Writing:
             if self.error is None:
                 self.shelf._kept.pop(self.name, None)
             else:
-                self.shelf._kept[self.name] = self.data.clone()
+                self.shelf._kept[self.name] = self.data.view(torch.uint8).clone()
                 self.shelf._failures.append((self.what, self.error))
             self._finished = True
 
@@ -95,7 +95,7 @@ class Shelf:
         """Begin to read; None if it is done already."""
         self._writing[name].finish()
         if name in self._kept:
-            into.copy_(self._kept[name])
+            into.view(torch.uint8).copy_(self._kept[name])
             return None
         return self.store.read(name, into)
 
