@@ -362,7 +362,7 @@ def init_chunk_manager(
         dtype=dtype,
     )
     if verbose:
-        size = config[data_parallel_size()]["chunk_size"]
+        size = config[data_parallel_size(model)]["chunk_size"]
         mb = size * dtype.itemsize / MB
         get_dist_logger().info(
             f"chunks of {mb:.1f} MB for {total * dtype.itemsize / MB:.1f} MB of parameters;"

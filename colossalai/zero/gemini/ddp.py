@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from colossalai.amp.casting import cast_floats
 from colossalai.interface import ModelWrapper
 from colossalai.mesh import Mesh
-from colossalai.utils.parallel import launched_mesh
 from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, group_ranks
 from colossalai.zero.gemini.chunk_manager import ChunkManager, init_chunk_manager
 from colossalai.zero.gemini.fill import Replaced, fill, give_meta_storage, place_buffers, register
@@ -27,6 +26,7 @@ from colossalai.zero.gemini.hooks import ModuleHooks, tensors_of, without_hooks
 from colossalai.zero.gemini.manager import GeminiManager
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicyFactory
+from colossalai.zero.gemini.search import mesh_of
 from colossalai.zero.states import SlicedTensor, away
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,6 +42,8 @@ class ZeroDDP(ModelWrapper):
         dtype: of weights, gradients and computation; running statistics and weights of batch normalization stay float32.
         seed: of the initial values of a model on the meta device.
     """
+
+    releases_weights = True  # between the passes of a module: no pass may come in parts
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class ZeroDDP(ModelWrapper):
         if dtype not in DTYPES:
             raise ValueError(f"Gemini trains in {', '.join(map(str, DTYPES))}; got dtype={dtype!r}")
         self.gemini_manager, self.chunk_manager = gemini_manager, gemini_manager.chunk_manager
-        self.dtype, self.mesh = dtype, mesh if mesh is not None else launched_mesh()
+        self.dtype, self.mesh = dtype, mesh if mesh is not None else mesh_of(module)
         self.force_outputs_fp32 = force_outputs_fp32
         self.scatter_after_inference = scatter_after_inference
         gemini_manager.strict = strict_ddp_mode
@@ -351,7 +353,7 @@ class GeminiDDP(ZeroDDP):
         disk_capacity: int | None = None,
     ) -> None:
         PlacementPolicyFactory.create(placement_policy)
-        mesh = mesh if mesh is not None else launched_mesh()
+        mesh = mesh if mesh is not None else mesh_of(module)
         where = torch.device(device) if device is not None else None
         chunks: ChunkManager = init_chunk_manager(
             module,

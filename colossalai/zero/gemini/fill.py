@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from colossalai.amp.casting import is_batch_norm
 from colossalai.mesh.initial import give_storage, initial_values
 from colossalai.mesh.mesh import Mesh
+from colossalai.tensor.pieces import as_piece
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.tiers import Tier
@@ -64,7 +65,7 @@ def fill(
     values = (
         initial_values(module, seed, mesh, chunks.device)
         if seed is not None
-        else ((p, p.detach()) for p in module.parameters())
+        else ((p, as_piece(p).detach()) for p in module.parameters())
     )
     missing = {chunk.index: len(chunk.slots) for chunk in chunks.chunks}
     with torch.no_grad():

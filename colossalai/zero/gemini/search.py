@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossalai.mesh import Mesh
+from colossalai.tensor import ColoTensor
 from colossalai.utils.parallel import launched_mesh
 from colossalai.zero.gemini.chunk import ALIGN, aligned, padded
 
@@ -87,14 +89,21 @@ def _ordinary(numels: Sequence[int]) -> list[int]:
     return [n for n in numels if n <= limit]
 
 
-def data_parallel_size() -> int:
-    mesh = launched_mesh()
+def mesh_of(model: nn.Module) -> Mesh | None:
+    """The mesh that the parameters of ``model`` are cut over, if they are ColoTensors; that of the launched job otherwise."""
+    return next(
+        (p.process_group.mesh for p in model.parameters() if isinstance(p, ColoTensor)), launched_mesh()
+    )
+
+
+def data_parallel_size(model: nn.Module) -> int:
+    mesh = mesh_of(model)
     return mesh.size.get("dp", 1) if mesh is not None else 1
 
 
 def classify_params_by_dp_degree(model: nn.Module) -> dict[int, list[nn.Parameter]]:
     """Parameters in initialization order, by how many ranks share them; ties are listed once."""
-    return {data_parallel_size(): list(model.parameters())}
+    return {data_parallel_size(model): list(model.parameters())}
 
 
 def search_chunk_configuration(

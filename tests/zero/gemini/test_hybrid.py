@@ -16,10 +16,13 @@ from colossalai.booster.plugin import GeminiPlugin
 from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.pipeline.stage import Placement, Shape
-from colossalai.testing import parametrize_sample, spawn
+from colossalai.testing import RankError, parametrize_sample, spawn
 from colossalai.testing.parity import Problem, assert_equal_to_serial
 from colossalai.testing.pipelined import PipelineRun, cut
+from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
 from tests.pipeline.plans import config, launch, problem, to_tensor_parallel, token_problem
+from tests.tensor.gpt2 import ColoRun, page_42
+from tests.tensor.gpt2 import problem as colo_problem
 from tests.zero.low_level.test_hybrid import TensorRun, averaged
 
 TINY = 64 / 1024**2  # chunks of some dozen elements
@@ -69,7 +72,8 @@ class GeminiPipelineRun(PipelineRun):
 
     def __init__(self, task: Problem, schedule: str, chunks: int, policy: str) -> None:
         launch(config(schedule, 2, 4, chunks))
-        place = Placement(gpc.pipeline_parallel_size, chunks, Shape.LOOP)
+        shape = Shape.VEE if schedule == "zbv" else Shape.LOOP
+        place = Placement(gpc.pipeline_parallel_size, chunks, shape)
         stages = cut(task.build(), place, gpc.mesh.coord["pp"])  # type: ignore[arg-type]
         self.names = {p: name for stage in stages for name, p in stage.named_parameters()}
         model: nn.Module = stages[0] if chunks == 1 else nn.ModuleList(stages)
@@ -82,7 +86,9 @@ class GeminiPipelineRun(PipelineRun):
         own = tuple(t.chunk(gpc.data_parallel_size)[gpc.mesh.coord["dp"]] for t in batch)
         found = self.booster.execute_pipeline(iter([own]), self.model, self.criterion, self.optimizer)
         loss = found["loss"]
-        total = torch.stack([torch.zeros(()) if loss is None else loss, torch.tensor(float(loss is not None))])
+        total = torch.stack(
+            [torch.zeros(()) if loss is None else loss, torch.tensor(float(loss is not None))]
+        )
         dist.all_reduce(total)
         return total[0] / total[1]
 
@@ -115,3 +121,74 @@ def test_in_a_pipeline(schedule: str, chunks: int, policy: str, ranks: int) -> N
     assert_equal_to_serial(
         problem, partial(GeminiPipelineRun, schedule=schedule, chunks=chunks, policy=policy), ranks
     )
+
+
+class GeminiColoRun(ColoRun):
+    """Page 42: Hugging Face GPT-2 of ColoTensors, each laid out by a spec, in GeminiDDP."""
+
+    def __init__(self, task: Problem, tp: int) -> None:
+        launch({})
+        colo = page_42(task, tp)
+        super().__init__(task, colo.model, colo.pg)
+        self.names = {p: n for n, p in self.model.named_parameters()}
+        self.wrapped = GeminiDDP(
+            self.model, "cpu", "cpu", dtype=torch.float32, min_chunk_size_mb=TINY, search_range_mb=TINY
+        )
+        self.gemini = GeminiOptimizer(task.optimizer(self.model.parameters()), self.wrapped)
+
+    def forward_backward(self, batch: Tensor) -> Tensor:
+        own = batch.chunk(self.pg.dp_world_size())[self.pg.dp_local_rank()]
+        loss = self.loss(self.wrapped, own)
+        self.gemini.backward(loss)
+        total = loss.detach()
+        dist.all_reduce(total, group=self.pg.dp_process_group())
+        return total / self.pg.dp_world_size()
+
+    def weights(self) -> dict[str, Tensor]:
+        with self.wrapped.whole_parameters():
+            return super().weights()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {self.names[p]: self._whole(grad, p) for p, grad in given(self.gemini).items()}
+
+    def gradient_norm(self) -> Tensor:
+        return self.gemini.clip_grad_by_norm(float("inf"))
+
+    def update(self) -> None:
+        self.gemini.step()
+        self.gemini.zero_grad()
+
+
+@parametrize_sample("ranks", [2, 4], n=1)
+def test_with_colo_tensors(ranks: int) -> None:
+    assert_equal_to_serial(colo_problem, partial(GeminiColoRun, tp=2), ranks)
+
+
+def check_refusals(rank: int, world_size: int, port: int) -> None:
+    launch(config("1f1b", 2, 2))
+    model = nn.Linear(4, 4)
+    booster = Booster(device="cpu", plugin=plugin("cpu", update_in_backward=True))
+    stage, optimizer, criterion, *_ = booster.boost(model, HybridAdam(model.parameters()), nn.MSELoss())
+    batch = torch.ones(4, 4), torch.ones(4, 4)
+
+    def train() -> None:
+        for _ in range(3):
+            booster.execute_pipeline(iter([batch]), stage, criterion, optimizer)
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"a second gradient came for chunk \d .* whose update had begun"):
+        train()
+
+
+def test_a_second_gradient_is_refused() -> None:
+    spawn(check_refusals, 2)
+
+
+@pytest.mark.parametrize("schedule", ["zbh1", "zbv"])
+def test_split_backward_is_refused(schedule: str) -> None:
+    with pytest.raises(RankError, match=f"the schedule '{schedule}' computes the gradients of weights after"):
+        assert_equal_to_serial(
+            problem,
+            partial(GeminiPipelineRun, schedule=schedule, chunks=2 if schedule == "zbv" else 1, policy="cpu"),
+            2,
+        )
