@@ -109,6 +109,7 @@ def train_once(side: str, args: argparse.Namespace) -> Try:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.capacity_gib * 2**30 / total))
     args.host_gib -= FIXED_GIB  # what is not model data
+    args.quick = True
     if side.startswith("gemini") and args.host_buffers is None:
         args.host_buffers = 4
     begin = time.perf_counter()
