@@ -97,7 +97,7 @@ class GeminiOptimizer(ShardedOptimizer):
             )
         self.update_in_backward = update_in_backward
         check_params(optim, module)
-        share = share_on_disk(optim, self.chunks)
+        share = share_on_disk(optim, module)
         pieces, self._places = make_pieces(optim, module)
         super().__init__(
             optim,

@@ -23,7 +23,6 @@ from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer, wide
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
 from colossalai.utils.disk import Pending, aligned_empty
 from colossalai.zero.gemini.chunk import Chunk
-from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.ddp import ZeroDDP
 from colossalai.zero.gemini.shelf import (
     BUFFERS,
@@ -329,9 +328,10 @@ def state_bytes(optim: Optimizer, piece: Piece) -> int:
     return piece.value.numel() * sum(dtype.itemsize for _, dtype in kinds(optim, piece))
 
 
-def share_on_disk(optim: Optimizer, chunks: ChunkManager) -> float | None:
+def share_on_disk(optim: Optimizer, module: ZeroDDP) -> float | None:
     """``nvme_offload_fraction`` of the user's optimizer: from here on the disk tier does what it asked for."""
     fraction, directory = optim.give_up_offload() if isinstance(optim, NVMeOptimizer) else (0.0, None)
+    chunks = module.chunk_manager
     if not fraction:
         return None
     if chunks.shelf is not None:
@@ -340,6 +340,7 @@ def share_on_disk(optim: Optimizer, chunks: ChunkManager) -> float | None:
             " give one of them: the disk tier takes the optimizer states too"
         )
     chunks.add_disk(directory)
+    module.gradients.spilled.reserve(module.gradients.host.largest)
     return fraction
 
 

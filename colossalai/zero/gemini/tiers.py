@@ -91,7 +91,7 @@ class Tier:
                 self.peak = max(self.peak, self.used)
                 return
         raise OutOfCapacity(
-            f"the {self.name} tier holds {self.used:,} of {self.limit:,} bytes and has no room for {what}"
+            f"{self} and has no room for {what}"
             f" ({nbytes:,} bytes){self._elsewhere()}; give the tier more capacity, use smaller chunks (min_chunk_size_mb,"
             " search_range_mb), or let more of the model rest elsewhere (placement_policy)"
         )
@@ -99,7 +99,11 @@ class Tier:
     def _elsewhere(self) -> str:
         if self.below is None:
             return ""
-        return f"; the {self.below.name} tier below holds {self.below.used:,} of {self.below.limit:,}"
+        return f"; {self.below}"
+
+    def __str__(self) -> str:
+        most = f"{self.capacity:,} bytes" if self.capacity is not None else "any number of bytes"
+        return f"the {self.name} tier holds {self.used:,} of {most}"
 
     def give(self, nbytes: int) -> None:
         """Count ``nbytes`` as free again."""
@@ -117,7 +121,7 @@ class Tier:
 
 def nowhere(tiers: Sequence[Tier], what: str, nbytes: int) -> OutOfCapacity:
     """The error for what fits into none of ``tiers``."""
-    full = "; ".join(f"the {t.name} tier holds {t.used:,} of {t.limit:,} bytes" for t in tiers)
+    full = "; ".join(map(str, tiers))
     return OutOfCapacity(
         f"no tier has room for {what} ({nbytes:,} bytes): {full}. Give one of them more capacity (host_capacity, disk_capacity),"
         " or use smaller chunks (min_chunk_size_mb, search_range_mb)"
