@@ -7,7 +7,7 @@ precision does in its ``MixedPrecision``, and what both hand back are the wrappe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -23,7 +23,8 @@ from colossalai.booster.accelerator import Accelerator
 from colossalai.booster.mixed_precision import PRECISIONS, MixedPrecision, mixed_precision_factory
 from colossalai.booster.pipelines import Pipelines
 from colossalai.booster.plugin import Plugin
-from colossalai.checkpoint_io import CheckpointIO, GeneralCheckpointIO
+from colossalai.booster.runs import Runs
+from colossalai.checkpoint_io import CheckpointIO, GeneralCheckpointIO, Save
 from colossalai.interface import (
     LossWatch,
     LRSchedulerWrapper,
@@ -84,6 +85,7 @@ class Booster:
         )
         self._watch = LossWatch()
         self._pipelines = Pipelines()
+        self._runs = Runs()
 
     def _choose_device(self, device: str | torch.device | None) -> Accelerator | None:
         plugin = self.plugin
@@ -156,6 +158,7 @@ class Booster:
             if lr_scheduler is not None and optimizer.skips_steps:
                 lr_scheduler = LRSchedulerWrapper(lr_scheduler, optimizer)
         _boosted.update(raw)
+        self._runs.add(model, optimizer, lr_scheduler, dataloader)
         return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
@@ -205,6 +208,57 @@ class Booster:
         if not self.plugin.support_no_sync():
             raise RuntimeError(f"{type(self.plugin).__name__} does not support no_sync")
         return self.plugin.no_sync(model)
+
+    def save(
+        self,
+        path: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        keep: int | None = None,
+        size_per_shard: float = 1024,
+        background: bool = False,
+    ) -> Save:
+        """Save all that a run needs to go on: what ``boost`` returned, random states, loss scale, position in the data.
+
+        Every rank calls this.  The checkpoint is complete or not there at all, whenever a machine stops; it can be loaded under any
+        other plan, on any number of ranks.  If one rank fails, all raise.
+
+        Args:
+            path: the folder of this checkpoint; an older one in it is replaced.
+            extra: further values (numbers, strings, small tensors and lists and dicts of them), which ``load`` returns.
+            keep: of the checkpoints in the folder around ``path``, only the last so many stay.
+            size_per_shard: the most MB of a file.
+            background: return as soon as everything is copied to the host, and write while training goes on.  An error is raised
+                by ``wait`` of what is returned, or by the next ``save`` or ``load``; the next save waits for this one.
+        """
+        self._watch.report()
+        state = self._runs.state(self._plan(), extra or {})
+        return self._runs.writer.save(
+            state.collect,
+            state.merge,
+            path,
+            keep=keep,
+            size_per_shard=size_per_shard,
+            background=background,
+        )
+
+    def load(self, path: str | Path, *, strict: bool = True, verify: bool = True) -> dict[str, Any]:
+        """Go on from a checkpoint of ``save``, written under any plan; returns its ``extra``.  Every rank calls this.
+
+        Args:
+            path: a checkpoint, or a folder of checkpoints, of which the latest is loaded.
+            strict: refuse weights that only one of model and checkpoint has.
+            verify: compare the checksums of everything that is stored before anything is changed.
+        """
+        self._runs.writer.wait()
+        return self._runs.state({}, {}).load(path, strict=strict, verify=verify)
+
+    def _plan(self) -> dict[str, Any]:
+        """How this job runs, for people who look at its checkpoints."""
+        return {
+            "plugin": None if self.plugin is None else type(self.plugin).__name__,
+            "precision": None if self.mixed_precision is None else type(self.mixed_precision).__name__,
+        }
 
     @overload
     def save_model(

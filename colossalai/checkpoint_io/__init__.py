@@ -10,8 +10,10 @@ from colossalai.checkpoint_io.base import CheckpointIO
 from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
 from colossalai.checkpoint_io.general import GeneralCheckpointIO
 from colossalai.checkpoint_io.index import CheckpointIndexFile
+from colossalai.checkpoint_io.manifest import checkpoints, latest
 from colossalai.checkpoint_io.pretrained import load_pretrained
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
+from colossalai.checkpoint_io.writing import Save
 
 __all__ = [
     "CheckpointIO",
@@ -19,5 +21,8 @@ __all__ = [
     "GatheredCheckpointIO",
     "GeneralCheckpointIO",
     "ReplicatedCheckpointIO",
+    "Save",
+    "checkpoints",
+    "latest",
     "load_pretrained",
 ]

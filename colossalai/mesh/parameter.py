@@ -16,6 +16,8 @@ from colossalai.mesh.movement import redistribute
 
 # The attribute of a parameter that several pipeline stages hold: the group of the ranks that hold the same piece of it.
 SHARED_GROUP = "pipeline_shared_module_pg"
+# The number of the parameter among those that share the group: the same on all stages, whatever its names are.
+SHARED_INDEX = "pipeline_shared_index"
 
 
 def placement(tensor: Tensor) -> Layout:

@@ -16,7 +16,7 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import full_shape, mesh_groups, placement
 from colossalai.mesh.norm import STAGES
-from colossalai.mesh.parameter import SHARED_GROUP
+from colossalai.mesh.parameter import SHARED_GROUP, SHARED_INDEX
 
 
 class PipelineSharedModuleWrapper:
@@ -35,6 +35,7 @@ class PipelineSharedModuleWrapper:
             )
         self._rank = gpc.get_local_rank(ParallelMode.PIPELINE) if size > 1 else 0
         self.group = self._new_group() if len(self.pipeline_ranks) > 1 else None
+        self._count = 0
 
     def _new_group(self) -> dist.ProcessGroup | None:
         own = None
@@ -65,6 +66,8 @@ class PipelineSharedModuleWrapper:
             return  # one stage: the same module is used twice
         for p in params:
             setattr(p, SHARED_GROUP, self.group)
+            setattr(p, SHARED_INDEX, self._count)
+            self._count += 1
         if not any(p.is_meta for p in params):
             self._make_equal(params)
 

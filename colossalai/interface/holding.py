@@ -1,0 +1,28 @@
+"""``Holding``: what a tensor that a plan keeps is of a parameter of the model.
+
+A plan may put something else in the place of a parameter: fp32 masters, or a slice of the flattened parameter (ZeRO, Gemini).  A
+checkpoint asks for this, and for nothing else, to know which elements of the model it is looking at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """``value`` has the elements ``[start, end)`` of the flattened ``param``; with ``end=None`` all, in its shape.
+
+    ``param`` is this rank's parameter of the model, which may itself be a piece of a larger tensor.
+    """
+
+    param: Tensor
+    value: Tensor
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def is_itself(self) -> bool:
+        return self.value is self.param
