@@ -26,6 +26,8 @@ class Runs:
         """What is to be saved or loaded."""
         self._of = [parts for parts in self._of if parts[0]() is not None]
         if not self._of:
-            raise RuntimeError("this booster has boosted no model (that is still there), so it has nothing to save or load")
-        runs = [Run(*(None if part is None else part() for part in parts)) for parts in self._of]
-        return RunState(runs, plan, extra)
+            raise RuntimeError(
+                "this booster has boosted no model (that is still there), so it has nothing to save or load"
+            )
+        alive: list[Any] = [[None if part is None else part() for part in parts] for parts in self._of]
+        return RunState([Run(*parts) for parts in alive], plan, extra)

@@ -95,7 +95,7 @@ def _write_all(file: Any, data: Any) -> None:
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a tensor; a copy of it, if it is elsewhere or not in order."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 class StoredFile:

@@ -27,7 +27,9 @@ _BY_DTYPE = {dtype: name for name, dtype in NAMES.items()}
 
 def name_of(dtype: torch.dtype) -> str:
     if dtype not in _BY_DTYPE:
-        raise TypeError(f"safetensors cannot hold tensors of {dtype}; it knows {', '.join(map(str, _BY_DTYPE))}")
+        raise TypeError(
+            f"safetensors cannot hold tensors of {dtype}; it knows {', '.join(map(str, _BY_DTYPE))}"
+        )
     return _BY_DTYPE[dtype]
 
 

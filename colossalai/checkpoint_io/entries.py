@@ -149,9 +149,7 @@ def _places_of_dtensor(tensor: Any) -> list[tuple[Box, Box]]:
         raise ValueError(
             f"a DTensor with the placements {tensor.placements} is a partial sum and cannot be saved"
         )
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     box = Box(tuple(offset), tuple(shape))
     return [(box, whole(tuple(shape)))] if box.numel else []
 

@@ -112,9 +112,7 @@ class Manifest:
             t.name: {
                 "shape": list(t.shape),
                 "dtype": name_of(t.dtype),
-                "boxes": [
-                    [list(s.box.offsets), list(s.box.sizes), numbers[s.file], s.crc] for s in t.boxes
-                ],
+                "boxes": [[list(s.box.offsets), list(s.box.sizes), numbers[s.file], s.crc] for s in t.boxes],
             }
             for t in self.tensors.values()
         }

@@ -99,9 +99,7 @@ class ModelState:
             raise RuntimeError(f"sizes differ: {'; '.join(faults[:6])}")
         return wants, missing
 
-    def _finest(
-        self, source: StoredTensor, entry: Entry, manifest: Manifest, section: str
-    ) -> StoredTensor:
+    def _finest(self, source: StoredTensor, entry: Entry, manifest: Manifest, section: str) -> StoredTensor:
         """The fp32 masters of a weight that was stored in half precision, for a model that is not in half precision."""
         if source.dtype not in HALF or entry.dtype in HALF:
             return source

@@ -72,14 +72,14 @@ class OptimizerState:
 
     def _states(self, holding: Holding) -> dict[str, Any]:
         states = dict(self.raw.state.get(holding.value, {}))
-        if isinstance(self.raw, MultiTensorOptimizer) and "tail" in states:  # means nothing without the weight
+        if (
+            isinstance(self.raw, MultiTensorOptimizer) and "tail" in states
+        ):  # means nothing without the weight
             del states["tail"]
             states.setdefault(MASTER, partial(self.raw.master, holding.value))
         return states
 
-    def _entry(
-        self, name: str, state: str, holding: Holding, value: Tensor | Callable[[], Tensor]
-    ) -> Entry:
+    def _entry(self, name: str, state: str, holding: Holding, value: Tensor | Callable[[], Tensor]) -> Entry:
         full = f"{self.section}/{name}/{state}"
         shared, stage = shared_mark(holding.param), self.model.stage
         if not isinstance(value, Tensor):
@@ -206,7 +206,9 @@ class OptimizerState:
                 raise RuntimeError(
                     f"the saved optimizer does not know {names[stored.index(None)]}, which is in group {i} of the optimizer"
                 )
-            chosen = {number for number in stored if number is not None} or ({i} if i < len(groups) else set())
+            chosen = {number for number in stored if number is not None} or (
+                {i} if i < len(groups) else set()
+            )
             options = [groups[number]["options"] for number in sorted(chosen)]
             if any(other != options[0] for other in options[1:]):
                 apart = next(n for n, number in zip(names, stored, strict=True) if number != stored[0])

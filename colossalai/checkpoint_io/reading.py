@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from colossalai.checkpoint_io.blocks import StoredFile
-from colossalai.checkpoint_io.entries import Piece
+from colossalai.checkpoint_io.entries import Piece, whole_piece
 from colossalai.checkpoint_io.manifest import Manifest, StoredBox, StoredTensor
 
 THREADS = max(1, min(8, os.cpu_count() or 1))
@@ -51,11 +51,7 @@ class Reader:
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Sum what is stored; of several ranks, each takes its part of the tensors."""
-        checks = [
-            (tensor, stored)
-            for tensor in self.manifest.tensors.values()
-            for stored in tensor.boxes
-        ]
+        checks = [(tensor, stored) for tensor in self.manifest.tensors.values() for stored in tensor.boxes]
         mine = sorted(checks, key=lambda c: -c[1].box.numel * c[0].dtype.itemsize)[part::parts]
         for file in {stored.file for _, stored in mine}:
             self._file(file)
@@ -77,6 +73,14 @@ class Reader:
                     if (common := stored.box.common(piece.box)) is not None:
                         values = self._tensor(want.source, stored)[common.within(stored.box)]
                         target[common.within(piece.box)].copy_(values)
+
+    def whole(self, source: StoredTensor) -> torch.Tensor:
+        """All of a stored tensor, in the memory of its file if it lies in one piece."""
+        if len(source.boxes) == 1 and source.boxes[0].box.sizes == source.shape:
+            return self._tensor(source, source.boxes[0])
+        room = torch.empty(source.shape, dtype=source.dtype)
+        self.fill([Want(source, whole_piece(room))])
+        return room
 
     def _tensor(self, source: StoredTensor, stored: StoredBox) -> torch.Tensor:
         return self._file(stored.file).tensor(source.key(stored.box), source.dtype, stored.box.sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io import random_state
 from colossalai.checkpoint_io.entries import Entry, Piece, whole_piece
-from colossalai.checkpoint_io.manifest import Manifest, latest, read_manifest
+from colossalai.checkpoint_io.manifest import latest, read_manifest
 from colossalai.checkpoint_io.model_state import ModelState
 from colossalai.checkpoint_io.optimizer_state import OptimizerState, merge_groups
 from colossalai.checkpoint_io.ranks import Ranks
@@ -138,8 +139,8 @@ class _Loading:
             wants, missing = self._named(model.wants, self.manifest, _section("optimizer", i))
             self.wants += wants
             self.missing += missing
-            extra = self._said(model.section).get("extra", {})
-            self.afterwards.append(lambda model=model, extra=extra: model.load_extra(decode(extra, "extra")))
+            extra = decode(self._said(model.section).get("extra", {}), f"{model.section} extra state")
+            self.afterwards.append(partial(model.load_extra, extra))
             if run.optimizer is not None:
                 self._prepare_optimizer(run.optimizer, model, _section("optimizer", i))
             for kind, part in (("lr_scheduler", run.lr_scheduler), ("dataloader", run.dataloader)):

@@ -65,7 +65,9 @@ def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
         return {"$counter": [[encode(key, where), count] for key, count in value.items()]}
     if all(type(key) is str and not key.startswith("$") for key in value):
         return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
-    return {"$items": [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+    return {
+        "$items": [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+    }
 
 
 def _encode_tensor(value: Tensor, where: str) -> dict[str, Any]:

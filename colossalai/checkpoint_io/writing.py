@@ -293,7 +293,11 @@ def _write_files(draft: Draft) -> Record:
     else:
         with ThreadPoolExecutor(min(THREADS, len(names))) as pool:
             sums = list(pool.map(write, names))
-    return {draft.keys[key]: (name, crc) for name, found in zip(names, sums, strict=True) for key, crc in found.items()}
+    return {
+        draft.keys[key]: (name, crc)
+        for name, found in zip(names, sums, strict=True)
+        for key, crc in found.items()
+    }
 
 
 def _write_file(draft: Draft, name: str) -> dict[str, int]:
