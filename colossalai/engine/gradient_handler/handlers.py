@@ -6,12 +6,10 @@ use one weight together add, since the loss depends on it through each use.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler.base import BaseGradientHandler
-from colossalai.mesh.parameter import SHARED_GROUP
+from colossalai.pipeline.tied import sum_shared_gradients
 from colossalai.registry import GRADIENT_HANDLER
 from colossalai.utils import is_ddp_ignored
 from colossalai.utils.bucket import bucket_allreduce
@@ -45,9 +43,4 @@ class PipelineSharedModuleGradientHandler(BaseGradientHandler):
     """Adds the gradients of weights that several pipeline stages share (see ``pipeline_shared_module_pg``)."""
 
     def handle_gradient(self) -> None:
-        shared: dict[object, list[Tensor]] = {}
-        for p in self._model.parameters():
-            if (group := getattr(p, SHARED_GROUP, None)) is not None:
-                shared.setdefault(group, []).append(p)
-        for group, params in shared.items():
-            bucket_allreduce(params, group, average=False)  # type: ignore[arg-type]
+        sum_shared_gradients(self._model.parameters())
