@@ -51,7 +51,7 @@ class Pipelines:
                 return_loss=return_loss or optimizer is not None,
                 return_outputs=return_outputs,
             )
-        if optimizer is not None and gpc.data_parallel_size > 1:
+        if optimizer is not None and not optimizer.averages_gradients and gpc.data_parallel_size > 1:
             bucket_allreduce(model.parameters(), gpc.mesh.group("dp"))
         return {"loss": loss if return_loss else None, "outputs": outputs}
 

@@ -32,6 +32,19 @@ class DataParallelGradientHandler(_AveragingHandler):
 
 
 @GRADIENT_HANDLER.register_module
+class ZeROGradientHandler(BaseGradientHandler):
+    """Lets a ZeRO optimizer average its gradients now; it would do so by itself in its step."""
+
+    def handle_gradient(self) -> None:
+        if not getattr(self._optimizer, "averages_gradients", False):
+            raise TypeError(
+                f"ZeROGradientHandler needs an optimizer of ZeRO, got {type(self._optimizer).__name__}; add a 'zero' section"
+                " to the config"
+            )
+        self._optimizer.unscale_grad()
+
+
+@GRADIENT_HANDLER.register_module
 class SequenceParallelGradientHandler(_AveragingHandler):
     """Averages gradients over all ranks that hold other samples or other parts of the sequences."""
 
