@@ -35,6 +35,7 @@ class Logical(NamedTuple):
     shape: Shape
     dtype: torch.dtype
     writers: dict[Box, int]
+    holders: dict[Box, list[int]]
 
 
 @dataclass
@@ -78,7 +79,7 @@ def survey(held: Sequence[Sequence[Described]]) -> Survey:
     for name, (first, _, holders) in found.items():
         _check_cover(name, first.shape, list(holders))
         writers = {box: _lightest(ranks, load, box, first.dtype) for box, ranks in sorted(holders.items())}
-        result.tensors[name] = Logical(first.shape, first.dtype, writers)
+        result.tensors[name] = Logical(first.shape, first.dtype, writers, holders)
     result.ties = {alias: name for alias, name in result.ties.items() if alias not in result.tensors}
     return result
 
