@@ -24,7 +24,7 @@ class Described(NamedTuple):
     shape: Shape
     dtype: torch.dtype
     boxes: tuple[Box, ...]
-    shared: tuple[str, int] | None
+    shared: tuple[int, int] | None
     stage: int | None
     aliases: tuple[str, ...]
 
@@ -62,7 +62,7 @@ def describe(entries: Sequence[Entry]) -> list[Described]:
 def survey(held: Sequence[Sequence[Described]]) -> Survey:
     """The plan of all ranks from what each holds; what cannot be stored is refused."""
     result = Survey()
-    first_names: dict[tuple[str, tuple[str, int]], str] = {}
+    first_names: dict[tuple[str, tuple[int, int]], str] = {}
     found: dict[str, tuple[Described, int, dict[Box, list[int]]]] = {}
     for rank, described in enumerate(held):
         for one in described:
