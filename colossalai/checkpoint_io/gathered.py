@@ -64,12 +64,12 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
                     found.here.setdefault(serial, found.here[here])
         return found
 
-    def _load_weights(
+    def load_weights(
         self, model: nn.Module, parts: Iterable[tuple[Path, dict[str, Any]]], checkpoint: Path, strict: bool
     ) -> None:
         failure = None
         try:
-            super()._load_weights(model, parts, checkpoint, strict)
+            super().load_weights(model, parts, checkpoint, strict)
         except Exception as error:
             if not _has_stages():
                 raise
@@ -81,7 +81,7 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         self, model: nn.Module, checkpoint: Path, gather_dtensor: bool, use_safetensors: bool
     ) -> None:
         _check(gather_dtensor)
-        parts = self._model_parts(model, float("inf"))
+        parts = self.model_parts(model, float("inf"))
         metadata = getattr(user_module(model).state_dict(keep_vars=True), "_metadata", None)
 
         def write() -> None:
@@ -101,12 +101,12 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         use_safetensors: bool,
     ) -> None:
         _check(gather_dtensor)
-        parts = self._model_parts(model, size_per_shard)
+        parts = self.model_parts(model, size_per_shard)
         self._write_while_gathering(
             partial(write_model_shards, parts, checkpoint, variant, use_safetensors), parts
         )
 
-    def _model_parts(self, model: nn.Module, size_per_shard: float) -> Iterator[Part]:
+    def model_parts(self, model: nn.Module, size_per_shard: float) -> Iterator[Part]:
         """The state dict of the serial model in parts; what modules add to it (``get_extra_state``) is in the last one."""
         gathering = Gathering(lambda: ModelState(model).entries(), self.ranks)
         extra: dict[str, Any] = {}
@@ -129,7 +129,7 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
     def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path, gather_dtensor: bool) -> None:
         _check(gather_dtensor)
         state = NumberedState(optimizer)
-        parts = self._optimizer_parts(state, float("inf"))
+        parts = self.optimizer_parts(state, float("inf"))
 
         def write() -> None:
             save_state_dict(state.state_dict(next(parts, ({}, 0.0))[0]), checkpoint)
@@ -146,11 +146,11 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
     ) -> None:
         _check(gather_dtensor)
         state = NumberedState(optimizer)
-        parts = self._optimizer_parts(state, size_per_shard)
+        parts = self.optimizer_parts(state, size_per_shard)
         write = partial(write_optimizer_shards, parts, state.rest(spread=True), checkpoint, prefix)
         self._write_while_gathering(write, parts)
 
-    def _optimizer_parts(
+    def optimizer_parts(
         self, state: NumberedState, size_per_shard: float
     ) -> Iterator[tuple[dict[int, Any], float]]:
         """The states of the serial optimizer by the numbers of parameters, in parts."""

@@ -87,13 +87,13 @@ class GeneralCheckpointIO(CheckpointIO):
     def load_unsharded_model(self, model: nn.Module, checkpoint: Path, strict: bool) -> None:
         state = load_shard_state_dict(checkpoint)
         check_shapes(user_module(model), state, checkpoint)
-        self._load_weights(model, [(checkpoint, state)], checkpoint, strict)
+        self.load_weights(model, [(checkpoint, state)], checkpoint, strict)
 
     def load_sharded_model(self, model: nn.Module, index_file_path: Path, strict: bool) -> None:
         index = CheckpointIndexFile.from_file(index_file_path)
         for path, state in survey_shards(index):  # all of them, before the first changes the model
             check_shapes(user_module(model), state, path)
-        self._load_weights(model, read_shards(index), index_file_path, strict)
+        self.load_weights(model, read_shards(index), index_file_path, strict)
 
     def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path, gather_dtensor: bool) -> None:
         self.run_write(partial(save_state_dict, optimizer.state_dict(), checkpoint))
@@ -134,7 +134,7 @@ class GeneralCheckpointIO(CheckpointIO):
         """What the tensors of ``module`` are called in files, and which names of files are not for this rank."""
         return Names.of(module)
 
-    def _load_weights(
+    def load_weights(
         self, model: nn.Module, parts: Iterable[tuple[Path, State]], checkpoint: Path, strict: bool
     ) -> None:
         """Load part by part; what no part has is missing, unless the model ties it to something that was loaded."""

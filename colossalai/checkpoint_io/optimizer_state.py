@@ -146,11 +146,11 @@ class OptimizerState:
     def wants(self, manifest: Manifest, said: Mapping[str, Any]) -> tuple[list[Want], Callable[[], None]]:
         """What is to be read, and what puts it into the optimizer when it was; nothing of it is changed before."""
         stored = stored_states(manifest, self.section)
-        options = self._options(said["groups"], manifest)
+        options = self.options_from(said["groups"], manifest)
         wants: list[Want] = []
         loaded: dict[Tensor, dict[str, Any]] = {}
         for name, holding in self.holdings:
-            key = self._stored_name(name, manifest)
+            key = self.stored_name(name, manifest)
             states: dict[str, Any] = {}
             for state, source in self._sources(holding, key, stored, manifest).items():
                 target = self._target(holding, state, source)
@@ -211,14 +211,14 @@ class OptimizerState:
         on_device = source.shape or group.get("capturable") or group.get("fused")
         return local(holding.value).device if on_device else "cpu"
 
-    def _options(self, groups: Sequence[Mapping[str, Any]], manifest: Manifest) -> list[dict[str, Any]]:
+    def options_from(self, groups: Sequence[Mapping[str, Any]], manifest: Manifest) -> list[dict[str, Any]]:
         """The stored options of each group of this optimizer."""
         home = {name: i for i, group in enumerate(groups) for name in group["params"]}
         found, at = [], 0
         for i, own in enumerate(self.optimizer.param_groups):
             names = [name for name, _ in self.holdings[at : at + len(own["params"])]]
             at += len(names)
-            stored = [home.get(self._stored_name(name, manifest)) for name in names]
+            stored = [home.get(self.stored_name(name, manifest)) for name in names]
             if None in stored:
                 raise RuntimeError(
                     f"the saved optimizer does not know {names[stored.index(None)]}, which is in group {i} of the optimizer"
@@ -240,12 +240,12 @@ class OptimizerState:
         has, needs = ([name for name in KIND if name in group] for group in (options, own))
         if options and has != needs:
             raise RuntimeError(
-                f"the saved optimizer is of another kind: the options of its group {i} are {', '.join(options)}, and"
+                f"the saved state is of another kind of optimizer: the options of its group {i} are {', '.join(options)}; but"
                 f" {type(self.raw).__name__} has {', '.join(needs) or 'none of these'}"
             )
         return {key: value for key, value in options.items() if key not in MEANS}
 
-    def _stored_name(self, name: str, manifest: Manifest) -> str:
+    def stored_name(self, name: str, manifest: Manifest) -> str:
         """The name under which a tied parameter was stored."""
         section = self.model.section
         tied = manifest.ties.get(f"{section}/{name}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from colossalai.testing import spawn
+from colossalai.utils import load_checkpoint, save_checkpoint
 from tests.checkpoint_io.families import FAMILIES, Job, batches, build, optimizer_of, start, stored_tensors
 
 # With a pipeline, optimizer files have no serial numbers.
@@ -77,3 +78,27 @@ def _compare_with_serial(folder: Path, with_optimizer: bool) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_files_are_those_of_the_serial_model(name: str, tmp_path: Path) -> None:
     spawn(_round_trip, FAMILIES[name].ranks, name=name, folder=tmp_path)
+
+
+def _one_file(rank: int, world_size: int, port: int, name: str, folder: Path) -> list[float]:
+    """From the file of the serial run, train, and write one for it."""
+    family = FAMILIES[name]
+    start(family)
+    job = Job(family, seed=1)
+    assert load_checkpoint(folder / "serial.pt", job.model, job.optimizer, job.scheduler) == 2
+    losses = job.train(batches(4)[2:])
+    save_checkpoint(folder / f"{name}.pt", 4, job.model, job.optimizer, job.scheduler)
+    return losses
+
+
+def test_one_file_of_a_training_under_any_plan(tmp_path: Path) -> None:
+    serial = Job(FAMILIES["serial"])
+    serial.train(batches(2))
+    save_checkpoint(tmp_path / "serial.pt", 2, serial.model, serial.optimizer, serial.scheduler)
+    expected = serial.train(batches(6)[2:])
+    for name in ("fsdp2", "2d-4", "zb-v"):
+        losses = spawn(_one_file, FAMILIES[name].ranks, name=name, folder=tmp_path)[0]
+        assert losses == pytest.approx(expected[:2], rel=1e-5)
+        again = Job(FAMILIES["serial"], seed=2)
+        assert load_checkpoint(tmp_path / f"{name}.pt", again.model, again.optimizer, again.scheduler) == 4
+        assert again.train(batches(6)[4:]) == pytest.approx(expected[2:], rel=1e-5)

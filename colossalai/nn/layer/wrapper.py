@@ -19,7 +19,6 @@ from colossalai.mesh import full_shape, mesh_groups, placement
 from colossalai.mesh.norm import STAGES
 from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
 
-
 # All ranks of a job make the same wrappers, so they agree on their numbers.
 _numbers = itertools.count()
 
