@@ -327,7 +327,9 @@ def test_models_and_optimizers_that_do_not_fit(saved: Path) -> None:
         job(1, build=_more), saved, "the saved optimizer does not know added.weight, which is in group 0"
     )
     _refused(
-        job(1, optimizer=torch.optim.SGD), saved, r"of another kind of optimizer: the options of its group 0 are .*betas"
+        job(1, optimizer=torch.optim.SGD),
+        saved,
+        r"of another kind of optimizer: the options of its group 0 are .*betas",
     )
     bare = Booster("cpu")
     model = bare.boost(_more()).model

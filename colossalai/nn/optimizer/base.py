@@ -132,7 +132,7 @@ class MultiTensorOptimizer(Optimizer):
                 self.update(bucket, group)
         for _, parameters in groups:
             for parameter in parameters:
-                if parameter.dtype in HALVES:
+                if parameter.grad is not None and parameter.dtype in HALVES:
                     self.versions[parameter] = parameter._version
 
     def prepare(self, buckets: list[Bucket]) -> None:
@@ -200,8 +200,8 @@ class MultiTensorOptimizer(Optimizer):
                 local(state["tail"]).copy_(tail_of(local(state.pop("master")), now))
             elif has_changed:
                 state["tail"].zero_()
-        elif has_changed and not torch.equal(local(state["master"]).to(now.dtype), now):
-            local(state["master"]).copy_(now)
+        elif has_changed:
+            renew_(local(state["master"]), now)
         self.versions[parameter] = parameter._version
 
     def master(self, parameter: Tensor) -> Tensor:
@@ -299,6 +299,11 @@ class MultiTensorOptimizer(Optimizer):
 
 def _indices(param_groups: list[dict[str, Any]]) -> list[int]:
     return [index for group in param_groups for index in group["params"]]
+
+
+def renew_(master: Tensor, now: Tensor) -> None:
+    """Start a master again where it is not what ``now`` was rounded from."""
+    master.copy_(torch.where(master.to(now.dtype) == now, master, now.to(master.dtype)))
 
 
 def wide(parameter: Tensor) -> torch.dtype:
