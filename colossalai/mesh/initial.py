@@ -15,7 +15,7 @@ What a parameter is drawn from is, in this order:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -194,23 +194,34 @@ def initialize(
     Tied parameters are drawn once, under their first name.  Buffers keep their values; those on the meta device are
     rebuilt by ``reset_parameters`` of their module.
     """
-    done: set[int] = set()
+    for param, value in initial_values(module, seed, mesh, device):
+        _assign(module, param, value)
+    return module
+
+
+def initial_values(
+    module: nn.Module, seed: int, mesh: Mesh | None = None, device: torch.device | str | None = None
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Every parameter of ``module`` with its initial value, drawn when it is asked for; buffers on meta get theirs on the way."""
+    done: list[Tensor] = []  # the objects themselves: the number of one that is gone may be given to another
+    seen: set[int] = set()
     for prefix, owner in module.named_modules():
-        own = {n: p for n, p in owner.named_parameters(recurse=False) if id(p) not in done}
+        own = {n: p for n, p in owner.named_parameters(recurse=False) if id(p) not in seen}
         lost = [n for n, b in owner.named_buffers(recurse=False) if b.is_meta]
         drawn: dict[str, Tensor] = {}
         recipes = {n: _distribution(owner, n, p) for n, p in own.items()}
         if lost or None in recipes.values():
             drawn = _reset_whole(owner, random_key(seed, prefix, "reset_parameters"), prefix)
         for name, param in own.items():
-            full_name = f"{prefix}.{name}" if prefix else name
-            new = _initial_value(
-                param, recipes[name], drawn.get(name), random_key(seed, full_name), mesh, device
-            )
-            done.add(id(_assign(module, param, new)))
+            key = random_key(seed, f"{prefix}.{name}" if prefix else name)
+            yield param, _initial_value(param, recipes[name], drawn.get(name), key, mesh, device)
+            # it may have been replaced
+            for tensor in (param, owner._parameters[name]):
+                if tensor is not None:
+                    done.append(tensor)
+                    seen.add(id(tensor))
         for name in lost:
             owner._buffers[name] = drawn[name].to(device or "cpu")
-    return module
 
 
 def _distribution(owner: nn.Module, name: str, param: Tensor) -> Distribution | None:
@@ -288,6 +299,11 @@ def _like(param: Tensor, data: Tensor) -> nn.Parameter:
     new = kind(data, requires_grad=param.requires_grad)
     new.__dict__.update({**param.__dict__, **data.__dict__})  # placement, init, and what users keep there
     return new
+
+
+def give_storage(module: nn.Module, param: Tensor, data: Tensor) -> nn.Parameter:
+    """Replace a parameter on the meta device, wherever ``module`` uses it, by one with ``data``; returns it."""
+    return _replace(module, param, _like(param, data))
 
 
 def _replace(module: nn.Module, old: Tensor, new: nn.Parameter) -> nn.Parameter:

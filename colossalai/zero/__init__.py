@@ -1,12 +1,26 @@
 """ZeRO: optimizer states and more cut over data-parallel ranks; and the documented place of ``ColoInitContext``."""
 
 from colossalai.tensor import ColoInitContext, post_process_colo_init_ctx
+from colossalai.zero.gemini import (
+    GeminiAdamOptimizer,
+    GeminiDDP,
+    GeminiOptimizer,
+    ZeroDDP,
+    ZeroOptimizer,
+    get_static_torch_model,
+)
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from colossalai.zero.wrapper import zero_model_wrapper, zero_optim_wrapper
 
 __all__ = [
     "ColoInitContext",
+    "GeminiAdamOptimizer",
+    "GeminiDDP",
+    "GeminiOptimizer",
     "LowLevelZeroOptimizer",
+    "ZeroDDP",
+    "ZeroOptimizer",
+    "get_static_torch_model",
     "post_process_colo_init_ctx",
     "zero_model_wrapper",
     "zero_optim_wrapper",

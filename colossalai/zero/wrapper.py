@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.interface import OptimizerWrapper
+from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 
 # The attribute of a model that tells ``zero_optim_wrapper`` its stage.
@@ -19,10 +20,17 @@ def zero_model_wrapper(
 ) -> nn.Module:
     """Prepare ``model`` for ZeRO of ``zero_stage``; give what is returned to ``zero_optim_wrapper``.
 
-    Stages 1 and 2 leave the model as it is: all they do is done by the optimizer.
+    Stages 1 and 2 leave the model as it is: all they do is done by the optimizer.  For stage 3 it becomes a ``GeminiDDP``;
+    ``gemini_config`` holds the arguments of that.
     """
-    if zero_stage not in (1, 2):
-        raise ValueError(f"zero_model_wrapper knows the ZeRO stages 1 and 2, got zero_stage={zero_stage!r}")
+    if zero_stage not in (1, 2, 3):
+        raise ValueError(
+            f"zero_model_wrapper knows the ZeRO stages 1, 2 and 3, got zero_stage={zero_stage!r}"
+        )
+    if zero_stage == 3:
+        wrapped = GeminiDDP(model, **{"verbose": verbose, **(gemini_config or {})})
+        setattr(wrapped, STAGE, zero_stage)
+        return wrapped
     if gemini_config:
         raise ValueError(
             f"zero_model_wrapper takes a gemini_config for stage 3 only, got one for stage {zero_stage}"
@@ -48,8 +56,8 @@ def zero_optim_wrapper(
 ) -> OptimizerWrapper:
     """The optimizer of a model that ``zero_model_wrapper`` prepared.
 
-    ``optim_config`` holds further arguments of ``LowLevelZeroOptimizer``, such as ``cpu_offload`` and
-    ``reduce_bucket_size``.
+    ``optim_config`` holds further arguments of ``LowLevelZeroOptimizer``, such as ``cpu_offload`` and ``reduce_bucket_size``,
+    or for stage 3 of ``GeminiOptimizer``.
     """
     stage = getattr(model, STAGE, None)
     if stage is None:
@@ -57,22 +65,23 @@ def zero_optim_wrapper(
             "zero_optim_wrapper needs the model that zero_model_wrapper returned; call that first"
         )
     options = dict(optim_config or {})
+    scale: dict[str, Any] = {
+        "initial_scale": initial_scale,
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": growth_interval,
+        "hysteresis": hysteresis,
+        "min_scale": min_scale,
+        "max_scale": max_scale,
+        "norm_type": norm_type,
+        "verbose": verbose,
+    }
+    if isinstance(model, GeminiDDP):
+        return GeminiOptimizer(optimizer, model, clipping_norm=max_norm, **scale, **options)
     if "partition_grad" in options:
         raise ValueError(
             f"zero_optim_wrapper sets partition_grad by the stage of the model ({stage}); leave it out of optim_config"
         )
     return LowLevelZeroOptimizer(
-        optimizer,
-        initial_scale=initial_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        hysteresis=hysteresis,
-        min_scale=min_scale,
-        max_scale=max_scale,
-        clip_grad_norm=max_norm,
-        norm_type=norm_type,
-        partition_grad=stage == 2,
-        verbose=verbose,
-        **options,
+        optimizer, clip_grad_norm=max_norm, partition_grad=stage == 2, **scale, **options
     )

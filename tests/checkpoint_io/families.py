@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 import colossalai.nn as col_nn
 from colossalai.booster import Booster
-from colossalai.booster.plugin import LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from colossalai.booster.plugin import (
+    GeminiPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from colossalai.checkpoint_io.manifest import read_manifest
 from colossalai.checkpoint_io.reading import Reader
 from colossalai.context import ParallelMode
@@ -53,6 +59,7 @@ def _pipeline(schedule: str, size: int = 2) -> dict[str, Any]:
 
 DDP, FSDP = TorchDDPPlugin, TorchFSDPPlugin
 ZERO1, ZERO2 = (partial(LowLevelZeroPlugin, stage=stage, precision="fp32") for stage in (1, 2))
+GEMINI = partial(GeminiPlugin, precision="fp32", placement_policy="cpu")
 FAMILIES = {
     "serial": Family(1),
     "ddp2": Family(2, plugin=DDP),
@@ -63,6 +70,8 @@ FAMILIES = {
     "zero2-4": Family(4, plugin=ZERO2),
     "zero1-2-1d2": Family(4, _tensor("1d", 2), ZERO1),
     "zero1-2-pp2": Family(4, _pipeline("1f1b"), ZERO1),
+    "gemini-2": Family(2, plugin=GEMINI),
+    "gemini-2-1d2": Family(4, _tensor("1d", 2), GEMINI),
     "1d-2": Family(2, _tensor("1d", 2)),
     "1d-4": Family(4, _tensor("1d", 4)),
     "2d-4": Family(4, _tensor("2d", 4)),

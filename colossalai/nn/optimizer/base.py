@@ -184,8 +184,11 @@ class MultiTensorOptimizer(Optimizer):
             state[name] = (
                 torch.tensor(0.0) if name == "step" else torch.zeros_like(parameter, dtype=wide(parameter))
             )
-        if parameter.dtype in HALVES and "master" not in state:
-            state["master"] = parameter.detach().to(wide(parameter))
+        if parameter.dtype in HALVES and not {"master", "tail"} & state.keys():
+            if self.extra(parameter) == "tail":  # the parameter is exact: nothing is missing
+                state["tail"] = torch.zeros_like(parameter, dtype=torch.int16)
+            else:
+                state["master"] = parameter.detach().to(wide(parameter))
 
     def extra(self, parameter: Tensor) -> str:
         """How the state of a half-precision parameter holds the digits that the parameter lacks."""

@@ -1,0 +1,166 @@
+"""``GeminiPlugin``: ZeRO-3 whose weights, gradients and optimizer states lie in chunks, on the device, the host, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
+from colossalai.booster.plugin.base import Configured
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend
+from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
+from colossalai.interface import OptimizerWrapper, below_compile
+from colossalai.mesh.norm import check_clipping
+from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer, MemStats, PlacementPolicyFactory
+from colossalai.zero.gemini.chunk_manager import default_device
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class GeminiPlugin(DPPluginBase):
+    """ZeRO-3 with chunks over memory tiers.
+
+    Args:
+        device: where the model computes, by default the current GPU, or the CPU.
+        placement_policy: ``"cpu"``, ``"cuda"``, ``"auto"`` or ``"const"``: where chunks rest.
+        pin_memory: page-locked host memory, for copies that overlap with computation.
+        force_outputs_fp32: floating-point outputs are cast to float32.
+        strict_ddp_mode: chunks stay whole on the device from the forward pass to the end of the backward pass.
+        search_range_mb, hidden_dim, min_chunk_size_mb: the search for the chunk size.
+        memstats: what an earlier run measured.
+        gpu_margin_mem_ratio: the share of what the first step leaves free of the device for chunks to rest there.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss scale of fp16.
+        max_norm, norm_type: the largest norm of all gradients, 0 does not clip; and which norm.
+        verbose: tell the chunk size, and changes of the loss scale.
+        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``, of weights, gradients and operations.
+        update_in_backward: update chunks on the host while the backward pass goes on (without clipping, not in fp16).
+        compute_capacity, host_capacity: bytes that model data may take of the device and of the host.
+        prefetch: chunks to fetch ahead.
+        host_buffers: gradient buffers on the host; by default as many as there are chunks.
+        seed: of the initial values of a model that was built on the meta device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        placement_policy: str = "cpu",
+        pin_memory: bool = True,
+        force_outputs_fp32: bool = False,
+        strict_ddp_mode: bool = False,
+        search_range_mb: float = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_mb: float = 32,
+        memstats: MemStats | None = None,
+        gpu_margin_mem_ratio: float = 0.0,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        verbose: bool = False,
+        *,
+        precision: str = "fp16",
+        update_in_backward: bool = False,
+        compute_capacity: int | None = None,
+        host_capacity: int | None = None,
+        prefetch: int = 2,
+        host_buffers: int | None = None,
+        seed: int = 1024,
+    ) -> None:
+        super().__init__()
+        PlacementPolicyFactory.create(placement_policy)
+        if precision not in DTYPES:
+            raise ValueError(f"GeminiPlugin needs precision as one of {', '.join(DTYPES)}, got {precision!r}")
+        check_clipping(max_norm, norm_type)
+        self.device = torch.device(device) if device is not None else default_device()
+        scale = {
+            "initial_scale": initial_scale,
+            "min_scale": min_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "max_scale": max_scale,
+        }
+        DynamicGradScaler(**scale)  # type: ignore[arg-type]  # refuses what does not fit together
+        self.model_options: dict[str, Any] = {
+            "device": self.device,
+            "placement_policy": placement_policy,
+            "pin_memory": pin_memory,
+            "force_outputs_fp32": force_outputs_fp32,
+            "strict_ddp_mode": strict_ddp_mode,
+            "search_range_mb": search_range_mb,
+            "hidden_dim": hidden_dim,
+            "min_chunk_size_mb": min_chunk_size_mb,
+            "memstats": memstats,
+            "verbose": verbose and self.rank == 0,
+            "dtype": DTYPES[precision],
+            "compute_capacity": compute_capacity,
+            "host_capacity": host_capacity,
+            "prefetch": prefetch,
+            "host_buffers": host_buffers,
+            "seed": seed,
+        }
+        self.optimizer_options: dict[str, Any] = {
+            **scale,
+            "gpu_margin_mem_ratio": gpu_margin_mem_ratio,
+            "clipping_norm": max_norm,
+            "norm_type": norm_type,
+            "verbose": verbose,
+            "update_in_backward": update_in_backward,
+        }
+
+    def supported_devices(self) -> list[str]:
+        return ["cpu", "cuda"]
+
+    def supported_precisions(self) -> list[str]:
+        return list(DTYPES)
+
+    def control_precision(self) -> bool:
+        return True
+
+    def control_device(self) -> bool:
+        return True
+
+    def support_no_sync(self) -> bool:
+        return True
+
+    def control_checkpoint_io(self) -> bool:
+        return True
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        return GatheredCheckpointIO()
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Configured:
+        check_backend(self.device)
+        boosted = GeminiDDP(model, **self.model_options)
+        if optimizer is not None:
+            raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
+            optimizer = GeminiOptimizer(raw, boosted, **self.optimizer_options)
+        return boosted, optimizer, criterion, dataloader, lr_scheduler
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        model = below_compile(model)
+        if not isinstance(model, GeminiDDP):
+            raise TypeError(
+                f"no_sync needs the model that booster.boost returned under GeminiPlugin, got {type(model).__name__}"
+            )
+        return model.no_sync()

@@ -1,0 +1,44 @@
+"""Gemini: ZeRO-3 with chunks over memory tiers."""
+
+from colossalai.zero.gemini.chunk import Chunk, ChunkFullError
+from colossalai.zero.gemini.chunk_manager import ChunkManager, init_chunk_manager
+from colossalai.zero.gemini.ddp import GeminiDDP, ZeroDDP, get_static_torch_model
+from colossalai.zero.gemini.manager import GeminiManager
+from colossalai.zero.gemini.memory import MemStats
+from colossalai.zero.gemini.optimizer import GeminiAdamOptimizer, GeminiOptimizer, ZeroOptimizer
+from colossalai.zero.gemini.placement import (
+    AutoPlacementPolicy,
+    ConstPlacementPolicy,
+    CPUPlacementPolicy,
+    CUDAPlacementPolicy,
+    PlacementPolicyFactory,
+)
+from colossalai.zero.gemini.search import classify_params_by_dp_degree, search_chunk_configuration
+from colossalai.zero.gemini.states import STATE_TRANS, TensorState
+from colossalai.zero.gemini.tiers import OutOfCapacity, Tier
+
+__all__ = [
+    "STATE_TRANS",
+    "AutoPlacementPolicy",
+    "CPUPlacementPolicy",
+    "CUDAPlacementPolicy",
+    "Chunk",
+    "ChunkFullError",
+    "ChunkManager",
+    "ConstPlacementPolicy",
+    "GeminiAdamOptimizer",
+    "GeminiDDP",
+    "GeminiManager",
+    "GeminiOptimizer",
+    "MemStats",
+    "OutOfCapacity",
+    "PlacementPolicyFactory",
+    "TensorState",
+    "Tier",
+    "ZeroDDP",
+    "ZeroOptimizer",
+    "classify_params_by_dp_degree",
+    "get_static_torch_model",
+    "init_chunk_manager",
+    "search_chunk_configuration",
+]

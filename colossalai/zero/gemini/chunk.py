@@ -1,0 +1,230 @@
+"""A chunk: parameters, in the order in which the model made them, laid one after the other in one flat buffer.
+
+The ranks of a data-parallel group share a chunk: each keeps ``1 / ranks`` of it, its *shard*, at the chunk's *home* tier, and the
+whole of it is put together on the compute tier only while it is needed.  Parameters are views of the whole.
+
+[Note: one storage for life]
+Autograd saves views of weights (``weight.t()`` of a linear layer) that must be right again in the backward pass.  So the whole of a chunk has
+one storage for ever, whose memory is freed and filled again.  Touching freed memory ends a process without a word; so a
+parameter whose chunk is not there shows NaN instead, in its true shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colossalai.zero.gemini.states import TensorState, check_transition
+from colossalai.zero.gemini.tiers import Move, Tier
+from colossalai.zero.pieces import FlatLayout
+
+ALIGN = 16  # elements: every shard and every parameter begins at an address that vector instructions like
+
+
+class ChunkFullError(Exception):
+    """A parameter does not fit into what is left of a chunk."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter's place in its chunk."""
+
+    param: nn.Parameter
+    name: str
+    offset: int
+    numel: int
+    shape: torch.Size
+    view: Tensor = field(default_factory=lambda: torch.empty(0))
+    blank: Tensor = field(default_factory=lambda: torch.empty(0))
+    state: TensorState = TensorState.FREE
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+    @property
+    def trained(self) -> bool:
+        return self.param.requires_grad
+
+    def to(self, state: TensorState) -> None:
+        check_transition(self.name, self.state, state)
+        self.state = state
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share chunks, and the two process groups they talk over.
+
+    Gathering has a group of its own: where a rank skips a part of the model, its gradients come at another moment than
+    those of the others, and would be mistaken for a gathered chunk.
+    """
+
+    size: int = 1
+    rank: int = 0
+    gather: Any = None
+    reduce: Any = None
+    staged: bool = False  # the backend cannot reach the device: tensors travel over the CPU
+
+
+class Chunk:
+    """Parameters of one dtype in one buffer of ``size`` elements."""
+
+    def __init__(self, index: int, size: int, dtype: torch.dtype, ranks: Ranks) -> None:
+        if size % (ranks.size * ALIGN):
+            raise ValueError(
+                f"a chunk shared by {ranks.size} ranks needs a size that is a multiple of {ranks.size * ALIGN}, got {size}"
+            )
+        self.index, self.size, self.dtype, self.ranks = index, size, dtype, ranks
+        self.slots: list[Slot] = []
+        self.used = 0
+        self.users: set[Any] = set()
+        self.arriving: Move | None = None
+        self.present = False
+        self.home: Tier | None = None
+        self.compute: Tier | None = None
+        self.shard = torch.empty(0)
+        self.flat = torch.empty(0)
+
+    # Layout
+
+    @property
+    def name(self) -> str:
+        """For messages: its number and its first and last parameter."""
+        names = [slot.name for slot in self.slots]
+        inside = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else "nothing"
+        return f"chunk {self.index} ({inside})"
+
+    @property
+    def shard_size(self) -> int:
+        return self.size // self.ranks.size
+
+    @property
+    def own(self) -> slice:
+        """The elements that this rank keeps."""
+        return slice(self.ranks.rank * self.shard_size, (self.ranks.rank + 1) * self.shard_size)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def shard_nbytes(self) -> int:
+        return self.shard_size * self.dtype.itemsize
+
+    @property
+    def wasted(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.size - sum(slot.numel for slot in self.slots)
+
+    @property
+    def trained(self) -> bool:
+        """Whether any of its parameters gets a gradient."""
+        return any(slot.trained for slot in self.slots)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the whole never leaves the compute tier: this rank keeps all of it, and keeps it there."""
+        return self.home is self.compute and self.ranks.size == 1
+
+    def layout(self) -> FlatLayout:
+        """Where parameters lie and who keeps them, as other plans of ZeRO say it."""
+        sizes, offsets = zip(*((slot.numel, slot.offset) for slot in self.slots), strict=True)
+        return FlatLayout(sizes, offsets, self.ranks.size, self.shard_size)
+
+    def own_part(self, slot: Slot, shard: Tensor | None = None) -> Tensor | None:
+        """What this rank's shard (or a tensor like it) holds of ``slot``, flat; None if that is nothing."""
+        low = max(slot.offset, self.own.start) - self.own.start
+        high = min(slot.end, self.own.stop) - self.own.start
+        return (self.shard if shard is None else shard)[low:high] if high > low else None
+
+    def append(self, param: nn.Parameter, name: str) -> Slot:
+        offset = aligned(self.used)
+        if offset + param.numel() > self.size:
+            raise ChunkFullError(
+                f"parameter {name!r} has {param.numel():,} elements, but {self.name} has room for {self.size - offset:,}"
+            )
+        slot = Slot(param, name, offset, param.numel(), param.shape)
+        self.slots.append(slot)
+        self.used = slot.end
+        return slot
+
+    # Memory
+
+    def place(self, compute: Tier, home: Tier) -> None:
+        """Get memory for the shard at ``home``; the whole begins on the compute tier, to be filled."""
+        self.compute, self.home = compute, home
+        compute.take(self.nbytes, self.name)
+        self.flat = torch.zeros(self.size, dtype=self.dtype, device=compute.device)
+        self.present = True
+        for slot in self.slots:
+            slot.view = self.flat[slot.offset : slot.end].view(slot.shape)
+            blank = torch.full((), float("nan"), dtype=self.dtype, device=compute.device)
+            slot.blank = blank.expand(slot.shape)
+            slot.state = TensorState.HOLD
+        if self.resident:
+            self.shard = self.flat
+        else:
+            self.shard = home.empty(self.shard_size, self.dtype, self.name)
+
+    def show(self) -> None:
+        """Let the parameters be the views of the whole, or NaN while it is not there."""
+        for slot in self.slots:
+            slot.param.data = slot.view if self.present else slot.blank
+
+    def allocate(self) -> None:
+        """Memory for the whole, on the compute tier."""
+        assert self.compute is not None
+        assert not self.present, self.name
+        self.compute.take(self.nbytes, self.name)
+        self.flat.untyped_storage().resize_(self.nbytes)
+        self.present = True
+        for slot in self.slots:
+            if slot.state is TensorState.FREE:
+                slot.to(TensorState.HOLD)
+        self.show()
+
+    def drop(self) -> None:
+        """Free the memory of the whole."""
+        assert self.compute is not None
+        assert self.present, self.name
+        assert not self.users, self.name
+        assert not self.resident, self.name
+        if self.arriving is not None:
+            self.arriving.wait()  # or the copy would write into memory of another
+            self.arriving = None
+        self.present = False
+        for slot in self.slots:
+            if slot.state is not TensorState.READY_FOR_REDUCE:  # its gradient is there without it
+                slot.to(TensorState.FREE)
+        self.show()
+        self.flat.untyped_storage().resize_(0)
+        self.compute.give(self.nbytes)
+
+    def keep_own(self) -> None:
+        """Take this rank's shard out of the whole."""
+        if not self.resident:
+            self.shard.copy_(self.flat[self.own])
+
+
+def aligned(position: int) -> int:
+    return -(-position // ALIGN) * ALIGN
+
+
+def padded(size: int, ranks: int) -> int:
+    """The smallest size of a chunk of at least ``size`` elements."""
+    unit = ranks * ALIGN
+    return -(-max(size, 1) // unit) * unit
+
+
+def group_ranks(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
+    """The ranks of a data-parallel group; a second group of the same ranks is made for gradients."""
+    if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return Ranks()
+    members = dist.get_process_group_ranks(group)
+    second = dist.new_group(members, use_local_synchronization=True)
+    staged = device.type == "cuda" and dist.get_backend(group) == "gloo"
+    return Ranks(len(members), dist.get_rank(group), group, second, staged)

@@ -1,0 +1,274 @@
+"""``ChunkManager``: all chunks of a model, the tiers they lie in, and the elementary moves.
+
+It decides nothing: what is moved when is up to ``GeminiManager``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
+from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, aligned, padded
+from colossalai.zero.gemini.search import MB, check_search, data_parallel_size, search_chunk_configuration
+from colossalai.zero.gemini.states import TensorState
+from colossalai.zero.gemini.tiers import Copier, Move, PinnedMemory, Tier
+
+
+class ChunkManager:
+    """Chunks in the order in which their parameters are registered.
+
+    Args:
+        chunk_configuration: by the number of ranks that share chunks, as ``search_chunk_configuration`` returns; or the chunk
+            size in elements.
+        init_device: where chunks rest, the compute device or the CPU; by default the CPU.
+        device: the compute device.
+        ranks: the data-parallel ranks.
+        compute_capacity: bytes that model data may take on the compute device, by default as much as there is.
+        host_capacity: the same for the host.
+    """
+
+    def __init__(
+        self,
+        chunk_configuration: Mapping[int, Mapping[str, Any]] | int,
+        init_device: torch.device | str | None = None,
+        *,
+        device: torch.device | str | None = None,
+        ranks: Ranks | None = None,
+        compute_capacity: int | None = None,
+        host_capacity: int | None = None,
+    ) -> None:
+        self.device = torch.device(device or default_device())
+        self.init_device = torch.device(init_device or "cpu")
+        self.configuration = chunk_configuration
+        self.ranks = ranks or Ranks()
+        pinned = PinnedMemory() if self.device.type == "cuda" else None
+        self.compute = Tier("compute", self.device, compute_capacity)
+        self.host = Tier("host", torch.device("cpu"), host_capacity, pinned)
+        self.copier = Copier(self.device)
+        self.chunks: list[Chunk] = []
+        self._open: dict[torch.dtype, Chunk] = {}
+        self._slots: dict[nn.Parameter, tuple[Chunk, Slot]] = {}
+        self.bytes_up = self.bytes_down = 0
+
+    # Registration
+
+    @property
+    def chunk_size(self) -> int:
+        if isinstance(self.configuration, int):
+            return self.configuration
+        if self.ranks.size not in self.configuration:
+            known = ", ".join(map(str, self.configuration))
+            raise ValueError(
+                f"the chunk configuration is for {known} data-parallel ranks, but {self.ranks.size} share the chunks;"
+                " search it again under this plan"
+            )
+        return int(self.configuration[self.ranks.size]["chunk_size"])
+
+    def register_tensor(self, tensor: nn.Parameter, name: str, dtype: torch.dtype) -> None:
+        """Lay ``tensor`` into the open chunk of its dtype, or into a new one."""
+        if tensor in self._slots:
+            return
+        size, numel = padded(self.chunk_size, self.ranks.size), tensor.numel()
+        if numel > size:
+            chunk = self._new(padded(numel, self.ranks.size), dtype)
+        else:
+            chunk = self._open.get(dtype) or self._new(size, dtype)
+            if aligned(chunk.used) + numel > chunk.size:
+                chunk = self._new(size, dtype)
+            self._open[dtype] = chunk
+        self._slots[tensor] = (chunk, chunk.append(tensor, name))
+
+    def _new(self, size: int, dtype: torch.dtype) -> Chunk:
+        chunk = Chunk(len(self.chunks), size, dtype, self.ranks)
+        self.chunks.append(chunk)
+        return chunk
+
+    def close_all_groups(self) -> None:
+        """No more parameters: the last chunk of each dtype is cut to what it holds."""
+        for chunk in self._open.values():
+            chunk.size = padded(chunk.used, self.ranks.size)
+        self._open.clear()
+
+    # Questions
+
+    def get_chunk(self, tensor: nn.Parameter) -> Chunk:
+        return self._find(tensor)[0]
+
+    def get_slot(self, tensor: nn.Parameter) -> Slot:
+        return self._find(tensor)[1]
+
+    def _find(self, tensor: nn.Parameter) -> tuple[Chunk, Slot]:
+        if tensor not in self._slots:
+            raise ValueError(
+                f"a parameter of shape {tuple(tensor.shape)} is in no chunk: it was not in the model when its chunks were made"
+            )
+        return self._slots[tensor]
+
+    def holds(self, tensor: nn.Parameter) -> bool:
+        return tensor in self._slots
+
+    def get_chunks(self, tensors: Iterable[nn.Parameter]) -> tuple[Chunk, ...]:
+        """The chunks of ``tensors``, each once, in order."""
+        found = {chunk.index: chunk for chunk in map(self.get_chunk, tensors)}
+        return tuple(found[i] for i in sorted(found))
+
+    def get_cuda_movable_chunks(self) -> list[Chunk]:
+        """Chunks whose whole is on the compute tier and could leave it now."""
+        return [c for c in self.chunks if c.present and not c.resident and not c.users]
+
+    @property
+    def total_mem(self) -> dict[str, int]:
+        return {tier.name: tier.used for tier in (self.compute, self.host)}
+
+    # Moves
+
+    @torch.no_grad()
+    def access_chunk(self, chunk: Chunk) -> None:
+        """Begin to bring the whole of ``chunk`` to the compute tier; ``chunk.arriving`` says when it is there."""
+        if chunk.present:
+            return
+        chunk.allocate()
+        chunk.arriving = self._gather(chunk)
+        self.bytes_up += chunk.shard_nbytes if chunk.home is self.host else 0
+
+    def _gather(self, chunk: Chunk) -> Move:
+        if chunk.ranks.size == 1:
+            return self.copier.start(chunk.flat, chunk.shard)
+        if chunk.ranks.staged:
+            whole = torch.empty(chunk.size, dtype=chunk.dtype)
+            all_gather_single(whole, chunk.shard.cpu(), group=chunk.ranks.gather)
+            chunk.flat.copy_(whole)
+            return Move()
+        if not self.copier.is_async:
+            work = all_gather_single(chunk.flat, chunk.shard, group=chunk.ranks.gather, async_op=True)
+            return Move(work=work)
+        own = chunk.flat[chunk.own]
+        move = self.copier.start(own, chunk.shard)
+        with torch.cuda.stream(self.copier.upload):  # the collective follows the copy
+            move.work = all_gather_single(chunk.flat, own, group=chunk.ranks.gather, async_op=True)
+        return move
+
+    def release_chunk(self, chunk: Chunk) -> None:
+        """Free the whole of ``chunk``; its shard stays."""
+        if chunk.present and not chunk.resident:
+            chunk.drop()
+
+    @torch.no_grad()
+    def reduce_chunk(self, chunk: Chunk, grads: Tensor) -> tuple[Tensor, Move]:
+        """This rank's shard of the mean of ``grads``, a whole gradient buffer that is used up, over the ranks."""
+        ranks = chunk.ranks
+        if ranks.size == 1:
+            return grads, Move()
+        if ranks.staged:
+            own = torch.empty(chunk.shard_size, dtype=chunk.dtype)
+            reduce_scatter_single(own, grads.div_(ranks.size).cpu(), group=ranks.reduce)
+            return own.to(self.device), Move()
+        own = torch.empty(chunk.shard_size, dtype=chunk.dtype, device=self.device)
+        if not self.copier.is_async:
+            reduce_scatter_single(own, grads, group=ranks.reduce)
+            return own.div_(ranks.size), Move()
+        stream = self.copier.download
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            work = reduce_scatter_single(own, grads, op=dist.ReduceOp.AVG, group=ranks.reduce, async_op=True)
+            work.wait()
+            event = torch.cuda.Event()
+            event.record(stream)
+        own.record_stream(stream)
+        grads.record_stream(stream)
+        return own, Move(event)
+
+    @torch.no_grad()
+    def move_chunk(self, chunk: Chunk, tier: Tier) -> None:
+        """Give ``chunk`` another home; it must not be under way."""
+        if chunk.home is tier:
+            return
+        assert chunk.home is not None, chunk.name
+        assert not chunk.users, chunk.name
+        assert chunk.arriving is None, chunk.name
+        old, was = chunk.shard, chunk.home
+        if tier is self.compute and chunk.ranks.size == 1:
+            if not chunk.present:
+                self.access_chunk(chunk)
+                assert chunk.arriving is not None
+                chunk.arriving.wait()
+                chunk.arriving = None
+            chunk.shard = chunk.flat
+        else:
+            chunk.shard = tier.empty(chunk.shard_size, chunk.dtype, chunk.name)
+            chunk.shard.copy_(old)
+        chunk.home = tier
+        if was is self.compute and chunk.ranks.size == 1:
+            return  # the whole stays where it is, as any other
+        was.give(chunk.shard_nbytes)
+
+    def trans_tensor_state(self, tensor: nn.Parameter, state: TensorState) -> None:
+        self.get_slot(tensor).to(state)
+
+    def copy_tensor_to_chunk_slice(self, tensor: nn.Parameter, data: Tensor) -> None:
+        """Write ``data`` into the place of ``tensor`` in the whole of its chunk, which must be on the compute tier."""
+        chunk, slot = self._find(tensor)
+        if not chunk.present:
+            raise RuntimeError(f"{chunk.name} is not on the compute tier; access it first")
+        with torch.no_grad():
+            slot.view.copy_(data)
+
+    def table(self) -> str:
+        """A line for each chunk: where it rests, and what is wasted."""
+        lines = [f"{'chunk':>5} {'elements':>14} {'wasted':>10} {'home':>8} {'parameters'}"]
+        for chunk in self.chunks:
+            home = chunk.home.name if chunk.home is not None else "-"
+            inside = chunk.name.split("(", 1)[1][:-1]
+            lines.append(f"{chunk.index:5} {chunk.size:14,} {chunk.wasted:10,} {home:>8} {inside}")
+        wasted, total = sum(c.wasted for c in self.chunks), sum(c.size for c in self.chunks)
+        lines.append(
+            f"{len(self.chunks)} chunks, {wasted:,} of {total:,} elements wasted ({wasted / max(total, 1):.2%})"
+        )
+        return "\n".join(lines)
+
+
+def default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def init_chunk_manager(
+    model: nn.Module,
+    init_device: torch.device | str | None = None,
+    hidden_dim: int | None = None,
+    verbose: bool = False,
+    *,
+    search_range_mb: float = 32,
+    min_chunk_size_mb: float = 32,
+    filter_exlarge_params: bool = True,
+    strict_ddp_flag: bool = False,
+    dtype: torch.dtype = torch.float16,
+    **manager: Any,
+) -> ChunkManager:
+    """A chunk manager with the chunk size that wastes least for ``model``; ``manager`` goes to ``ChunkManager``."""
+    interval = 1024 if hidden_dim is None else hidden_dim
+    check_search(search_range_mb, interval, min_chunk_size_mb)
+    config, total, wasted = search_chunk_configuration(
+        model,
+        search_range_mb,
+        interval,
+        min_chunk_size_mb,
+        filter_exlarge_params,
+        strict_ddp_flag,
+        dtype=dtype,
+    )
+    if verbose:
+        size = config[data_parallel_size()]["chunk_size"]
+        mb = size * dtype.itemsize / MB
+        print(
+            f"chunks of {mb:.1f} MB for {total * dtype.itemsize / MB:.1f} MB of parameters;"
+            f" {wasted * dtype.itemsize / MB:.2f} MB ({wasted / max(total + wasted, 1):.2%}) are wasted",
+            flush=True,
+        )
+    return ChunkManager(config, init_device, **manager)

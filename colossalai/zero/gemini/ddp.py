@@ -1,0 +1,390 @@
+"""``GeminiDDP``: a model whose weights lie in chunks, wherever there is room for them.
+
+It is called like the model.  Weights come to the compute device when a module needs them; gradients are averaged over the
+data-parallel ranks chunk by chunk while the backward pass goes on; ``GeminiOptimizer`` updates each chunk where it rests.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.amp.casting import cast_floats
+from colossalai.interface import ModelWrapper
+from colossalai.interface.holding import Holding
+from colossalai.mesh import Mesh
+from colossalai.utils.parallel import launched_mesh
+from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, group_ranks
+from colossalai.zero.gemini.chunk_manager import ChunkManager, init_chunk_manager
+from colossalai.zero.gemini.fill import Replaced, fill, give_meta_storage, place_buffers, register
+from colossalai.zero.gemini.hooks import ModuleHooks, tensors_of, without_hooks
+from colossalai.zero.gemini.manager import GeminiManager
+from colossalai.zero.gemini.memory import MemStats
+from colossalai.zero.gemini.placement import PlacementPolicyFactory
+from colossalai.zero.gemini.tiers import Tier
+from colossalai.zero.states import SlicedTensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class ZeroDDP(ModelWrapper):
+    """A model over the chunks of ``gemini_manager``.
+
+    Args:
+        force_outputs_fp32: floating-point outputs are cast to float32.
+        strict_ddp_mode: chunks stay whole on the compute device from the forward pass to the end of the backward pass.
+        scatter_after_inference: after a forward pass without gradients, let chunks go that have a home elsewhere.
+        dtype: of weights, gradients and computation; running statistics and weights of batch normalization stay float32.
+        seed: of the initial values of a model on the meta device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        gemini_manager: GeminiManager,
+        pin_memory: bool = True,
+        force_outputs_fp32: bool = False,
+        strict_ddp_mode: bool = False,
+        scatter_after_inference: bool = True,
+        *,
+        dtype: torch.dtype = torch.float16,
+        mesh: Mesh | None = None,
+        seed: int = 1024,
+    ) -> None:
+        super().__init__(module)
+        if dtype not in DTYPES:
+            raise ValueError(f"Gemini trains in {', '.join(map(str, DTYPES))}; got dtype={dtype!r}")
+        self.gemini_manager, self.chunk_manager = gemini_manager, gemini_manager.chunk_manager
+        self.dtype, self.mesh = dtype, mesh if mesh is not None else launched_mesh()
+        self.force_outputs_fp32 = force_outputs_fp32
+        self.scatter_after_inference = scatter_after_inference
+        gemini_manager.strict = strict_ddp_mode
+        if not pin_memory:
+            self.chunk_manager.host.pinned = None
+        user = self.unwrap()
+        self.replaced: Replaced = give_meta_storage(user, self.chunk_manager.device)
+        register(user, self.chunk_manager, dtype)
+        home = partial(_first_home, gemini_manager)
+        fill(user, self.chunk_manager, home, seed=seed if self.replaced else None, mesh=self.mesh)
+        place_buffers(user, self.chunk_manager, dtype)
+        self.gradients = gemini_manager.gradients
+        self.gradients.start(chunk for chunk in self.chunk_manager.chunks if chunk.trained)
+        self.optimizer: Any = None  # told when gradients of a chunk have come, and when a step is over
+        self._hooks = ModuleHooks(user, gemini_manager, self._take_gradient, self._end_backward)
+
+    # Training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        trains = torch.is_grad_enabled() and self.training and not self._hooks.in_backward
+        if not self._hooks.in_backward:
+            self.gemini_manager.drop_stale()
+        if trains:
+            self.gemini_manager.pre_iter()
+        args, kwargs = cast_floats((args, kwargs), self.dtype)
+        try:
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            self._hooks.reset()
+            raise
+        for tensor in tensors_of(output):
+            tensor.register_hook(self._begin_backward)
+        if not torch.is_grad_enabled() and self.scatter_after_inference and not self._hooks.in_backward:
+            self.gemini_manager.drop_all()
+        return cast_floats(output, torch.float32) if self.force_outputs_fp32 else output
+
+    def _begin_backward(self, grad: Tensor) -> None:
+        self._hooks.begin_backward()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass of ``loss``."""
+        try:
+            loss.backward(*args, **kwargs)
+        except BaseException:
+            self._hooks.reset()
+            raise
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to this rank's gradients, and nothing is averaged until one outside."""
+        before, self.gradients.sync = self.gradients.sync, False
+        try:
+            yield
+        finally:
+            self.gradients.sync = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; an update that has been asked for has taken its own."""
+        for index in self.gradients.of:
+            self.gradients.clear(self.chunk_manager.chunks[index])
+
+    def _take_gradient(self, chunk: Chunk, slot: Slot) -> None:
+        gradients = self.gradients
+        gradients.collect(chunk, slot)
+        self._hooks.gradient_taken(slot)
+        if gradients.is_complete(chunk):
+            if self.gemini_manager.is_warmup():
+                gradients.done_order.append(chunk.index)
+            self._sent(gradients.ready(chunk))
+
+    def _sent(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self.gemini_manager.timeline.note("grads", chunk)
+            if self.optimizer is not None:
+                self.optimizer.gradients_sent(chunk)
+            self.gemini_manager.drop_if_done(chunk)
+
+    def _end_backward(self) -> None:
+        self._sent(self.gradients.finish())
+        self.gemini_manager.post_iter()
+
+    # Weights
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Inside, the parameters of the model are all on the compute device and can be read; what is written to them is lost."""
+        self.settle()
+        chunks = [c for c in self.chunk_manager.chunks if not c.resident]
+        slots = [slot for chunk in chunks for slot in chunk.slots]
+        user = object()
+        self.gemini_manager.access(chunks, slots, user, "whole_parameters()")
+        try:
+            yield
+        finally:
+            self.gemini_manager.release(chunks, slots, user)
+
+    def settle(self) -> None:
+        """Wait until every update that has been asked for is done."""
+        if self.optimizer is not None:
+            self.optimizer.settle()
+        self.gemini_manager.worker.wait_all()
+        self.gemini_manager.drop_stale()
+
+    @torch.no_grad()
+    def whole_values(
+        self, dtype: torch.dtype | None = None, keep: bool = True
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """The name and the values of every parameter, on the CPU, chunk by chunk; without ``keep``, only help others to gather."""
+        self.settle()
+        for chunk in self.chunk_manager.chunks:
+            user = object()
+            self.gemini_manager.access([] if chunk.resident else [chunk], [], user, chunk.name)
+            for slot in chunk.slots:
+                yield slot.name, slot.view.to("cpu", dtype or chunk.dtype, copy=True) if keep else None
+            self.gemini_manager.release([] if chunk.resident else [chunk], [], user)
+        self.gemini_manager.drop_all()
+
+    def state_dict(  # type: ignore[override]
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        only_rank_0: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> dict[str, Any]:
+        """The weights under the names of the model, on the CPU of the first rank (of all, unless ``only_rank_0``).
+
+        Every rank must call it.  ``dtype`` is that of the parameters by default.  Ranks that get nothing return an empty dict.
+        """
+        keep = not only_rank_0 or self.chunk_manager.ranks.rank == 0
+        values = dict(self.whole_values(dtype, keep))
+        found: dict[str, Any] = OrderedDict() if destination is None else destination
+        if not keep:
+            return found
+        names = {id(p): name for name, p in self.unwrap().named_parameters()}
+        for name, tensor in self.unwrap().state_dict(keep_vars=True).items():
+            own = values[names[id(tensor)]] if id(tensor) in names else tensor.detach().cpu()
+            found[prefix + name] = own
+        return found
+
+    def holdings(self) -> list[Holding]:
+        self.settle()
+        found = []
+        for chunk in self.chunk_manager.chunks:
+            layout = chunk.layout()
+            for index, slot in enumerate(chunk.slots):
+                own = chunk.own_part(slot)
+                start, end = layout.piece(index, chunk.ranks.rank)
+                found.append(Holding(slot.param, chunk.shard[:0] if own is None else own, start, end))
+        return found
+
+    @torch.no_grad()
+    def weights_loaded(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.weights_loaded()
+        self.gemini_manager.drop_all()
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The weights under the names of the model, as tensors whose slices lie on the ranks, and the buffers."""
+        self.settle()
+        sliced: dict[int, Tensor] = {}
+        for chunk in self.chunk_manager.chunks:
+            layout, group = chunk.layout(), chunk.ranks.gather
+            for index, slot in enumerate(chunk.slots):
+                own, owners = chunk.own_part(slot), layout.owners(index)
+                sliced[id(slot.param)] = SlicedTensor(slot.shape, chunk.dtype, own, owners, group)
+        found: dict[str, Any] = self.unwrap().state_dict(keep_vars=True)
+        for name, tensor in found.items():
+            found[name] = sliced.get(id(tensor), tensor)
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:  # type: ignore[override]
+        """Load whole tensors under the names of the model; every rank needs those of its own shards, so all of them."""
+        self.settle()
+        result = _compare_keys(self.unwrap(), state_dict, strict)
+        tied: dict[nn.Parameter, Tensor] = {}
+        for name, tensor in self.unwrap().state_dict(keep_vars=True).items():
+            if name not in state_dict:
+                continue
+            if isinstance(tensor, nn.Parameter) and self.chunk_manager.holds(tensor):
+                tied[tensor] = state_dict[name]
+            else:
+                tensor.copy_(state_dict[name])
+        for param, value in tied.items():
+            self.write(param, value)
+        self.gemini_manager.drop_all()
+        return result
+
+    def write(self, param: nn.Parameter, value: Tensor) -> None:
+        """Give ``param`` other values, at the home of its chunk."""
+        chunk, slot = self.chunk_manager.get_chunk(param), self.chunk_manager.get_slot(param)
+        own = chunk.own_part(slot)
+        if own is None:
+            return
+        start = max(chunk.own.start - slot.offset, 0)
+        part = value.detach().reshape(-1)[start : start + own.numel()]
+        if self.optimizer is None or not self.optimizer.write(slot, part):
+            own.copy_(part)
+
+
+def _first_home(manager: GeminiManager, chunk: Chunk) -> Tier:
+    tiers = manager.chunk_manager
+    return tiers.compute if manager.policy.rests_on_compute else tiers.host
+
+
+def _compare_keys(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    own = module.state_dict(keep_vars=True)
+    missing = [name for name in own if name not in state_dict]
+    unexpected = [name for name in state_dict if name not in own]
+    wrong = [n for n, t in own.items() if n in state_dict and tuple(state_dict[n].shape) != tuple(t.shape)]
+    problems = [
+        f"{n} has shape {tuple(state_dict[n].shape)}, the model's is {tuple(own[n].shape)}" for n in wrong
+    ]
+    if strict:
+        problems += [f"missing: {', '.join(missing)}"] * bool(missing)
+        problems += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
+    if problems:
+        raise RuntimeError(f"cannot load the weights of {type(module).__name__}: {'; '.join(problems)}")
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def get_static_torch_model(
+    zero_ddp_model: ZeroDDP,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    only_rank_0: bool = True,
+) -> nn.Module:
+    """An ordinary copy of the model, with whole weights, on the first rank (on the others with NaN, unless not ``only_rank_0``)."""
+    state = zero_ddp_model.state_dict(only_rank_0=only_rank_0)
+    model = without_hooks(copy.deepcopy(zero_ddp_model.unwrap())).to_empty(device=device).to(dtype)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.fill_(float("nan"))
+    if state:
+        model.load_state_dict(state)
+    return model
+
+
+class GeminiDDP(ZeroDDP):
+    """``module`` in chunks of the size that wastes least, under a placement policy.
+
+    Args:
+        device: where the model computes; by default the current GPU, or the CPU.
+        placement_policy: ``"cpu"``, ``"cuda"``, ``"auto"`` or ``"const"``; see ``colossalai.zero.gemini.placement``.
+        pin_memory: page-locked host memory, for copies that overlap with computation; has a meaning with a GPU only.
+        search_range_mb, hidden_dim, min_chunk_size_mb: the search for the chunk size: how far above the minimum it goes, in which
+            steps (elements), and the minimum.
+        memstats: what an earlier run measured.
+        verbose: tell the chunk size and its waste.
+        dtype: see ``ZeroDDP``.
+        compute_capacity, host_capacity: bytes that model data may take of the compute device and of the host.
+        prefetch: chunks to fetch ahead.
+        host_buffers: gradient buffers on the host; by default as many as there are chunks.
+
+    The others are those of ``ZeroDDP``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str | None = None,
+        placement_policy: str = "cpu",
+        pin_memory: bool = True,
+        force_outputs_fp32: bool = False,
+        strict_ddp_mode: bool = False,
+        scatter_after_inference: bool = True,
+        search_range_mb: float = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_mb: float = 32,
+        memstats: MemStats | None = None,
+        verbose: bool = False,
+        *,
+        dtype: torch.dtype = torch.float16,
+        mesh: Mesh | None = None,
+        seed: int = 1024,
+        compute_capacity: int | None = None,
+        host_capacity: int | None = None,
+        prefetch: int = 2,
+        host_buffers: int | None = None,
+    ) -> None:
+        PlacementPolicyFactory.create(placement_policy)
+        mesh = mesh if mesh is not None else launched_mesh()
+        where = torch.device(device) if device is not None else None
+        chunks: ChunkManager = init_chunk_manager(
+            module,
+            None,
+            hidden_dim,
+            verbose,
+            search_range_mb=search_range_mb,
+            min_chunk_size_mb=min_chunk_size_mb,
+            strict_ddp_flag=strict_ddp_mode,
+            dtype=dtype,
+            device=where,
+            ranks=data_ranks(mesh, where),
+            compute_capacity=compute_capacity,
+            host_capacity=host_capacity,
+        )
+        manager = GeminiManager(
+            placement_policy, chunks, memstats, prefetch=prefetch, host_buffers=host_buffers
+        )
+        super().__init__(
+            module,
+            manager,
+            pin_memory,
+            force_outputs_fp32,
+            strict_ddp_mode,
+            scatter_after_inference,
+            dtype=dtype,
+            mesh=mesh,
+            seed=seed,
+        )
+
+
+def data_ranks(mesh: Mesh | None, device: torch.device | None) -> Ranks:
+    """The data-parallel ranks of ``mesh``."""
+    from colossalai.zero.gemini.chunk_manager import default_device
+
+    if mesh is None or mesh.size.get("dp", 1) == 1:
+        return Ranks()
+    return group_ranks(mesh.group("dp"), device or default_device())

@@ -1,0 +1,459 @@
+"""Gradients on their way from the backward pass to the homes of their chunks.
+
+A gradient goes from ``param.grad`` into its chunk's buffer.  When the chunk's last one has come, the buffer is averaged over the
+ranks, each keeps its shard, and the shard travels to the chunk's home, where it waits for the update.  A second pass adds to it.
+
+[Note: one order]
+All ranks must average chunks in one order, also where a rank skips a part of the model and never gets some gradients.  So a chunk
+waits for its turn, and what is left is averaged when the backward pass ends.  The order is, from the second step on, the one in which
+the gradients of rank 0 were complete in the first.
+
+[Note: late parts]
+With reentrant checkpointing, a parameter that several segments use gets a gradient from each, one after the other.  A chunk that was
+thought complete then gets more.  The first step finds these chunks; from then on they wait for the end of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.zero.gemini.chunk_manager import ChunkManager
+from colossalai.zero.gemini.states import TensorState
+from colossalai.zero.gemini.tiers import Move, Tier
+
+IN_FLIGHT = 3  # gradient buffers that may be on their way to the host while the next one fills
+
+
+@dataclass
+class ChunkGradients:
+    """The gradients of one chunk."""
+
+    buffer: Tensor | None = None
+    """Of the whole chunk, on the compute tier, filled by the backward pass."""
+    arrived: set[Slot] = field(default_factory=set)
+    """Whose gradients are in the buffer."""
+    sent: bool = False
+    """Whether the buffer of this backward pass has been averaged already."""
+    local: Tensor | None = None
+    """Sum of whole buffers that have not been averaged (``no_sync``, or no room on the compute tier)."""
+    local_tier: Tier | None = None
+    shard: Tensor | None = None
+    """At the chunk's home: the averaged sum of all passes since the last step."""
+    move: Move = field(default_factory=Move)
+    """The copy that fills ``shard``."""
+    extra: list[tuple[Tensor, Move]] = field(default_factory=list)
+    """More shards to be added to it, still arriving."""
+    direct: dict[Slot, Tensor] = field(default_factory=dict)
+    """Gradients of a chunk that never leaves the compute tier, as the backward pass made them."""
+    used: set[Slot] = field(default_factory=set)
+    """Which parameters have had a gradient since the last step."""
+
+
+@dataclass
+class Taken:
+    """The gradients of a chunk that an update has taken over: the sum, and what is still to be added to it."""
+
+    shard: Tensor
+    arriving: list[Move]
+    extra: list[Tensor]
+    used: frozenset[Slot]
+
+
+class HostBuffers:
+    """Gradient buffers on the host that are used again and again: page-locked memory takes long to get."""
+
+    def __init__(self, chunks: ChunkManager, most: int | None, wait: Callable[[], None]) -> None:
+        self.chunks, self.most, self.wait = chunks, most, wait
+        self.made = 0
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def get(self, chunk: Chunk) -> Tensor:
+        free = self._free.setdefault((chunk.shard_size, chunk.dtype), [])
+        while not free and self.most is not None and self.made >= self.most:
+            self.wait()
+        if free:
+            return free.pop()
+        self.made += 1
+        return self.chunks.host.empty(chunk.shard_size, chunk.dtype, f"gradients of {chunk.name}")
+
+    def put(self, buffer: Tensor) -> None:
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+
+class Gradients:
+    """All gradients of a model.
+
+    ``make_room(nbytes, what)`` frees that much of the compute tier; ``wait`` waits for a host buffer to come back.
+    """
+
+    def __init__(
+        self,
+        chunks: ChunkManager,
+        make_room: Callable[[int, str], None],
+        wait: Callable[[], None],
+        host_buffers: int | None = None,
+    ) -> None:
+        self.chunks, self.make_room = chunks, make_room
+        self.host = HostBuffers(chunks, host_buffers, wait)
+        self.of: dict[int, ChunkGradients] = {}
+        self.order: list[int] = []
+        self.late: set[int] = set()
+        self.turn = 0
+        self.sync = True
+        self.done_order: list[int] = []
+        self._flying: deque[tuple[Move, int]] = deque()
+        self._agreed = False
+        self._masks: tuple[Tensor, Move] | None = None
+
+    def start(self, chunks: Iterable[Chunk]) -> None:
+        """Take part in the averaging of ``chunks``, those with trained parameters."""
+        self.of = {chunk.index: ChunkGradients() for chunk in chunks}
+        self.order = sorted(self.of, reverse=True)
+        self.trained = {
+            i: frozenset(slot for slot in self.chunks.chunks[i].slots if slot.trained) for i in self.of
+        }
+
+    # From the backward pass into the buffer
+
+    @torch.no_grad()
+    def collect(self, chunk: Chunk, slot: Slot) -> None:
+        """Take the gradient that the backward pass left in ``slot.param.grad``."""
+        grad, state = slot.param.grad, self.of[chunk.index]
+        assert grad is not None
+        slot.param.grad = None
+        if chunk.resident:
+            self._collect_direct(chunk, slot, grad, state)
+        else:
+            if state.buffer is None:
+                state.buffer = self._buffer(chunk)
+            part = state.buffer[slot.offset : slot.end].view(slot.shape)
+            (part.add_ if slot in state.arrived else part.copy_)(grad)
+        state.arrived.add(slot)
+        if slot.state is TensorState.COMPUTE:
+            slot.to(TensorState.HOLD_AFTER_BWD)
+            slot.to(TensorState.READY_FOR_REDUCE)
+
+    def _collect_direct(self, chunk: Chunk, slot: Slot, grad: Tensor, state: ChunkGradients) -> None:
+        if slot in state.direct:
+            state.direct[slot].add_(grad.reshape(-1))
+            return
+        self.chunks.compute.take(slot.numel * chunk.dtype.itemsize, f"the gradient of {slot.name}")
+        state.direct[slot] = grad.contiguous().view(-1)
+
+    def _buffer(self, chunk: Chunk) -> Tensor:
+        what = f"gradients of {chunk.name}"
+        while len(self._flying) >= IN_FLIGHT:
+            self.land()
+        self.make_room(chunk.nbytes, what)
+        self.chunks.compute.take(chunk.nbytes, what)
+        # what no gradient fills is averaged as well where ranks share the chunk
+        make = torch.empty if chunk.ranks.size == 1 else torch.zeros
+        return make(chunk.size, dtype=chunk.dtype, device=self.chunks.device)
+
+    def is_complete(self, chunk: Chunk) -> bool:
+        return len(self.of[chunk.index].arrived) == len(self.trained[chunk.index])
+
+    # From the buffer to the home
+
+    def ready(self, chunk: Chunk) -> list[Chunk]:
+        """The gradients of ``chunk`` are complete: send it, if its turn has come, and those that waited for it; returns them."""
+        state = self.of[chunk.index]
+        if chunk.index in self.late or (state.sent and chunk.ranks.size > 1):
+            return []
+        if chunk.ranks.size == 1 or not self.sync:
+            if state.sent:
+                self.late.add(chunk.index)
+            return self._send_all([chunk])
+        sent: list[Chunk] = []
+        while self.turn < len(self.order):
+            following = self.chunks.chunks[self.order[self.turn]]
+            if following.index not in self.late:
+                if not self.is_complete(following):
+                    break
+                sent += self._send_all([following])
+            self.turn += 1
+        return sent
+
+    def finish(self) -> list[Chunk]:
+        """The backward pass is over: send what is left, in the common order; returns the chunks that were sent now."""
+        left = [self.chunks.chunks[i] for i in self.order]
+        shared = bool(left) and left[0].ranks.size > 1 and self.sync
+        again = [c for c in left if self.of[c.index].sent and self.of[c.index].arrived]
+        if shared:
+            again = self._agree_on(again)
+            sent = self._send_all([c for c in left if not self.of[c.index].sent] + again)
+        else:
+            sent = self._send_all([c for c in left if self.of[c.index].arrived])
+        self.late.update(c.index for c in again)
+        if shared:
+            self._share_used()
+        for state in self.of.values():
+            state.sent = False
+        self.turn = 0
+        return sent
+
+    def _agree_on(self, again: list[Chunk]) -> list[Chunk]:
+        """The chunks that some rank must average a second time [Note: late parts]; asked in the first step only."""
+        if self._agreed:
+            if again:
+                raise RuntimeError(
+                    f"a second gradient came for {again[0].name} after the ranks had averaged it; with reentrant activation"
+                    " checkpointing, modules that several segments share must be used by all of them in the first step too."
+                    " Use checkpoint(..., use_reentrant=False)"
+                )
+            return []
+        ranks = self.chunks.ranks
+        flags = torch.zeros(len(self.chunks.chunks), dtype=torch.int32, device=self.meeting)
+        for chunk in again:
+            flags[chunk.index] = 1
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=ranks.reduce)
+        return [self.chunks.chunks[i] for i in self.order if flags.tolist()[i]]
+
+    def _share_used(self) -> None:
+        """Ask which parameters got a gradient on any rank; ``resolve`` reads the answer."""
+        device = self.meeting
+        marks = [int(slot in self.of[i].used) for i in self.of for slot in self.chunks.chunks[i].slots]
+        flags = torch.tensor(marks, dtype=torch.int32).to(device, non_blocking=True)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.chunks.ranks.reduce, async_op=True)
+        if device.type == "cpu":
+            self._masks = flags, Move(work=work)
+            return
+        assert work is not None
+        work.wait()
+        answer = torch.empty(len(marks), dtype=torch.int32, pin_memory=True)
+        self._masks = answer, self.chunks.copier.start(answer, flags)
+
+    def resolve(self) -> None:
+        """A parameter has a gradient if it has one on any rank."""
+        if self._masks is None:
+            return
+        flags, move = self._masks
+        if move.work is not None:
+            move.work.wait()
+        move.finish()
+        self._masks = None
+        marks = iter(flags.tolist())
+        for i, state in self.of.items():
+            state.used.update(slot for slot in self.chunks.chunks[i].slots if next(marks))
+
+    @property
+    def meeting(self) -> torch.device:
+        """Where small tensors are exchanged."""
+        return torch.device("cpu") if self.chunks.ranks.staged else self.chunks.device
+
+    def agree_on_order(self) -> None:
+        """After the first step: from now on chunks are averaged in the order in which they were complete on the first rank."""
+        order = [i for i in dict.fromkeys(self.done_order) if i in self.of]
+        order += [i for i in self.order if i not in order]
+        if self.chunks.ranks.size > 1:
+            shared = torch.tensor(order, dtype=torch.int64, device=self.meeting)
+            group = self.chunks.ranks.reduce
+            dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
+            order = shared.tolist()
+        self.order = order
+        self._agreed = True
+
+    def _send_all(self, chunks: list[Chunk]) -> list[Chunk]:
+        for chunk in chunks:
+            self._send(chunk)
+        return chunks
+
+    @torch.no_grad()
+    def _send(self, chunk: Chunk) -> None:
+        state = self.of[chunk.index]
+        state.used |= state.arrived
+        arrived, state.arrived = state.arrived, set()
+        for slot in arrived:
+            if slot.state is TensorState.READY_FOR_REDUCE:
+                slot.to(TensorState.HOLD)
+                if not chunk.present:
+                    slot.to(TensorState.FREE)
+        if chunk.resident:
+            return
+        if not self.sync and chunk.ranks.size > 1:
+            self._keep_local(chunk, state, chunk.home or self.chunks.host)
+            return
+        state.sent = True
+        if state.local is not None:
+            self._take_local(chunk, state)
+        if state.buffer is None:
+            if chunk.ranks.size == 1:
+                return
+            state.buffer = self._buffer(chunk)
+        buffer, state.buffer = state.buffer, None
+        if chunk.ranks.size == 1:
+            for slot in self.trained[chunk.index] - arrived:  # it may be added to another part
+                buffer[slot.offset : slot.end].zero_()
+        own, move = self.chunks.reduce_chunk(chunk, buffer)
+        self._send_home(chunk, state, buffer, own, move)
+
+    def _send_home(
+        self, chunk: Chunk, state: ChunkGradients, buffer: Tensor, own: Tensor, move: Move
+    ) -> None:
+        compute = self.chunks.compute
+        if chunk.home is compute:
+            move.wait()
+            compute.give(chunk.nbytes)
+            if state.shard is None:
+                compute.take(chunk.shard_nbytes, f"gradients of {chunk.name}")
+                state.shard = own
+            else:
+                state.shard.add_(own)
+            return
+        if state.extra:
+            self.settle(chunk)
+        target = self.host.get(chunk)
+        copy = self._download(target, own, move)
+        copy.keep = [buffer, own]
+        self._flying.append((copy, chunk.nbytes))
+        self.chunks.bytes_down += chunk.shard_nbytes
+        if not self.chunks.copier.is_async:
+            self.land()
+        done = Move(copy.event)
+        if state.shard is None:
+            state.shard, state.move = target, done
+        else:
+            state.extra.append((target, done))
+
+    def _download(self, target: Tensor, own: Tensor, move: Move) -> Move:
+        copier = self.chunks.copier
+        if move.event is None or not copier.is_async:
+            return copier.start(target, own)
+        with torch.cuda.stream(copier.download):  # where it was averaged
+            target.copy_(own, non_blocking=True)
+            event: Any = torch.cuda.Event(blocking=True)
+            event.record(copier.download)
+        return Move(event)
+
+    def land(self) -> None:
+        """Free the oldest buffer whose copy to the host has been started, once that is done."""
+        move, nbytes = self._flying.popleft()
+        move.wait()
+        self.chunks.compute.give(nbytes)
+
+    # Sums that have not been averaged
+
+    def _keep_local(self, chunk: Chunk, state: ChunkGradients, tier: Tier) -> None:
+        """Add the buffer to the sum of this rank, which lies in ``tier`` if it is new."""
+        buffer, state.buffer = state.buffer, None
+        if buffer is None:
+            return
+        if state.local is None:
+            state.local_tier = tier
+            if tier is self.chunks.compute:
+                state.local = buffer
+                return
+            tier.take(chunk.nbytes, f"gradients of {chunk.name}")
+            state.local = buffer.cpu()
+        else:
+            state.local.add_(buffer.to(state.local.device))
+        self.chunks.compute.give(chunk.nbytes)
+
+    def _take_local(self, chunk: Chunk, state: ChunkGradients) -> None:
+        local, state.local = state.local, None
+        assert local is not None
+        assert state.local_tier is not None
+        if state.buffer is None:
+            state.buffer = self._buffer(chunk)
+            state.buffer.copy_(local)
+        else:
+            state.buffer.add_(local.to(self.chunks.device))
+        state.local_tier.give(chunk.nbytes)
+
+    @torch.no_grad()
+    def spill(self) -> bool:
+        """Let the gradients of one chunk leave the compute tier before they are complete; False if there are none."""
+        if self._flying:
+            self.land()
+            return True
+        for index, state in self.of.items():
+            if state.buffer is None:
+                continue
+            chunk = self.chunks.chunks[index]
+            if chunk.ranks.size == 1:
+                self._send(chunk)
+            else:
+                self._keep_local(chunk, state, self.chunks.host)
+            return True
+        return False
+
+    # At the home
+
+    @torch.no_grad()
+    def settle(self, chunk: Chunk) -> None:
+        """Wait on the CPU until the sum is complete in ``shard``."""
+        state = self.of[chunk.index]
+        state.move.finish()
+        for more, move in state.extra:
+            move.finish()
+            assert state.shard is not None
+            state.shard.add_(more)
+            self.host.put(more)
+        state.extra.clear()
+
+    def take(self, chunk: Chunk) -> Taken | None:
+        """Hand the gradients of a chunk that rests on the host over to its update; None if there are none."""
+        state = self.of[chunk.index]
+        if state.shard is None or chunk.home is self.chunks.compute:
+            return None
+        moves = [state.move, *(move for _, move in state.extra)]
+        taken = Taken(state.shard, moves, [more for more, _ in state.extra], frozenset(state.used))
+        state.shard, state.move = None, Move()
+        state.extra.clear()
+        state.used.clear()
+        return taken
+
+    @torch.no_grad()
+    def sum_up(self, taken: Taken) -> Tensor:
+        """The averaged sum, complete; waits on the CPU for what is under way."""
+        for move in taken.arriving:
+            move.finish()
+        for more in taken.extra:
+            taken.shard.add_(more)
+            self.host.put(more)
+        taken.extra.clear()
+        return taken.shard
+
+    def has_any(self) -> bool:
+        return any(s.shard is not None or s.direct or s.local is not None for s in self.of.values())
+
+    def piece(self, chunk: Chunk, slot: Slot) -> Tensor | None:
+        """This rank's slice of the averaged gradient of ``slot``; None if it has had no gradient."""
+        state = self.of[chunk.index]
+        if slot in state.direct:
+            return state.direct[slot]
+        if state.shard is None or slot not in state.used:
+            return None
+        return chunk.own_part(slot, state.shard)
+
+    def clear(self, chunk: Chunk) -> None:
+        """The gradients of ``chunk`` have been used, or are not wanted."""
+        state = self.of[chunk.index]
+        compute = self.chunks.compute
+        for slot in state.direct:
+            compute.give(slot.numel * chunk.dtype.itemsize)
+        state.direct.clear()
+        if state.buffer is not None:
+            state.buffer = None
+            compute.give(chunk.nbytes)
+        if state.local is not None and state.local_tier is not None:
+            state.local = None
+            state.local_tier.give(chunk.nbytes)
+        self.settle(chunk)
+        if state.shard is not None:
+            if chunk.home is compute:
+                compute.give(chunk.shard_nbytes)
+            else:
+                self.host.put(state.shard)
+            state.shard, state.move = None, Move()
+        state.arrived.clear()
+        state.used.clear()
+        state.sent = False

@@ -1,0 +1,313 @@
+"""How a manager learns what a model is about to do: hooks around the forward and the backward pass of its modules.
+
+A module's own parameters are accessed before its forward pass and released after it; again before its backward pass, which begins when the
+gradient of one of its outputs is known, and released when it is over.  Recomputation (activation checkpointing, in both of its forms) is a
+forward pass as any other.  A module that reads a parameter of another one, as ``nn.MultiheadAttention`` does, is found out when it asks the
+other for it: the dict in which modules keep their parameters tells us.
+
+[Note: the end of a backward pass]
+The backward pass of a call is over, and its weights can go, at the first of these moments:
+
+- all of its parameters are trained and have their gradients, so nothing that uses them is left;
+- some are frozen: the others have their gradients, and the gradients of its inputs are known;
+- it is a linear layer, which is one node of the graph: the gradient of its input is known (its weight may be tied, and wait for more);
+- the backward pass of a call that had ended before this one began: autograd goes through a graph in the reverse order of its making;
+- the end of the backward pass it belongs to; reentrant checkpointing has one for each segment, inside the whole.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from colossalai.zero.gemini._compat import at_end_of_task, current_task
+from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.zero.gemini.manager import GeminiManager
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module, and the parameters that its forward pass reads."""
+
+    name: str
+    slots: list[Slot] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    moving: tuple[Chunk, ...] = ()  # those of its chunks that come and go
+    simple: bool = False  # one node of the graph
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        return self  # a copy of the model must not copy its chunks; see ``without_hooks``
+
+    def add(self, slot: Slot, chunk: Chunk) -> None:
+        self.slots.append(slot)
+        if chunk not in self.chunks:
+            self.chunks.append(chunk)
+        self.refresh()
+
+    def refresh(self) -> None:
+        self.moving = tuple(c for c in self.chunks if not c.resident)
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward pass of a unit, and the backward pass that belongs to it."""
+
+    unit: Unit
+    begin: int
+    end: int = 0
+    inputs: int = 0  # whose gradients are not known yet; counted only where some parameters are frozen
+    waiting: set[Slot] = field(default_factory=set)
+    task: int = -1  # the backward pass for which its weights are held
+
+
+class WatchedParameters(dict[str, Any]):
+    """The parameters of a module, which tells when somebody reads one."""
+
+    def __init__(self, values: dict[str, Any], touch: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(values)
+        self.touch = touch
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        if param is not None:
+            self.touch(param)
+        return param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # a copy is nobody's
+
+
+class ModuleHooks:
+    """All hooks of one model.
+
+    ``on_grad(chunk, slot)`` is called when a gradient is done, ``on_backward`` when a backward pass begins, ``on_end`` when it is over.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        manager: GeminiManager,
+        on_grad: Callable[[Chunk, Slot], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.manager, self.on_grad, self.on_end = manager, on_grad, on_end
+        self.chunks = manager.chunk_manager
+        self.units: list[Unit] = []
+        self.stack: list[Call] = []
+        self.held: dict[Call, None] = {}
+        self.in_backward = False
+        self._clock = 0
+        self._outermost = -1
+        self._handles: list[Any] = []
+        self._modules = weakref.WeakKeyDictionary[nn.Module, Unit]()
+        touch = partial(_touch, weakref.ref(self))
+        for name, child in module.named_modules():
+            own = [p for p in child._parameters.values() if p is not None and self.chunks.holds(p)]
+            if own or any(True for _ in child.children()):
+                self._hook(name or type(module).__name__, child, own)
+            if own:
+                child._parameters = WatchedParameters(child._parameters, touch)
+        for chunk in self.chunks.chunks:
+            for slot in chunk.slots:
+                if slot.trained:
+                    grad_hook = partial(_after_grad, weakref.ref(self), chunk, slot)
+                    self._handles.append(slot.param.register_post_accumulate_grad_hook(grad_hook))
+
+    def _hook(self, name: str, module: nn.Module, own: list[nn.Parameter]) -> None:
+        unit = Unit(name, simple=type(module) is nn.Linear)
+        for param in own:
+            unit.add(self.chunks.get_slot(param), self.chunks.get_chunk(param))
+        self.units.append(unit)
+        self._modules[module] = unit
+        before = partial(_before_forward, weakref.ref(self), unit)
+        after = partial(_after_forward, weakref.ref(self), unit)
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def refresh(self) -> None:
+        """Chunks have got other homes."""
+        for unit in self.units:
+            unit.refresh()
+
+    # Forward
+
+    def before_forward(self, unit: Unit, inputs: Any) -> None:
+        self._clock += 1
+        call = Call(unit, self._clock)
+        self.stack.append(call)
+        if not unit.moving:
+            return
+        self.manager.access(unit.moving, unit.slots, call, unit.name)
+        if torch.is_grad_enabled() and (unit.simple or not all(slot.trained for slot in unit.slots)):
+            for tensor in tensors_of(inputs):
+                call.inputs += 1
+                tensor.register_hook(partial(_input_done, weakref.ref(self), call))
+
+    def after_forward(self, unit: Unit, output: Any) -> None:
+        while self.stack:  # a call that an exception ended has been left on top
+            call = self.stack.pop()
+            if call.unit is unit:
+                break
+            self._release(call)
+        else:
+            return
+        self._clock += 1
+        call.end = self._clock
+        if not unit.moving:
+            return
+        if torch.is_grad_enabled() and output is not None:
+            hook = partial(_before_backward, weakref.ref(self), call)
+            for tensor in tensors_of(output):
+                tensor.register_hook(hook)
+        self._release(call)
+
+    def _release(self, call: Call) -> None:
+        self.manager.release(call.unit.moving, call.unit.slots, call)
+
+    def touch(self, param: nn.Parameter) -> None:
+        """Somebody reads ``param`` while the innermost call on the stack runs."""
+        if not self.stack:
+            return
+        call = self.stack[-1]
+        chunk = self.chunks.get_chunk(param)
+        if chunk.resident or (call in chunk.users and chunk.present):
+            return
+        slot = self.chunks.get_slot(param)
+        call.unit.add(slot, chunk)
+        self.manager.access([chunk], [slot], call, call.unit.name)
+
+    # Backward
+
+    def begin_backward(self) -> None:
+        if not self.in_backward:
+            self.in_backward = True
+            self._outermost = current_task()
+            at_end_of_task(partial(_end, weakref.ref(self), self._outermost))
+
+    def before_backward(self, call: Call) -> None:
+        self.begin_backward()
+        task = current_task()
+        if call.task == task:
+            return
+        if task != self._outermost and not any(c.task == task for c in self.held):
+            at_end_of_task(partial(_end, weakref.ref(self), task))
+        for other in [c for c in self.held if c.task == task and call.end < c.begin]:
+            self._end_call(other)
+        call.task = task
+        call.waiting = {slot for slot in call.unit.slots if slot.trained}
+        self.held[call] = None
+        self.manager.access(call.unit.moving, call.unit.slots, call, f"the backward pass of {call.unit.name}")
+
+    def _end_call(self, call: Call) -> None:
+        del self.held[call]
+        self._release(call)
+
+    def input_done(self, call: Call) -> None:
+        call.inputs -= 1
+        if call in self.held and not call.inputs and (call.unit.simple or not call.waiting):
+            self._end_call(call)
+
+    def after_grad(self, chunk: Chunk, slot: Slot) -> None:
+        self.begin_backward()
+        if slot.param.grad is not None:
+            self.on_grad(chunk, slot)
+
+    def gradient_taken(self, slot: Slot) -> None:
+        """Let calls go that have nothing left to do."""
+        for call in [c for c in self.held if slot in c.waiting]:
+            call.waiting.discard(slot)
+            if not call.waiting and (call.inputs <= 0 or all(s.trained for s in call.unit.slots)):
+                self._end_call(call)
+
+    def end(self, task: int) -> None:
+        """A backward pass is over: the whole, or a part of it."""
+        whole = task == self._outermost
+        for call in [c for c in self.held if whole or c.task == task]:
+            self._end_call(call)
+        if whole:
+            self.in_backward = False
+            self.stack.clear()
+            self.on_end()
+
+    def reset(self) -> None:
+        """After an exception: nobody computes."""
+        for call in [*self.stack, *self.held]:
+            self._release(call)
+        self.stack.clear()
+        self.held.clear()
+        self.in_backward = False
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self._modules:
+            if isinstance(module._parameters, WatchedParameters):
+                module._parameters = dict(module._parameters)
+
+
+def without_hooks(copied: nn.Module) -> nn.Module:
+    """A deep copy of a model, rid of our hooks, which would move the chunks of the original."""
+    for module in copied.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, partial) and hook.func in (_before_forward, _after_forward):
+                    del hooks[key]
+    return copied
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    return (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.requires_grad)
+
+
+# Hooks hold the model's parts, which hold us: they know us by a weak reference, so that a model goes when nobody wants it.
+
+Weak = Callable[[], "ModuleHooks | None"]
+
+
+def _before_forward(weak: Weak, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    hooks = weak()
+    if hooks is not None:
+        hooks.before_forward(unit, (args, kwargs))
+
+
+def _after_forward(weak: Weak, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    hooks = weak()
+    if hooks is not None:
+        hooks.after_forward(unit, output)
+
+
+def _before_backward(weak: Weak, call: Call, grad: Tensor) -> None:
+    hooks = weak()
+    if hooks is not None:
+        hooks.before_backward(call)
+
+
+def _input_done(weak: Weak, call: Call, grad: Tensor) -> None:
+    hooks = weak()
+    if hooks is not None:
+        hooks.input_done(call)
+
+
+def _after_grad(weak: Weak, chunk: Chunk, slot: Slot, param: Tensor) -> None:
+    hooks = weak()
+    if hooks is not None:
+        hooks.after_grad(chunk, slot)
+
+
+def _touch(weak: Weak, param: nn.Parameter) -> None:
+    hooks = weak()
+    if hooks is not None:
+        hooks.touch(param)
+
+
+def _end(weak: Weak, task: int) -> None:
+    hooks = weak()
+    if hooks is not None:
+        hooks.end(task)

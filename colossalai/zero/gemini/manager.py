@@ -1,0 +1,251 @@
+"""``GeminiManager``: which chunks are on the compute tier when.
+
+A module that is about to compute *accesses* its chunks, and *releases* them afterwards.  A chunk that is accessed is brought if it is
+not there; chunks that the trace says are next are fetched ahead; where room is needed, the chunk that is needed last goes.  All of
+this is the same on every rank, since bringing a chunk that ranks share is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.zero.gemini.chunk_manager import ChunkManager
+from colossalai.zero.gemini.grads import Gradients
+from colossalai.zero.gemini.memory import MemStats
+from colossalai.zero.gemini.placement import PlacementPolicy, PlacementPolicyFactory
+from colossalai.zero.gemini.states import TensorState
+from colossalai.zero.gemini.tiers import UNLIMITED, OutOfCapacity
+from colossalai.zero.gemini.timeline import Timeline
+from colossalai.zero.gemini.trace import NEVER, Trace
+from colossalai.zero.gemini.worker import Worker
+
+
+class GeminiManager:
+    """Brings, keeps and lets go the chunks of ``chunk_manager``.
+
+    Args:
+        placement_policy: ``"cpu"``, ``"cuda"``, ``"auto"`` or ``"const"``, see ``placement``.
+        memstats: what an earlier run measured (``manager.memstats()``); then ``auto`` need not measure.
+        prefetch: how many chunks are fetched ahead.
+        host_buffers: gradient buffers on the host, by default as many as there are chunks.
+    """
+
+    def __init__(
+        self,
+        placement_policy: str,
+        chunk_manager: ChunkManager,
+        memstats: MemStats | None = None,
+        *,
+        prefetch: int = 2,
+        host_buffers: int | None = None,
+    ) -> None:
+        self.policy: PlacementPolicy = PlacementPolicyFactory.create(placement_policy)()
+        self.policy_name = placement_policy
+        if prefetch < 0:
+            raise ValueError(f"prefetch is a number of chunks, at least 0; got {prefetch}")
+        if host_buffers is not None and host_buffers < 1:
+            raise ValueError(f"host_buffers is a number of gradient buffers, at least 1; got {host_buffers}")
+        self.chunk_manager, self.prefetch = chunk_manager, prefetch
+        self.trace = Trace()
+        self.worker = Worker()
+        self.timeline = Timeline(chunk_manager)
+        self.gradients = Gradients(chunk_manager, self.make_room, self.worker.wait_any, host_buffers)
+        self._memstats = memstats or MemStats()
+        self.strict = False  # chunks stay from the forward pass to the end of the backward pass
+        self._stale: set[int] = set()
+        self._present_bytes = 0
+
+    # What the documents name
+
+    @property
+    def default_device(self) -> torch.device:
+        return self.policy.get_default_device()
+
+    @staticmethod
+    def get_default_device(policy_name: str) -> torch.device:
+        return PlacementPolicyFactory.get_default_device(policy_name)
+
+    def is_warmup(self) -> bool:
+        """Whether the order of use is still being written down."""
+        return not self.trace.complete
+
+    @property
+    def need_warmup(self) -> bool:
+        """Whether the policy cannot work without a measured step."""
+        return self.policy.measures
+
+    def memstats(self) -> MemStats:
+        return self._memstats
+
+    def sample_overall_data(self) -> None:
+        """A sampling moment: the most memory since the last one, without model data, is what a step needs beside it."""
+        self._memstats.sample(self.chunk_manager.compute)
+
+    def pre_iter(self, *args: Any) -> None:
+        """A training step begins."""
+        self.trace.begin()
+        self.timeline.begin()
+        if self.is_warmup():
+            self._memstats.restart(self.chunk_manager.compute)
+
+    def post_iter(self) -> None:
+        """The backward pass is over."""
+        if self.is_warmup():
+            self.sample_overall_data()
+            self.trace.close()
+            self.gradients.agree_on_order()
+
+    def adjust_layout(self, chunks: Sequence[Chunk]) -> None:
+        """Bring ``chunks`` to the compute tier, letting others go where room is needed."""
+        for chunk in chunks:
+            self._bring(chunk, chunk.name, chunks)
+
+    # Access and release
+
+    def access(self, chunks: Sequence[Chunk], slots: Iterable[Slot], user: Any, who: str) -> None:
+        """``who`` computes with ``slots`` until ``user`` releases their ``chunks``."""
+        if self.is_warmup():
+            self.sample_overall_data()
+        for chunk in chunks:
+            chunk.users.add(user)
+        for chunk in chunks:
+            self._bring(chunk, who, chunks)
+        for chunk in chunks:
+            if chunk.arriving is not None:
+                chunk.arriving.wait()
+                chunk.arriving = None
+            self.trace.visit(chunk.index)
+        for slot in slots:
+            if slot.state is not TensorState.READY_FOR_REDUCE:
+                slot.to(TensorState.COMPUTE)
+        self._prefetch()
+
+    def release(self, chunks: Sequence[Chunk], slots: Iterable[Slot], user: Any) -> None:
+        for slot in slots:
+            if slot.state is TensorState.COMPUTE:
+                slot.to(TensorState.HOLD)
+        for chunk in chunks:
+            chunk.users.discard(user)
+            if not chunk.users and chunk.index in self._stale:
+                self._drop(chunk)
+        self._keep_to_limit()
+
+    def _bring(self, chunk: Chunk, who: str, together: Sequence[Chunk]) -> None:
+        if chunk.present:
+            return
+        if not self.worker.is_done(chunk.index):
+            before = perf_counter()
+            self.worker.wait(chunk.index)
+            self.timeline.blocked += perf_counter() - before
+        need = sum(c.nbytes for c in together)
+        try:
+            self.make_room(chunk.nbytes, chunk.name)
+        except OutOfCapacity as error:
+            compute = self.chunk_manager.compute
+            raise OutOfCapacity(
+                f"{who} needs {need:,} bytes of weights at the same time ({', '.join(c.name for c in together)}), but the compute"
+                f" tier has a capacity of {compute.limit:,} bytes, of which {compute.used:,} are in use; give it more, or make"
+                " chunks smaller (min_chunk_size_mb, search_range_mb) so that less comes along with them"
+            ) from error
+        self._fetch(chunk)
+
+    def _fetch(self, chunk: Chunk) -> None:
+        self.chunk_manager.access_chunk(chunk)
+        self._present_bytes += chunk.nbytes
+        self.timeline.note("fetch", chunk)
+
+    def _drop(self, chunk: Chunk) -> None:
+        self._stale.discard(chunk.index)
+        if chunk.present and not chunk.resident:
+            self.chunk_manager.release_chunk(chunk)
+            self._present_bytes -= chunk.nbytes
+            self.timeline.note("drop", chunk)
+
+    # Room
+
+    def limit(self) -> int:
+        """Bytes of whole chunks that come and go, beyond which those that nobody uses are let go."""
+        if self.strict:
+            return UNLIMITED
+        return max(self.policy.limit(), (self.prefetch + 2) * self._largest)
+
+    @property
+    def _largest(self) -> int:
+        return max((c.nbytes for c in self.chunk_manager.chunks if not c.resident), default=0)
+
+    def make_room(self, nbytes: int, what: str) -> None:
+        """Free ``nbytes`` of the compute tier."""
+        compute = self.chunk_manager.compute
+        while compute.free < nbytes:
+            victim = self._needed_last()
+            if victim is not None:
+                self._drop(victim)
+            elif not self.gradients.spill():
+                compute.take(nbytes, what)  # says what is wrong
+
+    def _needed_last(self) -> Chunk | None:
+        movable = self.chunk_manager.get_cuda_movable_chunks()
+        return max(movable, key=lambda c: (self.trace.distance(c.index), c.index), default=None)
+
+    def _keep_to_limit(self) -> None:
+        limit = self.limit()
+        while self._present_bytes > limit:
+            victim = self._needed_last()
+            if victim is None:
+                return
+            self._drop(victim)
+
+    def _prefetch(self) -> None:
+        """Fetch what the trace says comes next, as long as nothing that is needed earlier must go for it."""
+        ahead, seen = 0, set()
+        compute, limit = self.chunk_manager.compute, self.limit()
+        for index in self.trace.ahead():
+            if ahead >= self.prefetch:
+                return
+            if index in seen:
+                continue
+            seen.add(index)
+            chunk = self.chunk_manager.chunks[index]
+            ahead += not chunk.resident
+            if chunk.present:
+                continue
+            if chunk.ranks.size == 1 and not self.worker.is_done(index):
+                return  # ranks that share chunks must not decide by the clock
+            self.worker.wait(index)
+            while compute.free < chunk.nbytes or self._present_bytes + chunk.nbytes > limit:
+                victim = self._needed_last()
+                if victim is None or self.trace.distance(victim.index) <= self.trace.distance(index):
+                    return
+                self._drop(victim)
+            self._fetch(chunk)
+
+    # After the backward pass of a chunk
+
+    def mark_stale(self, chunk: Chunk) -> None:
+        """The whole of ``chunk`` is out of date, or about to be: let it go as soon as nobody uses it."""
+        if chunk.resident:
+            return
+        if chunk.users:
+            self._stale.add(chunk.index)
+        else:
+            self._drop(chunk)
+
+    def drop_if_done(self, chunk: Chunk) -> None:
+        """Let ``chunk`` go if this step does not need it again."""
+        if self.trace.complete and not chunk.users and self.trace.next_use(chunk.index) == NEVER:
+            self._drop(chunk)
+
+    def drop_stale(self) -> None:
+        """Let go what should have gone while somebody used it."""
+        for index in list(self._stale):
+            self.mark_stale(self.chunk_manager.chunks[index])
+
+    def drop_all(self) -> None:
+        """Let every whole chunk go that has a home elsewhere."""
+        for chunk in self.chunk_manager.chunks:
+            self.mark_stale(chunk)

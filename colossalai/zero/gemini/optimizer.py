@@ -1,0 +1,542 @@
+"""``GeminiOptimizer``: every chunk is updated where it rests, and the updates hide behind the passes of the model.
+
+``step()`` does not wait.  Chunks that rest on the compute device are updated there at once.  For each of the others a job is given to a
+thread: wait for the gradient, update weights and states on the host.  The next forward pass waits for a chunk's job only when it
+needs the chunk, and jobs are done in the order in which it will.
+
+With ``update_in_backward`` the job of a chunk begins as soon as its gradient has left the device, while the backward pass goes on; of several
+that wait, the one that the next forward pass needs first is next.  This is for training without clipping and loss scale, since
+both need all gradients before the first update; and for one backward pass in each step, or several of which all but the last are
+under ``no_sync``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
+from colossalai.mesh._compat import multiply_all
+from colossalai.nn.optimizer import HybridAdam
+from colossalai.nn.optimizer.base import MultiTensorOptimizer
+from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.zero.gemini.ddp import ZeroDDP
+from colossalai.zero.gemini.grads import IN_FLIGHT, Taken
+from colossalai.zero.gemini.placement import AutoPlacementPolicy
+from colossalai.zero.gemini.tiers import UNLIMITED, Tier
+from colossalai.zero.pieces import FlatLayout, Piece, is_elementwise, piece_of
+from colossalai.zero.sharded import ShardedOptimizer, needs_masters
+
+Options = list[dict[str, Any]]  # of every group, without its parameters
+
+
+class GeminiOptimizer(ShardedOptimizer):
+    """``optim`` over the chunks of ``module``.
+
+    Args:
+        optim: an optimizer of the parameters of the model that ``module`` was made of, built before or after.
+        gpu_margin_mem_ratio: the share of what the first step leaves free of the compute tier that is given to chunks to rest
+            there with their states; ``auto`` always takes all of it.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss scale, in fp16.
+        clipping_norm: the largest norm of all gradients; 0 does not clip.
+        update_in_backward: see the module.
+    """
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        module: ZeroDDP,
+        gpu_margin_mem_ratio: float = 0.0,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        clipping_norm: float = 0.0,
+        norm_type: float = 2.0,
+        verbose: bool = False,
+        *,
+        update_in_backward: bool = False,
+    ) -> None:
+        _check_model(module)
+        if not 0 <= gpu_margin_mem_ratio <= 1:
+            raise ValueError(f"gpu_margin_mem_ratio is a share from 0 to 1, got {gpu_margin_mem_ratio!r}")
+        self.model, self.chunks, self.manager = module, module.chunk_manager, module.gemini_manager
+        self.margin = gpu_margin_mem_ratio
+        scaler = None
+        if module.dtype is torch.float16:
+            scaler = DynamicGradScaler(
+                initial_scale,
+                growth_factor,
+                backoff_factor,
+                growth_interval,
+                min_scale,
+                max_scale,
+                hysteresis,
+                verbose,
+            )
+        if update_in_backward and (scaler is not None or clipping_norm):
+            why = "fp16, whose loss scale" if scaler is not None else "clipping, which"
+            raise ValueError(
+                f"update_in_backward=True cannot be combined with {why} needs all gradients before the first update; train in"
+                " bf16 or fp32 without clipping, or leave it out"
+            )
+        self.update_in_backward = update_in_backward
+        _check_params(optim, module)
+        pieces, self._places = _make_pieces(optim, module)
+        super().__init__(
+            optim,
+            pieces,
+            group=self.chunks.ranks.gather,
+            scaler=scaler,
+            max_norm=clipping_norm,
+            norm_type=norm_type,
+            mesh=module.mesh,
+            report=verbose,
+        )
+        self._groups_of = self._group_numbers()
+        self._second = _second_hold(optim)
+        self._twins: dict[Piece, nn.Parameter] = {}
+        self._early: set[int] = set()  # chunks whose update began in the backward pass
+        self._early_options: Options | None = None
+        self._accounted: dict[int, int] = {}
+        self._promoted = False
+        self._stepping = False
+        module.optimizer = self
+
+    def _group_numbers(self) -> dict[int, list[tuple[int, Piece, Slot]]]:
+        """By chunk: its pieces with the number of their group."""
+        numbers = {id(p): n for n, group in enumerate(self.optim.param_groups) for p in group["params"]}
+        found: dict[int, list[tuple[int, Piece, Slot]]] = {}
+        for piece in self.pieces:
+            chunk, slot = self._places[piece]
+            found.setdefault(chunk.index, []).append((numbers[id(piece.value)], piece, slot))
+        return found
+
+    # Gradients
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._check_not_unscaled()
+        self.model.backward(self.scale_loss(loss), *args, **kwargs)
+
+    def gradients_sent(self, chunk: Chunk) -> None:
+        """The gradients of ``chunk`` are on their way home (called by the model, in the backward pass)."""
+        if not self.update_in_backward or not self.model.gradients.sync or self.manager.is_warmup():
+            return
+        if chunk.index in self._early:
+            raise RuntimeError(
+                f"a second gradient came for {chunk.name} whose update had begun; update_in_backward=True is for one backward pass"
+                " in each step: put all but the last under no_sync, or leave it out"
+            )
+        if chunk.home is self.chunks.compute or chunk.index in self.model.gradients.late:
+            return
+        state = self.model.gradients.of[chunk.index]
+        if len(state.used) < len(self.model.gradients.trained[chunk.index]):
+            return  # other ranks may have the missing ones: known at the end
+        if self._early_options is None:
+            self._early_options = self._options()
+        self._early.add(chunk.index)
+        self._submit(chunk, self._early_options, 1.0)
+
+    def collect(self) -> None:
+        self.give_gradients(everywhere=self.is_scaled or self._max_norm > 0)
+
+    def give_gradients(self, everywhere: bool) -> None:
+        """Let the pieces have their gradients: those on the compute device, or ``everywhere``, which waits for the host's to arrive.
+
+        The pieces of a chunk whose update has begun have none any more.
+        """
+        gradients = self.model.gradients
+        gradients.resolve()
+        if everywhere:
+            for index in gradients.of:
+                gradients.settle(self.chunks.chunks[index])
+        for piece, (chunk, slot) in self._places.items():
+            if everywhere or chunk.home is self.chunks.compute:
+                grad = gradients.piece(chunk, slot)
+                piece.value.grad = None if grad is None else _like(grad, piece)
+
+    def unscale_grad(self) -> None:
+        """Called by whoever looks at all gradients."""
+        before = self._unscaled
+        super().unscale_grad()
+        if not before and self._unscaled and not self._stepping:
+            self.give_gradients(everywhere=True)
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        self._refuse_early("clip_grad_by_norm")
+        return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        self._refuse_early("clip_grad_by_value")
+        super().clip_grad_by_value(clip_value)
+        for piece, (chunk, slot) in self._places.items():
+            home = self.model.gradients.piece(chunk, slot)
+            if home is not None and piece.value.grad is not None and home.dtype != piece.value.dtype:
+                home.copy_(piece.value.grad.view(-1))  # what a master got is a copy
+
+    def _refuse_early(self, who: str) -> None:
+        if self._early:
+            raise RuntimeError(
+                f"{who} comes too late: with update_in_backward=True {len(self._early)} chunks have been updated in the backward"
+                " pass; leave update_in_backward out"
+            )
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        super().zero_grad(*args, **kwargs)
+        self.model.zero_grad()
+
+    def _has_grad(self) -> bool:
+        return bool(self._early) or self.model.gradients.has_any()
+
+    # The step
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self._stepping = True
+        try:
+            result = super().step(*args, **kwargs)
+        finally:
+            self._stepping = False
+        self.manager.drop_all()
+        if self.step_was_skipped:
+            self.model.zero_grad()
+        self._early.clear()
+        self._early_options = None
+        if not self._promoted and not self.manager.is_warmup():
+            self._promoted = True
+            self._agree_on_states()
+            self._promote()
+        return result
+
+    def update(self, pieces: Sequence[Piece] | None = None, factor: float | Tensor | None = None) -> Any:
+        if pieces is not None:
+            return super().update(pieces, factor)
+        gradients, options = self.model.gradients, self._options()
+        hosted = [
+            self.chunks.chunks[i]
+            for i in gradients.of
+            if self.chunks.chunks[i].home is not self.chunks.compute and gradients.of[i].shard is not None
+        ]
+        for chunk in hosted:
+            for _, piece, _ in self._groups_of.get(chunk.index, []):
+                piece.value.grad = None  # set again by its job
+        result = super().update(None, factor)  # what rests on the compute device
+        if hosted:
+            now = float(self._factor if factor is None else factor)
+            for chunk in sorted(hosted, key=lambda c: self.manager.trace.first_use(c.index)):
+                self._submit(chunk, options, now)
+        for i in gradients.of:
+            chunk = self.chunks.chunks[i]
+            if chunk.home is self.chunks.compute:
+                self._account(chunk)
+                gradients.clear(chunk)
+        for piece in self.pieces:
+            if self._places[piece][0].home is self.chunks.compute:
+                piece.value.grad = None
+        return result
+
+    def _options(self) -> Options:
+        """The options of all groups as they are now: a scheduler may change them before a job runs."""
+        return [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            for group in self.optim.param_groups
+        ]
+
+    def _submit(self, chunk: Chunk, options: Options, factor: float) -> None:
+        taken = self.model.gradients.take(chunk)
+        assert taken is not None
+        self.manager.mark_stale(chunk)
+
+        def work() -> None:
+            self._update_chunk(chunk, taken, options, factor)
+
+        priority = self.manager.trace.first_use(chunk.index)
+        self.manager.worker.submit(chunk.index, priority, chunk.name, work)
+
+    @torch.no_grad()
+    def _update_chunk(self, chunk: Chunk, taken: Taken, options: Options, factor: float) -> None:
+        """The job: on the worker's thread."""
+        shard = self.model.gradients.sum_up(taken)
+        self.manager.timeline.note("update", chunk)
+        groups: dict[int, list[nn.Parameter]] = {}
+        pieces = []
+        for number, piece, slot in self._groups_of.get(chunk.index, []):
+            if slot in taken.used and not piece.is_empty:
+                twin = self._twin(piece)
+                twin.grad = _like(piece.in_shard(shard), piece)
+                groups.setdefault(number, []).append(twin)
+                pieces.append(piece)
+        if pieces:
+            self._second.param_groups = [{**options[n], "params": twins} for n, twins in groups.items()]
+            self._step_second([twin for twins in groups.values() for twin in twins], factor)
+            for piece in pieces:
+                self._twins[piece].grad = None
+                if not piece.is_shared:
+                    piece.weight.copy_(piece.value)
+        self._account(chunk)
+        self.model.gradients.host.put(shard)
+        self.manager.timeline.note("updated", chunk)
+
+    def _twin(self, piece: Piece) -> nn.Parameter:
+        """The same memory and states as the piece's value, but a gradient of its own: the script's thread looks at the value's."""
+        if piece not in self._twins:
+            self._twins[piece] = nn.Parameter(piece.value.detach())
+        twin = self._twins[piece]
+        self._second.state[twin] = self.optim.state[piece.value]
+        return twin
+
+    def _step_second(self, values: list[nn.Parameter], factor: float) -> None:
+        second: Any = self._second
+        ours = isinstance(second, MultiTensorOptimizer)
+        if ours and second.divides and factor > 0:
+            second.step_on(values, **({} if factor == 1.0 else {"div_scale": 1.0 / factor}))
+            return
+        if factor != 1.0:
+            multiply_all([v.grad for v in values if v.grad is not None], torch.tensor(factor))
+        if ours:
+            second.step_on(values)
+        else:
+            second.step()
+
+    def _account(self, chunk: Chunk) -> None:
+        """Count the states of ``chunk`` where they lie."""
+        if chunk.index in self._accounted:
+            return
+        assert chunk.home is not None
+        now = self._state_bytes(chunk)
+        if now:
+            chunk.home.take(now, f"optimizer states of {chunk.name}")
+            self._accounted[chunk.index] = now
+
+    def _agree_on_states(self) -> None:
+        """Count the same on all ranks, the most of any: what is brought and let go must not differ."""
+        ranks = self.chunks.ranks
+        if ranks.size == 1:
+            return
+        self.settle()
+        counts = [self._accounted.get(chunk.index, 0) for chunk in self.chunks.chunks]
+        most = torch.tensor(counts, dtype=torch.int64, device=self.model.gradients.meeting)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ranks.reduce)
+        for chunk, before, now in zip(self.chunks.chunks, counts, most.tolist(), strict=True):
+            assert chunk.home is not None
+            chunk.home.take(now - before, f"optimizer states of {chunk.name}")
+            self._accounted[chunk.index] = now
+
+    def _state_bytes(self, chunk: Chunk) -> int:
+        total = 0
+        for _, piece, _ in self._groups_of.get(chunk.index, []):
+            if piece.value in self.optim.state:
+                total += sum(t.nbytes for t in self.optim.state[piece.value].values() if _is_large(t))
+            if not piece.is_shared:
+                total += piece.value.nbytes
+        return total
+
+    def settle(self) -> None:
+        self.manager.worker.wait_all()
+
+    @torch.no_grad()
+    def weights_loaded(self) -> None:
+        """Weights were written at their homes: pieces that are copies, and no masters, take them."""
+        for piece in self.pieces:
+            if not piece.is_shared and not piece.is_empty and piece.value.dtype == piece.weight.dtype:
+                piece.value.copy_(piece.weight)
+
+    def follow_changes(self) -> None:
+        """Nothing: whoever changes weights at their home changes the pieces too (``write``)."""
+
+    @torch.no_grad()
+    def write(self, slot: Slot, part: Tensor) -> bool:
+        """Give the piece of ``slot`` other values, where there is one."""
+        for _, piece, own in self._groups_of.get(self.chunks.get_chunk(slot.param).index, []):
+            if own is slot and not piece.is_empty:
+                piece.value.copy_(part.view(piece.value.shape))
+                if not piece.is_shared:
+                    piece.weight.copy_(part.view(piece.weight.shape))
+                if piece in self._twins:
+                    increment_version(
+                        self._twins[piece]
+                    )  # our optimizers look whether a parameter has changed
+                return True
+        return False
+
+    # Homes on the compute device
+
+    def _promote(self) -> None:
+        """After the first step it is known what activations need: let as many chunks as fit rest on the compute device."""
+        share = 1.0 if self.manager.policy.measures else self.margin
+        if not share or self.manager.policy.rests_on_compute:
+            return
+        self.settle()
+        budget = self._budget(share)
+        moved = False
+        order = sorted(
+            (c for c in self.chunks.chunks if c.home is not self.chunks.compute),
+            key=lambda c: (self.manager.trace.first_use(c.index), c.index),
+        )
+        everything = sum(self._cost(c) for c in order)
+        if everything > budget:
+            budget -= self._window()
+        for chunk in order:
+            if self._cost(chunk) > budget:
+                break
+            budget -= self._cost(chunk)
+            self.move_home(chunk, self.chunks.compute)
+            moved = True
+        if moved:
+            self.model._hooks.refresh()
+
+    def _cost(self, chunk: Chunk) -> int:
+        """Bytes that ``chunk`` takes of the compute tier when it rests there: weights, gradients, states."""
+        trained = chunk.trained
+        return chunk.shard_nbytes * (2 if trained else 1) + self._accounted.get(chunk.index, 0)
+
+    def _window(self) -> int:
+        """Bytes for the chunks that come and go."""
+        largest = max(c.nbytes for c in self.chunks.chunks)
+        return (self.manager.prefetch + 2 + IN_FLIGHT + 1) * largest
+
+    def _budget(self, share: float) -> int:
+        compute = self.chunks.compute
+        total = compute.limit
+        if self.chunks.device.type == "cuda":
+            # a script may allow itself a part of the device only
+            share_of = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+            memory = torch.cuda.get_device_properties(self.chunks.device).total_memory
+            memory = int(memory * share_of(self.chunks.device))
+            usable = int(memory * AutoPlacementPolicy._steady_cuda_cap_ratio)
+            total = min(total, usable - self.manager.memstats().non_model)
+        budget = int((total - compute.used) * share)
+        if self.chunks.ranks.size > 1:  # ranks gather the same chunks
+            budget = min(budget, UNLIMITED)
+            number = torch.tensor([budget], dtype=torch.int64, device=self.model.gradients.meeting)
+            dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.chunks.ranks.reduce)
+            budget = int(number.item()) - self._window()
+        return budget
+
+    @torch.no_grad()
+    def move_home(self, chunk: Chunk, tier: Tier) -> None:
+        """Let ``chunk`` rest in ``tier``, with its states."""
+        old = chunk.home
+        assert old is not None
+        states = self._accounted.get(chunk.index, 0)
+        self.manager.mark_stale(chunk)
+        self.chunks.move_chunk(chunk, tier)
+        tier.take(states, f"optimizer states of {chunk.name}")
+        old.give(states)
+        for _, piece, _ in self._groups_of.get(chunk.index, []):
+            shared = piece.is_shared
+            self._second.state.pop(self._twins.pop(piece, piece.value), None)
+            piece.weight = piece.in_shard(chunk.shard) if not piece.is_empty else chunk.shard[:0]
+            piece.value.data = piece.weight if shared else piece.value.data.to(tier.device)
+            state = self.optim.state.get(piece.value, {})
+            for name, value in state.items():
+                if _is_large(value):
+                    state[name] = value.to(tier.device)
+
+
+class ZeroOptimizer(GeminiOptimizer):
+    """The documented name."""
+
+
+class GeminiAdamOptimizer(GeminiOptimizer):
+    """``HybridAdam`` over a Gemini model; ``defaults`` are arguments of ``HybridAdam`` and of ``GeminiOptimizer``."""
+
+    def __init__(self, model: ZeroDDP, **defaults: Any) -> None:
+        _check_model(model)
+        own = {name: defaults.pop(name) for name in list(defaults) if name in _OWN}
+        super().__init__(HybridAdam(model.parameters(), **defaults), model, **own)
+
+
+_OWN = (
+    "gpu_margin_mem_ratio",
+    "initial_scale",
+    "min_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "max_scale",
+    "clipping_norm",
+    "norm_type",
+    "verbose",
+    "update_in_backward",
+)
+
+
+def _like(grad: Tensor, piece: Piece) -> Tensor:
+    """A gradient as the piece's value takes it: a master wants it in float32."""
+    return grad.view(piece.value.shape).to(piece.value.dtype)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _check_model(module: Any) -> None:
+    if not isinstance(module, ZeroDDP):
+        raise TypeError(
+            f"a Gemini optimizer needs the model that GeminiDDP made, got {type(module).__name__}; wrap the model first"
+        )
+
+
+def _check_params(optim: Optimizer, module: ZeroDDP) -> None:
+    for n, group in enumerate(optim.param_groups):
+        group["params"] = [module.replaced.get(p, p) for p in group["params"]]
+        for p in group["params"]:
+            if not module.chunk_manager.holds(p):
+                raise ValueError(
+                    f"group {n} of {type(optim).__name__} holds a parameter of shape {tuple(p.shape)} that is in no chunk of the"
+                    " model; build the optimizer from the parameters of the model that GeminiDDP was given"
+                )
+    if not is_elementwise(optim) and module.chunk_manager.ranks.size > 1:
+        raise ValueError(
+            f"{type(optim).__name__} needs whole parameters, but Gemini cuts chunks evenly over"
+            f" {module.chunk_manager.ranks.size} ranks; use an optimizer that works element by element, such as HybridAdam"
+        )
+
+
+def _make_pieces(optim: Optimizer, module: ZeroDDP) -> tuple[list[Piece], dict[Piece, tuple[Chunk, Slot]]]:
+    """A piece for every parameter of the optimizer that is trained."""
+    chunks = module.chunk_manager
+    layouts: dict[int, FlatLayout] = {}
+    places: dict[Piece, tuple[Chunk, Slot]] = {}
+    for group in optim.param_groups:
+        for param in group["params"]:
+            if not param.requires_grad:
+                continue
+            chunk, slot = chunks.get_chunk(param), chunks.get_slot(param)
+            if chunk.index not in layouts:
+                layouts[chunk.index] = chunk.layout()
+            layout, index = layouts[chunk.index], chunk.slots.index(slot)
+            own = chunk.own_part(slot)
+            weight = chunk.shard[:0] if own is None else own
+            dtype = torch.float32 if needs_masters(optim, chunk.dtype) else None
+            piece = piece_of(param, layout, index, chunk.ranks.rank, weight, dtype=dtype)
+            places[piece] = (chunk, slot)
+    return list(places), places
+
+
+def _second_hold(optim: Optimizer) -> Optimizer:
+    """Another object for the same optimizer: for other parameters (the twins), with groups of its own and no hooks.
+
+    Jobs step some parameters with the options of an earlier moment, while the script may read and change the groups.
+    """
+    second = object.__new__(type(optim))
+    # a scheduler may have put a `step` of its own there
+    second.__dict__.update({k: v for k, v in optim.__dict__.items() if k not in ("step", "_versions")})
+    second.state = defaultdict(dict)
+    second._optimizer_step_pre_hooks = OrderedDict()
+    second._optimizer_step_post_hooks = OrderedDict()
+    second.param_groups = []
+    return second

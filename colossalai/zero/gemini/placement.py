@@ -1,0 +1,121 @@
+"""Where chunks rest, and how much of the compute tier they may fill.
+
+| policy | home of a chunk | wholes on the compute tier |
+|---|---|---|
+| ``cuda`` | compute | as many as the tier takes |
+| ``cpu`` | host | those in use, and a few ahead |
+| ``const`` | host | up to a fixed number of bytes |
+| ``auto`` | compute for as many as fit beside what the first step measured, host for the others | as many as fit beside it |
+
+A chunk's optimizer states lie at its home, and it is updated there.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from colossalai.zero.gemini.tiers import UNLIMITED
+
+MB = 1024**2
+
+
+class PlacementPolicy:
+    """``rests_on_compute``: where chunks rest from the beginning."""
+
+    name: ClassVar[str]
+    rests_on_compute: ClassVar[bool] = False
+    measures: ClassVar[bool] = False  # chunks move to the compute tier after the first step, as many as fit
+
+    def limit(self) -> int:
+        """Bytes of whole chunks to keep on the compute tier although nobody uses them now."""
+        return 0
+
+    @classmethod
+    def get_default_device(cls) -> torch.device:
+        on_gpu = cls.rests_on_compute and torch.cuda.is_available()
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+class CPUPlacementPolicy(PlacementPolicy):
+    name = "cpu"
+
+
+class CUDAPlacementPolicy(PlacementPolicy):
+    name = "cuda"
+    rests_on_compute = True
+
+    def limit(self) -> int:
+        return UNLIMITED
+
+
+class AutoPlacementPolicy(PlacementPolicy):
+    """In the first step nobody knows what activations need: chunks may take this share of what they might leave."""
+
+    name = "auto"
+    measures = True
+    _warmup_non_model_data_ratio: ClassVar[float] = 0.8
+    _steady_cuda_cap_ratio: ClassVar[float] = 0.9
+
+    def limit(self) -> int:
+        return UNLIMITED
+
+    @classmethod
+    def set_warmup_non_model_data_ratio(cls, ratio: float) -> None:
+        """The share of the device that is left to activations in the first step."""
+        cls._warmup_non_model_data_ratio = _share("warmup_non_model_data_ratio", ratio)
+
+    @classmethod
+    def set_steady_cuda_cap_ratio(cls, ratio: float) -> None:
+        """The share of the device that is used at all."""
+        cls._steady_cuda_cap_ratio = _share("steady_cuda_cap_ratio", ratio)
+
+
+class ConstPlacementPolicy(PlacementPolicy):
+    name = "const"
+    _accessed_memory_boundary: ClassVar[int] = 1024 * MB
+
+    def limit(self) -> int:
+        return self._accessed_memory_boundary
+
+    @classmethod
+    def set_const_memory_boundary(cls, cuda_memory_mb: float) -> None:
+        """Whole chunks keep to this many MB of the compute tier."""
+        if not cuda_memory_mb > 0:
+            raise ValueError(
+                f"set_const_memory_boundary needs a number of MB above 0, got {cuda_memory_mb!r}"
+            )
+        cls._accessed_memory_boundary = round(cuda_memory_mb * MB)
+
+
+def _share(name: str, ratio: float) -> float:
+    if not 0 < ratio < 1:
+        raise ValueError(f"{name} is a share between 0 and 1, got {ratio!r}")
+    return float(ratio)
+
+
+POLICIES: dict[str, type[PlacementPolicy]] = {
+    policy.name: policy
+    for policy in (CPUPlacementPolicy, CUDAPlacementPolicy, AutoPlacementPolicy, ConstPlacementPolicy)
+}
+
+
+class PlacementPolicyFactory:
+    """Policies by their names."""
+
+    @staticmethod
+    def create(policy_name: str) -> type[PlacementPolicy]:
+        if policy_name not in POLICIES:
+            raise ValueError(
+                f"there is no placement policy {policy_name!r}; there are {', '.join(map(repr, POLICIES))}"
+            )
+        return POLICIES[policy_name]
+
+    @staticmethod
+    def get_policy_names() -> tuple[str, ...]:
+        return tuple(POLICIES)
+
+    @staticmethod
+    def get_default_device(policy_name: str) -> torch.device:
+        return PlacementPolicyFactory.create(policy_name).get_default_device()

@@ -1,0 +1,148 @@
+"""How large should chunks be?  Large enough for fast copies, small enough to come and go, and with little waste at their ends.
+
+Parameters are packed in order; one that is larger than a chunk gets a chunk of its own.  The search packs on paper, for every size in
+a range, and takes the size that wastes the fewest elements, the largest of equals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.utils.parallel import launched_mesh
+from colossalai.zero.gemini.chunk import ALIGN, aligned, padded
+
+MB = 1024**2
+HIDDEN = 1024  # the interval of the search, in elements, where nobody says how wide the model is
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Parameters by number, chunk by chunk, and how many elements are for nothing."""
+
+    size: int
+    chunks: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    wasted: int
+
+    def report(self, total: int) -> str:
+        share = self.wasted / max(total + self.wasted, 1)
+        return (
+            f"{len(self.chunks)} chunks of {self.size:,} elements hold {total:,} elements of parameters;"
+            f" {self.wasted:,} ({share:.2%}) are wasted"
+        )
+
+
+def pack(numels: Sequence[int], size: int, ranks: int) -> Packing:
+    """Parameters in order into chunks of ``size``; those that are larger into chunks of their own."""
+    size = padded(size, ranks)
+    chunks: list[list[int]] = []
+    used: list[int] = []
+    sizes: list[int] = []
+    current: int | None = None
+    for i, numel in enumerate(numels):
+        if numel > size:
+            chunks.append([i])
+            used.append(numel)
+            sizes.append(padded(numel, ranks))
+            continue
+        if current is None or aligned(used[current]) + numel > size:
+            current = len(chunks)
+            chunks.append([])
+            used.append(0)
+            sizes.append(size)
+        chunks[current].append(i)
+        used[current] = aligned(used[current]) + numel
+    if len(chunks) == 1:  # a small model: one chunk of just its size
+        sizes[0] = padded(used[0], ranks)
+    return Packing(size, tuple(map(tuple, chunks)), tuple(sizes), sum(sizes) - sum(numels))
+
+
+def search(
+    numels: Sequence[int], smallest: int, span: int, interval: int, ranks: int, *, filter_large: bool = True
+) -> Packing:
+    """The packing with the least waste among sizes from ``smallest`` to ``smallest + span``.
+
+    With ``filter_large`` the few parameters that are far larger than the others (embeddings) get chunks of their own and have no
+    say in the size of the others.
+    """
+    ordinary = _ordinary(numels) if filter_large else list(numels)
+    largest = max(ordinary, default=1)
+    start = max(smallest, aligned(largest) if largest <= smallest + span else smallest)
+    candidates = range(start, max(start, smallest + span) + 1, max(interval, ALIGN))
+    best = min((pack(ordinary, size, ranks) for size in candidates), key=lambda p: (p.wasted, -p.size))
+    return pack(numels, best.size, ranks)
+
+
+def _ordinary(numels: Sequence[int]) -> list[int]:
+    """Without those more than three standard deviations above the mean."""
+    if len(numels) < 2:
+        return list(numels)
+    values = torch.tensor(numels, dtype=torch.float64)
+    limit = values.mean() + 3 * values.std()
+    return [n for n in numels if n <= limit]
+
+
+def data_parallel_size() -> int:
+    mesh = launched_mesh()
+    return mesh.size.get("dp", 1) if mesh is not None else 1
+
+
+def classify_params_by_dp_degree(model: nn.Module) -> dict[int, list[nn.Parameter]]:
+    """Parameters in initialization order, by how many ranks share them; ties are listed once."""
+    return {data_parallel_size(): list(model.parameters())}
+
+
+def search_chunk_configuration(
+    model: nn.Module,
+    search_range_mb: float,
+    search_interval_byte: int,
+    min_chunk_size_mb: float = 32,
+    filter_exlarge_params: bool = True,
+    strict_ddp_flag: bool = False,
+    memstas: Any = None,
+    *,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[dict[int, dict[str, Any]], int, int]:
+    """Chunk sizes in elements, by the number of ranks that share them; all elements of parameters; elements wasted.
+
+    ``search_interval_byte`` is the step of the search.  With ``strict_ddp_flag`` chunks stay whole on every rank.  ``memstas`` (memory statistics)
+    is accepted for the documents' sake: the size does not depend on it.
+    """
+    check_search(search_range_mb, search_interval_byte, min_chunk_size_mb)
+    config: dict[int, dict[str, Any]] = {}
+    total = wasted = 0
+    for ranks, params in classify_params_by_dp_degree(model).items():
+        numels = [p.numel() for p in params]
+        found = search(
+            numels,
+            round(min_chunk_size_mb * MB) // dtype.itemsize,
+            round(search_range_mb * MB) // dtype.itemsize,
+            search_interval_byte,
+            ranks,
+            filter_large=filter_exlarge_params,
+        )
+        config[ranks] = {"chunk_size": found.size, "keep_gathered": strict_ddp_flag}
+        total, wasted = total + sum(numels), wasted + found.wasted
+    return config, total, wasted
+
+
+def check_search(search_range_mb: float, interval: int, min_chunk_size_mb: float) -> None:
+    for name, value, least in (
+        ("search_range_mb", search_range_mb, 0),
+        ("search_interval_byte", interval, 1),
+        ("min_chunk_size_mb", min_chunk_size_mb, 0),
+    ):
+        if not isinstance(value, int | float) or value < least or value != value:
+            raise ValueError(
+                f"the search for a chunk size needs {name} to be at least {least}, got {value!r}"
+            )
+
+
+def in_order(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    """All parameters once, in the order in which modules were made."""
+    return model.named_parameters()

@@ -1,0 +1,177 @@
+"""Memory tiers: the places where model data may lie, each with a capacity, and the copies between them.
+
+``compute`` is where modules run, ``host`` is the memory of the machine.  Every byte of model data is taken from a tier before it is
+allocated and given back when it is freed, so a tier knows what it holds and refuses what would go beyond its capacity.  A machine
+without GPU has the same tiers: both are host memory then, and the capacity of ``compute`` is what the user says.
+
+Copies are asynchronous where there is a GPU: each direction has a stream of its own, host memory is pinned, and nobody waits on
+the CPU.  A ``Move`` is a copy under way; elsewhere it is done when it begins.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+UNLIMITED = 1 << 62
+
+
+class OutOfCapacity(RuntimeError):
+    """A tier cannot take what is needed at the same time."""
+
+
+class PinnedMemory:
+    """Page-locked host memory, which copies to and from a GPU need; unlocked when this object goes.
+
+    Registered rather than allocated by torch, which rounds page-locked blocks up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._finalizer = weakref.finalize(self, _unlock, self._blocks)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of exactly this size."""
+        nbytes = max(1, numel * dtype.itemsize)
+        block = torch.empty(nbytes, dtype=torch.uint8)
+        block.fill_(0)  # all threads touch the pages: registering then only locks them
+        cudart: Any = torch.cuda.cudart()
+        error = int(cudart.cudaHostRegister(block.data_ptr(), nbytes, 0))
+        if error:
+            raise OutOfCapacity(
+                f"the system refused to lock {nbytes:,} bytes of host memory (cudaHostRegister: error {error}); raise the"
+                " limit of locked memory (ulimit -l), or give the host tier less to hold"
+            )
+        self._blocks.append(block)
+        return block[: numel * dtype.itemsize].view(dtype)
+
+
+def _unlock(blocks: list[Tensor]) -> None:
+    cudart: Any = torch.cuda.cudart()
+    torch.cuda.synchronize()  # no copy may be under way
+    for block in blocks:
+        cudart.cudaHostUnregister(block.data_ptr())
+    blocks.clear()
+
+
+@dataclass
+class Tier:
+    """A place for model data; ``capacity`` in bytes, None for as much as there is."""
+
+    name: str
+    device: torch.device
+    capacity: int | None = None
+    pinned: PinnedMemory | None = None
+    used: int = 0
+    peak: int = 0
+    _lock: Any = field(default_factory=threading.Lock, repr=False)  # updates run on a thread of their own
+
+    @property
+    def limit(self) -> int:
+        return UNLIMITED if self.capacity is None else self.capacity
+
+    @property
+    def free(self) -> int:
+        return self.limit - self.used
+
+    def take(self, nbytes: int, what: str) -> None:
+        """Count ``nbytes`` for ``what``, which is about to be allocated."""
+        with self._lock:
+            if nbytes <= self.free:
+                self.used += nbytes
+                self.peak = max(self.peak, self.used)
+                return
+        raise OutOfCapacity(
+            f"the {self.name} tier holds {self.used:,} of {self.limit:,} bytes and has no room for {what}"
+            f" ({nbytes:,} bytes); give the tier more capacity, use smaller chunks (min_chunk_size_mb,"
+            " search_range_mb), or let more of the model rest elsewhere (placement_policy)"
+        )
+
+    def give(self, nbytes: int) -> None:
+        """Count ``nbytes`` as free again."""
+        with self._lock:
+            self.used -= nbytes
+        assert self.used >= 0, f"the {self.name} tier was given back more than was taken"
+
+    def empty(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
+        """A flat tensor in this tier; whoever drops it gives its bytes back."""
+        self.take(numel * dtype.itemsize, what)
+        if self.pinned is not None:
+            return self.pinned.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+
+@dataclass
+class Move:
+    """A copy that may still be under way; ``keep`` are tensors that must live until it is done."""
+
+    event: Any = None
+    work: Any = None  # a collective that follows the copy
+    keep: list[Tensor] = field(default_factory=list)
+    needed: Any = None  # when the current stream came to wait for it, if somebody measures
+
+    def wait(self) -> None:
+        """Let the work that the current stream gets from now on see the result; the CPU goes on."""
+        if self.needed is not None:
+            self.needed.record()
+        if self.work is not None:
+            self.work.wait()
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+        self.keep.clear()
+
+    def finish(self) -> None:
+        """Wait on the CPU until the copy is done."""
+        if self.event is not None:
+            self.event.synchronize()
+        self.keep.clear()
+
+
+class Copier:
+    """Copies between host and compute device, one stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_async = device.type == "cuda"
+        self.upload: Any = torch.cuda.Stream(device) if self.is_async else None
+        self.download: Any = torch.cuda.Stream(device) if self.is_async else None
+        self.timed = False  # measure copies, and how long computation waits for them
+        self._measured: list[tuple[Any, Any, Any]] = []
+
+    def start(self, target: Tensor, source: Tensor) -> Move:
+        """Copy after everything that the current stream was given before."""
+        if not self.is_async:
+            target.copy_(source)
+            return Move()
+        stream = self.download if target.device.type == "cpu" else self.upload
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        begin, needed = (
+            (torch.cuda.Event(enable_timing=True) for _ in range(2)) if self.timed else (None, None)
+        )
+        with torch.cuda.stream(stream):
+            if begin is not None:
+                begin.record(stream)
+            target.copy_(source, non_blocking=True)
+            # whoever waits on the CPU sleeps
+            event = torch.cuda.Event(blocking=True, enable_timing=self.timed)
+            event.record(stream)
+        if begin is not None:
+            self._measured.append((begin, event, needed))
+        return Move(event, keep=[target, source], needed=needed)
+
+    def times(self) -> tuple[float, float]:
+        """Seconds of all copies since the last call, and seconds that computation waited for them; zeros if nobody measured."""
+        measured, self._measured = self._measured, []
+        copying = waiting = 0.0
+        if measured:
+            torch.cuda.synchronize(self.device)
+        for begin, end, needed in measured:
+            copying += begin.elapsed_time(end) / 1000
+            if needed.query() and needed.cuda_event:
+                waiting += max(0.0, needed.elapsed_time(end)) / 1000
+        return copying, waiting

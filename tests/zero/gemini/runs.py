@@ -1,0 +1,232 @@
+"""What the tests of Gemini share: small models with everything that is difficult, and training beside the serial model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import colossalai
+from colossalai.nn.optimizer import FusedSGD, HybridAdam
+from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
+from colossalai.zero.states import sliced_states
+
+WIDTH, WORDS, BLOCKS = 8, 24, 24
+SMALL = 128 / 1024**2  # M elements: small chunks, so that an eighth of the model is several of them
+
+
+def launch(rank: int, world_size: int, port: int) -> None:
+    colossalai.launch({}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+
+
+class Block(nn.Module):
+    """Reads a parameter of its child, has one of its own, and one that it never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+        self.outer = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.idle = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = torch.tanh(self.inner(self.norm(x)))
+        return x + self.scale * nn.functional.linear(hidden, self.outer.weight)
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen layer, an unused layer, attention that reads its child's parameters; ``reentrant`` checkpoints blocks."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.unused = nn.Linear(5, 5)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.frozen(self.embed(words))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def net(reentrant: bool | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(reentrant)
+
+
+def loss_of(model: nn.Module, words: Tensor) -> Tensor:
+    scores = model(words)[:, :-1].float()
+    return nn.functional.cross_entropy(scores.flatten(0, 1), words[:, 1:].flatten())
+
+
+def batch(step: int, size: int = 16) -> Tensor:
+    return torch.randint(WORDS, (size, 6), generator=torch.Generator().manual_seed(step))
+
+
+def hybrid(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return HybridAdam(params, lr=1e-2, weight_decay=0.1, eps=1e-4)
+
+
+def sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return FusedSGD(params, lr=0.1, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train under Gemini; ``share`` is the compute tier's part of the model's weights."""
+
+    policy: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    share: float | None = None
+    accumulate: int = 1
+    clip: float = 0.0
+    reentrant: bool | None = None
+    early: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_possible(self) -> bool:
+        if self.policy == "cuda" and self.share is not None:
+            return False
+        return not (self.early and self.clip)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.policy} {str(self.dtype)[6:]} share={self.share} accumulate={self.accumulate} clip={self.clip}"
+            f" reentrant={self.reentrant} early={self.early}"
+        )
+
+
+class Training:
+    """A model under Gemini on this rank."""
+
+    def __init__(
+        self,
+        case: Case,
+        build: Callable[..., nn.Module] = net,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = hybrid,
+    ) -> None:
+        self.case = case
+        model = build(case.reentrant)
+        if dist.is_initialized():  # ranks begin with different weights: those of the first count
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(dist.get_rank())
+        self.nbytes = sum(p.numel() for p in model.parameters()) * case.dtype.itemsize
+        self.capacity = None if case.share is None else int(case.share * self.nbytes)
+        inner = optimizer(model.parameters())
+        small = SMALL * case.dtype.itemsize
+        options = {"min_chunk_size_mb": small, "search_range_mb": small, "prefetch": 1, **dict(case.options)}
+        self.model = GeminiDDP(
+            model, "cpu", case.policy, dtype=case.dtype, compute_capacity=self.capacity, **options
+        )
+        self.optimizer = GeminiOptimizer(
+            inner, self.model, clipping_norm=case.clip, update_in_backward=case.early, initial_scale=2**4
+        )
+        self.rank, self.ranks = self.model.chunk_manager.ranks.rank, self.model.chunk_manager.ranks.size
+
+    def step(self, words: Tensor) -> Tensor:
+        own = words.chunk(self.ranks)[self.rank]
+        losses = []
+        for i, part in enumerate(own.chunk(self.case.accumulate)):
+            last = i == self.case.accumulate - 1
+            with nullcontext() if last else self.model.no_sync():
+                loss = loss_of(self.model, part) / self.case.accumulate
+                self.optimizer.backward(loss)
+            losses.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        total = torch.stack(losses).sum()
+        if self.ranks > 1:
+            dist.all_reduce(total)
+        self.check_memory()
+        return total / self.ranks
+
+    def check_memory(self) -> None:
+        tier = self.model.chunk_manager.compute
+        assert tier.used <= tier.peak <= tier.limit
+        assert tier.peak > 0
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The averaged gradients, whole, by name."""
+        self.optimizer.give_gradients(everywhere=True)
+        names = {p: n for n, p in self.model.unwrap().named_parameters()}
+        numbered = self.optimizer._numbered
+        found = sliced_states(
+            numbered,
+            lambda piece: {} if piece.value.grad is None else {"grad": piece.value.grad},
+            self.optimizer.group,
+        )
+        return {names[numbered[i].param]: state["grad"].full_tensor() for i, state in found.items()}
+
+
+class Serial:
+    """The same model, as it is."""
+
+    def __init__(
+        self,
+        case: Case,
+        build: Callable[..., nn.Module] = net,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = hybrid,
+    ) -> None:
+        self.case = case
+        self.model = copy.deepcopy(build(case.reentrant)).to(case.dtype)
+        self.optimizer = optimizer(self.model.parameters())
+
+    def backward(self, words: Tensor) -> Tensor:
+        losses = []
+        for part in words.chunk(self.case.accumulate):
+            loss = loss_of(self.model, part) / self.case.accumulate
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def step(self, words: Tensor) -> Tensor:
+        loss = self.backward(words)
+        if self.case.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
+
+
+def compare(case: Case, steps: int = 4, **options: Any) -> Training:
+    """Train both, compare losses and weights.
+
+    In bf16 ranks add in another order, and Adam would make whole steps of gradients that are nothing but rounding.
+    """
+    if case.dtype is not torch.float32 and dist.is_initialized() and dist.get_world_size() > 1:
+        options = {"optimizer": sgd, **options}
+    run, serial = Training(case, **options), Serial(case, **options)
+    limit = TOLERANCE[case.dtype]
+    for step in range(steps):
+        got, expected = run.step(batch(step)), serial.step(batch(step))
+        assert (got - expected).abs() <= limit * expected.abs(), (str(case), step, got, expected)
+    weights = run.model.state_dict(only_rank_0=False)
+    for name, expected in serial.model.state_dict().items():
+        if not expected.is_floating_point():
+            continue
+        error = (weights[name].float() - expected.float()).abs().max()
+        assert error <= limit * expected.float().abs().max(), (str(case), name, float(error))
+    return run

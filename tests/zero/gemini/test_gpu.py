@@ -1,0 +1,79 @@
+"""Gemini on a GPU: the same numbers as on one device, whatever comes and goes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from colossalai.nn.optimizer import HybridAdam
+from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP
+from tests.zero.gemini.runs import SMALL, batch, loss_of, net
+
+pytestmark = pytest.mark.gpu
+
+ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
+
+
+def both(
+    policy: str, dtype: torch.dtype, early: bool, reentrant: bool | None, **options: object
+) -> GeminiDDP:
+    model = net(reentrant)
+    serial = copy.deepcopy(model).to("cuda", dtype)
+    reference = HybridAdam(serial.parameters(), **ADAM)
+    small = SMALL * dtype.itemsize
+    run = GeminiDDP(
+        model, "cuda", policy, dtype=dtype, min_chunk_size_mb=small, search_range_mb=small, **options
+    )
+    optimizer = GeminiAdamOptimizer(run, update_in_backward=early, **ADAM)
+    for step in range(6):
+        words = batch(step).cuda()
+        expected = loss_of(serial, words)
+        expected.backward()
+        reference.step()
+        reference.zero_grad()
+        loss = loss_of(run, words)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        limit = 1e-4 if dtype is torch.float32 else 5e-2
+        assert (loss - expected).abs() <= limit * expected.abs(), step
+    weights = run.state_dict()
+    for name, tensor in serial.state_dict().items():
+        if tensor.is_floating_point():
+            error = (weights[name].float() - tensor.cpu().float()).abs().max()
+            assert error <= limit * tensor.float().abs().max().cpu(), name
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["cpu", "cuda", "auto", "const"])
+def test_policies(policy: str, dtype: torch.dtype) -> None:
+    for early, reentrant in ((False, None), (True, False), (True, True)):
+        both(policy, dtype, early, reentrant)
+
+
+def test_a_small_tier() -> None:
+    run = both("cpu", torch.bfloat16, True, True, compute_capacity=8_000, prefetch=1)
+    assert run.chunk_manager.compute.peak <= 8_000
+
+
+def test_movement_is_measured() -> None:
+    model = GeminiDDP(
+        torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(8)]),
+        "cuda",
+        "cpu",
+        dtype=torch.bfloat16,
+        min_chunk_size_mb=8,
+    )
+    optimizer = GeminiAdamOptimizer(model, lr=1e-3, update_in_backward=True)
+    model.gemini_manager.timeline.timed = True
+    for _ in range(4):
+        optimizer.backward(model(torch.randn(512, 2048, device="cuda")).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    numbers = model.gemini_manager.timeline.numbers()
+    assert numbers.copying > 0
+    assert numbers.hidden is not None
+    assert numbers.bytes_up >= 8 * 2048 * 2048 * 2

@@ -1,0 +1,199 @@
+"""``GeminiOptimizer`` and its jobs: options of the right moment, loss scale, other optimizers, refusals; and tests that must fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colossalai.nn.optimizer import HybridAdam, Lamb
+from colossalai.testing import RankError, spawn
+from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
+from colossalai.zero.gemini import ChunkManager, GeminiAdamOptimizer, GeminiOptimizer
+from colossalai.zero.gemini.worker import Worker
+from tests.zero.gemini.runs import Case, Serial, Training, batch, compare, launch, loss_of, net
+from tests.zero.gemini.test_model import small
+
+
+def adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
+
+
+def two_groups(params: Iterable[Any]) -> torch.optim.Optimizer:
+    params = list(params)
+    groups = [{"params": params[::2], "lr": 3e-3}, {"params": params[1::2], "weight_decay": 0.0}]
+    return HybridAdam(groups, lr=1e-2, weight_decay=0.1, eps=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, two_groups])
+@pytest.mark.parametrize("early", [False, True])
+def test_other_optimizers(optimizer: Any, early: bool) -> None:
+    compare(Case(early=early, share=0.25), optimizer=optimizer)
+    if optimizer is adamw:  # fp32 masters of half-precision weights
+        run = Training(Case(dtype=torch.bfloat16, early=early), optimizer=optimizer)
+        before = float(run.step(batch(0)))
+        for _ in range(8):
+            after = float(run.step(batch(0)))
+        assert after < 0.9 * before
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_scheduler_changes_the_next_step_not_the_one_under_way(early: bool) -> None:
+    run, serial = Training(Case(early=early), build=tower), Serial(Case(), build=tower)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.3) for o in (run.optimizer, serial.optimizer)]
+    hold = threading.Event()
+    update = run.optimizer._update_chunk
+
+    def slow(*args: Any) -> None:  # no job runs before the scheduler has
+        hold.wait(timeout=20)
+        update(*args)
+
+    run.optimizer._update_chunk = slow  # type: ignore[method-assign]
+    for step in range(4):
+        hold.clear()
+        got = run.step(batch(step))
+        schedules[0].step()
+        hold.set()
+        expected = serial.step(batch(step))
+        schedules[1].step()
+        assert torch.allclose(got, expected, rtol=1e-5), step
+
+
+def test_fp16_skips_steps_that_overflow() -> None:
+    run = Training(Case(dtype=torch.float16))
+    run.optimizer.scaler._scale = 2.0**40
+    before = run.model.state_dict()
+    run.step(batch(0))
+    assert run.optimizer.step_was_skipped
+    after = run.model.state_dict()
+    assert all(torch.equal(before[n], t) for n, t in after.items() if t.is_floating_point())
+    run.optimizer.scaler._scale = 2.0**8
+    first = float(run.step(batch(0)))
+    assert not run.optimizer.step_was_skipped
+    for _ in range(10):
+        last = float(run.step(batch(0)))
+    assert last < 0.9 * first
+
+
+def test_few_host_buffers_are_enough_when_updates_run_in_the_backward_pass() -> None:
+    run = compare(Case(early=True, options=(("host_buffers", 3),)), build=tower, steps=5)
+    assert run.model.gradients.host.made <= 3 + 1
+
+
+def tower(reentrant: bool | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(24, 8), *[nn.Linear(8, 8) for _ in range(10)], nn.Linear(8, 24))
+
+
+def test_update_in_backward_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(
+        ValueError,
+        match="update_in_backward=True cannot be combined with clipping, which needs all gradients",
+    ):
+        GeminiAdamOptimizer(small(net()), update_in_backward=True, clipping_norm=1.0)
+    with pytest.raises(
+        ValueError, match="cannot be combined with fp16, whose loss scale needs all gradients"
+    ):
+        GeminiAdamOptimizer(small(net(), dtype=torch.float16), update_in_backward=True)
+    run = Training(Case(early=True), build=tower)
+    run.step(batch(0))
+    run.optimizer.backward(loss_of(run.model, batch(1)))
+    with pytest.raises(RuntimeError, match="clip_grad_by_norm comes too late: with update_in_backward=True"):
+        run.optimizer.clip_grad_by_norm(1.0)
+    with pytest.raises(RuntimeError, match=r"a second gradient came for chunk .* whose update had begun"):
+        run.optimizer.backward(loss_of(run.model, batch(2)))
+
+
+def test_refusals() -> None:
+    model = net()
+    with pytest.raises(TypeError, match="needs the model that GeminiDDP made, got Net; wrap the model first"):
+        GeminiAdamOptimizer(model)
+    with pytest.raises(ValueError, match="gpu_margin_mem_ratio is a share from 0 to 1, got 2"):
+        GeminiAdamOptimizer(small(net()), gpu_margin_mem_ratio=2)
+    with pytest.raises(
+        ValueError, match=r"group 0 of HybridAdam holds a parameter of shape \(3,\) that is in no chunk"
+    ):
+        GeminiOptimizer(HybridAdam([nn.Parameter(torch.zeros(3))]), small(net()))
+    run = Training(Case())
+    with pytest.raises(RuntimeError, match="takes no further group"):
+        run.optimizer.add_param_group({"params": []})
+
+
+def test_the_margin_is_given_to_chunks() -> None:
+    case = Case(share=4.0)
+    run, serial = Training(case), Serial(case)
+    run.optimizer.margin = 0.5
+    for step in range(4):
+        assert torch.allclose(run.step(batch(step)), serial.step(batch(step)), rtol=1e-5)
+    homes = [c.home.name for c in run.model.chunk_manager.chunks if c.home]
+    assert {"compute", "host"} == set(homes)
+
+
+def test_stage_3_of_the_wrappers() -> None:
+    config = {"device": "cpu", "dtype": torch.float32, "min_chunk_size_mb": 0.001, "search_range_mb": 0.001}
+    model = zero_model_wrapper(net(), 3, config)
+    optimizer = zero_optim_wrapper(model, HybridAdam(model.parameters(), lr=1e-2), max_norm=1.0)
+    loss = loss_of(model, batch(0))
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert loss_of(model, batch(0)) < loss
+
+
+# Tests of the tests: what would go wrong without it is seen
+
+
+def test_without_waiting_for_updates_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    update = GeminiOptimizer._update_chunk
+
+    def late(self: Any, *args: Any) -> None:
+        gate.wait(timeout=0.5)
+        update(self, *args)
+
+    monkeypatch.setattr(GeminiOptimizer, "_update_chunk", late)
+    monkeypatch.setattr(Worker, "wait", lambda self, key: None)
+    monkeypatch.setattr(Worker, "is_done", lambda self, key: True)
+    case = Case()
+    run, serial = Training(case), Serial(case)
+    run.step(batch(0))
+    serial.step(batch(0))
+    got, expected = loss_of(run.model, batch(1)), loss_of(serial.model, batch(1))
+    gate.set()
+    run.model.gemini_manager.worker.wait_all()
+    assert not torch.allclose(got, expected, rtol=1e-4)
+
+
+def _skip_one(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    reduce = ChunkManager.reduce_chunk
+
+    def careless(self: Any, chunk: Any, grads: torch.Tensor) -> Any:
+        if chunk.index == 3:
+            return grads[chunk.own].clone(), reduce(self, chunk, grads)[1]
+        return reduce(self, chunk, grads)
+
+    ChunkManager.reduce_chunk = careless  # type: ignore[method-assign]
+    compare(Case(), steps=2)
+
+
+def test_without_one_average_numbers_are_wrong() -> None:
+    with pytest.raises(RankError, match="AssertionError"):
+        spawn(_skip_one, 2)
+
+
+def _whole(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    with pytest.raises(
+        ValueError, match="Lamb needs whole parameters, but Gemini cuts chunks evenly over 2 ranks"
+    ):
+        Training(Case(), optimizer=lambda p: Lamb(p))
+
+
+def test_optimizers_of_whole_parameters_are_refused_on_several_ranks() -> None:
+    spawn(_whole, 2)
+    compare(Case(), optimizer=lambda p: Lamb(p, lr=1e-3))

@@ -1,0 +1,86 @@
+"""Training under Gemini equals serial training with the ranks' batches joined."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from colossalai.testing import sample_cases, spawn
+from tests.zero.gemini.runs import Case, Serial, Training, batch, compare, launch
+
+GRID = [
+    case
+    for case in (
+        Case(*row)
+        for row in itertools.product(
+            ("cpu", "cuda", "auto", "const"),
+            (torch.float32, torch.bfloat16),
+            (None, 1 / 2, 1 / 4, 1 / 8),
+            (1, 4),
+            (0.0, 0.5),
+            (None, False, True),
+            (False, True),
+        )
+    )
+    if case.is_possible
+]
+
+
+def _train(rank: int, world_size: int, port: int, cases: list[Case], steps: int) -> None:
+    launch(rank, world_size, port)
+    for case in cases:
+        compare(case, steps)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_grid(ranks: int) -> None:
+    cases = sample_cases(GRID[ranks % 7 :], 8)
+    spawn(_train, ranks, cases=cases, steps=3, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_whole_grid(ranks: int) -> None:
+    spawn(_train, ranks, cases=GRID, steps=100, timeout=3600)
+
+
+def _gradients(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    for case in (
+        Case(),
+        Case("auto", share=0.5),
+        Case("cuda", reentrant=True),
+        Case(accumulate=2, share=0.25),
+    ):
+        run, serial = Training(case), Serial(case)
+        for step in range(3):
+            words = batch(step)
+            serial.backward(words)
+            expected = {n: p.grad for n, p in serial.model.named_parameters() if p.grad is not None}
+            own = words.chunk(run.ranks)[run.rank]
+            for part, last in zip(own.chunk(case.accumulate), range(1 - case.accumulate, 1), strict=True):
+                run.model.gradients.sync = last == 0
+                run.optimizer.backward(_loss(run.model, part) / case.accumulate)
+            got = run.gradients()
+            assert got.keys() == expected.keys()
+            for name, grad in expected.items():
+                assert torch.allclose(got[name], grad, rtol=1e-4, atol=1e-6), name
+            norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
+            assert torch.allclose(run.optimizer.clip_grad_by_norm(float("inf")), norm, rtol=1e-4)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            serial.optimizer.step()
+            serial.optimizer.zero_grad()
+
+
+def _loss(model: torch.nn.Module, words: torch.Tensor) -> torch.Tensor:
+    from tests.zero.gemini.runs import loss_of
+
+    return loss_of(model, words)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients(ranks: int) -> None:
+    spawn(_gradients, ranks)
