@@ -29,9 +29,9 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
         mode = draft.stat().st_mode
         write(draft)
         draft.chmod(mode)  # as the umask says; safetensors leaves a file that only its owner can read
-        _sync(draft)
+        sync(draft)
         os.replace(draft, path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         draft.unlink(missing_ok=True)
 
@@ -195,7 +195,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of files in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,6 +24,10 @@ class Chunks(nn.ModuleList):
     def forward(self, *args: Any, pipeline_chunk: int, **kwargs: Any) -> Any:
         return self[pipeline_chunk](*args, **kwargs)
 
+    def serial_name(self, name: str) -> str:
+        """The name in the whole model of what is ``name`` here, for checkpoints: without the number of the chunk."""
+        return name.partition(".")[2]
+
 
 def with_chunks(model: nn.Module) -> nn.Module:
     """``model``, or if it is a plain list of stages, one module of them that can be called."""

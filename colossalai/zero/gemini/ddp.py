@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from colossalai.amp.casting import cast_floats
 from colossalai.interface import ModelWrapper
+from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh
 from colossalai.utils.parallel import launched_mesh
 from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, group_ranks
@@ -201,6 +202,23 @@ class ZeroDDP(ModelWrapper):
             own = values[names[id(tensor)]] if id(tensor) in names else tensor.detach().cpu()
             found[prefix + name] = own
         return found
+
+    def holdings(self) -> list[Holding]:
+        self.settle()
+        found = []
+        for chunk in self.chunk_manager.chunks:
+            layout = chunk.layout()
+            for index, slot in enumerate(chunk.slots):
+                own = chunk.own_part(slot)
+                start, end = layout.piece(index, chunk.ranks.rank)
+                found.append(Holding(slot.param, chunk.shard[:0] if own is None else own, start, end))
+        return found
+
+    @torch.no_grad()
+    def weights_loaded(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.weights_loaded()
+        self.gemini_manager.drop_all()
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The weights under the names of the model, as tensors whose slices lie on the ranks, and the buffers."""

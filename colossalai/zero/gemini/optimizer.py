@@ -372,6 +372,13 @@ class GeminiOptimizer(ShardedOptimizer):
     def settle(self) -> None:
         self.manager.worker.wait_all()
 
+    @torch.no_grad()
+    def weights_loaded(self) -> None:
+        """Weights were written at their homes: pieces that are copies, and no masters, take them."""
+        for piece in self.pieces:
+            if not piece.is_shared and not piece.is_empty and piece.value.dtype == piece.weight.dtype:
+                piece.value.copy_(piece.weight)
+
     def follow_changes(self) -> None:
         """Nothing: whoever changes weights at their home changes the pieces too (``write``)."""
 
