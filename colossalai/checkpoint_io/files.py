@@ -2,6 +2,9 @@
 
 A file appears under its name only when all of it is on disk, so a crash never leaves half a file behind.  On loading,
 the first bytes tell safetensors from torch's own format; the name does not matter.
+
+Both formats are read with checksums.  Torch's is a zip archive, which has them, though torch does not look at them; safetensors
+has none, so ours lie in its metadata, where other libraries pass them over.
 """
 
 from __future__ import annotations
@@ -16,6 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from colossalai.checkpoint_io.checksums import (
+    CHECKSUMS,
+    check_archive,
+    check_tensor,
+    read_checksums,
+    written_checksums,
+)
 
 StateDict = dict[str, Any]
 
@@ -56,10 +67,11 @@ def load_shard_state_dict(checkpoint_file: str | Path) -> StateDict:
     try:
         if _is_safetensors(path):
             return _read_safetensors(path)
+        check_archive(path)
         with path.open("rb") as file:  # by its name, torch would take a file for safetensors that is none
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if not isinstance(state, dict):
         raise RuntimeError(f"{path} holds a {type(state).__name__} where a state dict was expected")
     return state
@@ -82,12 +94,12 @@ def survey_file(path: Path) -> StateDict:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
             ties = file.metadata() or {}
     except SafetensorError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     shapes |= {name: shapes[stored] for name, stored in ties.items() if stored in shapes}
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
-def _unreadable(path: Path, error: Exception) -> RuntimeError:
+def unreadable(path: Path, error: Exception) -> RuntimeError:
     return RuntimeError(
         f"{path} is not a checkpoint that can be read (damaged, cut short, or holding objects that are neither"
         f" tensors nor plain values): {error}"
@@ -155,7 +167,7 @@ def _write_safetensors(state: Mapping[str, Any], draft: Path, path: Path) -> Non
             metadata[name] = owner[key]
         else:
             stored[name] = value.contiguous()
-    save_file(stored, draft, metadata=metadata)
+    save_file(stored, draft, metadata={**metadata, CHECKSUMS: written_checksums(stored)})
 
 
 def _read_safetensors(path: Path) -> StateDict:
@@ -163,6 +175,9 @@ def _read_safetensors(path: Path) -> StateDict:
 
     with safe_open(path, framework="pt", device="cpu") as file:
         state: StateDict = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        sums = read_checksums(file.metadata())
+        for name, tensor in state.items():
+            check_tensor(name, tensor, sums)
         for name, stored in (file.metadata() or {}).items():
             if stored in state:
                 state.setdefault(name, state[stored])
