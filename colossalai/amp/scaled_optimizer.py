@@ -136,11 +136,16 @@ class ScaledOptimizer(OptimizerWrapper):
         return {**super().state_dict(), SCALER_KEY: self.scaler.state_dict()}
 
     def other_state(self) -> dict[str, Any]:
-        return {**super().other_state(), SCALER_KEY: self.scaler.state_dict()}
+        scale = {SCALER_KEY: self.scaler.state_dict()} if self.is_scaled else {}
+        return {**super().other_state(), **scale}
 
     def load_other_state(self, state: dict[str, Any]) -> None:
         super().load_other_state(state)
-        self._load_scale(state.get(SCALER_KEY))
+        saved, own = state.get(SCALER_KEY), self.scaler.state_dict()
+        if self.is_scaled and saved and saved.keys() != own.keys():  # of another precision, which counts otherwise
+            saved = {**own, "scale": saved["scale"]}
+        if self.is_scaled:
+            self._load_scale(saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load; a state without loss scale, of another precision or version, leaves the present one, with a warning."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ from colossalai.interface.batch import split_batch
 from colossalai.interface.nest import to_device
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import Pipeline
+from colossalai.pipeline.tied import shared_gradients
 from colossalai.utils import is_using_pp
 from colossalai.utils.bucket import bucket_allreduce
 
@@ -40,15 +42,16 @@ class Pipelines:
         data, label = split_batch(
             batch if device is None else to_device(batch, device), None, criterion is not None, "Booster"
         )
-        outputs, loss = pipeline.step(
-            data,
-            label,
-            criterion,
-            optimizer,
-            return_loss=return_loss or optimizer is not None,
-            return_outputs=return_outputs,
-        )
-        if optimizer is not None and gpc.data_parallel_size > 1:
+        with nullcontext() if optimizer is None else shared_gradients(model.parameters()):
+            outputs, loss = pipeline.step(
+                data,
+                label,
+                criterion,
+                optimizer,
+                return_loss=return_loss or optimizer is not None,
+                return_outputs=return_outputs,
+            )
+        if optimizer is not None and not optimizer.averages_gradients and gpc.data_parallel_size > 1:
             bucket_allreduce(model.parameters(), gpc.mesh.group("dp"))
         return {"loss": loss if return_loss else None, "outputs": outputs}
 

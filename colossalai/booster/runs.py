@@ -1,8 +1,7 @@
-"""What a booster has boosted, for ``save`` and ``load``; it is let go with the objects of the training script."""
+"""What a booster has boosted, for ``save`` and ``load``."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,21 +12,21 @@ from colossalai.checkpoint_io.writing import Writer
 
 
 class Runs:
-    """Models with their companions, in the order in which they were boosted, as long as they live."""
+    """Models with their companions, in the order in which they were boosted.
+
+    They stay as long as the booster does: a script may go on with the bare model, and a reference that does not keep the wrappers
+    alive would forget a model without a word.
+    """
 
     def __init__(self) -> None:
-        self._of: list[tuple[Any, ...]] = []
+        self._runs: list[Run] = []
         self.writer = Writer()
 
-    def add(self, model: nn.Module, *companions: Any) -> None:
-        self._of.append(tuple(None if part is None else weakref.ref(part) for part in (model, *companions)))
+    def add(self, model: nn.Module, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> None:
+        self._runs.append(Run(model, optimizer, lr_scheduler, dataloader))
 
     def state(self, plan: dict[str, Any], extra: Mapping[str, Any]) -> RunState:
         """What is to be saved or loaded."""
-        self._of = [parts for parts in self._of if parts[0]() is not None]
-        if not self._of:
-            raise RuntimeError(
-                "this booster has boosted no model (that is still there), so it has nothing to save or load"
-            )
-        alive: list[Any] = [[None if part is None else part() for part in parts] for parts in self._of]
-        return RunState([Run(*parts) for parts in alive], plan, extra)
+        if not self._runs:
+            raise RuntimeError("this booster has boosted no model, so it has nothing to save or load")
+        return RunState(self._runs, plan, extra)

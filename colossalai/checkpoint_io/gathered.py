@@ -1,4 +1,6 @@
-"""Checkpoints under a plan that cuts tensors over ranks (as ``DTensor``); the files are those of whole tensors.
+"""Checkpoints under a plan that cuts tensors over ranks; the files are those of whole tensors.
+
+A cut tensor is one with a method ``full_tensor``, which every rank must call: ``DTensor``, or ZeRO's states in slices.
 
 Saving gathers one tensor at a time, and only the rank that writes keeps it, on its CPU: all of the file that is being
 written, never more.  Loading reads the files on every rank, and each keeps its own part.  So a checkpoint does not know
@@ -28,6 +30,9 @@ from colossalai.interface import user_module
 
 Part = tuple[dict[Any, Any], float]
 
+# The attribute of a parameter of an optimizer that is a slice of one of the model; its ``fit`` cuts a loaded value.
+PIECE = "zero_piece"
+
 
 class GatheredCheckpointIO(ReplicatedCheckpointIO):
     """Saving is a collective, as in ``ReplicatedCheckpointIO``; loading is not.
@@ -37,6 +42,8 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
 
     def fit(self, value: Any, target: Any) -> Any:
         """Cut a whole tensor like ``target``; one of another shape is left to the error that follows, or is a count."""
+        if (piece := getattr(target, PIECE, None)) is not None:
+            return piece.fit(value)
         if not is_cut(target) or not isinstance(value, Tensor) or value.shape != target.shape:
             return value
         from torch.distributed.tensor import distribute_tensor
@@ -74,8 +81,9 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
 
     def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path, gather_dtensor: bool) -> None:
         _check(gather_dtensor)
-        rest = optimizer.state_dict()
+        rest = _state_of(optimizer)
         parts = _gather(rest.pop("state"), float("inf"), self.is_writer)
+        rest = _whole(rest, self.is_writer)
 
         def write() -> None:
             save_state_dict({"state": next(parts, ({}, 0.0))[0], **rest}, checkpoint)
@@ -91,7 +99,7 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         size_per_shard: float,
     ) -> None:
         _check(gather_dtensor)
-        states, rest = spread_over_states(optimizer.state_dict())
+        states, rest = spread_over_states(_state_of(optimizer))
         parts = _gather(states, size_per_shard, self.is_writer)
         self._write_while_gathering(partial(write_optimizer_shards, parts, rest, checkpoint, prefix), parts)
 
@@ -112,8 +120,14 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
 
 
 def is_cut(value: Any) -> bool:
-    """Whether ``value`` is a ``DTensor``; by name, as importing the class takes long."""
-    return any(base.__name__ == "DTensor" for base in type(value).__mro__)
+    """Whether other ranks hold other parts of ``value``."""
+    return isinstance(value, Tensor) and hasattr(value, "full_tensor")
+
+
+def _state_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer with its cut tensors as they are; what lies below wrappers answers."""
+    ask: Callable[[], dict[str, Any]] = getattr(optimizer, "sharded_state_dict", optimizer.state_dict)
+    return ask()
 
 
 def _gather(state: Mapping[Any, Any], max_shard_size: float, keep: bool) -> Iterator[Part]:
@@ -132,6 +146,8 @@ def _gather(state: Mapping[Any, Any], max_shard_size: float, keep: bool) -> Iter
 
 def whole_tensor(value: Any) -> Tensor:
     """All of a cut tensor, on every rank, on a device where its backend can gather."""
+    if not hasattr(value, "device_mesh"):
+        return value.full_tensor()
     mesh = value.device_mesh
     # Under gloo the parts travel from host memory: torch 2.11 crashes when it gathers CUDA tensors there.  NCCL knows
     # the devices of the mesh only, while the parts of an offloaded tensor wait on the CPU.

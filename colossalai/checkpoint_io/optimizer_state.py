@@ -142,7 +142,8 @@ class OptimizerState:
                     if target is not holding.value:
                         states[state] = target
                     wants.append(self._want(holding, source, target))
-            states |= {k: decode(v, f"{key}/{k}") for k, v in said["states"].get(key, {}).items()}
+            plain = {} if holding.is_empty else said["states"].get(key, {})
+            states |= {k: decode(v, f"{key}/{k}") for k, v in plain.items()}
             loaded[holding.value] = states
         return wants, lambda: self._commit(loaded, options, said)
 
@@ -150,6 +151,8 @@ class OptimizerState:
         self, holding: Holding, key: str, stored: States, manifest: Manifest
     ) -> dict[str, StoredTensor]:
         """The stored states of a parameter; if it needs an fp32 master and none is stored, then the weight is the master."""
+        if holding.is_empty:
+            return {}
         found = dict(stored.get(key, {}))
         has_master = not holding.is_itself and holding.value.dtype != holding.param.dtype
         in_state = isinstance(self.raw, MultiTensorOptimizer) and wide(holding.value) != holding.value.dtype

@@ -2,11 +2,14 @@
 
 A safetensors file tells where each tensor lies and is mapped into memory, so only the piece that is copied is read from
 it; at no time does a rank hold more of a tensor than its piece.  The model may be on the meta device: it gets its memory here.
+
+A model may also be a stage of a pipeline, or several.  A stage knows the names of the whole model, so what belongs to other
+stages is passed over, and a weight that is tied to one of theirs is read under either name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +22,7 @@ from colossalai.checkpoint_io.names import get_base_filenames
 from colossalai.mesh import Layout, Mesh, full_shape, local_slices, placement, serial_form
 from colossalai.nn.layer import ParallelLayer
 from colossalai.nn.modes import current
+from colossalai.nn.policies.stage import Stage
 from colossalai.utils import get_current_device
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,23 +46,30 @@ def load_pretrained(
     """Fill ``model`` with the weights in ``path`` and return it.
 
     ``path`` is a safetensors file, or a folder as ``save_pretrained`` writes it: ``model.safetensors``, or shards with an
-    index.  What is on the meta device gets memory on ``device``, by default the current one.  With ``strict=False``
+    index.  ``model`` may be what ``colossalai.pipeline.split_model`` returns.  What is on the meta device gets memory on ``device``, by default the current one.  With ``strict=False``
     tensors that only one side has are passed over; those on the meta device must be there.  ``mesh`` is that on which the
     model was cut, and found without being given.
 
     All is compared before anything is read; nothing is communicated.
     """
     path = Path(path)
-    own = dict(model.state_dict(keep_vars=True))
-    stored = _stored(path)
-    sources, unknown = _assign(model, own, stored)
-    _check(model, path, own, sources, unknown if strict else [], strict)
+    stages = _stages(model)
+    own = {name: tensor for s in stages for name, tensor in s.state_dict(keep_vars=True).items()}
+    sources, unknown = _assign(stages[0], own, _stored(path))
+    _check(stages[0], path, own, sources, unknown if strict else [], strict)
     mesh = mesh or _mesh_of(model)
     device = torch.device(device or get_current_device())
     for target, value in _pieces(own, sources, mesh):
         _write(model, target, value, device)
-    _fill_buffers(model, device)
+    for stage in stages:
+        _fill_buffers(stage, device)
     return model
+
+
+def _stages(model: nn.Module) -> Sequence[nn.Module]:
+    """The stages of one model that ``model`` is a list of; any other model itself."""
+    inner = list(model) if isinstance(model, nn.ModuleList) else []
+    return inner if inner and all(isinstance(stage, Stage) for stage in inner) else [model]
 
 
 def _stored(path: Path) -> dict[str, Path]:
@@ -79,21 +90,29 @@ def _assign(
     model: nn.Module, own: dict[str, Tensor], stored: dict[str, Path]
 ) -> tuple[dict[str, Source], list[str]]:
     """What is stored for each name of the model, and the stored names that the model does not know."""
-    rename = _renaming(model, own)
-    buffers = {
-        name for name, _ in model.named_buffers()
-    }  # those that are not saved any more: older files have them
-    sources, unknown = {}, []
+    known = _known(model, own)
+    rename = _renaming(model, known)
+    sources: dict[str, Source] = {}
+    unknown = []
     for name, file in stored.items():
-        to = name if name in own else rename(name)
-        if to in own:
-            sources[to] = Source(file, name)
-        elif to not in buffers:
+        to = name if name in known else rename(name)
+        if to not in known:
             unknown.append(name)
+        for target in known.get(to, ()):
+            if target in own:
+                sources.setdefault(target, Source(file, name))
     return sources, unknown
 
 
-def _renaming(model: nn.Module, own: dict[str, Tensor]) -> Any:
+def _known(model: nn.Module, own: dict[str, Tensor]) -> Mapping[str, tuple[str, ...]]:
+    """The names that a file may have, and for each those of the model's state that it fills."""
+    if isinstance(model, Stage):
+        return model.share.names
+    # buffers that are not saved any more: older files have them
+    return {**{name: () for name, _ in model.named_buffers()}, **{name: (name,) for name in own}}
+
+
+def _renaming(model: nn.Module, known: Mapping[str, Any]) -> Any:
     """How transformers finds the tensors of files with older names, or of a model with or without a head."""
     prefix = getattr(model, "base_model_prefix", None)
     if not prefix:
@@ -103,7 +122,7 @@ def _renaming(model: nn.Module, own: dict[str, Tensor]) -> Any:
 
     changes = get_model_conversion_mapping(model)  # type: ignore[arg-type]
     names = [change for change in changes if isinstance(change, WeightRenaming)]
-    return lambda name: rename_source_key(name, names, [], prefix, own)[0]
+    return lambda name: rename_source_key(name, names, [], prefix, dict(known))[0]
 
 
 def _check(

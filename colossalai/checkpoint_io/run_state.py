@@ -134,6 +134,7 @@ class _Loading:
 
     def prepare(self) -> list[str]:
         """Find all that is wanted; returns the stored names that this rank has a use for."""
+        self._check_count()
         for i, run in enumerate(self.runs):
             model = ModelState(run.model, _section("model", i))
             wants, missing = self._named(model.wants, self.manifest, _section("optimizer", i))
@@ -148,6 +149,14 @@ class _Loading:
         self._prepare_random()
         self.reader.check_wants(self.wants)
         return [want.source.name for want in self.wants]
+
+    def _check_count(self) -> None:
+        stored = sum(key.startswith("model") for key in self.manifest.values)
+        if stored != len(self.runs):
+            raise RuntimeError(
+                f"{self.reader.folder} was saved by a booster that had boosted {stored} models, and this one has boosted"
+                f" {len(self.runs)}; use a booster for the models that belong together"
+            )
 
     def _prepare_optimizer(self, optimizer: Optimizer, model: ModelState, section: str) -> None:
         if section not in self.manifest.values:

@@ -9,6 +9,7 @@ from typing import Any
 from colossalai.amp import AMP_TYPE
 from colossalai.booster.mixed_precision import PRECISIONS, MixedPrecision, mixed_precision_factory
 from colossalai.context.config import ConfigException
+from colossalai.engine.zero_section import check_zero
 
 # The mixed precision of a config, by the name it has for Booster.
 PRECISION_OF = {AMP_TYPE.TORCH: "fp16", AMP_TYPE.NAIVE: "fp16_naive", AMP_TYPE.APEX: "fp16_apex"}
@@ -19,6 +20,7 @@ class Features:
     """The sections of a config that ``initialize`` reads."""
 
     precision: MixedPrecision | None = None
+    zero: Mapping[str, Any] | None = None
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
     handlers: tuple[Mapping[str, Any], ...] = ()
     accumulate: int = 1
@@ -32,6 +34,7 @@ class Features:
         _check_combination(config, pipeline_size)
         return cls(
             precision=_precision(config.get("fp16")),
+            zero=config.get("zero"),
             ddp_options=config.get("torch_ddp") or {},
             handlers=tuple(config.get("gradient_handler") or config.get("gradient_handlers") or ()),
             accumulate=config.get("gradient_accumulation") or 1,
@@ -48,7 +51,16 @@ def _check_combination(config: Mapping[str, Any], pipeline_size: int) -> None:
             "config has both 'fp16' and 'zero'; ZeRO does its own mixed precision, so keep one of them"
         )
     if zero is not None:
-        raise ConfigException("config has a 'zero' section, but this version has no ZeRO yet; remove it")
+        check_zero(zero)
+        if config.get("torch_ddp"):
+            raise ConfigException(
+                "config has both 'torch_ddp' and 'zero', two ways to average gradients; keep one"
+            )
+        handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
+        if any(handler.get("type") == "DataParallelGradientHandler" for handler in handlers):
+            raise ConfigException(
+                "config has 'zero', which averages gradients itself, and the handler DataParallelGradientHandler; remove one"
+            )
     if pipeline_size > 1 and fp16 is not None and _mode(fp16) is not AMP_TYPE.NAIVE:
         raise ConfigException(
             f"config has a pipeline and fp16 mode {_mode(fp16)}; a pipeline works with AMP_TYPE.NAIVE only"

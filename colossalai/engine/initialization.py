@@ -26,6 +26,7 @@ from colossalai.engine.gradient_accumulation import accumulate_gradient
 from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler, build_gradient_handler
 from colossalai.engine.ophooks import BaseOpHook
 from colossalai.engine.schedule import BaseSchedule, InterleavedPipelineSchedule, PipelineSchedule
+from colossalai.engine.zero_section import zero_plugin
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
@@ -141,7 +142,9 @@ def _schedule() -> BaseSchedule | None:
 
 
 def _plugin(features: Features, mode: ParallelMode) -> Plugin | None:
-    """DDP averages gradients over ``mode``, unless there is nothing to average or handlers do so."""
+    """DDP averages gradients over ``mode``, unless ZeRO or handlers do so or there is nothing to average."""
+    if features.zero is not None:
+        return zero_plugin(features.zero, gpc.get_group(mode))
     if gpc.get_world_size(mode) == 1 or features.handlers or is_using_pp():
         if features.ddp_options:
             by_handlers = features.handlers or is_using_pp()
@@ -156,7 +159,7 @@ def _plugin(features: Features, mode: ParallelMode) -> Plugin | None:
 
 def _handlers(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:
     configs = list(features.handlers)
-    if is_using_pp() and not configs and gpc.get_world_size(ParallelMode.DATA) > 1:
+    if is_using_pp() and not configs and features.zero is None and gpc.get_world_size(ParallelMode.DATA) > 1:
         # once after all micro-batches, where DDP would do so after each
         configs.append({"type": "DataParallelGradientHandler"})
     shared = {"type": "PipelineSharedModuleGradientHandler"}

@@ -26,3 +26,8 @@ class Holding:
     @property
     def is_itself(self) -> bool:
         return self.value is self.param
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all elements are with other ranks."""
+        return self.start == self.end

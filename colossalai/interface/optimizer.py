@@ -67,6 +67,11 @@ class OptimizerWrapper(Optimizer):
         return isinstance(self.optim, OptimizerWrapper) and self.optim.skips_steps
 
     @property
+    def averages_gradients(self) -> bool:
+        """Whether the optimizer itself averages the gradients of the data-parallel ranks, at the latest in ``step``."""
+        return isinstance(self.optim, OptimizerWrapper) and self.optim.averages_gradients
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether the last ``step`` was skipped."""
         return isinstance(self.optim, OptimizerWrapper) and self.optim.step_was_skipped

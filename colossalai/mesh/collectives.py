@@ -102,9 +102,14 @@ def count_communication() -> Iterator[CommunicationLog]:
         _active_logs[:] = [other for other in _active_logs if other is not log]
 
 
-def _record(kind: Kind, mesh: Mesh, axis: str, nbytes: int) -> None:
+def note_transfer(kind: Kind, axis: str, size: int, nbytes: int) -> None:
+    """Put a collective among ``size`` ranks into the account; for plans that talk to a group themselves."""
     for log in _active_logs:
-        log.transfers.append(Transfer(kind, axis, mesh.size[axis], nbytes))
+        log.transfers.append(Transfer(kind, axis, size, nbytes))
+
+
+def _record(kind: Kind, mesh: Mesh, axis: str, nbytes: int) -> None:
+    note_transfer(kind, axis, mesh.size[axis], nbytes)
 
 
 def _nbytes(x: Tensor) -> int:
@@ -141,8 +146,7 @@ def gather_numbers(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The number ``x`` of every rank of a group that is no axis of a mesh of ours."""
     numbers = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(numbers, x, group=group)
-    for log in _active_logs:
-        log.transfers.append(Transfer("all_gather", "other", len(numbers), len(numbers) * _nbytes(x)))
+    note_transfer("all_gather", "other", len(numbers), len(numbers) * _nbytes(x))
     return torch.stack(numbers)
 
 

@@ -91,21 +91,31 @@ def clip_grads(
     others: Sequence[dist.ProcessGroup] = (),
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most ``max_norm``; returns the norm before."""
+    check_clipping(max_norm, norm_type)
+    params = [p for p in params if p.grad is not None]
+    norm = grad_norm(params, mesh, norm_type, others=others)
+    multiply_all([own_part(p.grad) for p in params], clip_factor(norm, max_norm, error_if_nonfinite))
+    return norm
+
+
+def check_clipping(max_norm: Any, norm_type: Any) -> None:
+    """Refuse what no gradient can be clipped to."""
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not isinstance(value, Real | Tensor):
             raise TypeError(f"clipping needs a number as {name}, got {value!r}")
     if not max_norm >= 0:
         raise ValueError(f"clipping needs a max_norm of at least 0, got {max_norm}")
-    params = [p for p in params if p.grad is not None]
-    norm = grad_norm(params, mesh, norm_type, others=others)
+
+
+def clip_factor(norm: Tensor, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+    """What gradients of ``norm`` are multiplied by, so that it is at most ``max_norm``."""
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
             f"the norm of all gradients is {norm.item()}, so they cannot be clipped; pass error_if_nonfinite=False to"
             " clip nevertheless"
         )
     # torch's own formula, so that both clip alike
-    multiply_all([own_part(p.grad) for p in params], (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def own_part(tensor: Any) -> Tensor:

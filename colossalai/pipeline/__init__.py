@@ -2,5 +2,7 @@
 
 from colossalai.pipeline.layer_spec import LayerSpec
 from colossalai.pipeline.pipelinable import PipelinableContext, PipelinableModel
+from colossalai.pipeline.saving import save_pretrained
+from colossalai.pipeline.split import split_model
 
-__all__ = ["LayerSpec", "PipelinableContext", "PipelinableModel"]
+__all__ = ["LayerSpec", "PipelinableContext", "PipelinableModel", "save_pretrained", "split_model"]

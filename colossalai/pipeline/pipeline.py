@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from colossalai.amp.casting import cast_floats
-from colossalai.amp.naive_amp import NaiveAMPModel
+from colossalai.amp.casting import CastModel, cast_floats
 from colossalai.interface.batch import Criterion, loss_of
 from colossalai.interface.nest import batch_size
 from colossalai.mesh import Mesh
@@ -62,7 +61,7 @@ class Pipeline:
         self._evaluation = self.timetable.forward_only(microbatches)
         self.rank = pipeline_rank(mesh)
         self._caller = StageCaller(model)
-        self._casts_output = isinstance(model, NaiveAMPModel)
+        self._casts_output = isinstance(model, CastModel)
         first = next((p for p in model.parameters() if p.is_floating_point()), None)
         device = torch.device(mesh.device_type) if first is None else first.device
         known = None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
+from colossalai.mesh.parameter import SHARED_GROUP
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.partition import Parts
+from colossalai.utils.bucket import bucket_allreduce
 
 
 class Use(NamedTuple):
@@ -35,9 +38,14 @@ def shared_parameters(
 
 
 def tie_stages(
-    layers: Sequence[nn.Module], parameters: Sequence[Mapping[str, nn.Parameter]], parts: Parts, rank: int
+    layers: Sequence[nn.Module] | Mapping[int, nn.Module],
+    parameters: Sequence[Mapping[str, nn.Parameter]],
+    parts: Parts,
+    rank: int,
 ) -> None:
     """Share what the stages hold together: ``layers`` are as ``rank`` has built them, ``parameters`` as the model had them.
+
+    Of ``layers`` those of ``rank`` are enough, by their numbers in the model.
 
     Every rank of the job calls it.  Without a launched pipeline there is nobody to share with.
     """
@@ -50,3 +58,27 @@ def tie_stages(
         own = next((use for use in uses if use.rank == rank), None)
         if own is not None:  # further uses on this rank are of the same parameter
             wrappers[ranks].register_parameter(layers[own.layer].get_parameter(own.name))
+
+
+def sum_shared_gradients(parameters: Iterable[Tensor]) -> None:
+    """Add the gradients of those ``parameters`` that several stages share, over these stages."""
+    shared: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        if (group := getattr(p, SHARED_GROUP, None)) is not None:
+            shared.setdefault(group, []).append(p)
+    for group, params in shared.items():
+        bucket_allreduce(params, group, average=False)
+
+
+@contextmanager
+def shared_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Add the gradients that come into being inside over the stages; those from before, which are sums already, stay."""
+    shared = [p for p in parameters if hasattr(p, SHARED_GROUP)]
+    before = [p.grad for p in shared]
+    for p in shared:
+        p.grad = None
+    yield
+    sum_shared_gradients(shared)
+    for p, grad in zip(shared, before, strict=True):
+        if grad is not None:
+            p.grad = grad if p.grad is None else grad.add_(p.grad)

@@ -54,13 +54,17 @@ class DataParallelSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         indices = self._order(len(cast(Sized, self.dataset)))
-        start = self.start if self.epoch == self.start_epoch else 0
-        self.start = 0
+        start, self.start = self.first_sample, 0
         self.epoch += 1
         total = self.num_samples * self.num_replicas
         while len(indices) < total:
             indices += indices[: total - len(indices)]
         return iter(indices[start + self.rank : total : self.num_replicas])
+
+    @property
+    def first_sample(self) -> int:
+        """The first sample of the next pass, counted over all ranks: 0, unless that pass is resumed."""
+        return self.start if self.epoch == self.start_epoch else 0
 
     def resume(self, epoch: int, start: int) -> None:
         """Let the next pass be pass number ``epoch``, without its first ``start`` samples, counted over all ranks."""
@@ -95,7 +99,7 @@ class PositionedDataLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         own = self._own_sampler()
-        self._skipped = own.start if own is not None and own.epoch == own.start_epoch else 0
+        self._skipped = own.first_sample if own is not None else 0
         self._epoch = own.epoch if own is not None else self._epoch
         skip, self._to_skip, self._batches = self._to_skip, 0, 0
         self._is_in_pass = True
@@ -117,7 +121,9 @@ class PositionedDataLoader(DataLoader):
         """The number of the pass that the next batch belongs to, and how many samples of it are behind."""
         own = self._own_sampler()
         if not self._is_in_pass:
-            return {"epoch": own.epoch if own is not None else self._epoch, "samples": 0}
+            if own is None:
+                return {"epoch": self._epoch, "samples": self._to_skip * self._per_step()}
+            return {"epoch": own.epoch, "samples": own.first_sample}
         replicas = own.num_replicas if own is not None else 1
         done = self._skipped + self._batches * (self.batch_size or 1) * replicas
         total = own.num_samples * replicas if own is not None else None

@@ -33,6 +33,8 @@ ELEMENTWISE = frozenset(
 )
 # Options by which kinds of optimizers differ: Adam has betas, SGD a momentum, RMSprop a momentum and an alpha.
 KIND = ("betas", "momentum", "alpha", "rho", "lambd", "etas", "lr_decay", "beta2_decay")
+# The attribute of a parameter that is a slice of another: the shape of that, which the states of a serial run have.
+SERIAL_SHAPE = "serial_shape"
 NAMED = 6  # so many misfits are listed, the others counted
 
 
@@ -68,12 +70,13 @@ def _misfits(
         for number, parameter in zip(saved["params"], own["params"], strict=True):
             present = optimizer.state.get(parameter, {})
             for name, value in states.get(number, {}).items():
-                if not isinstance(value, Tensor) or value.shape == parameter.shape:
+                whole = getattr(parameter, SERIAL_SHAPE, parameter.shape)
+                if not isinstance(value, Tensor) or value.shape in (parameter.shape, whole):
                     continue
                 if name in ELEMENTWISE or _is_like(present.get(name), parameter):
                     yield (
                         f"{name} of parameter {number} has shape {tuple(value.shape)}, the parameter"
-                        f" {tuple(parameter.shape)}"
+                        f" {tuple(whole)}"
                     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import colossalai.nn as col_nn
 from colossalai.booster import Booster
-from colossalai.booster.plugin import Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from colossalai.booster.plugin import LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.checkpoint_io.manifest import read_manifest
 from colossalai.checkpoint_io.reading import Reader
 from colossalai.context import ParallelMode
@@ -34,7 +35,7 @@ class Family:
 
     ranks: int
     parallel: dict[str, Any] = field(default_factory=dict)
-    plugin: type[Plugin] | None = None
+    plugin: Callable[[], Plugin] | None = None
     chunks: int = 1
 
     @property
@@ -51,12 +52,17 @@ def _pipeline(schedule: str, size: int = 2) -> dict[str, Any]:
 
 
 DDP, FSDP = TorchDDPPlugin, TorchFSDPPlugin
+ZERO1, ZERO2 = (partial(LowLevelZeroPlugin, stage=stage, precision="fp32") for stage in (1, 2))
 FAMILIES = {
     "serial": Family(1),
     "ddp2": Family(2, plugin=DDP),
     "ddp4": Family(4, plugin=DDP),
     "fsdp2": Family(2, plugin=FSDP),
     "fsdp4": Family(4, plugin=FSDP),
+    "zero1-2": Family(2, plugin=ZERO1),
+    "zero2-4": Family(4, plugin=ZERO2),
+    "zero1-2-1d2": Family(4, _tensor("1d", 2), ZERO1),
+    "zero1-2-pp2": Family(4, _pipeline("1f1b"), ZERO1),
     "1d-2": Family(2, _tensor("1d", 2)),
     "1d-4": Family(4, _tensor("1d", 4)),
     "2d-4": Family(4, _tensor("2d", 4)),

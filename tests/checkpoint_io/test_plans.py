@@ -12,7 +12,7 @@ from tests.checkpoint_io.families import FAMILIES, Job, batches, start, stored_t
 
 BEFORE, AFTER = 2, 3
 # What CI runs; all pairs take `make test-all`.
-SAMPLE = ("serial", "fsdp2", "1d-2", "2d-4", "interleaved")
+SAMPLE = ("serial", "fsdp2", "zero1-2-1d2", "2d-4", "interleaved")
 
 
 def _save(rank: int, world_size: int, port: int, name: str, folder: Path) -> list[float]:
@@ -71,6 +71,7 @@ def test_all_pairs(tmp_path_factory: pytest.TempPathFactory, target: str) -> Non
     serial = folder / "serial"
     assert serial.exists()
     reference = spawn(_load, 1, name="serial", sources=["serial"], folder=folder)[0][0]
-    found = spawn(_load, FAMILIES[target].ranks, name=target, sources=list(FAMILIES), folder=folder)[0]
+    ranks = FAMILIES[target].ranks
+    found = spawn(_load, ranks, timeout=300, name=target, sources=list(FAMILIES), folder=folder)[0]
     for source, losses in zip(FAMILIES, found, strict=True):
         assert losses == pytest.approx(reference, rel=1e-5), f"{source} to {target}"

@@ -17,7 +17,6 @@ SPEC = next((folder for folder in _BESIDE if folder.is_dir()), None)
 
 # What a page shows and a later issue builds.
 LATER = {
-    "colossalai.booster.plugin.LowLevelZeroPlugin": "issue E: ZeRO",
     "colossalai.booster.plugin.GeminiPlugin": "issue E: ZeRO",
 }
 

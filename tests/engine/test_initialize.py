@@ -96,7 +96,22 @@ def test_with_handlers_replicas_start_alike_without_ddp() -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"fp16": {"mode": AMP_TYPE.TORCH}, "zero": {"level": 3}}, ConfigException, "both 'fp16' and 'zero'"),
-    ({"zero": {"level": 3}}, ConfigException, "this version has no ZeRO yet"),
+    ({"zero": {"level": 4}}, ConfigException, "needs level=1 or level=2, got level=4"),
+    (
+        {"zero": {"level": 2, "overlap": True}},
+        ConfigException,
+        "'zero' does not know 'overlap'; it takes level",
+    ),
+    (
+        {"zero": {"level": 1}, "torch_ddp": {"bucket_cap_mb": 1}},
+        ConfigException,
+        "both 'torch_ddp' and 'zero'",
+    ),
+    (
+        {"zero": {"level": 1}, "gradient_handler": [{"type": "DataParallelGradientHandler"}]},
+        ConfigException,
+        "averages gradients itself",
+    ),
     ({"fp16": {}}, ConfigException, "section 'fp16' needs a mode"),
     ({"fp16": {"mode": "bf16"}}, ConfigException, r"one of AMP_TYPE.APEX, .* got 'bf16'"),
     (

@@ -131,7 +131,7 @@ def compare_all(device: str) -> None:
 @pytest.mark.parametrize("way", ["foreach", "blocks", "native"])
 def test_adam_with_tails(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "BLOCK", 1024)
-    monkeypatch.setattr(native, "BLOCK", 1024)
+    monkeypatch.setattr(native, "LEAST", 1024)
     compare_with_tails(way, "cpu")
 
 
@@ -141,7 +141,7 @@ def test_adam_with_tails(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("way", ["blocks", "native"])
 def test_adam_in_blocks(way: str, grad: torch.dtype, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "BLOCK", 1024)
-    monkeypatch.setattr(native, "BLOCK", 1024)
+    monkeypatch.setattr(native, "LEAST", 1024)
     compare("adam", way, grad, half, "cpu")
 
 

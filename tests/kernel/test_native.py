@@ -27,7 +27,7 @@ OPTIONS = adam.AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay
 
 
 def test_the_number_of_threads_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "BLOCK", 100)
+    monkeypatch.setattr(native, "LEAST", 100)
     found = []
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)

@@ -4,5 +4,6 @@ from colossalai.booster.plugin.base import Plugin
 from colossalai.booster.plugin.ddp import TorchDDPPlugin
 from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.booster.plugin.fsdp import TorchFSDPPlugin
+from colossalai.booster.plugin.low_level_zero import LowLevelZeroPlugin
 
-__all__ = ["DPPluginBase", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ = ["DPPluginBase", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]

@@ -13,6 +13,7 @@ from colossalai.engine.gradient_handler.handlers import (
     DataParallelGradientHandler,
     PipelineSharedModuleGradientHandler,
     SequenceParallelGradientHandler,
+    ZeROGradientHandler,
 )
 from colossalai.mesh.parameter import SHARED_GROUP
 from colossalai.registry import GRADIENT_HANDLER
@@ -44,6 +45,7 @@ __all__ = [
     "DataParallelGradientHandler",
     "PipelineSharedModuleGradientHandler",
     "SequenceParallelGradientHandler",
+    "ZeROGradientHandler",
     "bucket_allreduce",
     "build_gradient_handler",
 ]

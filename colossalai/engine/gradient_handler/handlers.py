@@ -6,12 +6,10 @@ use one weight together add, since the loss depends on it through each use.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler.base import BaseGradientHandler
-from colossalai.mesh.parameter import SHARED_GROUP
+from colossalai.pipeline.tied import sum_shared_gradients
 from colossalai.registry import GRADIENT_HANDLER
 from colossalai.utils import is_ddp_ignored
 from colossalai.utils.bucket import bucket_allreduce
@@ -34,6 +32,19 @@ class DataParallelGradientHandler(_AveragingHandler):
 
 
 @GRADIENT_HANDLER.register_module
+class ZeROGradientHandler(BaseGradientHandler):
+    """Lets a ZeRO optimizer average its gradients now; it would do so by itself in its step."""
+
+    def handle_gradient(self) -> None:
+        if not getattr(self._optimizer, "averages_gradients", False):
+            raise TypeError(
+                f"ZeROGradientHandler needs an optimizer of ZeRO, got {type(self._optimizer).__name__}; add a 'zero' section"
+                " to the config"
+            )
+        self._optimizer.unscale_grad()
+
+
+@GRADIENT_HANDLER.register_module
 class SequenceParallelGradientHandler(_AveragingHandler):
     """Averages gradients over all ranks that hold other samples or other parts of the sequences."""
 
@@ -45,9 +56,4 @@ class PipelineSharedModuleGradientHandler(BaseGradientHandler):
     """Adds the gradients of weights that several pipeline stages share (see ``pipeline_shared_module_pg``)."""
 
     def handle_gradient(self) -> None:
-        shared: dict[object, list[Tensor]] = {}
-        for p in self._model.parameters():
-            if (group := getattr(p, SHARED_GROUP, None)) is not None:
-                shared.setdefault(group, []).append(p)
-        for group, params in shared.items():
-            bucket_allreduce(params, group, average=False)  # type: ignore[arg-type]
+        sum_shared_gradients(self._model.parameters())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
+
 from colossalai.kernel.adam import adam_
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.nn.optimizer.base import Bucket
@@ -14,6 +16,7 @@ from colossalai.registry import OPTIMIZERS
 
 class _Adam(MomentsOptimizer):
     splits = True
+    divides = True
 
     def __init__(
         self,
@@ -38,6 +41,10 @@ class _Adam(MomentsOptimizer):
         """
         self._div_scale = div_scale
         return super().step(closure)
+
+    def step_on(self, parameters: Iterable[Tensor], div_scale: float = -1) -> None:
+        self._div_scale = div_scale
+        super().step_on(parameters)
 
     def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
         options = AdamOptions(

@@ -66,6 +66,7 @@ class MultiTensorOptimizer(Optimizer):
 
     elementwise = True  # every element of a parameter is updated without knowing the others
     splits = False  # ``update`` takes the weights of a bfloat16 parameter as the parameter and its tail
+    divides = False  # ``step`` and ``step_on`` take a ``div_scale``
     devices: tuple[str, ...] = ()  # where parameters may be; empty: anywhere
 
     @abstractmethod
@@ -102,29 +103,46 @@ class MultiTensorOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for parameter in self._parameters():  # all of them, before the first is changed
-            if (grad := parameter.grad) is not None and (
-                grad.is_sparse or self.devices or not self.elementwise
-            ):
-                self.check(parameter)
-        groups = [(group, list(self.buckets(group))) for group in self.param_groups]
-        self.prepare([bucket for _, buckets in groups for bucket in buckets])
-        for group, buckets in groups:
+        self._update([(group, group["params"]) for group in self.param_groups])
+        return loss
+
+    @torch.no_grad()
+    def step_on(self, parameters: Iterable[Tensor]) -> None:
+        """``step`` for those of ``parameters`` that have a gradient, and nothing else; hooks of ``step`` are not called.
+
+        For a plan that updates one part of a model after the other: every part is updated with the options that its groups
+        have now.  Calls may come from another thread, but only one at a time.
+        """
+        wanted = {id(p) for p in parameters}
+        self._update(
+            [(group, [p for p in group["params"] if id(p) in wanted]) for group in self.param_groups]
+        )
+
+    def _update(self, groups: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        for _, parameters in groups:  # all of them, before the first is changed
+            for parameter in parameters:
+                if (grad := parameter.grad) is not None and (
+                    grad.is_sparse or self.devices or not self.elementwise
+                ):
+                    self.check(parameter)
+        ready = [(group, list(self.buckets(group, parameters))) for group, parameters in groups]
+        self.prepare([bucket for _, buckets in ready for bucket in buckets])
+        for group, buckets in ready:
             for bucket in buckets:
                 self.update(bucket, group)
-        for parameter in self._parameters():
-            if parameter.dtype in HALVES:
-                self.versions[parameter] = parameter._version
-        return loss
+        for _, parameters in groups:
+            for parameter in parameters:
+                if parameter.dtype in HALVES:
+                    self.versions[parameter] = parameter._version
 
     def prepare(self, buckets: list[Bucket]) -> None:
         """What must be known of all gradients before the first update."""
 
-    def buckets(self, group: dict[str, Any]) -> Iterable[Bucket]:
-        """The parameters of ``group`` that have a gradient; their number of steps goes up by one."""
+    def buckets(self, group: dict[str, Any], parameters: list[Any]) -> Iterable[Bucket]:
+        """Those of the ``parameters`` of ``group`` that have a gradient; their number of steps goes up by one."""
         # This runs for every parameter in every step, while a GPU may be waiting: no call is made without need.
         names = self.state_names(group)
-        parameters = [p for p in group["params"] if p.grad is not None]
+        parameters = [p for p in parameters if p.grad is not None]
         states = [self._ready_state(p, names) for p in parameters]
         if not parameters:
             return []
@@ -237,10 +255,10 @@ class MultiTensorOptimizer(Optimizer):
         found = super().state_dict()
         for index, parameter in zip(_indices(found["param_groups"]), self._parameters(), strict=True):
             if index in found["state"]:
-                found["state"][index] = self._portable(parameter)
+                found["state"][index] = self.portable_state(parameter)
         return found
 
-    def _portable(self, parameter: Tensor) -> dict[str, Any]:
+    def portable_state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of ``parameter`` with its master instead of a tail, which means nothing without the parameter."""
         state = dict(self.state[parameter])
         if "tail" in state:
@@ -252,7 +270,7 @@ class MultiTensorOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles."""
-        portable = defaultdict(dict, {p: self._portable(p) for p in self.state})
+        portable = defaultdict(dict, {p: self.portable_state(p) for p in self.state})
         return {**super().__getstate__(), "state": portable}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -59,7 +59,11 @@ class FusedLAMB(_Lamb):
     ``adam_w_mode``: weight decay is a part of the step, otherwise of the gradient.  ``grad_averaging``: the gradient enters
     the first moment with the factor 1 - beta1, otherwise 1.  Groups without weight decay have one learning rate for all
     tensors unless ``use_nvlamb``.
+
+    Where this rank steps only some of the parameters, ``known_norm`` is set to the norm of all gradients before each step.
     """
+
+    known_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -103,12 +107,12 @@ class FusedLAMB(_Lamb):
 
     def prepare(self, buckets: list[Bucket]) -> None:
         super().prepare(buckets)
-        limit = self.defaults["max_grad_norm"]  # one for all groups
+        limit, norm = self.defaults["max_grad_norm"], self.known_norm  # one for all groups
         if not buckets or limit == 0:
             return
-        norms = [norm for b in buckets for norm in private.norm(b.grads, 2, b.weights[0].dtype)]
-        home = norms[0].device
-        norm = torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms]))
+        if norm is None:
+            norms = [norm for b in buckets for norm in private.norm(b.grads, 2, b.weights[0].dtype)]
+            norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         divisor = torch.clamp(norm / limit, min=1.0)
         self._divisors = {b.weights[0].device: divisor.to(b.weights[0].device) for b in buckets}
 

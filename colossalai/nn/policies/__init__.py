@@ -1,9 +1,10 @@
 """Existing models, such as those of Hugging Face, made tensor-parallel by small tables.
 
 Read in this order: ``tables`` (which module of which architecture is cut how), ``rules`` (what can be done to a module),
-``adapt`` (what happens around a forward), ``parallelize``.  Nothing here imports transformers.
+``adapt`` (what happens around a forward), ``parallelize``; for the stages of pipelines ``depth`` and ``stage``.  Nothing here imports transformers.
 """
 
+from colossalai.nn.policies.depth import Depth
 from colossalai.nn.policies.parallelize import parallelize
 from colossalai.nn.policies.policy import Policy
 from colossalai.nn.policies.rules import (
@@ -24,6 +25,7 @@ from colossalai.nn.policies.tables import POLICIES
 __all__ = [
     "POLICIES",
     "Cut",
+    "Depth",
     "Gathered",
     "Head",
     "Heads",

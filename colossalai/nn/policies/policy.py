@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from colossalai.nn.policies.depth import Depth
 from colossalai.nn.policies.rules import Rule
 
 
@@ -24,6 +25,8 @@ class Policy:
     heads: tuple[str, ...] = ("num_attention_heads",)
     only_1d: bool = False
     """Whether it says nothing about the residual stream, which the other modes cut as well."""
+    depth: Depth | None = None
+    """Where it is cut into the stages of a pipeline; None if it cannot be."""
 
     def matches(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]:
         """Every module of ``model`` that has a rule, with its path."""

@@ -1,4 +1,4 @@
-"""The policies: for each architecture of Hugging Face, which module is cut how.
+"""The policies: for each architecture of Hugging Face, which module is cut how, and where the model is cut in depth.
 
 A path is matched against the end of a module's name; ``*`` stands for one part of it, and the empty path for the base
 model (``model.base_model``).  What no rule names is left alone in 1D, where all ranks hold the whole residual stream, and
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from colossalai.nn.policies.depth import Depth
 from colossalai.nn.policies.policy import Policy
 from colossalai.nn.policies.rules import (
     Cut,
@@ -49,6 +50,7 @@ GPT2 = Policy(
         "classifier": CLASSES,
         "qa_outputs": CLASSES,
     },
+    depth=Depth("h", entry=("wte", "wpe", "drop")),
 )
 
 BERT = Policy(
@@ -73,6 +75,7 @@ BERT = Policy(
         "classifier": CLASSES,
         "qa_outputs": CLASSES,
     },
+    depth=Depth("encoder.layer", entry=("embeddings",)),
 )
 
 
@@ -106,6 +109,7 @@ OPT = Policy(
         "score": CLASSES,
         "qa_outputs": CLASSES,
     },
+    depth=Depth("layers", entry=("embed_tokens", "embed_positions", "project_in")),
 )
 
 LLAMA = Policy(
@@ -132,6 +136,7 @@ LLAMA = Policy(
         "qa_outputs": CLASSES,
     },
     heads=("num_attention_heads", "num_key_value_heads"),
+    depth=Depth("layers", entry=("embed_tokens",)),
 )
 
 T5 = Policy(
@@ -160,6 +165,15 @@ T5 = Policy(
         "qa_outputs": CLASSES,
     },
     heads=("num_heads",),
+    depth=Depth(
+        "block",
+        entry=("shared", "embed_tokens"),
+        carries=(
+            "position_bias",
+            None,
+        ),  # the first block makes the bias of all; that of the encoder's states is zero
+        towers=("encoder", "decoder"),
+    ),
 )
 
 VIT = Policy(
@@ -181,6 +195,7 @@ VIT = Policy(
         "pooler.dense": Gathered(),
         "classifier": CLASSES,
     },
+    depth=Depth("layers", entry=("embeddings",)),
 )
 
 POLICIES = (GPT2, BERT, OPT, LLAMA, T5, VIT)

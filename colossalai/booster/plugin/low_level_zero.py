@@ -1,0 +1,210 @@
+"""``LowLevelZeroPlugin``: data parallelism whose optimizer states, and in stage 2 gradients, are cut over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from colossalai.amp.casting import CastModel, is_batch_norm
+from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
+from colossalai.booster.plugin.base import Configured
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend, replicas
+from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
+from colossalai.interface import below_compile, user_module
+from colossalai.mesh.norm import check_clipping
+from colossalai.utils import is_using_pp
+from colossalai.zero import LowLevelZeroOptimizer
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class LowLevelZeroModel(CastModel):
+    """A model whose inputs are cast to its precision; ``no_sync`` is passed on to its optimizer."""
+
+    optimizer: LowLevelZeroOptimizer | None = None
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        half = dtype if dtype != torch.float32 else None
+        # between stages half precision travels; the pipeline casts the output of the last one
+        super().__init__(module, half, torch.float32 if half is not None and not is_using_pp() else None)
+        self._local = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.optimizer is not None and torch.is_grad_enabled():
+            # as with torch's DDP, the forward pass decides for the backward pass that follows
+            self.optimizer.keep_gradients_local(self._local)
+        return super().forward(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._local = self._local, True
+        if self.optimizer is not None:
+            self.optimizer.keep_gradients_local(True)
+        try:
+            yield
+        finally:
+            self._local = before
+
+
+class LowLevelZeroPlugin(DPPluginBase):
+    """ZeRO-1 (optimizer states are cut) and ZeRO-2 (gradients too).
+
+    Args:
+        stage: 1 or 2.
+        precision: ``'fp16'``, ``'bf16'`` or ``'fp32'``, of weights, gradients and operations.  Optimizers keep the digits that half
+            precision lacks.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss scale of ``'fp16'``.
+        max_norm: the largest norm of all gradients; 0 does not clip.
+        norm_type: which norm that is.
+        reduce_bucket_size_in_m: millions of elements whose gradients travel together.
+        communication_dtype: in which gradients travel, by default in ``precision``.
+        overlap_communication: reduce gradients while the backward pass goes on.
+        cpu_offload: states stay in host memory, and the step is made there.
+        verbose: log how the parameters were cut, and changes of the loss scale.
+        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the launched config.
+    """
+
+    def __init__(
+        self,
+        stage: int = 1,
+        precision: str = "fp16",
+        initial_scale: float = 2**32,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        reduce_bucket_size_in_m: float = 12,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        cpu_offload: bool = False,
+        verbose: bool = False,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if stage not in (1, 2):
+            raise ValueError(
+                f"LowLevelZeroPlugin has the stages 1 and 2, got stage={stage!r}; GeminiPlugin is ZeRO-3"
+            )
+        if precision not in DTYPES:
+            raise ValueError(
+                f"LowLevelZeroPlugin needs precision as one of {', '.join(DTYPES)}, got {precision!r}"
+            )
+        if not reduce_bucket_size_in_m > 0:
+            raise ValueError(
+                f"LowLevelZeroPlugin needs reduce_bucket_size_in_m of more than 0, got {reduce_bucket_size_in_m!r}"
+            )
+        check_clipping(max_norm, norm_type)
+        self.stage, self.precision = stage, precision
+        everyone: Any = dist.group.WORLD
+        self._group: dist.ProcessGroup = process_group or replicas() or everyone
+        self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        scale = {
+            "initial_scale": initial_scale,
+            "min_scale": min_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "max_scale": max_scale,
+        }
+        DynamicGradScaler(**scale)  # type: ignore[arg-type]  # refuses what does not fit together
+        self.options: dict[str, Any] = {
+            **scale,
+            "clip_grad_norm": max_norm,
+            "norm_type": norm_type,
+            "reduce_bucket_size": max(1, round(reduce_bucket_size_in_m * 1024 * 1024)),
+            "communication_dtype": communication_dtype,
+            "overlap_communication": overlap_communication,
+            "cpu_offload": cpu_offload,
+            "verbose": verbose,
+            "partition_grad": stage == 2,
+            "process_group": self._group,
+        }
+
+    def supported_devices(self) -> list[str]:
+        return ["cpu", "cuda"]
+
+    def supported_precisions(self) -> list[str]:
+        return list(DTYPES)
+
+    def control_precision(self) -> bool:
+        return True
+
+    def control_device(self) -> bool:
+        return False
+
+    def support_no_sync(self) -> bool:
+        return True
+
+    def control_checkpoint_io(self) -> bool:
+        return True
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        return GatheredCheckpointIO(self._group)
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Configured:
+        module, dtype = user_module(model), DTYPES[self.precision]
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        check_backend(device)
+        _start_alike(module, self._group)
+        boosted = LowLevelZeroModel(model, dtype)
+        kept = [m for m in module.modules() if is_batch_norm(m)] if dtype != torch.float32 else []
+        if optimizer is not None:
+            boosted.optimizer = LowLevelZeroOptimizer(
+                optimizer,
+                forced_dtype=dtype if dtype != torch.float32 else None,
+                keep_dtype=[p for m in kept for p in m.parameters(recurse=False)],
+                **self.options,
+            )
+        _cast_rest(module, dtype, kept)
+        return boosted, boosted.optimizer or optimizer, criterion, dataloader, lr_scheduler
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        model = below_compile(model)
+        if not isinstance(model, LowLevelZeroModel):
+            raise TypeError(
+                f"no_sync needs the model that booster.boost returned under LowLevelZeroPlugin, got {type(model).__name__}"
+            )
+        return model.no_sync()
+
+
+def _start_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Replicas begin with the values of the first one, as DDP lets them."""
+    if dist.get_world_size(group) > 1:
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def _cast_rest(module: nn.Module, dtype: torch.dtype, kept: list[nn.Module]) -> None:
+    """Frozen parameters and buffers; what the optimizer trains has its dtype, and ``kept`` modules stay as they are."""
+    if dtype == torch.float32:
+        return
+    for part in module.modules():
+        if part in kept:
+            continue
+        for param in part.parameters(recurse=False):
+            if param.is_floating_point() and param.dtype != dtype:
+                param.data = param.data.to(dtype)
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(part, name, buffer.to(dtype))

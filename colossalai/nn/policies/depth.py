@@ -1,0 +1,173 @@
+"""How a model is cut in depth: what comes before its blocks, the blocks, and what comes after them.
+
+A policy says it in one row (``Depth``), so that a new architecture is a new row.  Nothing is said about masks, rotations or
+positions: every stage runs the model's own forward, which computes them from the batch.  Only the hidden states travel, and
+what a block passes on beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Paths from the module that holds both: the list of blocks, and the modules that make the first hidden states.
+
+    A block takes the hidden states as its first argument and returns them, and the next block takes them as they are.
+    Modules of ``entry`` that a model does not have, or has as None, are passed over; they may also lie beside a tower.
+    What is neither of both is the tail: norms and heads.
+    """
+
+    blocks: str
+    entry: tuple[str, ...]
+    carries: tuple[str | None, ...] = ()
+    """What a block returns after the hidden states, as the next block's argument; None for what it need not have."""
+    towers: tuple[str, ...] = ()
+    """The names of modules with such blocks, an encoder and then a decoder; empty if the model has one list of blocks."""
+
+
+@dataclass(frozen=True)
+class Tower:
+    """One list of blocks with what comes before and after it, by the paths of modules; its blocks have the ``numbers``."""
+
+    path: str
+    blocks: str
+    numbers: range
+    entry: tuple[str, ...]
+    tail: tuple[str, ...]
+
+    def block(self, number: int) -> str:
+        return f"{self.blocks}.{number - self.numbers.start}"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one model; blocks are numbered through all of its towers."""
+
+    towers: tuple[Tower, ...]
+    tail: tuple[str, ...]
+    carries: tuple[str | None, ...]
+
+    @property
+    def count(self) -> int:
+        return self.towers[-1].numbers.stop
+
+    @property
+    def paths(self) -> list[str]:
+        """All modules that may be elsewhere."""
+        towers = [
+            path
+            for t in self.towers
+            for path in (t.path, *t.entry, *map(t.block, t.numbers), *t.tail)
+            if path
+        ]
+        return [*towers, *self.tail]
+
+    def owner(self, name: str) -> int:
+        """The block whose stage holds the parameter ``name``; -1 is the first stage, ``count`` the last one."""
+        for tower in self.towers:
+            first, end = tower.numbers.start, tower.numbers.stop
+            if _inside(name, tower.blocks):
+                return first + int(name[len(tower.blocks) + 1 :].split(".")[0])
+            if any(_inside(name, path) for path in tower.entry):
+                return first or -1
+            if any(_inside(name, path) for path in tower.tail):
+                return end - 1
+        return self.count
+
+    def sent(self, end: int) -> tuple[str, ...]:
+        """The names of what a stage sends that ends before the block ``end``."""
+        tower = next(t for t in self.towers if end in t.numbers)
+        encoded = ("encoder_hidden_states",) if tower is not self.towers[0] else ()
+        if encoded and end == tower.numbers.start:
+            return encoded
+        carried = [name for name in self.carries if name] if end > tower.numbers.start else []
+        return ("hidden_states", *carried, *encoded)
+
+
+def _inside(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
+
+
+def find_parts(model: nn.Module, depth: Depth) -> Parts:
+    """The parts of ``model`` that ``depth`` names; refuses a model that it does not describe."""
+    homes = [name for name, module in model.named_modules() if _has(module, depth.blocks, nn.ModuleList)]
+    _check_homes(model, depth, homes)
+    towers: list[Tower] = []
+    for home in homes:
+        start = towers[-1].numbers.stop if towers else 0
+        towers.append(_tower(model, depth, home, start))
+    kept = tuple(path for t in towers for path in (t.blocks, *t.entry, *t.tail))
+    _check_parameters(model, kept)
+    return Parts(tuple(towers), tuple(_rest(model, kept)), depth.carries)
+
+
+def _check_homes(model: nn.Module, depth: Depth, homes: list[str]) -> None:
+    names = tuple(home.rpartition(".")[2] for home in homes)
+    if names and names == depth.towers[: len(names)] if depth.towers else len(homes) == 1:
+        return
+    found = f"{len(homes)} modules with such a list" if homes else "no such list"
+    raise ValueError(
+        f"{type(model).__name__} cannot be split: its blocks should be one nn.ModuleList at {depth.blocks!r}, and it has "
+        f"{found}; pass policy=Policy(..., depth=Depth(blocks=..., entry=...)) that names it"
+    )
+
+
+def _tower(model: nn.Module, depth: Depth, home: str, start: int) -> Tower:
+    prefix = f"{home}." if home else ""
+    places = [prefix]
+    if depth.towers and not start:
+        outer = home.rpartition(".")[0]
+        places.append(f"{outer}." if outer else "")
+    entry = tuple(p + path for path in depth.entry for p in places if _has(model, p + path, nn.Module))
+    blocks = prefix + depth.blocks
+    count = len(model.get_submodule(blocks)._modules)
+    kept = (blocks, *entry)
+    tail = tuple(_rest(model.get_submodule(home), kept, prefix)) if depth.towers else ()
+    return Tower(home if depth.towers else "", blocks, range(start, start + count), entry, tail)
+
+
+def _check_parameters(model: nn.Module, kept: tuple[str, ...]) -> None:
+    for name, _ in model.named_parameters():
+        parent = name.rpartition(".")[0]
+        if parent not in kept and any(not parent or path.startswith(f"{parent}.") for path in kept):
+            raise ValueError(
+                f"{type(model).__name__} cannot be split: its parameter {name!r} belongs to a module that all stages hold; "
+                "move it into a module of its own"
+            )
+
+
+def _has(module: nn.Module, path: str, kind: type[nn.Module]) -> bool:
+    for part in path.split("."):
+        if module._modules.get(part) is None:
+            return False
+        module = module.get_submodule(part)
+    return isinstance(module, kind)
+
+
+def _rest(module: nn.Module, kept: tuple[str, ...], prefix: str = "") -> Iterator[str]:
+    """The outermost modules with tensors of their own that are not ``kept``."""
+    for name, child in module.named_children():
+        path = prefix + name
+        if path in kept:
+            continue
+        if any(k.startswith(f"{path}.") for k in kept):
+            yield from _rest(child, kept, f"{path}.")
+        elif any(True for _ in child.state_dict()):
+            yield path
+
+
+def carried_depth(model: nn.Module) -> Depth | None:
+    """What the config of ``model`` itself says of its stages (``base_model_pp_plan`` of transformers), if it does."""
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    base = getattr(model, "base_model", model)
+    entry: list[str] = []
+    for path in plan:
+        if _has(base, path, nn.ModuleList):
+            return Depth(path, tuple(entry))
+        entry.append(path)
+    return None

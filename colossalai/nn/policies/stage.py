@@ -1,0 +1,233 @@
+"""One stage of a pipeline: a model of which other ranks hold some blocks.
+
+The model keeps its own forward, all names, and the length of its list of blocks.  Stand-ins without parameters take the places
+of what is elsewhere:
+
+- the modules that make the first hidden states give the received ones, for their shape: masks and positions follow from it;
+- a block before those of this stage returns what was received;
+- the first block after them ends the forward, with what it was given as the result;
+- of an encoder and a decoder, one that is elsewhere as a whole does the same.
+
+So no forward is written again for any architecture, and nothing is computed twice but masks and rotations.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.nn.policies.adapt import Adapted, Forward, adapt
+from colossalai.nn.policies.depth import Parts
+
+
+class Arrived:
+    """Where the stand-ins of a stage find what came from the stage before, by the names of a block's arguments."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.values["hidden_states"]
+
+
+class Leave(BaseException):
+    """The forward of a stage is over.  No ``Exception``: nobody on the way may take it for an error."""
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self.values = values
+
+
+class StandIn(nn.Module):
+    """Takes the place of a module that another stage holds.
+
+    Attributes that it does not have are those of an empty copy of the module: models ask a block for the kind of its
+    attention, or a weight for its dtype.
+    """
+
+    def __init__(self, native: nn.Module, path: str, arrived: Arrived) -> None:
+        super().__init__()
+        self.path, self.arrived = path, arrived
+        self.__dict__["empty"] = _empty(native)  # no submodule: its parameters are none of this stage
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "empty" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["empty"], name)
+
+
+class Entry(StandIn):
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self.arrived.hidden.detach()
+
+
+class BlockBefore(StandIn):
+    carries: tuple[str | None, ...] = ()
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        if not self.carries:
+            return self.arrived.hidden
+        return (self.arrived.hidden, *(name and self.arrived.values.get(name) for name in self.carries))
+
+
+class After(StandIn):
+    """A block, or a decoder."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        names = inspect.signature(self.empty.forward).parameters
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        # whatever a block calls its first argument
+        raise Leave({**given, "hidden_states": args[0]} if args else given)
+
+
+class TowerBefore(StandIn):
+    """An encoder, which returns what it did on an earlier stage."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        states: Any = self.arrived.values["encoder_hidden_states"]
+        return BaseModelOutput(last_hidden_state=states)
+
+
+class Tail(StandIn):
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"{self.path!r} is called before the blocks of the model are through, so the first stage needs it: name it in "
+            "the entry of the policy's Depth"
+        )
+
+
+def _empty(module: nn.Module) -> nn.Module:
+    """A copy whose tensors have a shape and a type only."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: p if p is None else nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        for name, p in module._parameters.items()
+    }
+    twin._buffers = {
+        name: b if b is None else torch.empty_like(b, device="meta") for name, b in module._buffers.items()
+    }
+    twin._modules = {name: m if m is None else _empty(m) for name, m in module._modules.items()}
+    return twin
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a stage holds of its model."""
+
+    index: int
+    stages: int
+    blocks: range
+    names: Mapping[str, tuple[str, ...]]
+    """Every name of a tensor of the whole model, with those in its state of the same tensor."""
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    """What comes from the stage before and goes to the next one, by the names of a block's arguments."""
+    arrived: Arrived = field(default_factory=Arrived)
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+
+class Stage(Adapted):
+    """The model itself: it begins with the hidden states it is given and ends where its blocks end."""
+
+    share: Share
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        share = self.share
+        if not share.is_first:
+            args = self._receive(args, kwargs)
+        if "use_cache" in inspect.signature(forward).parameters:
+            kwargs.setdefault("use_cache", False)  # keys and values of other stages are not here
+        try:
+            return forward(*args, **kwargs)
+        except Leave as left:
+            sent = tuple(left.values[name] for name in share.sends)
+            return sent[0] if len(sent) == 1 else sent
+        finally:
+            share.arrived.values = {}
+
+    def _receive(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Take what the stage before sent; returns the other arguments."""
+        who, names = f"stage {self.share.index} of {type(self).__name__}", self.share.receives
+        received, rest = args[: len(names)], args[len(names) :]
+        if len(received) < len(names) or not all(isinstance(value, Tensor) for value in received):
+            raise TypeError(
+                f"{who} takes what the stage before returned as its first arguments ({', '.join(names)}), got "
+                f"{', '.join(type(value).__name__ for value in received) or 'none'}"
+            )
+        if not rest and not kwargs:
+            raise TypeError(
+                f"{who} got hidden states and no batch, from which it computes masks and positions; make every batch a "
+                "dict of the model's keywords, which goes to all stages"
+            )
+        self.share.arrived.values = dict(zip(names, received, strict=True))
+        return rest
+
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        """Refused: it would write one stage as if it were the model."""
+        raise RuntimeError(
+            f"this {type(self).__name__} is stage {self.share.index} of {self.share.stages}, not the whole model; call "
+            "colossalai.pipeline.save_pretrained(stages, folder) on every rank"
+        )
+
+
+def take_stage(model: nn.Module, parts: Parts, share: Share) -> nn.Module:
+    """Put stand-ins into ``model`` for all that is not in ``share``, and make it a stage."""
+    for path, kind in _elsewhere(parts, share).items():
+        parent, _, name = path.rpartition(".")
+        home = model.get_submodule(parent)
+        stand_in = kind(home.get_submodule(name), path, share.arrived)
+        if isinstance(stand_in, BlockBefore):
+            stand_in.carries = parts.carries
+        home._modules[name] = stand_in
+    adapt(model, Stage)
+    model.share = share  # type: ignore[assignment]
+    return model
+
+
+def _elsewhere(parts: Parts, share: Share) -> dict[str, type[StandIn]]:
+    """What stands in for each module that other stages hold."""
+    start, end = share.blocks.start, share.blocks.stop
+    kinds: dict[str, type[StandIn]] = {} if share.is_last else dict.fromkeys(parts.tail, Tail)
+    for tower in parts.towers:
+        first, last = tower.numbers.start, tower.numbers.stop
+        if tower.path and (end <= first or start >= last):
+            kinds[tower.path] = After if end <= first else TowerBefore
+            # parameters beside the tower that only its entry uses
+            kinds |= {p: Tail for p in tower.entry if not p.startswith(f"{tower.path}.")}
+            continue
+        if start > first:
+            kinds |= dict.fromkeys(tower.entry, Entry)
+        kinds |= {tower.block(i): BlockBefore for i in range(first, min(start, last))}
+        kinds |= {tower.block(i): After for i in range(max(end, first), last)}
+        if end < last:
+            kinds |= dict.fromkeys(tower.tail, Tail)
+    return kinds
+
+
+def copy_above(module: nn.Module, paths: list[str]) -> nn.Module:
+    """A copy of ``module`` in which the modules at ``paths`` can be replaced; all below and beside them is shared."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    heads = dict.fromkeys(path.split(".", 1)[0] for path in paths if "." in path)
+    for head in heads:
+        rest = [path.split(".", 1)[1] for path in paths if path.startswith(f"{head}.")]
+        twin._modules[head] = copy_above(module.get_submodule(head), rest)
+    return twin

@@ -1,0 +1,368 @@
+"""The sharded optimizer: the user's optimizer, whose groups hold this rank's pieces in the place of the parameters.
+
+Groups with options of their own, frozen and unused parameters, schedulers and hooks are then the user's optimizer's own affair.  This
+module adds what concerns all pieces together: the norm of all gradients, the loss scale, skipped steps, and a state that looks like the
+serial optimizer's.
+
+Our own optimizers take half-precision pieces and keep the missing digits in their states.  To an optimizer of somebody else a piece is
+its fp32 master, whose rounded values are copied to the weights after each step.
+
+How gradients come to the pieces and updated pieces to the other ranks is up to subclasses: ``collect`` and ``publish``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from colossalai.amp._compat import changes, copy_all
+from colossalai.amp.naive_amp.fp16_optimizer import MASTERS_KEY
+from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradScaler
+from colossalai.amp.scaled_optimizer import SCALER_KEY, ScaledOptimizer
+from colossalai.checkpoint_io.gathered import PIECE
+from colossalai.interface import Holding
+from colossalai.interface.optimizer import check_clip_value
+from colossalai.mesh import Layout, Mesh, grad_norm, place, placement
+from colossalai.mesh._compat import multiply_all
+from colossalai.mesh.norm import check_clipping, clip_factor
+from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
+from colossalai.nn.optimizer.large_batch import FusedLAMB
+from colossalai.utils.optimizer_state import check_state
+from colossalai.zero.pieces import Piece
+from colossalai.zero.states import cut_state, sliced_states, whole
+
+
+def needs_masters(optimizer: Optimizer, dtype: torch.dtype) -> bool:
+    """Whether pieces of weights of ``dtype`` are stepped as fp32 masters; our optimizers keep the digits themselves."""
+    return dtype in HALVES and not isinstance(optimizer, MultiTensorOptimizer)
+
+
+class ShardedOptimizer(ScaledOptimizer):
+    """``optim`` with ``pieces`` in the place of their parameters.
+
+    Args:
+        optim: the user's optimizer; parameters of its groups that have no piece (frozen ones) stay as they are.
+        pieces: one for each parameter to train, on every rank, also if it is empty.
+        group: the ranks that own the other pieces; None for a single one.
+        scaler: the loss scale; None to scale nothing.
+        max_norm: the largest norm of all gradients, in every step; 0 does not clip.
+        norm_type: which norm that is.
+        mesh: the ranks that the parameters may be cut over beside, by default those of a launched job.
+        report: warn of skipped steps.
+    """
+
+    scaler: BaseGradScaler
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        pieces: Sequence[Piece],
+        *,
+        group: dist.ProcessGroup | None = None,
+        scaler: BaseGradScaler | None = None,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        mesh: Mesh | None = None,
+        report: bool = True,
+    ) -> None:
+        check_clipping(max_norm, norm_type)
+        self.group = group if group is not None and dist.get_world_size(group) > 1 else None
+        super().__init__(optim, [] if self.group is None else [self.group], report, mesh)
+        self.scaler = scaler or ConstantGradScaler(1)
+        self.grad_norm: Tensor | None = None
+        self._max_norm, self._norm_type = max_norm, norm_type
+        self._factor: float | Tensor = 1.0  # what the gradients of the pieces must still be multiplied by
+        self._norms: dict[float, Tensor] = {}  # of the gradients as they are, by their kind
+        self._overflow = False
+        self._adopt(pieces)
+        # ranks that hold nothing of the parameters of some axes must still take part in their norm
+        axes = dict.fromkeys(placement(p.value).sharded for p in self.pieces)
+        home = self.pieces[0].value.device if self.pieces else torch.device("cpu")
+        self._witnesses = [_witness(names, home) for names in axes]
+
+    def _adopt(self, pieces: Sequence[Piece]) -> None:
+        by_param = {id(piece.param): piece for piece in pieces}
+        self.pieces: list[Piece] = []
+        self._numbered: dict[int, Piece] = {}
+        number = 0
+        for group in self.optim.param_groups:
+            for place_, param in enumerate(group["params"]):
+                piece = by_param.pop(id(param), None)
+                if piece is not None:
+                    group["params"][place_] = piece.value
+                    setattr(piece.value, PIECE, piece)
+                    self.pieces.append(piece)
+                    self._numbered[number] = piece
+                    if state := cut_state(self.optim.state.pop(param, {}), piece):
+                        self.optim.state[piece.value] = state
+                number += 1
+        assert not by_param, "a piece of a parameter that is in no group"
+
+    # Loss scale
+
+    @property
+    def is_scaled(self) -> bool:
+        return not (isinstance(self.scaler, ConstantGradScaler) and self.scaler.scale == 1)
+
+    @property
+    def skips_steps(self) -> bool:
+        return self.is_scaled
+
+    @property
+    def averages_gradients(self) -> bool:
+        return True
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        self._scaled = True
+        return loss.float() * self.scaler.scale if self.is_scaled else loss
+
+    def _unscale(self) -> None:
+        self.collect()
+        self._factor, self._overflow, self.grad_norm = 1.0, False, None
+        self._norms.clear()
+        if self.is_scaled:
+            self._factor = self.scaler.inv_scale
+            # a norm is finite if all gradients are, and it is taken over all ranks
+            self.grad_norm = self.global_norm(self._norm_type)
+            self._overflow = not math.isfinite(self.grad_norm.item())
+
+    def _overflowed(self) -> bool:
+        return self._overflow
+
+    def _update_scale(self, overflowed: bool) -> None:
+        self.scaler.update(overflowed)
+        self._factor = 1.0
+        self._norms.clear()
+
+    # What subclasses do
+
+    def collect(self) -> None:
+        """Let every piece have its gradient, averaged over the ranks; those of parameters that nobody used stay None."""
+
+    def publish(self) -> None:
+        """Give the updated pieces to the ranks that compute with them."""
+
+    # Norm and clipping
+
+    def gradients(self) -> list[Tensor]:
+        return [piece.value.grad for piece in self.pieces if piece.value.grad is not None]
+
+    def global_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of the whole model, unscaled and as far as they are clipped already."""
+        if norm_type not in self._norms:
+            held = [piece.value for piece in self.pieces if piece.value.grad is not None]
+            others = [] if self.group is None else [self.group]
+            self._norms[norm_type] = grad_norm([*held, *self._witnesses], self.mesh, norm_type, others=others)
+        return self._norms[norm_type] * self._factor
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        check_clipping(max_norm, norm_type)
+        self.unscale_grad()
+        norm = self.global_norm(norm_type)
+        self._factor = self._factor * clip_factor(norm, max_norm, error_if_nonfinite)
+        return norm
+
+    @torch.no_grad()
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        check_clip_value(clip_value)
+        self.unscale_grad()
+        _multiply(self.gradients(), self._factor)
+        for grad in self.gradients():
+            grad.clamp_(-clip_value, clip_value)
+        self._factor = 1.0
+        self._norms.clear()
+
+    # The step
+
+    def _apply_step(self) -> Any:
+        if self._max_norm > 0:
+            self.grad_norm = self.clip_grad_by_norm(self._max_norm, self._norm_type)
+        self.follow_changes()
+        inner = self.optim
+        if isinstance(inner, FusedLAMB) and inner.defaults["max_grad_norm"]:
+            inner.known_norm = self.global_norm()
+        result = self.update()
+        self.publish()
+        return result
+
+    def update(self, pieces: Sequence[Piece] | None = None, factor: float | Tensor | None = None) -> Any:
+        """Let the user's optimizer step all pieces, or ``pieces`` alone, where they have a gradient; then write their weights.
+
+        Gradients are multiplied by ``factor``, by default what unscaling and clipping left to do (``pending_factor``).  A plan that
+        updates part by part calls ``unscale_grad``, clips, and calls ``follow_changes`` before the first.
+        """
+        inner: Any = self.optim
+        factor = self._factor if factor is None else factor
+        some = self.pieces if pieces is None else pieces
+        options = {}
+        on_host = not isinstance(factor, Tensor) or factor.device.type == "cpu"
+        if isinstance(inner, MultiTensorOptimizer) and inner.divides and on_host and float(factor) > 0:
+            options = {} if float(factor) == 1.0 else {"div_scale": 1.0 / float(factor)}
+        else:
+            _multiply([p.value.grad for p in some if p.value.grad is not None], factor)
+        if pieces is None:
+            result = inner.step(**options)
+        elif isinstance(inner, MultiTensorOptimizer):
+            result = inner.step_on([piece.value for piece in pieces], **options)
+        else:
+            with _only(inner, {id(piece.value) for piece in pieces}):
+                result = inner.step()
+        self.write_weights(some)
+        return result
+
+    @property
+    def pending_factor(self) -> float | Tensor:
+        """What the gradients of the pieces must be multiplied by in the step: loss scale and clipping, once."""
+        return self._factor
+
+    @torch.no_grad()
+    def write_weights(self, pieces: Sequence[Piece]) -> None:
+        """Round masters to the weights of the model, and copy what was stepped on the host."""
+        apart = [p for p in pieces if p.value.grad is not None and not p.is_shared]
+        same = [p for p in apart if p.value.device == p.weight.device]
+        if same:
+            copy_all([p.weight for p in same], [p.value.detach() for p in same])
+        for piece in apart:
+            if piece.value.device != piece.weight.device:
+                piece.weight.copy_(piece.value.detach(), non_blocking=True)
+
+    @torch.no_grad()
+    def follow_changes(self) -> None:
+        """Bring to the pieces what others wrote to the weights; see the note in ``colossalai.amp.master_weights``."""
+        for piece in self.pieces:
+            now = changes(piece.param)
+            if now == piece.seen:
+                continue
+            piece.seen = now
+            if piece.is_empty:
+                continue
+            if piece.is_shared:
+                increment_version(piece.value)  # the optimizer looks whether its parameter has changed
+                continue
+            weight = piece.weight.to(piece.value.device)
+            same = piece.value.to(weight.dtype) == weight
+            if not bool(same.all()):
+                piece.value.copy_(torch.where(same, piece.value, weight.to(piece.value.dtype)))
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Drop all gradients, those of the model's parameters too."""
+        super().zero_grad(set_to_none=True)
+        for piece in self.pieces:
+            piece.param.grad = None
+
+    def trained_parameters(self) -> list[Tensor]:
+        return [piece.param for piece in self.pieces if piece.param.requires_grad]
+
+    def _has_grad(self) -> bool:
+        return any(p.value.grad is not None or p.param.grad is not None for p in self.pieces)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} has cut its parameters into pieces, so it takes no further group; add it to the"
+            " optimizer before"
+        )
+
+    # Checkpoints
+
+    def settle(self) -> None:
+        """Finish what is under way before states are read or replaced."""
+
+    def holdings(self) -> list[Holding]:
+        self.settle()
+        self.follow_changes()
+        pieces = {id(piece.value): piece for piece in self.pieces}
+        return [pieces[id(p)].holding if id(p) in pieces else Holding(p, p) for p in self.parameters()]
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The state of the serial optimizer, with a ``SlicedTensor`` for every tensor that lies on several ranks."""
+        self.settle()
+        self.follow_changes()
+        found: dict[str, Any] = {"state": sliced_states(self._numbered, self._state_of, self.group)}
+        found["param_groups"] = self.optim.state_dict()["param_groups"]
+        masters = {n: p for n, p in self._numbered.items() if needs_masters(self.unwrap(), p.param.dtype)}
+        if masters:
+            sliced = sliced_states(masters, lambda piece: {MASTERS_KEY: piece.value.detach()}, self.group)
+            found[MASTERS_KEY] = {number: entry[MASTERS_KEY] for number, entry in sliced.items()}
+        if self.is_scaled:
+            found[SCALER_KEY] = self.scaler.state_dict()
+        return found
+
+    def _state_of(self, piece: Piece) -> dict[str, Any]:
+        inner = self.optim
+        if piece.value not in inner.state:
+            return {}
+        if isinstance(inner, MultiTensorOptimizer):
+            return inner.portable_state(piece.value)
+        return dict(inner.state[piece.value])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the serial optimizer, whole, on the CPU of every rank; every rank must ask."""
+        return whole(self.sharded_state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the serial optimizer, or of this one at any number of ranks."""
+        self.settle()
+        state_dict = dict(state_dict)
+        check_state(self.optim, state_dict)  # before anything is changed
+        masters = state_dict.pop(MASTERS_KEY, {})
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        places = dict(zip(numbers, range(len(numbers)), strict=True))
+        state = {}
+        for number, saved in state_dict.get("state", {}).items():
+            piece = self._numbered.get(places[number])
+            cut = saved if piece is None else cut_state(saved, piece)
+            if cut or not saved:
+                state[number] = cut
+        scaler: dict[str, Any] = (
+            {} if self.is_scaled else {SCALER_KEY: {}}
+        )  # a scale that is not used here is not missed
+        super().load_state_dict({**state_dict, **scaler, "state": state})
+        self._load_masters({places[int(n)]: value for n, value in masters.items() if int(n) in places})
+
+    @torch.no_grad()
+    def _load_masters(self, masters: dict[int, Tensor]) -> None:
+        for number, piece in self._numbered.items():
+            if number in masters and needs_masters(self.unwrap(), piece.param.dtype) and not piece.is_empty:
+                piece.value.copy_(piece.fit(masters[number]))
+            piece.seen = -1  # compare with the weights, which may be loaded before or after
+
+
+def _multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+    if grads and not (isinstance(factor, float) and factor == 1.0):
+        with torch.no_grad():
+            multiply_all(grads, torch.as_tensor(factor, device=grads[0].device))
+
+
+def _witness(axes: Sequence[str], home: torch.device) -> Tensor:
+    made = nn.Parameter(torch.empty(0, device=home))
+    if axes:
+        place(made, Layout((tuple(axes),)), (0,))
+    made.grad = torch.empty(0, device=home)
+    return made
+
+
+@contextmanager
+def _only(optimizer: Optimizer, wanted: set[int]) -> Iterator[None]:
+    """Inside, the groups of ``optimizer`` hold the wanted parameters alone."""
+    before = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in wanted]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = params

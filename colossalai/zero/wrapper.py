@@ -1,0 +1,77 @@
+"""``zero_model_wrapper`` and ``zero_optim_wrapper``: ZeRO of a stage, without a booster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.interface import OptimizerWrapper
+from colossalai.zero.low_level import LowLevelZeroOptimizer
+
+# The attribute of a model that tells ``zero_optim_wrapper`` its stage.
+STAGE = "_colo_zero_stage"
+
+
+def zero_model_wrapper(
+    model: nn.Module, zero_stage: int = 1, gemini_config: dict[str, Any] | None = None, verbose: bool = False
+) -> nn.Module:
+    """Prepare ``model`` for ZeRO of ``zero_stage``; give what is returned to ``zero_optim_wrapper``.
+
+    Stages 1 and 2 leave the model as it is: all they do is done by the optimizer.
+    """
+    if zero_stage not in (1, 2):
+        raise ValueError(f"zero_model_wrapper knows the ZeRO stages 1 and 2, got zero_stage={zero_stage!r}")
+    if gemini_config:
+        raise ValueError(
+            f"zero_model_wrapper takes a gemini_config for stage 3 only, got one for stage {zero_stage}"
+        )
+    setattr(model, STAGE, zero_stage)
+    return model
+
+
+def zero_optim_wrapper(
+    model: nn.Module,
+    optimizer: Optimizer,
+    initial_scale: float = 2**16,
+    growth_factor: float = 2,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    min_scale: float = 1,
+    max_scale: float = 2**32,
+    max_norm: float = 0.0,
+    norm_type: float = 2.0,
+    optim_config: dict[str, Any] | None = None,
+    verbose: bool = False,
+) -> OptimizerWrapper:
+    """The optimizer of a model that ``zero_model_wrapper`` prepared.
+
+    ``optim_config`` holds further arguments of ``LowLevelZeroOptimizer``, such as ``cpu_offload`` and ``reduce_bucket_size``.
+    """
+    stage = getattr(model, STAGE, None)
+    if stage is None:
+        raise ValueError(
+            "zero_optim_wrapper needs the model that zero_model_wrapper returned; call that first"
+        )
+    options = dict(optim_config or {})
+    if "partition_grad" in options:
+        raise ValueError(
+            f"zero_optim_wrapper sets partition_grad by the stage of the model ({stage}); leave it out of optim_config"
+        )
+    return LowLevelZeroOptimizer(
+        optimizer,
+        initial_scale=initial_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        clip_grad_norm=max_norm,
+        norm_type=norm_type,
+        partition_grad=stage == 2,
+        verbose=verbose,
+        **options,
+    )

@@ -1,0 +1,245 @@
+"""What ``split_model`` refuses, and that the model is whole afterwards; partitions and stages without a job."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colossalai.nn.policies import Cut, Depth, Policy
+from colossalai.pipeline import save_pretrained, split_model
+from colossalai.pipeline.stage import Placement, Shape
+from colossalai.testing import spawn
+from tests.pipeline.plans import config, launch
+
+
+class Block(nn.Linear):
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return x + super().forward(x).relu()
+
+
+class Net(nn.Module):
+    """A model that no table knows: its blocks are named otherwise, and a table is also the head."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.parts = nn.ModuleList(Block(8, 8) for _ in range(blocks))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor, shift: Tensor | None = None) -> Tensor:
+        x = self.table(ids) + (0 if shift is None else shift)
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
+DEPTH = Depth("parts", entry=("table",))
+POLICY = Policy(("net",), {}, depth=DEPTH)
+
+
+def stages_of(model: nn.Module, placement: Placement, **options: Any) -> list[nn.Module]:
+    """All stages, in their order."""
+    found: dict[int, nn.Module] = {}
+    for rank in range(placement.ranks):
+        stage = split_model(copy.deepcopy(model), placement, rank, **options)
+        for own in stage if isinstance(stage, nn.ModuleList) else [stage]:
+            found[own.share.index] = own
+    return [found[i] for i in range(placement.stages)]
+
+
+def sizes(stages: list[nn.Module]) -> list[int]:
+    return [len(stage.share.blocks) for stage in stages]
+
+
+@pytest.mark.parametrize("shape", Shape)
+def test_a_policy_of_your_own(shape: Shape) -> None:
+    serial, given = Net(5), {"ids": torch.arange(6).view(2, 3), "shift": torch.randn(3, 8)}
+    stages = stages_of(serial, Placement(2, 2, shape), policy=POLICY)
+    assert [name for stage in stages for name in stage.state_dict()] == list(serial.state_dict())
+    assert all(isinstance(stage, Net) for stage in stages)
+    x = stages[0](**given)
+    for stage in stages[1:]:
+        x = stage(x, **given)
+    assert torch.equal(x, serial(**given))
+
+
+def test_partitions() -> None:
+    model, place = Net(5), Placement(3)
+    assert sizes(stages_of(model, place, policy=POLICY, partition="uniform")) == [1, 2, 2]
+    model.table = nn.Embedding(1000, 8)  # outweighs all blocks
+    model.head = nn.Linear(8, 1)
+    assert sizes(stages_of(model, place, policy=POLICY)) == [1, 2, 2]
+    model.head = nn.Linear(8, 1000)
+    assert sizes(stages_of(model, place, policy=POLICY)) == [1, 3, 1]
+    assert sizes(stages_of(model, place, policy=POLICY, partition=[1, 1, 3])) == [1, 1, 3]
+    ids, stages = torch.arange(4), stages_of(model, place, policy=POLICY, partition=[3, 1, 1])
+    x = stages[1](stages[0](ids=ids), ids=ids)
+    assert torch.equal(stages[2](x, ids=ids), model(ids))
+
+
+def test_one_stage_is_the_whole_model() -> None:
+    model = Net()
+    assert split_model(model, policy=POLICY) is model
+    assert torch.equal(model(torch.arange(3)), Net.forward(model, torch.arange(3)))
+
+
+def test_chunks_of_a_rank_share_what_is_tied() -> None:
+    first, last = split_model(Net(), Placement(2, 2, Shape.VEE), 0, policy=POLICY)  # type: ignore[misc]
+    assert first.table.weight is last.head.weight
+    assert not list(last.table.parameters())
+    assert not list(first.head.parameters())
+
+
+def test_a_stand_in_answers_for_the_module() -> None:
+    stage = split_model(Net(), Placement(2), 1, policy=POLICY)
+    assert stage.table.weight.shape == (11, 8)  # type: ignore[union-attr]
+    assert stage.table.weight.is_meta  # type: ignore[union-attr]
+    assert len(stage.parts) == 4  # type: ignore[arg-type]
+    assert copy.deepcopy(stage).table.num_embeddings == 11  # type: ignore[union-attr]
+    with pytest.raises(AttributeError, match="nonsense"):
+        stage.table.nonsense  # type: ignore[union-attr]  # noqa: B018
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_other_ranks_hold_is_freed(chunks: int) -> None:
+    model = Net()
+    alive = {name: weakref.ref(p) for name, p in model.named_parameters()}
+    stage = split_model(model, Placement(2, chunks, Shape.VEE), 0, policy=POLICY)
+    del model
+    gc.collect()
+    own = {id(p) for p in stage.parameters()}
+    assert {id(p) for ref in alive.values() if (p := ref()) is not None} == own
+    assert len(own) < len(alive)
+
+
+class Gated(Net):
+    """A parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(8))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Net(), Net()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"partition": [2, 1]},
+            ValueError,
+            r"Net has 4 blocks for 2 stages, but partition=\[2, 1\] gives 3 to 2",
+        ),
+        ({"partition": [4]}, ValueError, r"gives 4 to 1"),
+        ({"partition": [5, -1]}, ValueError, r"whole numbers of at least 1, got partition=\[5, -1\]"),
+        ({"partition": [2, 2.0]}, ValueError, r"whole numbers"),
+        ({"partition": [0, 4]}, ValueError, r"whole numbers of at least 1"),
+        (
+            {"partition": "even"},
+            ValueError,
+            r"partition='even'\): it is 'balanced', 'uniform', or the numbers",
+        ),
+        ({"placement": Placement(5)}, ValueError, r"Net has 4 blocks, fewer than the 5 stages"),
+        ({"rank": 2}, ValueError, r"ranks 0 to 1, got 2"),
+        (
+            {"policy": None},
+            ValueError,
+            r"how Net \(model_type None\) is cut in depth: its config carries no base_",
+        ),
+        ({"policy": Policy(("net",), {})}, ValueError, r"its policy has no depth"),
+        (
+            {"policy": Policy(("net",), {}, depth=Depth("layers", entry=()))},
+            ValueError,
+            r"one nn.ModuleList at 'layers', and it has no such list",
+        ),
+    ],
+)
+def test_refusals(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = Net()
+    names = list(model.state_dict())
+    given = {"placement": Placement(2), "rank": 0, "policy": POLICY, **options}
+    with pytest.raises(error, match=message):
+        split_model(model, **given)
+    assert list(model.state_dict()) == names
+    assert type(model) is Net
+
+
+def test_models_that_cannot_be_split() -> None:
+    with pytest.raises(ValueError, match=r"parameter 'gate' belongs to a module that all stages hold"):
+        split_model(Gated(), Placement(2), 0, policy=POLICY)
+    with pytest.raises(ValueError, match=r"at 'parts', and it has 2 modules with such a list"):
+        split_model(Twice(), Placement(2), 0, policy=POLICY)
+    stage = split_model(Net(), Placement(2), 1, policy=POLICY)
+    with pytest.raises(ValueError, match=r"this Net is stage 1 of 2 already; split a model once"):
+        split_model(stage, Placement(2), 1, policy=POLICY)
+    for chunked in (nn.ModuleList([stage]), nn.Sequential(stage)):
+        with pytest.raises(ValueError, match=r"holds stage 1 of 2 already"):
+            split_model(chunked, Placement(2), 1, policy=POLICY)
+
+
+def test_calls_that_a_stage_refuses() -> None:
+    stage = split_model(Net(), Placement(2), 1, policy=POLICY)
+    with pytest.raises(
+        TypeError, match=r"stage 1 of Net takes what the stage before .* \(hidden_states\), got none"
+    ):
+        stage(ids=torch.arange(3))
+    with pytest.raises(
+        TypeError, match=r"stage 1 of Net got hidden states and no batch.*make every batch a dict"
+    ):
+        stage(torch.randn(3, 8))
+    with pytest.raises(
+        RuntimeError, match=r"stage 1 of 2, not the whole model; call colossalai.pipeline.save_pret"
+    ):
+        stage.save_pretrained("folder")  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"writes what split_model returned, got a Net"):
+        save_pretrained(Net(), "folder")
+    forgotten = split_model(Net(), Placement(2), 0, policy=Policy((), {}, depth=Depth("parts", entry=())))
+    with pytest.raises(RuntimeError, match=r"'table' is called before the blocks .*name it in the entry"):
+        forgotten(ids=torch.arange(3))
+
+
+def test_hugging_face_models_that_cannot_be_split() -> None:
+    pytest.importorskip("transformers", reason="needs `pip install transformers`")
+    from transformers import AlbertConfig, AlbertModel
+
+    from tests.nn.policies import zoo
+
+    albert = AlbertModel(
+        AlbertConfig(hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=9)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"AlbertModel \(model_type 'albert'\).*carries no base_model_pp_plan. It knows gpt2, bert",
+    ):
+        split_model(albert, Placement(2), 0)
+    with pytest.raises(
+        ValueError, match=r"OPTForCausalLM: layerdrop=0.5 may drop the blocks where stages meet"
+    ):
+        split_model(zoo.build("opt", layerdrop=0.5), Placement(2), 0)
+
+
+def check_job(rank: int, world_size: int, port: int) -> None:
+    settings = config("1f1b", 2, 2)
+    settings["parallel"]["tensor"] = {"size": 2, "mode": "1d"}
+    launch(settings)
+    with pytest.raises(ValueError, match=r"a placement on 3 ranks, but the pipeline of the job has 2"):
+        split_model(Net(), Placement(3), policy=POLICY)
+    policy = Policy(("net",), {"table": Cut("expand")}, depth=DEPTH)
+    with pytest.raises(ValueError, match=r"Net, module 'table': Cut\(\) is for nn.Linear"):
+        split_model(Net(), policy=policy)
+    assert split_model(Net(), policy=POLICY).share.index == rank // 2 % 2
+
+
+def test_in_a_job() -> None:
+    spawn(check_job, 4)
