@@ -142,7 +142,9 @@ class ScaledOptimizer(OptimizerWrapper):
     def load_other_state(self, state: dict[str, Any]) -> None:
         super().load_other_state(state)
         saved, own = state.get(SCALER_KEY), self.scaler.state_dict()
-        if self.is_scaled and saved and saved.keys() != own.keys():  # of another precision, which counts otherwise
+        if (
+            self.is_scaled and saved and saved.keys() != own.keys()
+        ):  # of another precision, which counts otherwise
             saved = {**own, "scale": saved["scale"]}
         if self.is_scaled:
             self._load_scale(saved)

@@ -27,9 +27,9 @@ def tensor_crc(tensor: Tensor) -> int:
     return crc
 
 
-def written_checksums(tensors: Mapping[str, Tensor]) -> str:
+def sums_as_text(sums: Mapping[str, int]) -> str:
     """The sums of all tensors of a file, for its metadata."""
-    return json.dumps({name: tensor_crc(tensor) for name, tensor in tensors.items()}, separators=(",", ":"))
+    return json.dumps(sums, separators=(",", ":"))
 
 
 def read_checksums(metadata: Mapping[str, str] | None) -> dict[str, int] | None:
@@ -49,7 +49,9 @@ def read_checksums(metadata: Mapping[str, str] | None) -> dict[str, int] | None:
 def check_tensor(name: str, tensor: Tensor, sums: Mapping[str, int] | None) -> None:
     """Compare a tensor with its sum, if there are sums."""
     if sums is not None and sums.get(name) != tensor_crc(tensor):
-        raise RuntimeError(f"the checksum of {name} is {tensor_crc(tensor)}, and {sums.get(name)} was written")
+        raise RuntimeError(
+            f"the checksum of {name} is {tensor_crc(tensor)}, and {sums.get(name)} was written"
+        )
 
 
 def is_archive(path: Path) -> bool:

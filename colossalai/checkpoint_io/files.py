@@ -25,7 +25,8 @@ from colossalai.checkpoint_io.checksums import (
     check_archive,
     check_tensor,
     read_checksums,
-    written_checksums,
+    sums_as_text,
+    tensor_crc,
 )
 
 StateDict = dict[str, Any]
@@ -65,7 +66,7 @@ def load_shard_state_dict(checkpoint_file: str | Path) -> StateDict:
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint file {path}")
     try:
-        if _is_safetensors(path):
+        if is_safetensors(path):
             return _read_safetensors(path)
         check_archive(path)
         with path.open("rb") as file:  # by its name, torch would take a file for safetensors that is none
@@ -81,7 +82,7 @@ def survey_file(path: Path) -> StateDict:
     """Like ``load_shard_state_dict``, but values are left on the disk as far as the format allows: for a look at them."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint file {path}")
-    if not _is_safetensors(path):
+    if not is_safetensors(path):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception:  # torch's old format cannot be mapped; what is damaged is reported there
@@ -167,7 +168,8 @@ def _write_safetensors(state: Mapping[str, Any], draft: Path, path: Path) -> Non
             metadata[name] = owner[key]
         else:
             stored[name] = value.contiguous()
-    save_file(stored, draft, metadata={**metadata, CHECKSUMS: written_checksums(stored)})
+    sums = {name: tensor_crc(tensor) for name, tensor in stored.items()}
+    save_file(stored, draft, metadata={**metadata, CHECKSUMS: sums_as_text(sums)})
 
 
 def _read_safetensors(path: Path) -> StateDict:
@@ -192,7 +194,7 @@ def stored_names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def _is_safetensors(path: Path) -> bool:
+def is_safetensors(path: Path) -> bool:
     """Eight bytes with the length of a JSON header, then the header."""
     with path.open("rb") as file:
         start = file.read(9)

@@ -19,7 +19,7 @@ from colossalai.checkpoint_io.checksums import (
     read_checksums,
 )
 from colossalai.checkpoint_io.dtypes import dtype_of
-from colossalai.checkpoint_io.files import _is_safetensors, same_memory, survey_file, unreadable
+from colossalai.checkpoint_io.files import is_safetensors, same_memory, survey_file, unreadable
 
 
 class Spec(NamedTuple):
@@ -128,7 +128,8 @@ class TorchFile(StateFile):
         return set(map(str, self._state))
 
     def facts(self) -> dict[str, Any]:
-        return {name: value for name, value in self._values.items() if _is_short(value)}
+        short = {name: value for name, value in self._values.items() if _is_short(value)}
+        return {name: value for name, value in short.items() if ".params." not in f".{name}"}
 
 
 def _is_short(value: Any) -> bool:
@@ -138,7 +139,7 @@ def _is_short(value: Any) -> bool:
 def open_state_file(path: Path) -> StateFile:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    return SafetensorsFile(path) if _is_safetensors(path) else TorchFile(path)
+    return SafetensorsFile(path) if is_safetensors(path) else TorchFile(path)
 
 
 __all__ = ["SafetensorsFile", "Spec", "StateFile", "TorchFile", "open_state_file"]

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from colossalai.checkpoint_io.blocks import StoredFile
-from colossalai.checkpoint_io.boxes import whole
-from colossalai.checkpoint_io.manifest import MANIFEST, StoredTensor, left_behind, read_manifest
+from colossalai.checkpoint_io.manifest import MANIFEST, left_behind, read_manifest
 from colossalai.checkpoint_io.reading import Reader
 from colossalai.checkpoint_io.run_state import RANDOM
 from colossalai.checkpoint_io.values import decode
@@ -22,6 +21,7 @@ class RunView(View):
 
     form = "a run (booster.save)"
     has_checksums = True
+    kind = "run"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -45,13 +45,15 @@ class RunView(View):
         found = decode(self.manifest.values.get("extra", {}), "extra")
         return found if isinstance(found, dict) else {}
 
+    def prefix(self, section: str) -> str:
+        return f"{section}/"
+
     def read(self, name: str) -> Tensor:
         return self._reader.whole(self.manifest.tensors[name])
 
     def faults(self, advance: Advance) -> Iterator[Fault]:
         opened = yield from self._open()
         for tensor in self.manifest.tensors.values():
-            yield from self._uncovered(tensor)
             for stored in tensor.boxes:
                 file = opened[stored.file]
                 if file is not None:
@@ -78,23 +80,14 @@ class RunView(View):
                         yield Fault(path, what, tensor.name)
         return opened
 
-    def _uncovered(self, tensor: StoredTensor) -> Iterator[Fault]:
-        all_of_it, boxes = whole(tensor.shape), [stored.box for stored in tensor.boxes]
-        outside = any(box.common(all_of_it) != box for box in boxes if box.numel)
-        twice = any(a.common(b) for i, a in enumerate(boxes) for b in boxes[:i])
-        found = sum(box.numel for box in boxes)
-        if outside or twice or found != all_of_it.numel:
-            what = f"its boxes hold {found} of its {all_of_it.numel} elements" + (
-                ", some of them twice or beyond its shape" if outside or twice else ""
-            )
-            yield Fault(self.path / MANIFEST, what, tensor.name)
-
     def _absent_ranks(self) -> Iterator[Fault]:
         """Every rank stores its random state; one that has none was lost."""
         said = self.manifest.values.get(RANDOM)
         for rank in range(said.get("world", 0) if isinstance(said, dict) else 0):
             if f"{RANDOM}/{rank}" not in self.manifest.tensors:
-                yield Fault(self.path / MANIFEST, "the random state of this rank is missing", f"{RANDOM}/{rank}")
+                yield Fault(
+                    self.path / MANIFEST, "the random state of this rank is missing", f"{RANDOM}/{rank}"
+                )
 
     def leftovers(self) -> list[Path]:
         """Files of a save that was interrupted; the next save removes them."""
