@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 # what a healthy rank says when another one has died
@@ -56,6 +58,11 @@ def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any
         merged[note["rank"]] = {**note, "exitcode": exitcode}
     names = {field.name for field in fields(Failure)}
     return [Failure(**{name: one[name] for name in names & one.keys()}) for one in merged.values()]
+
+
+def read_notes(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks noted about themselves."""
+    return [json.loads(file.read_text()) for file in folder.glob("rank_*.json")]
 
 
 def exit_text(exitcode: int) -> str:
