@@ -24,7 +24,7 @@ from colossalai.booster.mixed_precision import PRECISIONS, MixedPrecision, mixed
 from colossalai.booster.pipelines import Pipelines
 from colossalai.booster.plugin import Plugin
 from colossalai.booster.runs import Runs
-from colossalai.checkpoint_io import CheckpointIO, GeneralCheckpointIO, Save
+from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO, GeneralCheckpointIO, Save
 from colossalai.interface import (
     LossWatch,
     LRSchedulerWrapper,
@@ -34,6 +34,7 @@ from colossalai.interface import (
     check_loss,
     user_module,
 )
+from colossalai.mesh.norm import DATA
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import launched_mesh
@@ -81,6 +82,8 @@ class Booster:
         self.checkpoint_io: CheckpointIO = (
             plugin.get_checkpoint_io()
             if plugin is not None and plugin.control_checkpoint_io()
+            else GatheredCheckpointIO()
+            if _shares_models()
             else GeneralCheckpointIO()
         )
         self._watch = LossWatch()
@@ -331,6 +334,12 @@ class Booster:
         """Load what ``save_lr_scheduler`` wrote."""
         _check_scheduler("load_lr_scheduler", lr_scheduler)
         self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+def _shares_models() -> bool:
+    """Whether several ranks of the launched job hold one model together; without a plugin, each rank is a job of its own if not."""
+    mesh = launched_mesh()
+    return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA)
 
 
 def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:

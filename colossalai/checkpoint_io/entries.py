@@ -17,7 +17,7 @@ from colossalai.checkpoint_io.boxes import Box, Shape, boxes_of_flat, boxes_of_r
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh, full_shape, local_slices, placement
 from colossalai.mesh._compat import plain_torch
-from colossalai.mesh.parameter import SHARED_GROUP, SHARED_INDEX
+from colossalai.mesh.parameter import SHARED_MARK
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Entry:
     shape: Shape
     dtype: torch.dtype
     pieces: list[Piece]
-    shared: tuple[str, int] | None = None
+    shared: tuple[int, int] | None = None
     """A mark that the entries of all pipeline stages which share this tensor have, under whatever names."""
     stage: int | None = None
     """The pipeline stage, if no other stage may have another tensor of this name."""
@@ -115,9 +115,10 @@ def whole_of(param: Tensor) -> Box:
     return whole(shape[::-1] if getattr(param, "transposed", False) else shape)
 
 
-def shared_mark(param: Tensor) -> tuple[str, int] | None:
-    group = getattr(param, SHARED_GROUP, None)
-    return None if group is None else (group.group_name, getattr(param, SHARED_INDEX, 0))
+def shared_mark(param: Tensor) -> tuple[int, int] | None:
+    """What tells a parameter that several pipeline stages share from all others, on every rank alike."""
+    mark: tuple[int, int] | None = getattr(param, SHARED_MARK, None)
+    return mark
 
 
 def _places(like: Tensor, mesh: Mesh | None, name: str) -> Sequence[tuple[Box, Box]]:

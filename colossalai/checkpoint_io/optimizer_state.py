@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +22,16 @@ from colossalai.checkpoint_io.entries import (
     whole_piece,
 )
 from colossalai.checkpoint_io.manifest import Manifest, StoredTensor
-from colossalai.checkpoint_io.model_state import ModelState
 from colossalai.checkpoint_io.reading import Want
+from colossalai.checkpoint_io.sharding import SPREAD
 from colossalai.checkpoint_io.values import decode, encode
 from colossalai.interface import Holding, OptimizerWrapper
+from colossalai.interface.holding import MASTERS_KEY
+from colossalai.mesh import Mesh
+from colossalai.mesh.norm import STAGES
 from colossalai.nn.optimizer.base import MultiTensorOptimizer, is_cut, local, wide
 from colossalai.utils.optimizer_state import KIND
+from colossalai.utils.parallel import launched_mesh
 
 MASTER = "master"
 # Options of torch that say how a step is computed, not what: those of the running job stay.
@@ -36,17 +40,26 @@ MEANS = ("foreach", "fused", "capturable", "differentiable")
 States = dict[str, dict[str, StoredTensor]]
 
 
+class Names(Protocol):
+    """What an optimizer's state must know of the model: ``ModelState``, or where there is none, numbers."""
+
+    section: str
+    mesh: Mesh | None
+
+    @property
+    def stage(self) -> int | None: ...
+
+    def name(self, param: Tensor) -> str | None: ...
+
+
 class OptimizerState:
     """An optimizer of ``model`` for a checkpoint."""
 
-    def __init__(self, optimizer: Optimizer, model: ModelState, section: str = "optimizer") -> None:
+    def __init__(self, optimizer: Optimizer, model: Names, section: str = "optimizer") -> None:
         self.section, self.model = section, model
         self.optimizer = optimizer
-        wrapped = isinstance(optimizer, OptimizerWrapper)
         self.raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        holdings = optimizer.holdings() if wrapped else [Holding(p, p) for p in params]  # type: ignore[attr-defined]
-        self.holdings = [(self._name(holding), holding) for holding in holdings]
+        self.holdings = [(self._name(holding), holding) for holding in _holdings(optimizer)]
 
     def _name(self, holding: Holding) -> str:
         name = self.model.name(holding.param)
@@ -63,7 +76,7 @@ class OptimizerState:
         """The states that are tensors, and fp32 masters."""
         found = []
         for name, holding in self.holdings:
-            if not holding.is_itself and holding.value.dtype != holding.param.dtype:
+            if holding.is_master:
                 found.append(self._entry(name, MASTER, holding, holding.value))
             for state, value in self._states(holding).items():
                 if isinstance(value, Tensor) or callable(value):
@@ -95,30 +108,33 @@ class OptimizerState:
             )
         return Entry(full, tuple(value.shape), value.dtype, whole_piece(value), shared, stage)
 
-    def merged(self) -> dict[str, Any]:
-        """Groups and states that are no tensors, of the parameters of this rank."""
-        groups, at = [], 0
+    def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """The options of each group, and its parameters."""
+        found, at = [], 0
         for group in self.optimizer.param_groups:
             count = len(group["params"])
-            options = {
-                key: encode(value, f"option {key!r} of the optimizer")
-                for key, value in group.items()
-                if key != "params"
-            }
-            groups.append(
-                {"options": options, "params": [name for name, _ in self.holdings[at : at + count]]}
-            )
+            options = {key: value for key, value in group.items() if key != "params"}
+            found.append((options, [name for name, _ in self.holdings[at : at + count]]))
             at += count
-        states = {}
+        return found
+
+    def plain_states(self) -> dict[str, dict[str, Any]]:
+        """The states that are no tensors, of the parameters of this rank."""
+        found = {}
         for name, holding in self.holdings:
-            plain = {
-                key: encode(value, f"{self.section}/{name}/{key}")
-                for key, value in self._states(holding).items()
-                if not isinstance(value, Tensor) and not callable(value)
-            }
+            states = self._states(holding).items()
+            plain = {k: v for k, v in states if not isinstance(v, Tensor) and not callable(v)}
             if plain:
-                states[name] = plain
-        return {"groups": groups, "states": states}
+                found[name] = plain
+        return found
+
+    def merged(self) -> dict[str, Any]:
+        """Groups and states that are no tensors, for ``merge_groups``."""
+        groups = [
+            {"options": encode(options, "an option of the optimizer"), "params": names}
+            for options, names in self.groups()
+        ]
+        return {"groups": groups, "states": encode(self.plain_states(), self.section)}
 
     def values(self) -> dict[str, Any]:
         """What is the same on all ranks."""
@@ -130,11 +146,11 @@ class OptimizerState:
     def wants(self, manifest: Manifest, said: Mapping[str, Any]) -> tuple[list[Want], Callable[[], None]]:
         """What is to be read, and what puts it into the optimizer when it was; nothing of it is changed before."""
         stored = stored_states(manifest, self.section)
-        options = self._options(said["groups"], manifest)
+        options = self.options_from(said["groups"], manifest)
         wants: list[Want] = []
         loaded: dict[Tensor, dict[str, Any]] = {}
         for name, holding in self.holdings:
-            key = self._stored_name(name, manifest)
+            key = self.stored_name(name, manifest)
             states: dict[str, Any] = {}
             for state, source in self._sources(holding, key, stored, manifest).items():
                 target = self._target(holding, state, source)
@@ -154,9 +170,8 @@ class OptimizerState:
         if holding.is_empty:
             return {}
         found = dict(stored.get(key, {}))
-        has_master = not holding.is_itself and holding.value.dtype != holding.param.dtype
         in_state = isinstance(self.raw, MultiTensorOptimizer) and wide(holding.value) != holding.value.dtype
-        if has_master or (in_state and found):
+        if holding.is_master or (in_state and found):
             weight = manifest.find(f"{self.model.section}/{key}")
             if weight is not None:
                 found.setdefault(MASTER, weight)
@@ -170,9 +185,8 @@ class OptimizerState:
     def _target(self, holding: Holding, state: str, source: StoredTensor) -> Tensor | None:
         """Where a stored state goes: a tensor of the optimizer, or a new one; None if this plan has no use for it."""
         value = holding.value
-        has_master = not holding.is_itself and value.dtype != holding.param.dtype
         if state == MASTER:
-            if has_master:
+            if holding.is_master:
                 return value
             if not isinstance(self.raw, MultiTensorOptimizer) or wide(value) == value.dtype:
                 return None  # the weight itself has all digits
@@ -197,14 +211,14 @@ class OptimizerState:
         on_device = source.shape or group.get("capturable") or group.get("fused")
         return local(holding.value).device if on_device else "cpu"
 
-    def _options(self, groups: Sequence[Mapping[str, Any]], manifest: Manifest) -> list[dict[str, Any]]:
+    def options_from(self, groups: Sequence[Mapping[str, Any]], manifest: Manifest) -> list[dict[str, Any]]:
         """The stored options of each group of this optimizer."""
         home = {name: i for i, group in enumerate(groups) for name in group["params"]}
         found, at = [], 0
         for i, own in enumerate(self.optimizer.param_groups):
             names = [name for name, _ in self.holdings[at : at + len(own["params"])]]
             at += len(names)
-            stored = [home.get(self._stored_name(name, manifest)) for name in names]
+            stored = [home.get(self.stored_name(name, manifest)) for name in names]
             if None in stored:
                 raise RuntimeError(
                     f"the saved optimizer does not know {names[stored.index(None)]}, which is in group {i} of the optimizer"
@@ -226,12 +240,12 @@ class OptimizerState:
         has, needs = ([name for name in KIND if name in group] for group in (options, own))
         if options and has != needs:
             raise RuntimeError(
-                f"the saved optimizer is of another kind: the options of its group {i} are {', '.join(options)}, and"
+                f"the saved state is of another kind of optimizer: the options of its group {i} are {', '.join(options)}; but"
                 f" {type(self.raw).__name__} has {', '.join(needs) or 'none of these'}"
             )
         return {key: value for key, value in options.items() if key not in MEANS}
 
-    def _stored_name(self, name: str, manifest: Manifest) -> str:
+    def stored_name(self, name: str, manifest: Manifest) -> str:
         """The name under which a tied parameter was stored."""
         section = self.model.section
         tied = manifest.ties.get(f"{section}/{name}")
@@ -248,6 +262,61 @@ class OptimizerState:
             group.update(new)
         if isinstance(self.optimizer, OptimizerWrapper):
             self.optimizer.load_other_state(decode(said["other"], self.section))
+
+
+def _holdings(optimizer: Optimizer) -> list[Holding]:
+    if isinstance(optimizer, OptimizerWrapper):
+        return optimizer.holdings()
+    return [Holding(p, p) for group in optimizer.param_groups for p in group["params"]]
+
+
+class Numbers:
+    """The names of parameters where there is no model to ask: their numbers in the groups, as torch has them."""
+
+    section = "model"
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.mesh = launched_mesh()
+        self._numbers = {id(holding.param): str(i) for i, holding in enumerate(_holdings(optimizer))}
+        if self.mesh is not None and self.mesh.size.get(STAGES, 1) > 1:
+            raise ValueError(
+                "an optimizer file numbers the parameters of the whole model, but each stage of a pipeline counts its own;"
+                " save the run with booster.save, which stores them by their names"
+            )
+
+    stage = None
+
+    def name(self, param: Tensor) -> str | None:
+        return self._numbers.get(id(param))
+
+
+class NumberedState(OptimizerState):
+    """The state of the serial optimizer in torch's form: states and groups by the numbers of parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer, Numbers(optimizer))
+        self._masters = {name for name, holding in self.holdings if holding.is_master}
+
+    def plain(self) -> dict[int, dict[str, Any]]:
+        return {int(number): states for number, states in self.plain_states().items()}
+
+    def key(self, name: str) -> str:
+        """The name of a state in its parameter's dict."""
+        _, number, state = name.split("/")
+        return MASTERS_KEY if state == MASTER and number in self._masters else state
+
+    def rest(self, spread: bool = False) -> dict[str, Any]:
+        """All but the states; with ``spread``, masters lie among them, and it is noted that they do."""
+        groups = [{**options, "params": [int(n) for n in names]} for options, names in self.groups()]
+        other = self.optimizer.other_state() if isinstance(self.optimizer, OptimizerWrapper) else {}
+        noted = {SPREAD: [MASTERS_KEY]} if spread and self._masters else {}
+        return {"param_groups": groups, **other, **noted}
+
+    def state_dict(self, states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """What ``state_dict`` of the serial optimizer would be."""
+        masters = {n: own.pop(MASTERS_KEY) for n, own in states.items() if MASTERS_KEY in own}
+        found = {"state": {n: own for n, own in states.items() if own}, **self.rest()}
+        return {**found, MASTERS_KEY: masters} if masters else found
 
 
 def stored_states(manifest: Manifest, section: str) -> States:
@@ -278,4 +347,4 @@ def merge_groups(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"groups": [group for _, group in sorted(groups, key=lambda item: item[0])], "states": states}
 
 
-__all__ = ["OptimizerState", "merge_groups", "stored_states"]
+__all__ = ["NumberedState", "OptimizerState", "merge_groups", "stored_states"]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import weakref
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -16,13 +18,28 @@ _groups: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDict
 
 
 class Ranks:
-    """All ranks of this job; of a process without ``torch.distributed``, that one."""
+    """All ranks of this job, or those of ``group``; of a process without ``torch.distributed``, that one."""
 
-    def __init__(self) -> None:
-        self.is_alone = not (dist.is_available() and dist.is_initialized())
-        self.rank = 0 if self.is_alone else dist.get_rank()
-        self.size = 1 if self.is_alone else dist.get_world_size()
-        self._group = None if self.size == 1 else _own_group()
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.size = 1 if alone else dist.get_world_size(group)
+        self._group = None if self.size == 1 else group or _own_group()
+
+    def send_to_first(self, tensor: Tensor) -> None:
+        """Give rank 0 a tensor; it calls ``receive`` for it."""
+        dist.send(tensor.detach().to(self._wire).contiguous(), group=self._group, group_dst=0)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
+        """What the rank ``source`` sends, on the CPU."""
+        room = torch.empty(shape, dtype=dtype, device=self._wire)
+        dist.recv(room, group=self._group, group_src=source)
+        return room.cpu()
+
+    @property
+    def _wire(self) -> str:
+        """Where tensors must be to travel: on the CPU wherever the group can reach that."""
+        return "cpu" if "cpu" in str(dist.get_backend_config(self._group)) else "cuda"
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, on all ranks."""

@@ -24,7 +24,7 @@ class Described(NamedTuple):
     shape: Shape
     dtype: torch.dtype
     boxes: tuple[Box, ...]
-    shared: tuple[str, int] | None
+    shared: tuple[int, int] | None
     stage: int | None
     aliases: tuple[str, ...]
 
@@ -35,6 +35,7 @@ class Logical(NamedTuple):
     shape: Shape
     dtype: torch.dtype
     writers: dict[Box, int]
+    holders: dict[Box, list[int]]
 
 
 @dataclass
@@ -61,7 +62,7 @@ def describe(entries: Sequence[Entry]) -> list[Described]:
 def survey(held: Sequence[Sequence[Described]]) -> Survey:
     """The plan of all ranks from what each holds; what cannot be stored is refused."""
     result = Survey()
-    first_names: dict[tuple[str, tuple[str, int]], str] = {}
+    first_names: dict[tuple[str, tuple[int, int]], str] = {}
     found: dict[str, tuple[Described, int, dict[Box, list[int]]]] = {}
     for rank, described in enumerate(held):
         for one in described:
@@ -78,7 +79,7 @@ def survey(held: Sequence[Sequence[Described]]) -> Survey:
     for name, (first, _, holders) in found.items():
         _check_cover(name, first.shape, list(holders))
         writers = {box: _lightest(ranks, load, box, first.dtype) for box, ranks in sorted(holders.items())}
-        result.tensors[name] = Logical(first.shape, first.dtype, writers)
+        result.tensors[name] = Logical(first.shape, first.dtype, writers, holders)
     result.ties = {alias: name for alias, name in result.ties.items() if alias not in result.tensors}
     return result
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# In the state dict of an optimizer: the fp32 masters that are in its groups in the place of half-precision weights, by number.
+MASTERS_KEY = "master_weights"
+
 
 @dataclass(frozen=True, eq=False)
 class Holding:
@@ -24,8 +27,9 @@ class Holding:
     end: int | None = None
 
     @property
-    def is_itself(self) -> bool:
-        return self.value is self.param
+    def is_master(self) -> bool:
+        """Whether ``value`` has digits that ``param`` lacks."""
+        return self.value is not self.param and self.value.dtype != self.param.dtype
 
     @property
     def is_empty(self) -> bool:

@@ -24,11 +24,10 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from colossalai.amp._compat import changes, copy_all
-from colossalai.amp.naive_amp.fp16_optimizer import MASTERS_KEY
 from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradScaler
 from colossalai.amp.scaled_optimizer import SCALER_KEY, ScaledOptimizer
 from colossalai.checkpoint_io.gathered import PIECE
-from colossalai.interface import Holding
+from colossalai.interface.holding import MASTERS_KEY, Holding
 from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh import Layout, Mesh, grad_norm, place, placement
 from colossalai.mesh._compat import multiply_all

@@ -161,7 +161,7 @@ def _mean(loss: Tensor | None) -> float:
     """Over the ranks that have a loss."""
     if not dist.is_initialized():
         assert loss is not None
-        return float(loss)
+        return float(loss.detach())
     total = (
         torch.tensor([0.0, 0.0])
         if loss is None

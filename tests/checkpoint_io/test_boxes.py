@@ -138,7 +138,7 @@ def test_copies_are_written_once_and_by_the_least_busy() -> None:
 
 
 def test_stages_that_share_a_tensor_write_it_once_with_its_states() -> None:
-    mark = ("group", 0)
+    mark = (3, 0)
     first = [_described(n, [whole((4,))], shared=mark, stage=0) for n in ("model/in", "optimizer/in/exp_avg")]
     last = [
         _described(n, [whole((4,))], shared=mark, stage=1) for n in ("model/out", "optimizer/out/exp_avg")

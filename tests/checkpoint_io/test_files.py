@@ -75,7 +75,7 @@ def test_a_crash_while_writing_leaves_the_old_file(
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_sync", full)
+        patch.setattr(files, "sync", full)
         with pytest.raises(OSError, match="No space left"):
             save_state_dict({"a": torch.zeros(1)}, path, use_safetensors)
     assert load_shard_state_dict(path)["a"].item() == 1

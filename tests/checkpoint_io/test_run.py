@@ -207,7 +207,7 @@ def test_two_models_of_one_booster(tmp_path: Path) -> None:
 def test_the_latest_is_found_and_old_ones_go(tmp_path: Path) -> None:
     run = job()
     assert latest(tmp_path) is None
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint at .*and none in the folders below"):
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint at .*and none in the folders below"):
         run.booster.load(tmp_path)
     for step in (3, 1, 2, 9):
         run.booster.save(tmp_path / f"step{step}", {"step": step}, keep=2)
@@ -327,7 +327,7 @@ def test_models_and_optimizers_that_do_not_fit(saved: Path) -> None:
         job(1, build=_more), saved, "the saved optimizer does not know added.weight, which is in group 0"
     )
     _refused(
-        job(1, optimizer=torch.optim.SGD), saved, "of another kind: the options of its group 0 are .*betas"
+        job(1, optimizer=torch.optim.SGD), saved, r"of another kind of optimizer: the options of its group 0 are .*betas"
     )
     bare = Booster("cpu")
     model = bare.boost(_more()).model
@@ -339,7 +339,7 @@ def test_models_and_optimizers_that_do_not_fit(saved: Path) -> None:
     assert torch.equal(model.first.weight, model.last.weight)
     small = Booster("cpu")
     part = small.boost(nn.Sequential()).model
-    with pytest.raises(RuntimeError, match="the model does not know .*model/first.weight"):
+    with pytest.raises(RuntimeError, match=r"the model does not know .*model/first.weight"):
         small.load(saved)
     assert part is not None
 
@@ -386,7 +386,7 @@ def test_bad_options_of_save(tmp_path: Path, options: dict[str, Any], message: s
     with pytest.raises((ValueError, TypeError), match=message):
         job().booster.save(tmp_path / "c", **options)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="a checkpoint is a folder, but .*file is a file"):
+    with pytest.raises(ValueError, match=r"a checkpoint is a folder, but .*file is a file"):
         job().booster.save(tmp_path / "file")
 
 

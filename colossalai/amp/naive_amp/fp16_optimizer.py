@@ -16,11 +16,9 @@ from colossalai.amp.master_weights import MasterWeights
 from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradScaler
 from colossalai.amp.scaled_optimizer import ScaledOptimizer
 from colossalai.context import ParallelMode
-from colossalai.interface import Holding
+from colossalai.interface.holding import MASTERS_KEY, Holding
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, clip_grads, grad_zeros
-
-MASTERS_KEY = "master_weights"
 
 
 class FP16Optimizer(ScaledOptimizer):

@@ -6,6 +6,7 @@ stages in each step (``PipelineSharedModuleGradientHandler``, which ``initialize
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,7 +17,10 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import full_shape, mesh_groups, placement
 from colossalai.mesh.norm import STAGES
-from colossalai.mesh.parameter import SHARED_GROUP, SHARED_INDEX
+from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
+
+# All ranks of a job make the same wrappers, so they agree on their numbers.
+_numbers = itertools.count()
 
 
 class PipelineSharedModuleWrapper:
@@ -35,7 +39,7 @@ class PipelineSharedModuleWrapper:
             )
         self._rank = gpc.get_local_rank(ParallelMode.PIPELINE) if size > 1 else 0
         self.group = self._new_group() if len(self.pipeline_ranks) > 1 else None
-        self._count = 0
+        self._number, self._count = next(_numbers), 0
 
     def _new_group(self) -> dist.ProcessGroup | None:
         own = None
@@ -66,7 +70,7 @@ class PipelineSharedModuleWrapper:
             return  # one stage: the same module is used twice
         for p in params:
             setattr(p, SHARED_GROUP, self.group)
-            setattr(p, SHARED_INDEX, self._count)
+            setattr(p, SHARED_MARK, (self._number, self._count))
             self._count += 1
         if not any(p.is_meta for p in params):
             self._make_equal(params)
