@@ -11,7 +11,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from benchmarks.table import show
 
-    everything = ["start", "core", "optimizers", "training", "tensor_parallel"]
+    everything = ["start", "core", "optimizers", "training", "tensor_parallel", "pipeline", "disk"]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"which of {', '.join(everything)} to run (default: all)")
     names = parser.parse_args().names or everything

@@ -50,6 +50,11 @@ class CastModel(ModelWrapper):
         super().__init__(module)
         self._cast = (dtype, output_dtype)  # one name, so that `model.dtype` stays the user's
 
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether it computes in a dtype of its own, so that its outputs may have to be cast for the loss."""
+        return self._cast[0] is not None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         dtype, output_dtype = self._cast
         if dtype is not None:

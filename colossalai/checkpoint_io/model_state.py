@@ -34,7 +34,8 @@ class ModelState:
         self.module = user_module(model)
         self.mesh = mesh_of(self.module)
         below = below_compile(model)
-        held = below.holdings() if isinstance(below, ModelWrapper) else []
+        self._wrapper = below if isinstance(below, ModelWrapper) else None
+        held = [] if self._wrapper is None else self._wrapper.holdings()
         self._holdings = {id(holding.param): holding for holding in held}
         self._rename = getattr(self.module, "serial_name", lambda name: name)
         state = self.module.state_dict(keep_vars=True)  # here, FSDP frees what it had gathered
@@ -107,8 +108,10 @@ class ModelState:
         master = manifest.find(f"{section}/{name}/master")
         return master if master is not None and master.shape == source.shape else source
 
-    def load_extra(self, values: dict[str, Any]) -> None:
-        """Give modules with an extra state theirs back."""
+    def loaded(self, values: dict[str, Any]) -> None:
+        """The tensors are loaded: tell the plan, and give modules with an extra state theirs back."""
+        if self._wrapper is not None:
+            self._wrapper.weights_loaded()
         for name in self.module.state_dict(keep_vars=True):
             own = self._rename(name)
             if own in self.extra and own in values:

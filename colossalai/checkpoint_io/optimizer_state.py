@@ -6,6 +6,7 @@ Groups are known by their parameters: a pipeline stage has some of each group, a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -58,6 +59,7 @@ class OptimizerState:
     def __init__(self, optimizer: Optimizer, model: Names, section: str = "optimizer") -> None:
         self.section, self.model = section, model
         self.optimizer = optimizer
+        self._lock = threading.Lock()
         self.raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
         self.holdings = [(self._name(holding), holding) for holding in _holdings(optimizer)]
 
@@ -84,20 +86,24 @@ class OptimizerState:
         return found
 
     def _states(self, holding: Holding) -> dict[str, Any]:
-        states = dict(self.raw.state.get(holding.value, {}))
-        if (
-            isinstance(self.raw, MultiTensorOptimizer) and "tail" in states
-        ):  # means nothing without the weight
-            del states["tail"]
-            states.setdefault(MASTER, partial(self.raw.master, holding.value))
-        return states
+        """The states of a parameter; a function stands for one that is computed, or read from a disk."""
+        if not isinstance(self.raw, MultiTensorOptimizer):
+            return dict(self.raw.state.get(holding.value, {}))
+        return {
+            key: partial(self._read, value) if callable(value) else value
+            for key, value in self.raw.lazy_state(holding.value).items()
+        }
+
+    def _read(self, read: Callable[[], Tensor]) -> Tensor:
+        with self._lock:  # files are written by several threads
+            return read()
 
     def _entry(self, name: str, state: str, holding: Holding, value: Tensor | Callable[[], Tensor]) -> Entry:
         full = f"{self.section}/{name}/{state}"
         shared, stage = shared_mark(holding.param), self.model.stage
         if not isinstance(value, Tensor):
             pieces = pieces_of_holding(holding, value, self.model.mesh, full)
-            return Entry(full, serial_shape(holding.param), torch.float32, pieces, shared, stage)
+            return Entry(full, serial_shape(holding.param), wide(holding.value), pieces, shared, stage)
         if value.shape == holding.value.shape:
             pieces = pieces_of_holding(holding, value, self.model.mesh, full)
             return Entry(full, serial_shape(holding.param), value.dtype, pieces, shared, stage)
@@ -260,6 +266,8 @@ class OptimizerState:
                 self.raw.state[value] = states
         for group, new in zip(self.optimizer.param_groups, options, strict=True):
             group.update(new)
+        if isinstance(self.raw, MultiTensorOptimizer):
+            self.raw.states_replaced()
         if isinstance(self.optimizer, OptimizerWrapper):
             self.optimizer.load_other_state(decode(said["other"], self.section))
 

@@ -141,7 +141,7 @@ class _Loading:
             self.wants += wants
             self.missing += missing
             extra = decode(self._said(model.section).get("extra", {}), f"{model.section} extra state")
-            self.afterwards.append(partial(model.load_extra, extra))
+            self.afterwards.append(partial(model.loaded, extra))
             if run.optimizer is not None:
                 self._prepare_optimizer(run.optimizer, model, _section("optimizer", i))
             for kind, part in (("lr_scheduler", run.lr_scheduler), ("dataloader", run.dataloader)):

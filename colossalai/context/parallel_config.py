@@ -27,6 +27,9 @@ from colossalai.mesh import mesh_groups
 # Every job has these groups, so these initializers always run, in this order.
 ALWAYS = ("data", "model", "pipeline", "tensor")
 
+# Pipeline schedules that lay the stages out as a V: the way of a batch ends on the rank where it began.
+V_SCHEDULES = ("zbv",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -42,6 +45,11 @@ class ParallelConfig:
     tensor: int = 1
     mode: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_vee(self) -> bool:
+        """Whether the first rank of a pipeline also holds its last layers."""
+        return self.schedule in V_SCHEDULES
 
     @classmethod
     def parse(cls, parallel: Mapping[str, Any] | None) -> ParallelConfig:

@@ -103,6 +103,11 @@ class ParallelContext(metaclass=SingletonMeta):
             plan=f"backend={backend}, data={plan.data}, pipeline={plan.pipeline}, tensor={plan.tensor}, mode={plan.mode}",
         ).meet()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        self.take_place(rank, world_size)
+
+    def take_place(self, rank: int, world_size: int) -> None:
+        """Be ``rank`` of the process group that ``torch.distributed`` has."""
+        self.world_size = world_size
         world = dist.group.WORLD
         self._register(
             GroupInfo(rank, world_size, world, world, list(range(world_size)), ParallelMode.GLOBAL)
@@ -209,9 +214,11 @@ class ParallelContext(metaclass=SingletonMeta):
         return (ignore_virtual or chunk in (None, 0)) and self.is_first_rank(ParallelMode.PIPELINE)
 
     def is_pipeline_last_stage(self, ignore_virtual: bool = False) -> bool:
+        """Whether this rank holds the last layers; with virtual stages, in the chunk that is current."""
         chunk, chunks = self.virtual_pipeline_parallel_rank, self.virtual_pipeline_parallel_size
         at_last_chunk = ignore_virtual or chunk is None or chunks is None or chunk == chunks - 1
-        return at_last_chunk and self.is_last_rank(ParallelMode.PIPELINE)
+        at_end = self.is_first_rank if self._plan.is_vee else self.is_last_rank
+        return at_last_chunk and at_end(ParallelMode.PIPELINE)
 
     def set_virtual_pipeline_parallel_size(self, size: int | None) -> None:
         """How many chunks of layers each stage holds; None ends the use of virtual stages."""

@@ -61,14 +61,14 @@ def initialize(
     _set_cudnn(features)
     if verbose:
         _log(features)
-    schedule = _schedule()
+    schedule = schedule_of_config()
     model, optimizer = _build(model, optimizer)
     mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
     booster = Booster(mixed_precision=features.precision, plugin=_plugin(features, mode))
     if booster.plugin is None:
         _share_weights(model, mode)  # before boost, which may copy them into master weights
     boosted = booster.boost(model, optimizer, criterion, train_dataloader, lr_scheduler)  # type: ignore[arg-type]
-    handlers = _handlers(features, boosted.model, boosted.optimizer)
+    handlers = handlers_of(features, boosted.model, boosted.optimizer)
     parts: tuple[Any, ...] = (boosted.optimizer, boosted.dataloader, handlers, boosted.lr_scheduler)
     if features.accumulate > 1:
         parts = accumulate_gradient(
@@ -128,7 +128,7 @@ def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
-def _schedule() -> BaseSchedule | None:
+def schedule_of_config() -> BaseSchedule | None:
     """The pipeline schedule that the config asks for; None without a pipeline."""
     if not is_using_pp():
         return None
@@ -157,7 +157,7 @@ def _plugin(features: Features, mode: ParallelMode) -> Plugin | None:
         raise ConfigException(f"config section 'torch_ddp': {error}") from error
 
 
-def _handlers(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:
+def handlers_of(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:
     configs = list(features.handlers)
     if is_using_pp() and not configs and features.zero is None and gpc.get_world_size(ParallelMode.DATA) > 1:
         # once after all micro-batches, where DDP would do so after each

@@ -1,6 +1,7 @@
 """The section ``zero`` of a config: which plugin it means.
 
-``zero = dict(level=2, overlap_comm=True, clip_grad=1.0, cpu_offload=True)``: the names are those of the documents, or the plugin's own.
+``zero = dict(level=2, overlap_comm=True, clip_grad=1.0, cpu_offload=True)``: the names are those of the documents, or
+the plugin's own.
 """
 
 from __future__ import annotations

@@ -49,6 +49,11 @@ class ModelWrapper(nn.Module):
         """For each parameter whose elements a plan keeps elsewhere: where they are.  A checkpoint reads and writes them there."""
         return self.module.holdings() if isinstance(self.module, ModelWrapper) else []
 
+    def weights_loaded(self) -> None:
+        """A checkpoint has written other values to where ``holdings`` said they are."""
+        if isinstance(self.module, ModelWrapper):
+            self.module.weights_loaded()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 

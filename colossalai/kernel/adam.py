@@ -39,6 +39,8 @@ BLOCK = (
 
 def adam_(lists: AdamLists, step: int, options: AdamOptions) -> None:
     """One update in place; ``step`` counts from 1."""
+    if lists.device.type == "meta":
+        return  # there are no values, and the kernels of a GPU need no memory of their own
     ADAM[choose(lists)](lists, step, options)
 
 

@@ -90,7 +90,7 @@ def matmul(
 
 def _autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     # Cast outside of the autograd function: what travels is then in the lower precision as well.
-    if not torch.is_autocast_enabled(x.device.type):
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return x, w, bias
     dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)

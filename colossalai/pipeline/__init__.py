@@ -2,7 +2,17 @@
 
 from colossalai.pipeline.layer_spec import LayerSpec
 from colossalai.pipeline.pipelinable import PipelinableContext, PipelinableModel
+from colossalai.pipeline.recording import Recording, planned_run, record_run
 from colossalai.pipeline.saving import save_pretrained
 from colossalai.pipeline.split import split_model
 
-__all__ = ["LayerSpec", "PipelinableContext", "PipelinableModel", "save_pretrained", "split_model"]
+__all__ = [
+    "LayerSpec",
+    "PipelinableContext",
+    "PipelinableModel",
+    "Recording",
+    "planned_run",
+    "record_run",
+    "save_pretrained",
+    "split_model",
+]

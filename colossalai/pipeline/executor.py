@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,8 +16,15 @@ from colossalai.pipeline.schedule.base import Action, Kind, Timetable
 from colossalai.pipeline.split_backward import split_backward
 from colossalai.pipeline.wire import check_nest
 
-# Told of every action, with its start and end in seconds.
-Record = Callable[[Action, float, float], None]
+
+class Recorder(Protocol):
+    """Whoever wants to know when actions start and end."""
+
+    def mark(self) -> Any:
+        """This moment, as only the recorder needs to understand it."""
+        ...
+
+    def record(self, action: Action, start: Any, end: Any) -> None: ...
 
 
 class StageWork(Protocol):
@@ -84,24 +90,20 @@ class Executor:
     ``peak_stored`` is the most forward passes that waited for their backward passes at one time, in all runs.
     """
 
-    def __init__(self, link: Link, work: StageWork, record: Record | None = None) -> None:
+    def __init__(self, link: Link, work: StageWork) -> None:
         self.link = link
         self.work = work
-        self.record = record
         self.peak_stored = 0
         self._stored: dict[tuple[int, int], _Pass] = {}
         self._training = False
 
-    def run(self, timetable: Timetable, *, training: bool) -> None:
+    def run(self, timetable: Timetable, *, training: bool, recorder: Recorder | None = None) -> None:
         """Do what ``timetable`` says for this rank; if that fails, the other ranks fail too."""
         self._timetable, self._training = timetable, training
         self.link.begin(timetable)
         try:
             for action in timetable.ranks[self.link.rank]:
-                start = time.perf_counter()
-                self._do(action)
-                if self.record is not None:
-                    self.record(action, start, time.perf_counter())
+                self._do(action, recorder)
             self.link.finish()
         except BaseException as error:
             self.link.fail(error)
@@ -109,70 +111,80 @@ class Executor:
         finally:
             self._stored.clear()
 
-    def _do(self, action: Action) -> None:
-        stage = self._timetable.placement.stage(self.link.rank, action.chunk)
-        if action.kind is Kind.FORWARD:
-            self._forward(action, stage)
-        elif action.kind is Kind.BACKWARD:
-            self._backward(action)
-        elif action.kind is Kind.INPUT_GRAD:
-            self._input_grad(action)
-        else:
-            kept = self._stored.pop((action.chunk, action.microbatch))
-            assert kept.rest is not None, "the input gradients come before those of the weights"
-            kept.rest()
-
-    def _forward(self, action: Action, stage: int) -> None:
+    def _do(self, action: Action, recorder: Recorder | None) -> None:
+        """Receive, compute, send; of these, only computing counts as work."""
         needed = self._timetable.needs(self.link.rank, action)
         received = None if needed is None else self.link.receive(needed)
+        start = recorder.mark() if recorder is not None else None
+        result = self._compute(action, received)
+        if recorder is not None:
+            recorder.record(action, start, recorder.mark())
+        made = self._timetable.makes(self.link.rank, action)
+        if made is not None:
+            self.link.send(made, result)
+
+    def _compute(self, action: Action, received: Any) -> Any:
+        """What ``action`` makes for another stage, if it makes anything."""
+        place = action.chunk, action.microbatch
+        if action.kind is Kind.FORWARD:
+            return self._forward(action, received)
+        if action.kind is Kind.BACKWARD:
+            return self._backward(action, self._stored.pop(place), received)
+        if action.kind is Kind.INPUT_GRAD:
+            return self._input_grad(action, self._stored[place], received)
+        rest = self._stored.pop(place).rest
+        assert rest is not None, "the input gradients come before those of the weights"
+        rest()
+        return None
+
+    def _forward(self, action: Action, received: Any) -> Any:
+        stage = self._stage(action)
         nest, boxes = _enter(received) if self._training else (received, [])
         output = self.work.forward(stage, action.chunk, action.microbatch, nest)
         kept = _Pass(received, boxes)
-        made = self._timetable.makes(self.link.rank, action)
-        if made is None:
+        if self._has_loss(action):
             kept.loss = self.work.finish(output, action.microbatch)
         else:
             check_nest(output, f"pipeline stage {stage}")
-            self.link.send(made, output)
             kept.outputs = tree_flatten(output)[0]
         if self._training:
             self._stored[action.chunk, action.microbatch] = kept
             self.peak_stored = max(self.peak_stored, len(self._stored))
+        return output
 
-    def _backward(self, action: Action) -> None:
-        kept = self._stored.pop((action.chunk, action.microbatch))
-        if self._timetable.needs(self.link.rank, action) is None:
+    def _backward(self, action: Action, kept: _Pass, received: Any) -> Any:
+        if self._has_loss(action):
             assert kept.loss is not None, "a pass in training has a loss"
             self.work.backward(kept.loss)
         else:
-            outputs, grads = self._roots(action, kept)
+            outputs, grads = self._roots(action, kept, received)
             if outputs:
                 torch.autograd.backward(outputs, grads)
-        self._send_grads(action, kept)
+        return _input_grads(kept)
 
-    def _input_grad(self, action: Action) -> None:
-        kept = self._stored[action.chunk, action.microbatch]
-        outputs, grads = self._roots(action, kept)
+    def _input_grad(self, action: Action, kept: _Pass, received: Any) -> Any:
+        outputs, grads = self._roots(action, kept, received)
         boxes = [box for box in kept.boxes if box is not None]
         found, kept.rest = split_backward(outputs, grads, [box.edge for box in boxes])
         for box, grad in zip(boxes, found, strict=True):
             box.grad = grad
-        self._send_grads(action, kept)
+        return _input_grads(kept)
 
-    def _roots(self, action: Action, kept: _Pass) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _has_loss(self, action: Action) -> bool:
+        return self._stage(action) == self._timetable.placement.last
+
+    def _stage(self, action: Action) -> int:
+        """The virtual stage whose layers ``action`` runs."""
+        return self._timetable.placement.stage(self.link.rank, action.chunk)
+
+    def _roots(self, action: Action, kept: _Pass, received: Any) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where a backward pass begins, and with which gradients."""
-        needed = self._timetable.needs(self.link.rank, action)
-        if needed is None:
+        if self._has_loss(action):
             assert kept.loss is not None, "a pass in training has a loss"
             return [self.work.scale_loss(kept.loss)], [None]
-        grads = tree_flatten(self.link.receive(needed))[0]
-        pairs = [(t, g) for t, g in zip(kept.outputs, grads, strict=True) if g is not None]
-        return [t for t, _ in pairs], [g for _, g in pairs]
-
-    def _send_grads(self, action: Action, kept: _Pass) -> None:
-        made = self._timetable.makes(self.link.rank, action)
-        if made is not None:
-            self.link.send(made, _input_grads(kept))
+        pairs = zip(kept.outputs, tree_flatten(received)[0], strict=True)
+        wanted = [(t, g) for t, g in pairs if g is not None]
+        return [t for t, _ in wanted], [g for _, g in wanted]
 
 
 def _enter(received: Any) -> tuple[Any, list[_Received | None]]:

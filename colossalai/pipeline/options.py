@@ -31,7 +31,7 @@ class PipelineOptions:
                 f"config has a pipeline of {plan.pipeline} stages, but no NUM_MICRO_BATCHES; set it to the number of parts"
                 " that every batch is cut into"
             )
-        chunks = _chunks(config)
+        chunks = _chunks(config, plan)
         schedule = plan.schedule or ("interleaved" if chunks > 1 else "1f1b")
         try:
             make_timetable(schedule, plan.pipeline, microbatches, chunks)
@@ -41,10 +41,10 @@ class PipelineOptions:
         return cls(schedule=schedule, microbatches=microbatches, chunks=chunks, tensor_shape=shape)
 
 
-def _chunks(config: Mapping[str, Any]) -> int:
+def _chunks(config: Mapping[str, Any], plan: ParallelConfig) -> int:
     model = config.get("model")
     own = model.get("num_chunks") if isinstance(model, Mapping) else None
-    return own or config.get("NUM_CHUNKS") or 1
+    return own or config.get("NUM_CHUNKS") or (2 if plan.is_vee else 1)
 
 
 def _tensor_shape(config: Mapping[str, Any], plan: ParallelConfig) -> tuple[int, ...] | None:

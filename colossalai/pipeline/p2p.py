@@ -2,7 +2,8 @@
 
 Before the tensors of a message goes one number: 0 if they are described as those before them on this way, n if a new
 description of n bytes follows, -n if the sender failed and n bytes say why.  So shapes are sent when they change, and not
-at all where both sides know them beforehand; and a rank that waits for one that failed hears of it at once.
+at all where both sides know them beforehand; and a rank that waits for one that failed hears of it at once.  The same number
+without tensors ends a step.
 
 Sends never wait.  A rank receives what another sends it in the order of sending, which it knows from the timetable, and
 keeps what it does not need yet.  So no two ranks wait for each other, and it does not matter whether the backend has tags.
@@ -139,7 +140,22 @@ class Link:
         return self._early.pop(message)
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until every rank has done its part of the step.
+
+        A rank whose own part is done waits for nobody any more, and would not hear of another that fails later.  So word that
+        all is well goes from the last rank, which is done first, to the first rank and back; or word that it is not.
+        """
+        before, after = self.rank - 1, self.rank + 1
+        words = []  # nobody may take them if a rank has failed, so they are waited for when none has
+        if after < self._placement.ranks:
+            self._hear(after)
+        if before >= 0:
+            words.append((before, self._post(torch.tensor([0]), before)))
+            self._hear(before)
+        if after < self._placement.ranks:
+            words.append((after, self._post(torch.tensor([0]), after)))
+        for target, work in words:
+            self._wait([work], target)
         for target, waiting in self._pending.items():
             for _, works in waiting:
                 self._wait(works, target)
@@ -151,8 +167,9 @@ class Link:
         heard_from = error.source if isinstance(error, PipelineError) else None
         reason = str(error) if isinstance(error, PipelineError) else self._own_failure(error)
         last: list[tuple[dist.Work, Tensor]] = []
-        for target in self._targets:
-            if target == heard_from:
+        for target in range(self._placement.ranks):
+            is_near = abs(target - self.rank) == 1 or target in self._targets
+            if target == heard_from or not is_near:
                 continue
             # it may be gone: what counts is the error that is on its way up
             with suppress(RuntimeError):
@@ -165,14 +182,19 @@ class Link:
         me = self._ranks[self.rank]
         return f"pipeline stage {self.rank} (rank {me}) failed with {type(error).__name__}: {error}"
 
+    def _hear(self, source: int) -> bytes:
+        """The description that ``source`` sends before its tensors, empty if there is no new one; raises if it failed."""
+        code = int(self._get(torch.empty(1, dtype=torch.int64), source).item())
+        if code == 0:
+            return b""
+        data = bytes(self._get(torch.empty(abs(code), dtype=torch.uint8), source).tolist())
+        if code < 0:
+            raise PipelineError(data.decode(), source)
+        return data
+
     def _take(self, message: Message, source: int) -> Any:
         way = (message.source, message.target)
-        code = int(self._get(torch.empty(1, dtype=torch.int64), source).item())
-        if code != 0:
-            text = self._get(torch.empty(abs(code), dtype=torch.uint8), source)
-            data = bytes(text.tolist())
-            if code < 0:
-                raise PipelineError(data.decode(), source)
+        if data := self._hear(source):
             self._described[way] = Description.from_bytes(data)
         description = self._last(way)
         assert description is not None, "the first message on a way has a description"

@@ -1,8 +1,9 @@
 """Which layers of a sequence each pipeline stage gets.
 
 A model of ``n`` layers becomes ``pipeline_parallel_size * num_chunks`` parts, each a range of neighbouring layers.  Part
-``i`` is chunk ``i // pipeline_parallel_size`` of pipeline rank ``i % pipeline_parallel_size``: with several chunks, a batch
-passes every rank several times.  The answers are ``parts[rank]``, a list of ``(start, end)`` per chunk, without ``end``.
+``i`` is virtual stage ``i`` of a ``Placement``: with several chunks, a batch passes every rank several times, and ``shape`` says on
+which way (left out, on that of the schedule in the config).  The answers are ``parts[rank]``, a list of ``(start, end)`` per
+chunk, without ``end``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from colossalai.pipeline.stage import Placement, Shape, launched_shape
+
 SPLIT_NODE = "SPLIT_NODE"
 
 Range = tuple[int, int]
@@ -21,13 +24,21 @@ Parts = list[list[Range]]
 _Array = npt.NDArray[np.float64]
 
 
-def partition_uniform(num_items: int, pipeline_parallel_size: int, num_chunks: int = 1) -> Parts:
+def partition_uniform(
+    num_items: int, pipeline_parallel_size: int, num_chunks: int = 1, *, shape: Shape | None = None
+) -> Parts:
     """Parts with equally many layers; the remainder is spread evenly."""
     count = _count(num_items, pipeline_parallel_size, num_chunks)
-    return _dealt([num_items * i // count for i in range(count + 1)], pipeline_parallel_size)
+    return _dealt([num_items * i // count for i in range(count + 1)], pipeline_parallel_size, shape)
 
 
-def partition_balanced(weights: Sequence[float], pipeline_parallel_size: int, num_chunks: int = 1) -> Parts:
+def partition_balanced(
+    weights: Sequence[float],
+    pipeline_parallel_size: int,
+    num_chunks: int = 1,
+    *,
+    shape: Shape | None = None,
+) -> Parts:
     """Parts whose heaviest is as light as possible, and among those the most even ones (by the sum of squares).
 
     ``weights`` are what a layer costs: its parameters, or a cost of ``colossalai.pipeline.cost``.
@@ -41,11 +52,15 @@ def partition_balanced(weights: Sequence[float], pipeline_parallel_size: int, nu
     weight[np.tril_indices(len(total))] = np.inf
     heaviest, _ = _cheapest(weight, count, np.maximum)
     squares = np.where(weight <= heaviest, weight, np.inf) ** 2
-    return _dealt(_cheapest(squares, count, np.add)[1], pipeline_parallel_size)
+    return _dealt(_cheapest(squares, count, np.add)[1], pipeline_parallel_size, shape)
 
 
 def customized_partition(
-    exec_seq: Sequence[Any], pipeline_parallel_size: int | None = None, num_chunks: int = 1
+    exec_seq: Sequence[Any],
+    pipeline_parallel_size: int | None = None,
+    num_chunks: int = 1,
+    *,
+    shape: Shape | None = None,
 ) -> Parts:
     """Parts that end where ``exec_seq`` has a ``"SPLIT_NODE"``; its other strings are the layers.
 
@@ -71,7 +86,7 @@ def customized_partition(
             raise ValueError(
                 f"part {i} of exec_seq has no layer; put at least one between two {SPLIT_NODE!r} and at both ends"
             )
-    return _dealt(bounds, size)
+    return _dealt(bounds, size, shape)
 
 
 def _count(items: int, stages: int, chunks: int) -> int:
@@ -89,10 +104,11 @@ def _plan(stages: int, chunks: int) -> str:
     return f"{stages} pipeline stages with {chunks} chunk{'s' if chunks > 1 else ''} each"
 
 
-def _dealt(bounds: Sequence[int], stages: int) -> Parts:
-    """The ranges between ``bounds``, dealt to the stages in turn."""
+def _dealt(bounds: Sequence[int], ranks: int, shape: Shape | None) -> Parts:
+    """The ranges between ``bounds``, dealt to the ranks."""
     ranges = list(pairwise(bounds))
-    return [ranges[stage::stages] for stage in range(stages)]
+    place = Placement(ranks, len(ranges) // ranks, launched_shape() if shape is None else shape)
+    return [[ranges[place.stage(rank, chunk)] for chunk in range(place.chunks)] for rank in range(ranks)]
 
 
 def _cheapest(cost: _Array, parts: int, join: Callable[[_Array, _Array], _Array]) -> tuple[float, list[int]]:

@@ -18,9 +18,10 @@ from colossalai.interface.batch import Criterion, loss_of
 from colossalai.interface.nest import batch_size
 from colossalai.mesh import Mesh
 from colossalai.pipeline.chunks import StageCaller, count_chunks
-from colossalai.pipeline.executor import Executor, Record, detached
+from colossalai.pipeline.executor import Executor, detached
 from colossalai.pipeline.microbatch import join_outputs, split_microbatches
 from colossalai.pipeline.p2p import Link
+from colossalai.pipeline.recording.recorder import step_recorder
 from colossalai.pipeline.schedule import make_timetable
 from colossalai.pipeline.stage import pipeline_rank, pipeline_size
 from colossalai.pipeline.wire import Description, Leaf
@@ -59,9 +60,9 @@ class Pipeline:
         chunks = count_chunks(model)
         self.timetable = make_timetable(schedule, pipeline_size(mesh), microbatches, chunks)
         self._evaluation = self.timetable.forward_only(microbatches)
-        self.rank = pipeline_rank(mesh)
+        self._mesh, self.rank = mesh, pipeline_rank(mesh)
         self._caller = StageCaller(model)
-        self._casts_output = isinstance(model, CastModel)
+        self._casts_output = isinstance(model, CastModel) and model.casts_inputs
         first = next((p for p in model.parameters() if p.is_floating_point()), None)
         device = torch.device(mesh.device_type) if first is None else first.device
         known = None
@@ -79,10 +80,6 @@ class Pipeline:
     def has_loss(self) -> bool:
         """Whether this rank holds the last layers, and so the loss and the outputs."""
         return self.rank == self.timetable.placement.loss_rank
-
-    def record_with(self, record: Record | None) -> None:
-        """Call ``record`` with every action, its start and its end; None to end it."""
-        self.executor.record = record
 
     def step(
         self,
@@ -111,7 +108,8 @@ class Pipeline:
         self._loss: Tensor | None = None
         try:
             with torch.no_grad() if trains is None else nullcontext():
-                self.executor.run(timetable, training=trains is not None)
+                recorder = step_recorder(timetable, self._mesh, self._link.device)
+                self.executor.run(timetable, training=trains is not None, recorder=recorder)
             outputs = [self._outputs[i] for i in sorted(self._outputs)]
             return join_outputs(outputs) if outputs else None, self._loss
         finally:

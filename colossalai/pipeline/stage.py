@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from colossalai.core import global_context as gpc
 from colossalai.mesh import Mesh
 
 PIPELINE_AXIS = "pp"
@@ -55,6 +56,11 @@ class Placement:
     def loss_rank(self) -> int:
         """The rank of the pipeline that holds the last layers, and so the loss."""
         return self.rank(self.last)
+
+
+def launched_shape() -> Shape:
+    """How the schedule in the config of the job deals out virtual stages."""
+    return Shape.VEE if gpc.plan.is_vee else Shape.LOOP
 
 
 def pipeline_rank(mesh: Mesh) -> int:

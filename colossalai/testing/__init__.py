@@ -1,5 +1,6 @@
 """Helpers for tests of distributed code; docs/testing.md shows how they work together."""
 
+from colossalai.context.imagined import fake_world
 from colossalai.testing._cases import parametrize_sample, sample_cases
 from colossalai.testing._comparison import (
     assert_close,
@@ -17,7 +18,6 @@ from colossalai.testing._decorators import (
     run_on_environment_flag,
     skip_if_not_enough_gpus,
 )
-from colossalai.testing._fake_world import fake_world
 from colossalai.testing._ports import free_port
 from colossalai.testing._spawn import RankError, spawn
 

@@ -33,8 +33,9 @@ def is_tp_rank_0() -> bool:
 
 
 def is_no_pp_or_last_stage() -> bool:
-    """Whether the loss is computed here: there is no pipeline, or this is its last stage."""
-    return not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_last_rank(ParallelMode.PIPELINE)
+    """Whether the loss is computed here: there is no pipeline, or this rank holds its last layers."""
+    piped = gpc.is_initialized(ParallelMode.PIPELINE)
+    return not piped or gpc.is_pipeline_last_stage(ignore_virtual=True)
 
 
 def is_using_ddp() -> bool:

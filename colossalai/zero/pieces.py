@@ -1,8 +1,8 @@
 """Which slice of every parameter a rank owns for the optimizer step.
 
-Parameters are laid one after another in a flat buffer, which is cut into equal shards, one for each rank; this rank's *piece* of a
-parameter is what its shard holds of it.  So a shard travels as one block, and the cut is even, whatever the shapes.  A piece may be
-empty: then another rank owns all of that parameter.
+Parameters are laid one after another in a flat buffer, which is cut into equal shards, one for each rank; this rank's
+*piece* of a parameter is what its shard holds of it.  So a shard travels as one block, and the cut is even, whatever
+the shapes.  A piece may be empty: then another rank owns all of that parameter.
 
 Some optimizers must see whole parameters (LAMB takes their norms).  For them a buffer has one ``owner``, who has all of it.
 """
@@ -10,7 +10,7 @@ Some optimizers must see whole parameters (LAMB takes their norms).  For them a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils import copy_tensor_parallel_attributes
 from colossalai.utils.optimizer_state import SERIAL_SHAPE
 
-# Kernels read 16 bytes at once, from addresses that are multiples of that: 8 elements in half precision.  Shards are cut more coarsely.
+# Kernels read 16 bytes at once, from addresses that are multiples of that: 8 elements in half precision.  Shards are
+# cut more coarsely.
 ALIGNMENT, SHARD_ALIGNMENT = 8, 64
 
 # The optimizers of torch that update every element without knowing the others.
@@ -36,7 +37,8 @@ ELEMENTWISE = frozenset(
 class FlatLayout:
     """Where parameters lie in a flat buffer of ``parts`` shards of ``shard`` elements.
 
-    ``offsets`` and ``sizes`` have an entry for each parameter.  With an ``owner``, the buffer is not cut: it is one shard, the owner's.
+    ``offsets`` and ``sizes`` have an entry for each parameter.  With an ``owner``, the buffer is not cut: it is one
+    shard, the owner's.
     """
 
     sizes: tuple[int, ...]
@@ -109,8 +111,9 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 class Piece:
     """This rank's slice ``[start, end)`` of the flattened ``param``.
 
-    ``value`` is what the optimizer steps, in the place of the parameter.  ``weight`` is the slice where the model's weights lie, to be
-    gathered by the others.  Both are the same memory, unless the value is an fp32 master or waits on the host.
+    ``value`` is what the optimizer steps, in the place of the parameter.  ``weight`` is the slice where the model's
+    weights lie, to be gathered by the others.  Both are the same memory, unless the value is an fp32 master or waits
+    on the host.
     """
 
     param: Tensor
@@ -119,7 +122,7 @@ class Piece:
     rank: int
     weight: Tensor
     value: nn.Parameter
-    seen: int = field(default=-1)  # changes of ``param`` when ``value`` last agreed with it
+    seen: int  # changes of ``param`` when ``value`` last agreed with it
 
     @property
     def start(self) -> int:
@@ -181,17 +184,17 @@ def make_piece(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     pin: bool = False,
-    copy: bool = False,
+    home: Tensor | None = None,
 ) -> Piece:
     """The piece of ``param``, entry ``index`` of a flat ``buffer`` that holds its values.
 
-    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if it waits on the host;
-    ``copy`` it in any case.
+    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if it
+    waits on the host.  ``home``, a flat tensor like this rank's shard, is the memory for it.
     """
     start, end = layout.piece(index, rank)
     offset = layout.offsets[index]
     weight = buffer[offset + start : offset + end] if end > start else buffer[:0]
-    return piece_of(param, layout, index, rank, weight, dtype=dtype, device=device, pin=pin, copy=copy)
+    return piece_of(param, layout, index, rank, weight, dtype=dtype, device=device, pin=pin, home=home)
 
 
 def piece_of(
@@ -204,7 +207,7 @@ def piece_of(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     pin: bool = False,
-    copy: bool = False,
+    home: Tensor | None = None,
 ) -> Piece:
     """The piece of ``param`` whose values, the slice that ``layout`` gives to ``rank``, lie in ``weight``.
 
@@ -213,12 +216,16 @@ def piece_of(
     if 0 < weight.numel() == param.numel():
         weight = weight.view(param.shape)
     value = weight.detach()
-    if (dtype or weight.dtype, device or weight.device) != (weight.dtype, weight.device) or pin or copy:
+    if home is not None:
+        start, end = layout.piece(index, rank)
+        begin = layout.offsets[index] + start - layout.bounds(rank)[0]
+        value = home[begin : begin + end - start].view(weight.shape).copy_(value)
+    elif (dtype or weight.dtype, device or weight.device) != (weight.dtype, weight.device) or pin:
         target = torch.empty(
             weight.shape, dtype=dtype or weight.dtype, device=device or weight.device, pin_memory=pin
         )
         value = target.copy_(value)
-    piece = Piece(param, layout, index, rank, weight, nn.Parameter(value))
+    piece = Piece(param, layout, index, rank, weight, nn.Parameter(value), param._version)
     setattr(piece.value, SERIAL_SHAPE, param.shape)
     copy_tensor_parallel_attributes(param, piece.value)
     if not piece.is_whole and (

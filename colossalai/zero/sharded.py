@@ -1,11 +1,11 @@
 """The sharded optimizer: the user's optimizer, whose groups hold this rank's pieces in the place of the parameters.
 
-Groups with options of their own, frozen and unused parameters, schedulers and hooks are then the user's optimizer's own affair.  This
-module adds what concerns all pieces together: the norm of all gradients, the loss scale, skipped steps, and a state that looks like the
-serial optimizer's.
+Groups with options of their own, frozen and unused parameters, schedulers and hooks are then the user's optimizer's
+own affair.  This module adds what concerns all pieces together: the norm of all gradients, the loss scale, skipped
+steps, and a state that looks like the serial optimizer's.
 
-Our own optimizers take half-precision pieces and keep the missing digits in their states.  To an optimizer of somebody else a piece is
-its fp32 master, whose rounded values are copied to the weights after each step.
+Our own optimizers take half-precision pieces and keep the missing digits in their states.  To an optimizer of
+somebody else a piece is its fp32 master, whose rounded values are copied to the weights after each step.
 
 How gradients come to the pieces and updated pieces to the other ranks is up to subclasses: ``collect`` and ``publish``.
 """
@@ -187,6 +187,14 @@ class ShardedOptimizer(ScaledOptimizer):
 
     # The step
 
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step all pieces and give them to the other ranks, unless a scaled gradient overflowed."""
+        if args or kwargs:
+            raise ValueError(
+                f"{type(self).__name__}.step takes no closure and no options: call backward(loss), then step()"
+            )
+        return super().step()
+
     def _apply_step(self) -> Any:
         if self._max_norm > 0:
             self.grad_norm = self.clip_grad_by_norm(self._max_norm, self._norm_type)
@@ -199,10 +207,11 @@ class ShardedOptimizer(ScaledOptimizer):
         return result
 
     def update(self, pieces: Sequence[Piece] | None = None, factor: float | Tensor | None = None) -> Any:
-        """Let the user's optimizer step all pieces, or ``pieces`` alone, where they have a gradient; then write their weights.
+        """Let the user's optimizer step all pieces that have a gradient, or ``pieces`` alone, and write their weights.
 
-        Gradients are multiplied by ``factor``, by default what unscaling and clipping left to do (``pending_factor``).  A plan that
-        updates part by part calls ``unscale_grad``, clips, and calls ``follow_changes`` before the first.
+        Gradients are multiplied by ``factor``, by default what unscaling and clipping left to do
+        (``pending_factor``).  A plan that updates part by part calls ``unscale_grad``, clips, and calls
+        ``follow_changes`` before the first.
         """
         inner: Any = self.optim
         factor = self._factor if factor is None else factor
@@ -326,9 +335,8 @@ class ShardedOptimizer(ScaledOptimizer):
             cut = saved if piece is None else cut_state(saved, piece)
             if cut or not saved:
                 state[number] = cut
-        scaler: dict[str, Any] = (
-            {} if self.is_scaled else {SCALER_KEY: {}}
-        )  # a scale that is not used here is not missed
+        # a scale that is not used here is not missed
+        scaler: dict[str, Any] = {} if self.is_scaled else {SCALER_KEY: {}}
         super().load_state_dict({**state_dict, **scaler, "state": state})
         self._load_masters({places[int(n)]: value for n, value in masters.items() if int(n) in places})
 

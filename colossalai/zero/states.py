@@ -1,7 +1,8 @@
-"""The states of a sharded optimizer as those of the serial one: every slice in its place, under the number of its parameter.
+"""The states of a sharded optimizer as those of the serial one: every slice in its place.
 
-A state of a piece (a moment, a master) is a slice of the state of its parameter.  :class:`SlicedTensor` stands for the whole of it and
-is put together when somebody asks, so that saving never holds more than one of them.  Loading cuts a whole tensor at once.
+A state of a piece (a moment, a master) is a slice of the state of its parameter.  :class:`SlicedTensor` stands for
+the whole of it and is put together when somebody asks, so that saving never holds more than one of them.  Loading
+cuts a whole tensor at once.
 """
 
 from __future__ import annotations

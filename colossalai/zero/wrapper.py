@@ -48,7 +48,8 @@ def zero_optim_wrapper(
 ) -> OptimizerWrapper:
     """The optimizer of a model that ``zero_model_wrapper`` prepared.
 
-    ``optim_config`` holds further arguments of ``LowLevelZeroOptimizer``, such as ``cpu_offload`` and ``reduce_bucket_size``.
+    ``optim_config`` holds further arguments of ``LowLevelZeroOptimizer``, such as ``cpu_offload`` and
+    ``reduce_bucket_size``.
     """
     stage = getattr(model, STAGE, None)
     if stage is None:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from colossalai.builder import build_from_registry
 from colossalai.context import Config
+from colossalai.nn import CrossEntropyLoss
 from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from colossalai.registry import MODELS, OPTIMIZERS
 from colossalai.utils import get_current_device
@@ -82,9 +83,13 @@ def build_parts(config: Config, data: str) -> Parts:
     model = build_from_registry(config.model, MODELS)
     optimizer = build_from_registry({**config.optimizer, "params": model.parameters()}, OPTIMIZERS)
     size = config.IMG_SIZE
-    train, test = build_cifar(config.BATCH_SIZE, data, padding=size // 8, crop=size, resize=size)
+    # a pipeline cuts all batches into the same micro-batches
+    even = "NUM_MICRO_BATCHES" in config
+    train, test = build_cifar(
+        config.BATCH_SIZE, data, padding=size // 8, crop=size, resize=size, drop_last=even
+    )
     scheduler = CosineAnnealingWarmupLR(optimizer, config.NUM_EPOCHS, config.WARMUP_EPOCHS)
-    return Parts(model, optimizer, nn.CrossEntropyLoss(), train, test, scheduler)
+    return Parts(model, optimizer, CrossEntropyLoss(), train, test, scheduler)
 
 
 def batches(loader: Iterable[Any], what: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -108,7 +113,9 @@ def evaluate(model: nn.Module, criterion: Any, loader: DataLoader) -> tuple[floa
 
 
 def mean(losses: list[Tensor]) -> float:
-    """Of this epoch, over all processes."""
-    total = torch.stack(losses).mean()
+    """Of this epoch, over all processes that have losses: in a pipeline, those of the last stage."""
+    total = torch.zeros(2, device=get_current_device())  # their sum and their number
+    if losses:
+        total += torch.stack([torch.stack(losses).sum(), total.new_tensor(len(losses))])
     dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    return (total[0] / total[1]).item()

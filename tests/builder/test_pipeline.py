@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import colossalai
 from colossalai.builder import build_pipeline_model, build_pipeline_model_from_cfg
 from colossalai.builder.pipeline import partition_uniform
+from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler import SHARED_GROUP
 from colossalai.pipeline.utils import partition_uniform as documented
 from colossalai.registry import MODELS
@@ -31,6 +32,32 @@ class Head(nn.Module):
 def language_model(layers: int = 4) -> nn.Sequential:
     table = nn.Embedding(WIDTH, WIDTH)
     return nn.Sequential(table, *[nn.Linear(WIDTH, WIDTH) for _ in range(layers)], Head(table))
+
+
+def check_vee(rank: int, world_size: int, port: int) -> list[list[str]]:
+    """The same calls under another schedule give other chunks."""
+    config = {"parallel": {"pipeline": {"size": 2, "schedule": "zbv"}}}
+    colossalai.launch_from_torch(config=config, backend="gloo", verbose=False)
+    stages = [
+        build_pipeline_model(language_model(), num_chunks=2),
+        build_pipeline_model_from_cfg({"type": language_model}, num_chunks=2, partition_method="layer"),
+    ]
+    assert not any(hasattr(p, SHARED_GROUP) for stage in stages for p in stage.parameters())
+    if rank == 0:  # both ends, so that their weight is one
+        assert all(first[0].weight is last[-1].weight for first, last in map(_layers, stages))
+    assert gpc.is_pipeline_last_stage() is (rank == 0)
+    return [[name for name, _ in stage.named_parameters() if "weight" in name] for stage in stages]
+
+
+def _layers(stage: nn.Module) -> list[list[Any]]:
+    assert isinstance(stage, nn.ModuleList)
+    return [[m for m in chunk.modules() if not list(m.children())] for chunk in stage]
+
+
+def test_on_two_ranks_as_a_vee() -> None:
+    first, last = spawn(check_vee, 2)
+    assert first == [["0.0.weight", "1.4.weight"]] * 2
+    assert last == [["0.1.weight", "0.2.weight", "1.3.weight"]] * 2
 
 
 def check(rank: int, world_size: int, port: int) -> list[list[str]]:

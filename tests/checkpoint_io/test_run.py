@@ -155,6 +155,31 @@ def test_masters_of_half_weights_and_full_precision_read_each_other(
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_states_that_rest_on_a_disk(tmp_path: Path, dtype: torch.dtype) -> None:
+    def offloaded(params: Any, lr: float) -> torch.optim.Optimizer:
+        return HybridAdam(params, lr=lr, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
+
+    def step(run: Job, seed: int) -> None:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        run.booster.backward(run.model(x).float().square().mean(), run.optimizer)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    first = job(build=lambda: nn.Linear(6, 6).to(dtype), optimizer=offloaded)
+    step(first, 0)
+    first.booster.save(tmp_path / "c", size_per_shard=1e-5)
+    assert "optimizer/weight/exp_avg_sq" in read_manifest(tmp_path / "c").tensors
+    step(first, 1)
+    for kind in (offloaded, HybridAdam):
+        second = job(1, build=lambda: nn.Linear(6, 6).to(dtype), optimizer=kind)
+        step(second, 5)
+        second.booster.load(tmp_path / "c")
+        step(second, 1)
+        for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_the_files_are_safetensors_and_hold_each_tensor_once(tmp_path: Path) -> None:
     run = job()
     run.train(1)
@@ -327,7 +352,9 @@ def test_models_and_optimizers_that_do_not_fit(saved: Path) -> None:
         job(1, build=_more), saved, "the saved optimizer does not know added.weight, which is in group 0"
     )
     _refused(
-        job(1, optimizer=torch.optim.SGD), saved, r"of another kind of optimizer: the options of its group 0 are .*betas"
+        job(1, optimizer=torch.optim.SGD),
+        saved,
+        r"of another kind of optimizer: the options of its group 0 are .*betas",
     )
     bare = Booster("cpu")
     model = bare.boost(_more()).model

@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 
 from colossalai.cli.app import cli
 from colossalai.cli.benchmark import command, runner
-from colossalai.cli.benchmark.live_bytes import LiveBytes
 from colossalai.cli.benchmark.measure import Request
 from colossalai.cli.benchmark.models import MLP, Block, Shape
 from colossalai.cli.benchmark.plans import Plan, all_plans
+from colossalai.utils.live_bytes import LiveBytes
 from tests.cli.tools import Command, survivors, wait_until
 
 TINY = ("-s", "4", "-d", "32", "-w", "1", "-p", "2", "-l", "1", "--device", "cpu", "--timeout", "60")

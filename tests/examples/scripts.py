@@ -44,11 +44,11 @@ def write_cifar(folder: Path, per_batch: int = 32) -> None:
         (folder / name).write_bytes(pickle.dumps({b"data": images.numpy(), b"labels": labels.tolist()}))
 
 
-def run_script(name: str, *options: object, data: Path | None = None, nprocs: int = 1) -> str:
-    """What ``colossalai run --nproc_per_node nprocs examples/name options`` shows of rank 0."""
+def run_script(name: str, *options: object, data: Path | None = None, nprocs: int = 1, rank: int = 0) -> str:
+    """What ``colossalai run --nproc_per_node nprocs examples/name options`` shows of one rank."""
     arguments = [str(option) for option in options]
     # a minute would do, but for a machine that also does other work
-    out = spawn(_run, nprocs, timeout=120, script=EXAMPLES / name, options=arguments, data=data)[0]
+    out = spawn(_run, nprocs, timeout=120, script=EXAMPLES / name, options=arguments, data=data)[rank]
     assert isinstance(out, str)
     return out
 

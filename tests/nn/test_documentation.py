@@ -1,4 +1,4 @@
-"""The Python on the pages about optimizers and schedulers runs as written."""
+"""The Python on the pages about optimizers, their states on a disk, and schedulers runs as written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["lr_schedulers.md", "optimizers.md"])
+@pytest.mark.parametrize("page", ["lr_schedulers.md", "nvme.md", "optimizers.md"])
 def test_the_page_runs(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
     assert blocks

@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 def build_tokens() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(16, HIDDEN), *(Block() for _ in range(4)), nn.Linear(HIDDEN, 16))
+    return nn.Sequential(nn.Embedding(16, HIDDEN), *(Block() for _ in range(7)), nn.Linear(HIDDEN, 16))
 
 
 def token_problem(batch: int = 16) -> Problem:

@@ -17,11 +17,19 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule import InterleavedPipelineSchedule, PipelineSchedule
 from colossalai.nn.metric import Accuracy
-from colossalai.pipeline.stage import Placement
+from colossalai.pipeline.stage import Placement, launched_shape
 from colossalai.testing import parameterize, spawn
 from colossalai.testing.pipelined import cut
 from colossalai.trainer import Trainer, hooks
+from colossalai.utils import is_no_pp_or_last_stage
 from tests.pipeline.plans import HIDDEN, build, config, launch, problem
+
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}  # with their chunks
+
+
+def _serial_name(name: str, chunks: int) -> str:
+    """The name in the serial model of a parameter of a stage."""
+    return name if chunks == 1 else name.partition(".")[2]
 
 
 def _engine(settings: dict[str, Any], **parts: Any) -> Any:
@@ -32,19 +40,23 @@ def _engine(settings: dict[str, Any], **parts: Any) -> Any:
     serial = build()
     assert isinstance(serial, nn.Sequential)
     rank = gpc.get_local_rank(ParallelMode.PIPELINE)
-    stages = cut(serial, Placement(gpc.pipeline_parallel_size, chunks), rank)
+    stages = cut(serial, Placement(gpc.pipeline_parallel_size, chunks, launched_shape()), rank)
     model = parts.pop("model", None) or (stages[0] if chunks == 1 else nn.ModuleList(stages))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     criterion = parts.pop("criterion", nn.CrossEntropyLoss())
     return colossalai.initialize(model, optimizer, criterion, verbose=False, **parts)[0]
 
 
-def check_trainer(rank: int, world_size: int, port: int) -> None:
-    settings = config("1f1b", 2, 4)
-    launch(settings)
+@parameterize("schedule", ["1f1b", "zbv"])
+def check_trainer(rank: int, world_size: int, port: int, schedule: str) -> None:
+    chunks, has_loss = (2, rank == 0) if schedule == "zbv" else (1, rank == 1)
+    settings = config(schedule, 2, 4, chunks)
+    if not gpc.is_initialized(ParallelMode.GLOBAL):
+        launch(settings)
     engine = _engine(settings)
     assert engine.uses_pipeline
-    assert type(engine.schedule) is PipelineSchedule
+    assert type(engine.schedule) is (InterleavedPipelineSchedule if chunks == 2 else PipelineSchedule)
+    assert is_no_pp_or_last_stage() is has_loss
     batches = problem().batches
     data = TensorDataset(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))
     trainer = Trainer(engine)
@@ -74,10 +86,10 @@ def check_trainer(rank: int, world_size: int, port: int) -> None:
     assert metrics["test"]["Accuracy"].get_accumulated_value() == pytest.approx(correct / 80)
     assert metrics["train"]["Throughput"].get_accumulated_value() > 0
     last = metrics["train"]["Loss"].get_last_step_value()
-    assert math.isnan(last) if rank == 0 else last == pytest.approx(losses[-1], rel=1e-5)
+    assert last == pytest.approx(losses[-1], rel=1e-5) if has_loss else math.isnan(last)
     # prediction, of a number of samples that micro-batches do not divide
     found = trainer.predict(batches[0][0][:3])
-    if rank == 1:
+    if has_loss:
         torch.testing.assert_close(found, serial(batches[0][0][:3]).detach())
     else:
         assert found is None
@@ -129,10 +141,13 @@ class ClippedSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def check_clipping(rank: int, world_size: int, port: int) -> None:
+@parameterize("schedule", list(SCHEDULES))
+def check_clipping(rank: int, world_size: int, port: int, schedule: str) -> None:
     """The norm is that of all stages: the same step as with torch's clipping of the whole model."""
-    settings = config("1f1b", 2, 4, clip_grad_norm=0.05)
-    launch(settings)
+    chunks = SCHEDULES[schedule]
+    settings = config(schedule, 2, 4, chunks, clip_grad_norm=0.05)
+    if not gpc.is_initialized(ParallelMode.GLOBAL):
+        launch(settings)
     engine = _engine(settings)
     serial = build()
     optimizer = ClippedSGD(serial.parameters(), lr=0.1)
@@ -145,7 +160,7 @@ def check_clipping(rank: int, world_size: int, port: int) -> None:
         optimizer.step()
     theirs = dict(serial.named_parameters())
     for name, p in engine.model.named_parameters():
-        torch.testing.assert_close(p, theirs[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(p, theirs[_serial_name(name, chunks)], rtol=1e-5, atol=1e-6)
 
 
 def test_clipping_takes_the_norm_over_all_stages() -> None:
@@ -200,9 +215,12 @@ def test_booster_without_a_pipeline() -> None:
         Booster(device="cpu").execute_pipeline(iter([]), nn.Linear(1, 1), None)
 
 
-def check_accumulation(rank: int, world_size: int, port: int) -> None:
-    settings = config("1f1b", 2, 2, gradient_accumulation=2)
-    launch(settings)
+@parameterize("schedule", list(SCHEDULES))
+def check_accumulation(rank: int, world_size: int, port: int, schedule: str) -> None:
+    chunks = SCHEDULES[schedule]
+    settings = config(schedule, 2, 2, chunks, gradient_accumulation=2)
+    if not gpc.is_initialized(ParallelMode.GLOBAL):
+        launch(settings)
     engine = _engine(settings)
     serial = build()
     optimizer = torch.optim.SGD(serial.parameters(), lr=0.1)
@@ -217,16 +235,16 @@ def check_accumulation(rank: int, world_size: int, port: int) -> None:
             optimizer.zero_grad()
     theirs = dict(serial.named_parameters())
     for name, p in engine.model.named_parameters():
-        torch.testing.assert_close(p, theirs[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(p, theirs[_serial_name(name, chunks)], rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_accumulation() -> None:
     spawn(check_accumulation, 2)
 
 
-@parameterize("schedule", ["1f1b", "interleaved"])
+@parameterize("schedule", list(SCHEDULES))
 def check_naive_amp(rank: int, world_size: int, port: int, schedule: str) -> None:
-    chunks = 2 if schedule == "interleaved" else 1
+    chunks = SCHEDULES[schedule]
     settings = config(
         schedule, 2, 4, chunks, fp16={"mode": AMP_TYPE.NAIVE, "initial_scale": 64}, TENSOR_SHAPE=(4, HIDDEN)
     )
@@ -243,15 +261,14 @@ def check_naive_amp(rank: int, world_size: int, port: int, schedule: str) -> Non
         expected = nn.functional.cross_entropy(serial(batch[0]), batch[1])
         expected.backward()
         optimizer.step()
-        if rank == 1:
+        if loss is not None:
             assert output.dtype is torch.float32
             torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-3)
     assert not engine.optimizer.step_was_skipped
     theirs = dict(serial.named_parameters())
     for name, p in engine.model.named_parameters():
         assert p.dtype is torch.float16
-        short = name if chunks == 1 else name.partition(".")[2]
-        torch.testing.assert_close(p.float(), theirs[short], rtol=1e-2, atol=2e-3)
+        torch.testing.assert_close(p.float(), theirs[_serial_name(name, chunks)], rtol=1e-2, atol=2e-3)
 
 
 def test_naive_amp() -> None:

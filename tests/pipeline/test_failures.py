@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colossalai.builder import build_pipeline_model, build_pipeline_model_from_cfg
 from colossalai.context.config import ConfigException
 from colossalai.mesh import Mesh
+from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.p2p import PipelineError
 from colossalai.pipeline.pipeline import Pipeline
 from colossalai.testing import spawn
@@ -22,6 +24,16 @@ from tests.pipeline.plans import HIDDEN, config, launch, problem
 from tests.pipeline.test_engine import _engine
 
 SOON = 10.0
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise KeyError("a bug of the user")
 
 
 class Bad(nn.Module):
@@ -43,11 +55,14 @@ class Bad(nn.Module):
                 return {"hidden": [self.layer(x), "text"]}
             if self.what == "return nothing":
                 return None
+            if self.what == "raise in backward":
+                return _RaiseInBackward.apply(self.layer(x))
         return self.layer(x)
 
 
 MESSAGES = {
     "raise": (KeyError, "a bug of the user"),
+    "raise in backward": (KeyError, "a bug of the user"),
     "return text": (
         TypeError,
         r"pipeline stage 1 returned str at \['hidden'\]\[1\]; all stages but the last return",
@@ -56,14 +71,18 @@ MESSAGES = {
 }
 
 
-def check_failing_stage(rank: int, world_size: int, port: int, what: str, schedule: str) -> str:
-    settings = config(schedule, 4, 4)
+def check_failing_stage(
+    rank: int, world_size: int, port: int, what: str, schedule: str, evaluates: bool
+) -> str:
+    chunks = 2 if schedule in ("interleaved", "zbv") else 1
+    settings = config(schedule, 4, 4, chunks)
     launch(settings)
-    engine = _engine(settings, model=Bad(what) if rank == 1 else None)
+    bad = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), Bad(what)]) if chunks == 2 else Bad(what)
+    engine = _engine(settings, model=bad if rank == 1 else None)
     x, y = problem().batches[0]
     start = time.perf_counter()
     with pytest.raises((PipelineError, KeyError, TypeError)) as raised:
-        engine.execute_schedule(iter([(x, y)]))
+        engine.execute_schedule(iter([(x, y)]), forward_only=evaluates)
     assert time.perf_counter() - start < SOON
     if rank == 1:
         kind, message = MESSAGES[what]
@@ -78,10 +97,24 @@ def check_failing_stage(rank: int, world_size: int, port: int, what: str, schedu
 
 @pytest.mark.parametrize(
     ("what", "schedule"),
-    [("raise", "1f1b"), ("raise", "gpipe"), ("return text", "1f1b"), ("return nothing", "gpipe")],
+    [
+        ("raise", "1f1b"),
+        ("raise", "gpipe"),
+        ("raise", "interleaved"),
+        ("raise", "zbv"),
+        ("raise in backward", "1f1b"),
+        ("raise in backward", "zbh1"),
+        ("raise in backward", "zbv"),
+        ("return text", "1f1b"),
+        ("return nothing", "gpipe"),
+        ("raise in evaluation", "1f1b"),
+        ("raise in evaluation", "zbv"),
+    ],
 )
 def test_a_stage_that_fails_fails_all(what: str, schedule: str) -> None:
-    heard = spawn(check_failing_stage, 4, what=what, schedule=schedule)
+    evaluates = what == "raise in evaluation"
+    what = "raise" if evaluates else what
+    heard = spawn(check_failing_stage, 4, what=what, schedule=schedule, evaluates=evaluates)
     for text in (heard[0], *heard[2:]):
         assert text.startswith(f"pipeline stage 1 (rank 1) failed with {MESSAGES[what][0].__name__}: ")
 
@@ -146,6 +179,55 @@ def check_bad_input(rank: int, world_size: int, port: int) -> None:
 
 def test_bad_input_is_refused_on_every_rank() -> None:
     spawn(check_bad_input, 2)
+
+
+def check_shared_on_the_wrong_rank(rank: int, world_size: int, port: int) -> str:
+    """The head lies on the last rank, but the second one is said to have it."""
+    launch(config("1f1b", 3, 2))
+    wrapper = PipelineSharedModuleWrapper([0, 1])
+    layer = nn.Linear(2, 2)
+    message = ""
+    if rank != 1:
+        start = time.perf_counter()
+        with pytest.raises(
+            ValueError, match=r"registers Linear as shared by the pipeline ranks \[0, 1\]"
+        ) as e:
+            wrapper.register_module(layer)
+        assert time.perf_counter() - start < SOON
+        message = str(e.value)
+    dist.barrier()  # nobody is gone, and nobody waits
+    if rank != 2:  # and the mistake is that wrapper's alone
+        PipelineSharedModuleWrapper([0, 1]).register_module(nn.Linear(2, 2))
+    else:
+        PipelineSharedModuleWrapper([0, 1])
+    return message
+
+
+def test_a_shared_module_on_the_wrong_rank() -> None:
+    first, second, third = spawn(check_shared_on_the_wrong_rank, 3)
+    assert first == third
+    assert first.startswith("pipeline rank 2 registers")
+    assert second == ""
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def check_too_few_layers(rank: int, world_size: int, port: int) -> None:
+    launch(config("1f1b", 3, 2))
+    layers = two_layers()
+    assert isinstance(layers, nn.Sequential)
+    message = "the model has 2 layers, but 3 pipeline stages with 1 chunk each need at least 3; use fewer"
+    with pytest.raises(ValueError, match=message):
+        build_pipeline_model(layers)
+    with pytest.raises(ValueError, match=message):
+        build_pipeline_model_from_cfg({"type": two_layers})
+    dist.barrier()
+
+
+def test_fewer_layers_than_stages() -> None:
+    spawn(check_too_few_layers, 3)
 
 
 def returns_scores(output: Tensor, label: Tensor) -> Tensor:

@@ -10,13 +10,13 @@ import colossalai
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.pipeline import split_model
-from colossalai.pipeline.stage import Placement
+from colossalai.pipeline.stage import Placement, launched_shape
 from colossalai.testing import skip_if_not_enough_gpus, spawn
 from colossalai.testing.pipelined import cut
 from colossalai.utils import get_current_device
 from tests.pipeline.plans import build, config, problem
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbh1", 1)]
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2)]
 
 
 def check_cuda(rank: int, world_size: int, port: int, schedule: str, chunks: int, backend: str) -> None:
@@ -25,7 +25,8 @@ def check_cuda(rank: int, world_size: int, port: int, schedule: str, chunks: int
     )
     serial = build()
     assert isinstance(serial, nn.Sequential)
-    stages = cut(serial, Placement(world_size, chunks), gpc.get_local_rank(ParallelMode.PIPELINE))
+    place = Placement(world_size, chunks, launched_shape())
+    stages = cut(serial, place, gpc.get_local_rank(ParallelMode.PIPELINE))
     model = stages[0] if chunks == 1 else nn.ModuleList(stages)
     engine, *_ = colossalai.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), verbose=False

@@ -7,6 +7,8 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
 from colossalai.testing import spawn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
@@ -20,8 +22,10 @@ def _run(rank: int, world_size: int, port: int) -> str:
     return out.getvalue()
 
 
-def test_the_blocks_run_on_two_ranks() -> None:
+def test_the_blocks_run_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     first, last = spawn(_run, 2)
     shown = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     line, rest = first.split("\n", 1)
     assert [f"{line}\n{last}", rest] == shown
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.svg", "run.png", "run.json"}

@@ -26,7 +26,7 @@ CASES = [
 ]
 
 
-@parametrize_sample("schedule, stages, microbatches, chunks, data", CASES, n=8)
+@parametrize_sample("schedule, stages, microbatches, chunks, data", CASES, n=6)
 def test_schedules_equal_the_serial_model(
     schedule: str, stages: int, microbatches: int, chunks: int, data: int
 ) -> None:
@@ -37,8 +37,9 @@ def test_schedules_equal_the_serial_model(
 TENSOR_CASES = [
     (schedule, stages, microbatches, chunks, mode, size, data)
     for mode, size in (("1d", 2), ("2d", 4))
-    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2))
-    for stages in (2, 3)
+    for schedule, all_chunks in CHUNKS.items()
+    for chunks in all_chunks
+    for stages in (2, 3, 4)
     for microbatches in (1, 4, 8)
     for data in (1, 2)
     if schedule != "interleaved" or microbatches % stages == 0
@@ -51,7 +52,7 @@ SMALL = [
 LARGE = [case for case in TENSOR_CASES if case not in SMALL]
 
 
-@parametrize_sample("schedule, stages, microbatches, chunks, mode, size, data", SMALL, n=3)
+@parametrize_sample("schedule, stages, microbatches, chunks, mode, size, data", SMALL, n=4)
 def test_tensor_modes_inside_the_stages(
     schedule: str, stages: int, microbatches: int, chunks: int, mode: str, size: int, data: int
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from colossalai.pipeline.partition import customized_partition, partition_balanced, partition_uniform
+from colossalai.pipeline.stage import Shape
 
 
 def in_order(parts: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
@@ -38,6 +39,15 @@ def test_chunks_are_dealt_in_turn() -> None:
     """Page 41: device 1 has the layers 1, 2, 9, 10, device 2 has 3, 4, 11, 12, and so on."""
     assert partition_uniform(16, 4, 2)[0] == [(0, 2), (8, 10)]
     assert partition_uniform(16, 4, 2)[1] == [(2, 4), (10, 12)]
+
+
+def test_chunks_of_a_vee_come_back() -> None:
+    vee = Shape.VEE
+    assert partition_uniform(16, 4, 2, shape=vee)[0] == [(0, 2), (14, 16)]
+    assert partition_uniform(16, 4, 2, shape=vee)[3] == [(6, 8), (8, 10)]
+    assert partition_balanced([1, 1, 1, 1], 2, 2, shape=vee) == [[(0, 1), (3, 4)], [(1, 2), (2, 3)]]
+    cut = ["a", "SPLIT_NODE", "b", "SPLIT_NODE", "c", "SPLIT_NODE", "d"]
+    assert customized_partition(cut, 2, 2, shape=vee) == [[(0, 1), (3, 4)], [(1, 2), (2, 3)]]
 
 
 def test_balanced_is_optimal() -> None:

@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
-from colossalai.pipeline.schedule import SCHEDULES, Action, Kind, Timetable, make_timetable, price
+from colossalai.context.parallel_config import ParallelConfig
+from colossalai.pipeline.schedule import (
+    BUBBLES,
+    SCHEDULES,
+    Action,
+    Kind,
+    Timetable,
+    bubble_formula,
+    make_timetable,
+    price,
+)
 from colossalai.pipeline.stage import Placement, Shape
 
 RANKS, MICROBATCHES = (1, 2, 3, 4, 7), (1, 2, 3, 4, 8, 12, 21)
+CHUNKS = {"interleaved": (1, 2, 3), "gpipe": (1, 2, 3), "zbv": (2,)}
+PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_the_bubble_of_gpipe_and_1f1b(name: str) -> None:
-    for p, m in itertools.product(RANKS, MICROBATCHES):
-        assert price(make_timetable(name, p, m)).bubble == pytest.approx((p - 1) / (m + p - 1))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_formulas_are_those_of_the_timetables(name: str) -> None:
+    for p, m, c in itertools.product(RANKS, (*MICROBATCHES, 28), CHUNKS.get(name, (1,))):
+        if name == "interleaved" and m % p:
+            continue
+        table = make_timetable(name, p, m, c)
+        formula = bubble_formula(table)
+        assert (formula is None) is (name == "zbv" and m < 2 * p - 1)
+        assert formula is None or price(table).bubble == pytest.approx(formula)
+    assert bubble_formula(table.forward_only(2)) is None
 
 
-def test_the_bubble_of_interleaved() -> None:
-    for p, groups, c in itertools.product(RANKS, (1, 2, 5), (1, 2, 3)):
-        m = p * groups
-        assert price(make_timetable("interleaved", p, m, c)).bubble == pytest.approx(
-            (p - 1) / (c * m + p - 1)
-        )
+DOCUMENTED = re.findall(
+    r"^\| `(\w+)` \| [^|]+ \| ([^|]+?)(?:, if ([^|]+))? \| [^|]+ \|$", PAGE.read_text(), re.MULTILINE
+)
+
+
+def _evaluated(formula: str, p: int, m: int, c: int) -> float:
+    """A formula of the page, in which a space between a factor and a name multiplies."""
+    return eval(re.sub(r"(?<=[\dc]) (?=[mp])", "*", formula), {"p": p, "m": m, "c": c})
+
+
+def test_the_formulas_are_those_of_the_page() -> None:
+    assert [name for name, *_ in DOCUMENTED] == list(BUBBLES)
+    for name, formula, condition in DOCUMENTED:
+        for p, m, c in itertools.product((2, 3, 4, 7), MICROBATCHES, CHUNKS.get(name, (1,))):
+            if not condition or _evaluated(condition, p, m, c):
+                assert BUBBLES[name](p, m, c) == pytest.approx(_evaluated(formula, p, m, c)), name
 
 
 def test_zero_bubble_is_below_1f1b() -> None:
     for p, m in itertools.product((2, 3, 4), (8, 12, 21)):
         old, h1, v = (price(make_timetable(n, p, m, c)) for n, c in (("1f1b", 1), ("zbh1", 1), ("zbv", 2)))
-        assert h1.bubble == pytest.approx((p - 1) / (3 * m + p - 1))
         assert v.bubble < h1.bubble < old.bubble
-        # what is left is little more than the way of the first micro-batch to the last rank
-        assert v.makespan <= 6 * m + p + 2
         stored = [make_timetable("zbv", p, m, 2).peak_stored(r) for r in range(p)]
         assert max(stored) <= 2 * p
         assert {make_timetable("zbh1", p, m).peak_stored(r) for r in range(p)} == {p}
@@ -53,8 +80,7 @@ def test_stored_activations() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_everything_is_done_once_and_in_order(name: str) -> None:
-    chunks = {"interleaved": (1, 2, 3), "gpipe": (1, 2), "zbv": (2,)}.get(name, (1,))
-    for p, groups, c in itertools.product((1, 2, 3, 4), (1, 2, 3), chunks):
+    for p, groups, c in itertools.product((1, 2, 3, 4), (1, 2, 3), CHUNKS.get(name, (1,))):
         table = make_timetable(name, p, p * groups, c)
         price(table, message=0.3)  # it ends
         for row in table.ranks:
@@ -99,6 +125,12 @@ def test_printed() -> None:
 def test_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_timetable(*arguments)
+
+
+def test_the_config_knows_the_shape_of_every_schedule() -> None:
+    for name in SCHEDULES:
+        shape = make_timetable(name, 2, 2, CHUNKS.get(name, (1,))[0]).placement.shape
+        assert (shape is Shape.VEE) is ParallelConfig(schedule=name).is_vee
 
 
 @pytest.mark.parametrize("shape", Shape)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import colossalai
 from colossalai.context import ParallelMode
-from colossalai.context.initializer import GroupInfo
+from colossalai.context.imagined import imagined_launch
 from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler import SHARED_GROUP, PipelineSharedModuleGradientHandler
 from colossalai.mesh import full_shape, grad_norm, placement, serial_form, unshard
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
-from colossalai.testing import fake_world, parametrize_sample, spawn
+from colossalai.testing import parametrize_sample, spawn
 from titans.loss.lm_loss import GPTLMLoss
 from titans.model import pipeline_gpt, pipeline_gpt1d
 from titans.model.gpt import GPT
@@ -178,7 +178,7 @@ def test_stages_over_ranks_equal_serial(nprocs: int, plan: dict[str, Any], split
 
 def check_wrapper(rank: int, world_size: int, port: int) -> None:
     launch({"pipeline": 3})
-    wrapper = PipelineSharedModuleWrapper([2, 0])
+    wrapper, misused = PipelineSharedModuleWrapper([2, 0]), PipelineSharedModuleWrapper([2, 0])
     assert wrapper.pipeline_ranks == [0, 2]
     torch.manual_seed(rank)
     layer = nn.Linear(2, 3)
@@ -186,7 +186,7 @@ def check_wrapper(rank: int, world_size: int, port: int) -> None:
         with pytest.raises(
             ValueError, match=r"rank 1 registers Linear as shared by the pipeline ranks \[0, 2\]"
         ):
-            wrapper.register_module(layer)
+            misused.register_module(layer)
     else:
         wrapper.register_module(layer)
         with pytest.raises(ValueError, match="a parameter is shared already"):
@@ -218,25 +218,10 @@ def test_shared_by_one_stage_is_a_plain_module() -> None:
     assert not hasattr(layer.weight, SHARED_GROUP)
 
 
-def launch_in_fake_world(plan: dict[str, Any], rank: int, size: int) -> None:
-    """As ``launch`` does, but the ranks have met already."""
-    gpc.load_config({"parallel": plan})
-    gpc.world_size = size
-    world = dist.group.WORLD
-    gpc._register(GroupInfo(rank, size, world, world, list(range(size)), ParallelMode.GLOBAL))  # type: ignore[arg-type]
-    gpc.add_global_rank(ParallelMode.GLOBAL, rank)
-    gpc.init_parallel_groups()
-
-
 def test_gpt3_on_a_rank_that_does_not_exist() -> None:
     """Half precision weights of GPT-3 take 350 GB; without memory, the first of 24 stages has the layers it should."""
-    with fake_world(rank=0, world_size=24):
-        try:
-            launch_in_fake_world({"pipeline": 24}, 0, 24)
-            with torch.device("meta"):
-                stage = pipeline_gpt1d.GPT3_pipeline_1D(dtype=torch.half)
-        finally:
-            gpc.destroy()
+    with imagined_launch({"parallel": {"pipeline": 24}}, 0, 24), torch.device("meta"):
+        stage = pipeline_gpt1d.GPT3_pipeline_1D(dtype=torch.half)
     h = 12288
     assert sum(p.numel() for p in stage.parameters()) == (50304 + 2048) * h + 4 * (12 * h**2 + 13 * h)
     assert {p.dtype for p in stage.parameters()} == {torch.half}

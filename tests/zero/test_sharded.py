@@ -233,6 +233,8 @@ def check_refusals(rank: int, world_size: int, port: int) -> None:
     with pytest.raises(ValueError, match="max_norm of at least 0"):
         Plain(build(), adamw(build()), max_norm=-1.0)
     backward(model, optimizer, 0)
+    with pytest.raises(ValueError, match="takes no closure and no options"):
+        optimizer.step(lambda: 0.0)
     optimizer.step()
     sliced = optimizer.sharded_state_dict()["state"][0]["exp_avg"]
     assert isinstance(sliced, SlicedTensor)

@@ -51,11 +51,14 @@ def build_cifar(
     pad_if_needed: bool = False,
     crop: int = 224,
     resize: int = 224,
+    *,
+    drop_last: bool = False,
 ) -> tuple[DataLoader, DataLoader]:
     """Loaders of CIFAR-10 for training and testing; each data-parallel rank gets its part.
 
     Images are resized to ``resize`` and cropped to ``crop``; for training after ``padding`` zeros on each side, at a random
-    place, and mirrored half of the time.  Without the data under ``root`` a stand-in is used (see this module); the log says
+    place, and mirrored half of the time.  ``drop_last`` leaves out a last batch that is shorter than the others, which a
+    pipeline could not cut into its micro-batches.  Without the data under ``root`` a stand-in is used (see this module); the log says
     which.
     """
     augment = ImageTransform(resize, crop, MEAN, STD, padding or 0, pad_if_needed, train=True)
@@ -65,8 +68,9 @@ def build_cifar(
         f"build_cifar uses {source.name}: {len(source.train.labels)} images to train, {len(source.test.labels)} to test",
         ranks=[0],
     )
-    train = get_dataloader(ImageDataset(*source.train, augment), shuffle=True, batch_size=batch_size)
-    return train, get_dataloader(ImageDataset(*source.test, plain), batch_size=batch_size)
+    options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
+    train = get_dataloader(ImageDataset(*source.train, augment), shuffle=True, **options)
+    return train, get_dataloader(ImageDataset(*source.test, plain), **options)
 
 
 def load_cifar(root: str | Path) -> Source:

@@ -19,6 +19,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.mesh.deferred import Deferred
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.partition import partition_uniform
+from colossalai.pipeline.stage import Placement, launched_shape
 from colossalai.utils import get_current_device
 
 
@@ -71,10 +72,13 @@ def build_pipeline(
 
 
 def share_table(stages: nn.Module) -> None:
-    """Tie the table of the first stage's embedding and the weight of the last stage's head, which other ranks hold."""
-    if not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.get_world_size(ParallelMode.PIPELINE) == 1:
+    """Tie the table of the first stage's embedding and the weight of the last stage's head, if other ranks hold it."""
+    if not gpc.is_initialized(ParallelMode.PIPELINE):
         return
-    wrapper = PipelineSharedModuleWrapper([0, gpc.get_world_size(ParallelMode.PIPELINE) - 1])
+    last = Placement(gpc.get_world_size(ParallelMode.PIPELINE), 2, launched_shape()).loss_rank
+    if last == 0:  # of one stage, or of a V: the model itself ties them
+        return
+    wrapper = PipelineSharedModuleWrapper([0, last])
     for part in stages.modules():
         if isinstance(part, Stage) and part.embed is not None:
             wrapper.register_parameter(part.embed.word_embeddings.weight)

@@ -59,9 +59,10 @@ class LowLevelZeroPlugin(DPPluginBase):
 
     Args:
         stage: 1 or 2.
-        precision: ``'fp16'``, ``'bf16'`` or ``'fp32'``, of weights, gradients and operations.  Optimizers keep the digits that half
-            precision lacks.
-        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss scale of ``'fp16'``.
+        precision: ``'fp16'``, ``'bf16'`` or ``'fp32'``, of weights, gradients and operations.  Optimizers keep the
+            digits that half precision lacks.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss
+            scale of ``'fp16'``.
         max_norm: the largest norm of all gradients; 0 does not clip.
         norm_type: which norm that is.
         reduce_bucket_size_in_m: millions of elements whose gradients travel together.
@@ -69,14 +70,15 @@ class LowLevelZeroPlugin(DPPluginBase):
         overlap_communication: reduce gradients while the backward pass goes on.
         cpu_offload: states stay in host memory, and the step is made there.
         verbose: log how the parameters were cut, and changes of the loss scale.
-        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the launched config.
+        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the launched
+            config.
     """
 
     def __init__(
         self,
         stage: int = 1,
         precision: str = "fp16",
-        initial_scale: float = 2**32,
+        initial_scale: float = 2**16,
         min_scale: float = 1,
         growth_factor: float = 2,
         backoff_factor: float = 0.5,

@@ -5,6 +5,5 @@ plans.py       which configurations there are
 runner.py      one configuration after the other, each on processes of its own; progress; failures
 measure.py     what each process does: build, warm up, time, count
 models.py      what is measured
-live_bytes.py  the memory of a CPU rank
 report.py      lines, table and picture
 """

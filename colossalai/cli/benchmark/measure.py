@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import colossalai.nn as col_nn
-from colossalai.cli.benchmark.live_bytes import LiveBytes
 from colossalai.cli.benchmark.models import MODELS, Shape
 from colossalai.cli.benchmark.plans import Plan
 from colossalai.launchers import launch_from_torch
 from colossalai.mesh import count_communication, shard
 from colossalai.nn.modes import current
 from colossalai.utils import get_current_device, synchronize
+from colossalai.utils.live_bytes import LiveBytes
 
 
 @dataclass(frozen=True, kw_only=True)

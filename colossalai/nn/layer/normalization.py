@@ -136,7 +136,7 @@ class RMSNorm(_Norm):
 
 
 def _fp32_if_autocast(x: Tensor) -> Tensor:
-    return x.float() if torch.is_autocast_enabled(x.device.type) else x
+    return x.float() if not x.is_meta and torch.is_autocast_enabled(x.device.type) else x
 
 
 class _CutNorm(torch.autograd.Function):

@@ -7,10 +7,12 @@ stages in each step (``PipelineSharedModuleGradientHandler``, which ``initialize
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 
 from colossalai.context import ParallelMode
@@ -40,6 +42,13 @@ class PipelineSharedModuleWrapper:
         self._rank = gpc.get_local_rank(ParallelMode.PIPELINE) if size > 1 else 0
         self.group = self._new_group() if len(self.pipeline_ranks) > 1 else None
         self._number, self._count = next(_numbers), 0
+        # where the stages of this pipeline find the complaint of one that should not have registered anything
+        self._complaint = f"PipelineSharedModuleWrapper {self._number} {self._stages}"
+
+    @property
+    def _stages(self) -> list[int]:
+        piped = gpc.is_initialized(ParallelMode.PIPELINE)
+        return gpc.get_ranks_in_group(ParallelMode.PIPELINE) if piped else [0]
 
     def _new_group(self) -> dist.ProcessGroup | None:
         own = None
@@ -59,10 +68,13 @@ class PipelineSharedModuleWrapper:
 
     def _share(self, params: Iterable[nn.Parameter], what: str) -> None:
         if self._rank not in self.pipeline_ranks:
-            raise ValueError(
+            wrong = (
                 f"pipeline rank {self._rank} registers {what} as shared by the pipeline ranks {self.pipeline_ranks}, to which it"
                 " does not belong; register it there, or add this rank"
             )
+            if dist.is_initialized():
+                _store().set(self._complaint, wrong)  # for those who wait for another rank to register it
+            raise ValueError(wrong)
         params = list(params)
         if any(hasattr(p, SHARED_GROUP) for p in params):
             raise ValueError(f"{what} is shared already; register it with one PipelineSharedModuleWrapper")
@@ -77,6 +89,7 @@ class PipelineSharedModuleWrapper:
 
     @torch.no_grad()
     def _make_equal(self, params: Sequence[Tensor]) -> None:
+        self._meet()
         kinds = [(tuple(full_shape(p)), p.dtype, str(placement(p))) for p in params]
         others: list[list[tuple[tuple[int, ...], torch.dtype, str]]] = [[] for _ in self.pipeline_ranks]
         dist.all_gather_object(others, kinds, group=self.group)
@@ -87,3 +100,17 @@ class PipelineSharedModuleWrapper:
             )
         for p in params:
             dist.broadcast(p, group=self.group, group_src=0)
+
+    def _meet(self) -> None:
+        """Wait for the other stages to register theirs, or for the complaint of one that is none of them."""
+        work = dist.all_reduce(torch.zeros(1), group=self.group, async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            if _store().check([self._complaint]):
+                raise ValueError(_store().get(self._complaint).decode())
+            time.sleep(0.005)
+        work.wait()
+
+
+def _store() -> c10d.Store:
+    return c10d._get_default_store()

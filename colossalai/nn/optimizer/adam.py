@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from colossalai.kernel.adam import adam_
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.nn.optimizer.base import Bucket
 from colossalai.nn.optimizer.moments import MomentsOptimizer
+from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
 from colossalai.registry import OPTIMIZERS
 
 
@@ -84,11 +86,11 @@ class FusedAdam(_Adam):
 
 
 @OPTIMIZERS.register_module
-class HybridAdam(_Adam):
+class HybridAdam(_Adam, NVMeOptimizer):
     """AdamW (``adamw_mode``) or Adam whose parameters may be on CPU and on GPU, each updated where it is.
 
-    ``defaults`` are further entries of every parameter group.  States stay in memory: of ``nvme_offload_fraction`` and
-    ``nvme_offload_dir`` only 0 and None are taken.
+    ``nvme_offload_fraction`` of the states of parameters on the CPU, from 0 to 1, rest on a disk: in ``nvme_offload_dir``, or,
+    if that is None, in the directory for temporary files.  ``defaults`` are further entries of every parameter group.
     """
 
     def __init__(
@@ -100,18 +102,21 @@ class HybridAdam(_Adam):
         eps: float = 1e-8,
         weight_decay: float = 0,
         adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | os.PathLike[str] | None = None,
         **defaults: Any,
     ) -> None:
-        if offload := {n: v for n, v in defaults.items() if n.startswith("nvme_offload") and v}:
-            raise ValueError(
-                f"HybridAdam keeps its states in memory, it does not put them on a disk; got {offload}"
-            )
         super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, **defaults)
+        self.offload_states(nvme_offload_fraction, nvme_offload_dir)
 
 
 @OPTIMIZERS.register_module
-class CPUAdam(_Adam):
-    """AdamW (``adamw_mode``) or Adam for parameters on the CPU."""
+class CPUAdam(_Adam, NVMeOptimizer):
+    """AdamW (``adamw_mode``) or Adam for parameters on the CPU.
+
+    ``nvme_offload_fraction`` of the states, from 0 to 1, rest on a disk: in ``nvme_offload_dir``, or, if that is None, in the
+    directory for temporary files.
+    """
 
     devices = ("cpu",)
 
@@ -124,5 +129,8 @@ class CPUAdam(_Adam):
         eps: float = 1e-8,
         weight_decay: float = 0,
         adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
+        self.offload_states(nvme_offload_fraction, nvme_offload_dir)

@@ -20,6 +20,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -132,7 +133,7 @@ class MultiTensorOptimizer(Optimizer):
                 self.update(bucket, group)
         for _, parameters in groups:
             for parameter in parameters:
-                if parameter.dtype in HALVES:
+                if parameter.grad is not None and parameter.dtype in HALVES:
                     self.versions[parameter] = parameter._version
 
     def prepare(self, buckets: list[Bucket]) -> None:
@@ -200,8 +201,8 @@ class MultiTensorOptimizer(Optimizer):
                 local(state["tail"]).copy_(tail_of(local(state.pop("master")), now))
             elif has_changed:
                 state["tail"].zero_()
-        elif has_changed and not torch.equal(local(state["master"]).to(now.dtype), now):
-            local(state["master"]).copy_(now)
+        elif has_changed:
+            renew_(local(state["master"]), now)
         self.versions[parameter] = parameter._version
 
     def master(self, parameter: Tensor) -> Tensor:
@@ -268,6 +269,16 @@ class MultiTensorOptimizer(Optimizer):
             del state["tail"]
         return state
 
+    def lazy_state(self, parameter: Tensor) -> dict[str, Any]:
+        """``portable_state``, in which a function stands for a tensor that must first be computed: for checkpoints."""
+        state = dict(self.state.get(parameter, {}))
+        if state.pop("tail", None) is not None:
+            state.setdefault("master", partial(self.master, parameter))
+        return state
+
+    def states_replaced(self) -> None:
+        """Somebody has put other states into ``state``, as a checkpoint does."""
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles."""
         portable = defaultdict(dict, {p: self.portable_state(p) for p in self.state})
@@ -299,6 +310,11 @@ class MultiTensorOptimizer(Optimizer):
 
 def _indices(param_groups: list[dict[str, Any]]) -> list[int]:
     return [index for group in param_groups for index in group["params"]]
+
+
+def renew_(master: Tensor, now: Tensor) -> None:
+    """Start a master again where it is not what ``now`` was rounded from."""
+    master.copy_(torch.where(master.to(now.dtype) == now, master, now.to(master.dtype)))
 
 
 def wide(parameter: Tensor) -> torch.dtype:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from colossalai.pipeline.schedule.base import UNIT, Action, Kind, Maker, Priced, Timetable, price
-from colossalai.pipeline.schedule.gpipe import gpipe
-from colossalai.pipeline.schedule.interleaved import interleaved
-from colossalai.pipeline.schedule.one_f_one_b import one_f_one_b
-from colossalai.pipeline.schedule.zero_bubble import zb_h1, zb_v
+from colossalai.pipeline.schedule.base import (
+    UNIT,
+    Action,
+    Costs,
+    Formula,
+    Kind,
+    Maker,
+    Played,
+    Span,
+    Timetable,
+    price,
+)
+from colossalai.pipeline.schedule.gpipe import gpipe, gpipe_bubble
+from colossalai.pipeline.schedule.interleaved import interleaved, interleaved_bubble
+from colossalai.pipeline.schedule.one_f_one_b import one_f_one_b, one_f_one_b_bubble
+from colossalai.pipeline.schedule.zero_bubble import zb_h1, zb_h1_bubble, zb_v, zb_v_bubble
 
 SCHEDULES: dict[str, Maker] = {
     "gpipe": gpipe,
@@ -14,6 +25,14 @@ SCHEDULES: dict[str, Maker] = {
     "interleaved": interleaved,
     "zbh1": zb_h1,
     "zbv": zb_v,
+}
+
+BUBBLES: dict[str, Formula] = {
+    "gpipe": gpipe_bubble,
+    "1f1b": one_f_one_b_bubble,
+    "interleaved": interleaved_bubble,
+    "zbh1": zb_h1_bubble,
+    "zbv": zb_v_bubble,
 }
 
 
@@ -29,13 +48,24 @@ def make_timetable(name: str, ranks: int, microbatches: int, chunks: int = 1) ->
     return SCHEDULES[name](ranks, microbatches, chunks)
 
 
+def bubble_formula(timetable: Timetable) -> float | None:
+    """The part of all ranks' time that the theory of the schedule says is spent waiting; None where it says nothing."""
+    place = timetable.placement
+    formula = BUBBLES.get(timetable.name)
+    return None if formula is None else formula(place.ranks, timetable.microbatches, place.chunks)
+
+
 __all__ = [
+    "BUBBLES",
     "SCHEDULES",
     "UNIT",
     "Action",
+    "Costs",
     "Kind",
-    "Priced",
+    "Played",
+    "Span",
     "Timetable",
+    "bubble_formula",
     "gpipe",
     "interleaved",
     "make_timetable",

@@ -110,19 +110,30 @@ Costs = Mapping[Kind, float]
 UNIT: Costs = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT_GRAD: 1.0, Kind.WEIGHT_GRAD: 1.0}
 
 
-@dataclass(frozen=True)
-class Priced:
-    """When every action would start and end if each took what it costs and messages took no time."""
+Span = tuple[Action, float, float]
 
-    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
+
+@dataclass(frozen=True)
+class Played:
+    """When every action of a step starts and ends on each rank: as planned by ``price``, or as measured."""
+
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def start(self) -> float:
+        return min(row[0][1] for row in self.spans if row)
 
     @property
     def makespan(self) -> float:
-        return max(row[-1][2] for row in self.spans if row)
+        """How long the step takes, from the first start on any rank to the last end on any."""
+        return max(row[-1][2] for row in self.spans if row) - self.start
+
+    def busy(self, rank: int) -> float:
+        return sum(end - start for _, start, end in self.spans[rank])
 
     def idle(self, rank: int) -> float:
         """How long ``rank`` waits, from the start of the step to its end."""
-        return self.makespan - sum(end - start for _, start, end in self.spans[rank])
+        return self.makespan - self.busy(rank)
 
     @property
     def bubble(self) -> float:
@@ -130,9 +141,16 @@ class Priced:
         ranks = range(len(self.spans))
         return sum(map(self.idle, ranks)) / (self.makespan * len(self.spans))
 
+    def costs(self) -> Costs:
+        """The mean time of each kind of action over all ranks."""
+        times: dict[Kind, list[float]] = {}
+        for action, start, end in (span for row in self.spans for span in row):
+            times.setdefault(action.kind, []).append(end - start)
+        return {kind: sum(found) / len(found) for kind, found in times.items()}
 
-def price(timetable: Timetable, costs: Costs = UNIT, message: float = 0.0) -> Priced:
-    """Play ``timetable`` with the given costs; raises if it would never end.
+
+def price(timetable: Timetable, costs: Costs = UNIT, message: float = 0.0) -> Played:
+    """Play ``timetable`` as if each action took what it costs; raises if it would never end.
 
     Args:
         message: how long a message takes to reach another rank.
@@ -140,7 +158,7 @@ def price(timetable: Timetable, costs: Costs = UNIT, message: float = 0.0) -> Pr
     ranks = range(timetable.placement.ranks)
     done: dict[Message, float] = {}
     clock, place = [0.0 for _ in ranks], [0 for _ in ranks]
-    spans: list[list[tuple[Action, float, float]]] = [[] for _ in ranks]
+    spans: list[list[Span]] = [[] for _ in ranks]
     moved = True
     while moved:
         moved = False
@@ -161,7 +179,7 @@ def price(timetable: Timetable, costs: Costs = UNIT, message: float = 0.0) -> Pr
                 place[r] += 1
                 moved = True
     _check_finished(timetable, place)
-    return Priced(tuple(tuple(row) for row in spans))
+    return Played(tuple(tuple(row) for row in spans))
 
 
 def _check_finished(timetable: Timetable, place: Sequence[int]) -> None:
@@ -174,5 +192,7 @@ def _check_finished(timetable: Timetable, place: Sequence[int]) -> None:
         raise ValueError(f"the schedule {timetable.name} never ends: {', '.join(waiting)}")
 
 
-# A function of (ranks, micro-batches, chunks).
+# Functions of (ranks, micro-batches, chunks).
 Maker = Callable[[int, int, int], Timetable]
+# The bubble if every rank has the same work and the costs are ``UNIT``; None where there is no formula.
+Formula = Callable[[int, int, int], float | None]

@@ -7,8 +7,15 @@ from colossalai.pipeline.stage import Placement
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
-    """The bubble is ``(ranks - 1) / (microbatches + ranks - 1)``; every rank stores all micro-batches."""
+    """Every rank stores all micro-batches of all its chunks."""
     forward = [Action(Kind.FORWARD, i, c) for c in range(chunks) for i in range(microbatches)]
     backward = [Action(Kind.BACKWARD, i, c) for c in reversed(range(chunks)) for i in range(microbatches)]
     row = tuple(forward + backward)
     return Timetable("gpipe", Placement(ranks, chunks), microbatches, (row,) * ranks)
+
+
+def gpipe_bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
+    """In units of the work of one chunk on one micro-batch, of which every rank has ``chunks * microbatches`` to do."""
+    # the pipeline fills and drains; and between chunks, a rank may wait for a micro-batch that has not come around yet
+    idle = ranks - 1 + (chunks - 1) * max(ranks - microbatches, 0)
+    return idle / (chunks * microbatches + idle)

@@ -8,10 +8,7 @@ from colossalai.pipeline.stage import Placement
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Timetable:
-    """With c chunks the time to fill and drain is 1 / c of that of 1F1B: ``(ranks - 1) / (c * microbatches + ranks - 1)``.
-
-    Micro-batches go through the chunks in groups of ``ranks``.
-    """
+    """Micro-batches go through the chunks in groups of ``ranks``."""
     if microbatches % ranks:
         raise ValueError(
             f"the interleaved schedule needs a number of micro-batches that is a multiple of the {ranks} pipeline"
@@ -26,6 +23,11 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Timetable:
         alternate(forward, backward, warmup=_warmup(ranks, rank, chunks, len(order))) for rank in range(ranks)
     )
     return Timetable("interleaved", Placement(ranks, chunks), microbatches, rows)
+
+
+def interleaved_bubble(ranks: int, microbatches: int, chunks: int) -> float:
+    """The time to fill and drain is that of 1F1B divided by the number of chunks."""
+    return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 
 def _warmup(ranks: int, rank: int, chunks: int, total: int) -> int:

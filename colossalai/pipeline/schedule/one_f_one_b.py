@@ -9,7 +9,7 @@ from colossalai.pipeline.stage import Placement
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
-    """The bubble of GPipe, ``(ranks - 1) / (microbatches + ranks - 1)``, but rank r stores ``ranks - r`` micro-batches."""
+    """As long as GPipe, but rank r stores no more than ``ranks - r`` micro-batches."""
     if chunks != 1:
         raise ValueError(
             f"the schedule 1f1b has one chunk for each rank, got {chunks}; use the schedule 'interleaved'"
@@ -20,6 +20,11 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
         backward = [Action(Kind.BACKWARD, i) for i in range(microbatches)]
         rows.append(alternate(forward, backward, warmup=ranks - rank - 1))
     return Timetable("1f1b", Placement(ranks), microbatches, tuple(rows))
+
+
+def one_f_one_b_bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
+    """The pipeline fills and drains once, in ``ranks - 1`` steps."""
+    return (ranks - 1) / (microbatches + ranks - 1)
 
 
 def alternate(forward: Sequence[Action], backward: Sequence[Action], warmup: int) -> tuple[Action, ...]:

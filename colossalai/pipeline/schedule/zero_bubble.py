@@ -6,6 +6,7 @@ only, so they fill the times in which a rank would wait.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from colossalai.pipeline.schedule.base import UNIT, Action, Kind, Message, Timetable, price
@@ -16,8 +17,7 @@ from colossalai.pipeline.stage import Placement, Shape
 def zb_h1(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
     """1F1B with its weight gradients later by one micro-batch for each rank before.
 
-    Every rank stores what the first rank of 1F1B does, ``ranks`` micro-batches, for a third of its bubble: with at least as
-    many micro-batches as ranks, ``(ranks - 1) / (3 * microbatches + ranks - 1)``.
+    Every rank stores what the first rank of 1F1B does, ``ranks`` micro-batches, for a third of its bubble.
     """
     if chunks != 1:
         raise ValueError(
@@ -37,19 +37,53 @@ def zb_h1(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
     return Timetable("zbh1", Placement(ranks), microbatches, tuple(rows))
 
 
+def zb_h1_bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
+    """In units of a forward pass: with fewer micro-batches than ranks, there is less to fill the times of waiting with."""
+    idle = ranks - 1 + max(ranks - microbatches, 0)
+    return idle / (3 * microbatches + idle) if ranks > 1 else 0.0
+
+
 def zb_v(ranks: int, microbatches: int, chunks: int = 2) -> Timetable:
     """Two chunks on each rank, in the shape of a V: the first rank holds the first and the last layers.
 
-    Stores as much as 1F1B (``2 * ranks`` passes of half the size) and leaves next to no bubble.  The lists come from playing
-    the step in units of time, in which every rank does the most urgent thing that is ready: an input gradient, else a
-    forward pass if that leaves it within the limit of stored passes, else a weight gradient.
+    Stores as much as 1F1B (``2 * ranks`` passes of half the size) and waits for half as long as ZB-H1: all that is left is the
+    way of the first micro-batch to the last rank.  With few micro-batches the fixed pattern would leave gaps; then the lists
+    may come from playing the step in units of time, in which every rank does the most urgent thing that is ready: an input
+    gradient, else a forward pass if that leaves it within the limit of stored passes, else a weight gradient.
     """
     if chunks != 2:
         raise ValueError(f"the schedule zbv has two chunks for each rank, got {chunks}; set NUM_CHUNKS to 2")
     place = Placement(ranks, 2, Shape.VEE)
-    orders = [_by_chunk(1), _by_chunk(-1)]
-    tables = [_play("zbv", place, microbatches, 2 * ranks, order) for order in orders]
+    rows = tuple(_pattern(ranks, rank, microbatches) for rank in range(ranks))
+    tables = [Timetable("zbv", place, microbatches, rows)]
+    tables += [_play("zbv", place, microbatches, 2 * ranks, order) for order in (_by_chunk(1), _by_chunk(-1))]
     return min(tables, key=lambda table: price(table).makespan)
+
+
+def zb_v_bubble(ranks: int, microbatches: int, chunks: int = 2) -> float | None:
+    """In units of a forward pass of one chunk."""
+    if microbatches < 2 * ranks - 1:
+        return None
+    return (ranks - 1) / (6 * microbatches + ranks - 1)
+
+
+def _pattern(ranks: int, rank: int, microbatches: int) -> tuple[Action, ...]:
+    """What ``rank`` does: fill both legs of the V, then both chunks in turn, then the gradients that are left.
+
+    The pattern is one of at least ``2 * ranks - 1`` micro-batches, of which those that do not exist are left out.
+    """
+    after, total = ranks - rank, max(microbatches, 2 * ranks - 1)
+    words = ["F0"] * (2 * after - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * after
+    words += ["F0", "I0", "W0", "F1", "I1", "W1"] * (total - words.count("F0"))
+    words += ["I0", "W0", "F1", "I1", "W1"] * (words.count("F0") - words.count("F1"))
+    words += ["I0", "I1"] * rank + ["I0", "W0"] * after
+    words += ["W1"] * (total - words.count("W1")) + ["W0"] * (total - words.count("W0"))
+    done: Counter[str] = Counter()
+    row = []
+    for word in words:
+        row.append(Action(Kind(word[0]), done[word], int(word[1])))
+        done[word] += 1
+    return tuple(action for action in row if action.microbatch < microbatches)
 
 
 Order = Callable[[Action], tuple[int, ...]]

@@ -19,6 +19,7 @@ from colossalai.trainer.hooks.metrics import (
     Metric,
     ThroughputMetric,
 )
+from colossalai.trainer.hooks.pipeline_hook import RecordPipelineHook
 
 __all__ = [
     "AccuracyHook",
@@ -35,6 +36,7 @@ __all__ = [
     "LossMetric",
     "Metric",
     "MetricHook",
+    "RecordPipelineHook",
     "SaveCheckpointHook",
     "TensorboardHook",
     "ThroughputHook",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
+from colossalai.utils.host_memory import HUGE, host_empty
 from colossalai.zero.pieces import (
     FlatLayout,
     Piece,
@@ -27,17 +28,21 @@ from colossalai.zero.sharded import needs_masters
 
 @dataclass(eq=False)
 class Bucket:
-    """``grad`` is this rank's shard of the averaged gradient, where the pieces are stepped; None before there is one."""
+    """``weights`` is the buffer; ``grad`` is this rank's shard of the averaged gradient, where the pieces are stepped."""
 
     number: int
     layout: FlatLayout
     params: list[Tensor]
     pieces: list[Piece]
     weights: Tensor
+    home: Tensor | None = (
+        None  # what is stepped, where that is not the shard of the weights: masters, or a copy on the host
+    )
     grad: Tensor | None = None
     used: list[bool] = field(default_factory=list)  # parameters that had a gradient here since the last step
 
     def __post_init__(self) -> None:
+        self._host_grad: Tensor | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -63,9 +68,16 @@ class Bucket:
         elif shard.device == value.device:
             self.grad = shard.to(value.dtype)
         else:
-            pin = shard.is_cuda and value.device.type == "cpu"
-            self.grad = torch.empty(shard.shape, dtype=value.dtype, device=value.device, pin_memory=pin)
+            if self._host_grad is None or len(self._host_grad) != len(shard):
+                self._host_grad = host_buffer(len(shard), value.dtype, pinned=shard.is_cuda)
+            self.grad = self._host_grad
             self.grad.copy_(shard, non_blocking=True)
+
+    def write_weights(self) -> None:
+        """Round and copy what was stepped to the weights, where it is not the weights themselves."""
+        if self.home is not None:
+            low, high = self.layout.bounds(self.pieces[0].rank)
+            self.weights[low:high].copy_(self.home, non_blocking=True)
 
     def hand_out(self, used: Sequence[bool]) -> None:
         """Let the pieces have their gradients, except of parameters that no rank has used."""
@@ -128,28 +140,39 @@ def _bucket(
     layout = even_layout(sizes, options.parts) if owner is None else owned_layout(sizes, options.parts, owner)
     device = params[0].device
     flat = torch.zeros(layout.total, dtype=dtype, device=device)
-    host = torch.device("cpu") if options.offload else device
-    master = torch.float32 if needs_masters(optimizer, dtype) else dtype
+    home = _home(optimizer, layout, dtype, device, options)
     pieces = []
     for i, param in enumerate(params):
         before = param.data
         param.data = flat[layout.offsets[i] : layout.offsets[i] + sizes[i]].view(param.shape)
         param.data.copy_(before)
-        piece = make_piece(
-            param,
-            layout,
-            i,
-            options.rank,
-            flat,
-            dtype=master,
-            device=host,
-            pin=options.offload and device.type == "cuda",
-            copy=options.offload,
-        )
+        piece = make_piece(param, layout, i, options.rank, flat, home=home)
         if dtype in HALVES and before.dtype not in HALVES and not piece.is_empty:
             _keep_digits(optimizer, piece, before)
         pieces.append(piece)
-    return Bucket(number, layout, params, pieces, flat)
+    return Bucket(number, layout, params, pieces, flat, home)
+
+
+def _home(
+    optimizer: Optimizer,
+    layout: FlatLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: BucketOptions,
+) -> Tensor | None:
+    """Memory for what is stepped, if that is not the shard of the weights itself."""
+    low, high = layout.bounds(options.rank)
+    master = torch.float32 if needs_masters(optimizer, dtype) else dtype
+    if options.offload:
+        return host_buffer(high - low, master, pinned=device.type == "cuda")
+    return torch.zeros(high - low, dtype=master, device=device) if master != dtype else None
+
+
+def host_buffer(size: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Zeros in host memory; in pages of its own where it is large, since torch rounds pinned memory up to powers of two."""
+    if pinned and size * dtype.itemsize >= HUGE:
+        return host_empty(size, dtype, pinned=True)
+    return torch.zeros(size, dtype=dtype, pin_memory=pinned)
 
 
 def _keep_digits(optimizer: Optimizer, piece: Piece, before: Tensor) -> None:

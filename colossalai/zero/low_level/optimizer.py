@@ -1,13 +1,13 @@
 """``LowLevelZeroOptimizer``: ZeRO stages 1 and 2.
 
-Every rank computes with all weights; the optimizer's states, and with ``partition_grad`` the gradients, are cut over the data-parallel
-ranks.  A step costs what it costs under plain data parallelism: one reduce-scatter of the gradients, hidden behind the backward pass,
-and one gather of the updated weights.
+Every rank computes with all weights; the optimizer's states, and with ``partition_grad`` the gradients, are cut over
+the data-parallel ranks.  A step costs what it costs under plain data parallelism: one reduce-scatter of the
+gradients, hidden behind the backward pass, and one gather of the updated weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,14 +27,15 @@ from colossalai.utils import is_ddp_ignored
 from colossalai.zero.low_level.bucket import BucketOptions, make_buckets
 from colossalai.zero.low_level.reducer import Reducer
 from colossalai.zero.low_level.wire import start_gathering
+from colossalai.zero.pieces import Piece
 from colossalai.zero.sharded import ShardedOptimizer
 
 
 class LowLevelZeroOptimizer(ShardedOptimizer):
     """ZeRO-1, and with ``partition_grad`` ZeRO-2, around any optimizer.
 
-    Call ``backward(loss)`` in the place of ``loss.backward()``.  With ``sync_grad=False`` gradients add up on each rank and nothing is
-    communicated; gradients that a later pass, or the step, finds there are reduced with it.
+    Call ``backward(loss)`` in the place of ``loss.backward()``.  With ``sync_grad=False`` gradients add up on each
+    rank and nothing is communicated; gradients that a later pass, or the step, finds there are reduced with it.
 
     Args:
         optimizer: its parameters are on the devices where they stay; all ranks hold the same values.
@@ -177,6 +178,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         )  # a graph from before the step is no longer right
         for piece in self.pieces:
             piece.seen = piece.param._version
+
+    @torch.no_grad()
+    def write_weights(self, pieces: Sequence[Piece]) -> None:
+        if len(pieces) < len(self.pieces):
+            super().write_weights(pieces)
+            return
+        for bucket in self.buckets:  # one copy for each
+            bucket.write_weights()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)

@@ -1,13 +1,15 @@
 """Gradients of the ranks become averaged shards, bucket by bucket, while the backward pass goes on.
 
 [Note: one order]
-Every rank reduces every bucket once in every synchronized pass, in the order of their numbers, whatever the order in which its
-gradients come: a bucket that is complete waits for those before it, and what is not complete at the end of the pass is reduced then.
-So parameters that a rank does not use, or uses in another order than other ranks, lock nothing up.
+Every rank reduces every bucket once in every synchronized pass, in the order of their numbers,
+whatever the order in which its gradients come: a bucket that is complete waits for those before it, and what is not
+complete at the end of the pass is reduced then.  So parameters that a rank does not use, or uses in another order
+than other ranks, lock nothing up.
 
-A bucket is complete when each of its parameters has got as many gradients as in the last pass: a weight in two checkpointed parts gets
-two.  A gradient that comes after its bucket has left waits in ``.grad``, and after the pass the ranks tell each other which buckets must
-go again.  The same message says which parameters any rank has used; one that nobody used has no gradient, as in serial training.
+A bucket is complete when each of its parameters has got as many gradients as in the last pass: a weight in two
+checkpointed parts gets two.  A gradient that comes after its bucket has left waits in ``.grad``, and after the pass
+the ranks tell each other which buckets must go again.  The same message says which parameters any rank has used; one
+that nobody used has no gradient, as in serial training.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class Reducer:
     """Averages the gradients of the parameters of ``buckets`` over ``group``.
 
     Args:
-        scatter: drop each gradient as soon as it has been reduced, and add up reduced ones (stage 2).  Otherwise ``.grad`` keeps the
-            gradients of this rank, and reducing takes all of them (stage 1).
+        scatter: drop each gradient as soon as it has been reduced, and add up reduced ones (stage 2).  Otherwise
+            ``.grad`` keeps the gradients of this rank, and reducing takes all of them (stage 1).
         overlap: reduce while the backward pass goes on.
         dtype: in which gradients travel; None: in that of their parameters.
     """

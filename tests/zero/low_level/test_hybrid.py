@@ -183,7 +183,7 @@ def check_config(rank: int, world_size: int, port: int) -> None:
     engine, *_ = initialize({"zero": section})
     optimizer = engine.optimizer
     assert isinstance(optimizer, LowLevelZeroOptimizer)
-    assert optimizer.loss_scale == 2**32
+    assert optimizer.loss_scale == 2**16
     assert next(engine.model.parameters()).dtype == torch.float16
     assert optimizer._max_norm == 1.0
     fixed, *_ = initialize({"zero": {"level": 1, "dynamic_loss_scale": False, "initial_scale": 8.0}})

@@ -334,3 +334,31 @@ def test_one_process_needs_no_groups() -> None:
         plain.zero_grad()
     for a, b in zip(model.parameters(), serial.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def check_overlap(rank: int, world_size: int, port: int) -> None:
+    launch()
+    real = reducer.start_reduction
+    for overlap in (False, True):
+        events: list[str] = []
+
+        def reduce(buffer: Tensor, layout: Any, group: Any, events: list[str] = events) -> Any:
+            events.append("reduce")
+            return real(buffer, layout, group)
+
+        reducer.start_reduction = reduce
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+        for layer in model:
+            layer.weight.register_hook(lambda grad, events=events: events.append("gradient"))
+        optimizer = LowLevelZeroOptimizer(
+            HybridAdam(model.parameters()), overlap_communication=overlap, reduce_bucket_size=64
+        )
+        optimizer.backward(model(torch.ones(1, 8)).sum())
+        if overlap:  # every bucket leaves as soon as its gradient is there
+            assert events == ["gradient", "reduce"] * 4
+        else:
+            assert events == ["gradient"] * 4 + ["reduce"] * 4
+
+
+def test_buckets_leave_while_the_backward_pass_goes_on() -> None:
+    spawn(check_overlap, 2)

@@ -58,8 +58,6 @@ class VisionTransformer(nn.Module):
             raise ValueError(
                 f"a ViT needs at least one block and one class, got depth={depth} and num_classes={num_classes}"
             )
-        if init_method not in INIT_METHODS:
-            raise ValueError(f"init_method must be one of {', '.join(INIT_METHODS)}, got {init_method!r}")
         self.place = current()._asdict()
         self.num_classes = num_classes
         self.embed = ViTEmbedding(img_size, patch_size, in_chans, hidden_size, dropout=dropout, dtype=dtype)
@@ -81,7 +79,7 @@ class VisionTransformer(nn.Module):
         )
         self.norm = layer_norm(hidden_size, eps=layernorm_epsilon, dtype=dtype)
         self.head = ViTHead(hidden_size, num_classes, representation_size, bias=bias, dtype=dtype)
-        INIT_METHODS[init_method](self)
+        draw_weights(self, init_method)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (batch, num_classes) for ``images`` (batch, in_chans, img_size, img_size)."""
@@ -97,24 +95,31 @@ def run_layers(model: Any, x: Tensor) -> Tensor:
     return x if model.head is None else model.head(model.norm(x))
 
 
-def _init_as_torch(model: VisionTransformer) -> None:
+def draw_weights(model: nn.Module, init_method: str) -> None:
+    """Draw the matrices of a ViT, or of layers of it, by one of the two methods of ``VisionTransformer``."""
+    if init_method not in INIT_METHODS:
+        raise ValueError(f"init_method must be one of {', '.join(INIT_METHODS)}, got {init_method!r}")
     for module in model.modules():
         if isinstance(module, Linear | Classifier | PatchEmbedding):
-            init.WEIGHT(module.weight)
-            if module.bias is not None:
-                init.BIAS(module.bias, fan_in=_fan_in(module))
+            INIT_METHODS[init_method](module)
 
 
-def _init_as_jax(model: VisionTransformer) -> None:
-    for module in model.modules():
-        if isinstance(module, Linear | Classifier):
-            init.xavier_uniform_()(module.weight)
-            if module.bias is not None:
-                init.zeros_()(module.bias)
-    init.zeros_()(model.head.dense.weight)
-    projection = model.embed.patch_embed
-    # as wide as its inputs are many
-    init.trunc_normal_(std=_fan_in(projection) ** -0.5)(projection.weight)
+def _draw_as_torch(module: Linear | Classifier | PatchEmbedding) -> None:
+    init.WEIGHT(module.weight)
+    if module.bias is not None:
+        init.BIAS(module.bias, fan_in=_fan_in(module))
+
+
+def _draw_as_jax(module: Linear | Classifier | PatchEmbedding) -> None:
+    if isinstance(module, PatchEmbedding):
+        # as wide as its inputs are many
+        init.trunc_normal_(std=_fan_in(module) ** -0.5)(module.weight)
+    elif isinstance(module, Classifier):
+        init.zeros_()(module.weight)
+    else:
+        init.xavier_uniform_()(module.weight)
+    if module.bias is not None:
+        init.zeros_()(module.bias)
 
 
 def _fan_in(module: Linear | Classifier | PatchEmbedding) -> int:
@@ -123,7 +128,10 @@ def _fan_in(module: Linear | Classifier | PatchEmbedding) -> int:
     return module.in_features
 
 
-INIT_METHODS: dict[str, Callable[[VisionTransformer], None]] = {"torch": _init_as_torch, "jax": _init_as_jax}
+INIT_METHODS: dict[str, Callable[[Linear | Classifier | PatchEmbedding], None]] = {
+    "torch": _draw_as_torch,
+    "jax": _draw_as_jax,
+}
 
 
 def _create_vit_model(**model_kwargs: Any) -> VisionTransformer:

@@ -17,11 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside ``with``, ``now`` and ``peak`` follow the live tensors that were made there, or given to ``hold``."""
+    """Inside ``with``, ``now`` and ``peak`` follow the live tensors that were made there, or given to ``hold``.
 
-    def __init__(self) -> None:
+    Args:
+        meta: count tensors of the meta device, as if they had memory, and no others.
+        block: memory is given out in multiples of so many bytes.
+    """
+
+    def __init__(self, *, meta: bool = False, block: int = 1) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self._meta, self._block = meta, block
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
@@ -43,9 +49,9 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._storages or tensor.is_meta:
+        if key in self._storages or tensor.is_meta != self._meta:
             return
-        size = storage.nbytes()
+        size = -(-storage.nbytes() // self._block) * self._block
 
         def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
             self._storages.pop(key, None)

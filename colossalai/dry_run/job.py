@@ -1,0 +1,118 @@
+"""All ranks of a job, played one after the other in a single process without memory.
+
+Ranks that differ only in their data do the same; of tensor-parallel ranks with pieces of the same sizes one is played for all, and
+of stages with the same layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from colossalai.context.imagined import imagined_launch
+from colossalai.context.parallel_config import ParallelConfig
+from colossalai.context.tensor_modes import DATA_AXIS, PIPELINE_AXIS
+from colossalai.core import global_context as gpc
+from colossalai.dry_run.estimate import Played, play_step, played_alike, stored_microbatches
+from colossalai.dry_run.link import Way
+from colossalai.dry_run.watch import MemoryEstimate
+from colossalai.dry_run.zero import estimate_zero3, placement_policy
+from colossalai.mesh import full_shape, mesh_coordinates, placement
+from colossalai.pipeline.stage import pipeline_rank
+
+
+class Parts(NamedTuple):
+    """What a training needs, before any feature is put in; ``batch`` is ``(data, label)``."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    criterion: Callable[..., Any]
+    batch: tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a dry run found out about a rank."""
+
+    rank: int
+    coord: Mapping[str, int]
+    """Its place on the axes of the mesh."""
+    parameters: int
+    memory: MemoryEstimate
+
+
+# Called with what is to be done, gives the same and may show how far it is.
+Progress = Callable[[list[int]], Iterable[int]]
+
+
+def dry_run(
+    config: Mapping[str, Any], world_size: int, build: Callable[[], Parts], progress: Progress = list
+) -> list[RankReport]:
+    """Play a training step of every rank of the first data-parallel replica; raises what the job would raise.
+
+    ``build`` is called for each rank, as in a launched job, with the meta device as the default.  A ``zero`` section is
+    taken as ZeRO-3.
+    """
+    zero = config.get("zero")
+    launched = {key: value for key, value in config.items() if key != "zero"}
+    axes = ParallelConfig.parse(config.get("parallel")).fit(world_size).axes
+    ranks = [rank for rank in range(world_size) if mesh_coordinates(axes, rank)[DATA_AXIS] == 0]
+    reports: list[RankReport] = []
+    player = _Player(build, zero)
+    for rank in progress(ranks):
+        coord = mesh_coordinates(axes, rank)
+        last = reports[-1] if reports else None
+        if last is not None and player.last_was_even and last.coord[PIPELINE_AXIS] == coord[PIPELINE_AXIS]:
+            reports.append(replace(last, rank=rank, coord=coord))
+        else:
+            with imagined_launch(launched, rank, world_size):
+                reports.append(player.play(rank, coord))
+    return reports
+
+
+class _Player:
+    """Plays ranks; remembers what stages send to each other, and how stages of the same layers were played.
+
+    ``last_was_even``: the other tensor-parallel ranks of the last one have pieces of the same sizes.
+    """
+
+    def __init__(self, build: Callable[[], Parts], zero: Mapping[str, Any] | None) -> None:
+        self._build, self._zero = build, zero
+        self._specs: dict[tuple[int, ...], dict[Way, Any]] = {}
+        self._played: dict[Any, Played] = {}
+        self.last_was_even = False
+
+    def play(self, rank: int, coord: Mapping[str, int]) -> RankReport:
+        with torch.device("meta"):
+            parts = self._build()
+        parameters = sum(p.numel() for p in parts.model.parameters())
+        self.last_was_even = all(_is_even(p) for p in parts.model.parameters())
+        return RankReport(rank, coord, parameters, self._estimate(parts))
+
+    def _estimate(self, parts: Parts) -> MemoryEstimate:
+        if self._zero is not None:
+            policy = placement_policy(self._zero)
+            return estimate_zero3(parts.model, parts.criterion, parts.batch, gpc.data_parallel_size, policy)
+        place = tuple(c for axis, c in gpc.mesh.coord.items() if axis not in (DATA_AXIS, PIPELINE_AXIS))
+        specs = self._specs.setdefault(place, {})
+        stage, stored = pipeline_rank(gpc.mesh), stored_microbatches()
+        shapes = tuple((tuple(p.shape), p.dtype) for p in parts.model.parameters())
+        received = specs.get((stage - 1, stage))
+        ends = (stage == 0, stage == gpc.pipeline_parallel_size - 1)
+        key = (shapes, str(received), ends, played_alike())
+        if key not in self._played:
+            self._played[key] = play_step(*parts, specs=specs)
+        elif received is not None:
+            specs[stage, stage + 1] = received  # stages of the same layers send what they get
+        return self._played[key].estimate(stored)
+
+
+def _is_even(parameter: Tensor) -> bool:
+    cuts = math.prod(gpc.mesh.group_size(*axes) for axes in placement(parameter).dims if axes)
+    return parameter.numel() * cuts == full_shape(parameter).numel()

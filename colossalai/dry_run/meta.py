@@ -1,0 +1,102 @@
+"""Training on the meta device, whose tensors have shapes and no values, with the memory that a GPU would need.
+
+``MetaBytes`` counts what is alive; ``gpu_kernels`` replaces what torch computes differently without a GPU by what it does with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colossalai.utils.live_bytes import LiveBytes
+
+ALLOCATOR_BLOCK = 512  # what CUDA's caching allocator rounds sizes up to
+HALF = (torch.float16, torch.bfloat16)
+
+
+class MetaBytes(LiveBytes):
+    """The bytes of the tensors on the meta device, now and at the worst moment since ``restart``.
+
+    A number that is read from a tensor is 0: no gradient overflowed, no loss is nan.  ``at_peak`` is called at each new
+    peak, to note what else is of interest then.
+    """
+
+    def __init__(self, at_peak: Callable[[], None] = lambda: None) -> None:
+        super().__init__(meta=True, block=ALLOCATOR_BLOCK)
+        self._at_peak = at_peak
+
+    def restart(self) -> None:
+        self.peak = self.now
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return False if args[0].dtype is torch.bool else 0
+        before = self.peak
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.peak > before:
+            self._at_peak()
+        return result
+
+
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """On the meta device, attention that keeps no scores and dropout that keeps a mask of one byte, as on a GPU.
+
+    Kernels of torch's dispatcher, not a ``TorchFunctionMode``: such a mode is off inside ``backward``, where checkpointed layers
+    run again.
+    """
+    library = torch.library.Library("aten", "IMPL")  # its life ends below
+    try:
+        for name, kernel in _KERNELS.items():
+            library.impl(name, kernel, "AutogradMeta")
+        yield
+    finally:
+        library._destroy()
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    if attn_mask is None and query.dtype in HALF:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        return kernel(query, key, value, dropout_p, is_causal)[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    fused = torch.ops.aten._scaled_dot_product_efficient_attention
+    return fused(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal)[0]
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if train and p > 0 else input
+
+
+_KERNELS: dict[str, Callable[..., Tensor]] = {
+    "scaled_dot_product_attention": _attention,
+    "dropout": _dropout,
+}
+
+
+def step_as_on_gpu(optimizer: Optimizer) -> None:
+    """Let torch's optimizers go through all parameters at once, as they do on a GPU; that needs more memory."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True

@@ -1,0 +1,87 @@
+"""The memory of a data-parallel rank under ZeRO-3, whose ranks hold a part of the model each and fetch the rest in turn.
+
+With N ranks and P parameters, a rank holds 2 P / N bytes of weights in half precision, as many of gradients, and 12 P / N of
+masters and optimizer states; on the device or, with ``tensor_placement_policy='cpu'``, in the memory of the host.  The
+device also holds the unit (a block of the model) that is being computed, whole, the next one, which is fetched meanwhile, and
+the unit's gradients.  The activations are those of a rank that holds everything, found as in ``estimate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from colossalai.context.config import ConfigException
+from colossalai.dry_run.meta import MetaBytes, gpu_kernels
+from colossalai.dry_run.watch import MemoryEstimate
+from colossalai.interface.batch import call_with, loss_of
+
+HALF_BYTES, MASTER_AND_STATES_BYTES = 2, 12
+UNITS_WHOLE = 2  # the one that is computed and the one that is fetched
+POLICIES = ("cpu", "cuda")
+
+
+def placement_policy(zero: Mapping[str, Any]) -> str:
+    """Where ``zero = dict(model_config=dict(tensor_placement_policy=...))`` lets the parts rest."""
+    policy = (zero.get("model_config") or {}).get("tensor_placement_policy", "cuda")
+    if policy not in POLICIES:
+        raise ConfigException(
+            f"a dry run knows zero.model_config.tensor_placement_policy {' and '.join(map(repr, POLICIES))}, got {policy!r}"
+        )
+    return policy
+
+
+def estimate_zero3(
+    model: nn.Module, criterion: Callable[..., Any], batch: tuple[Any, Any], ranks: int, policy: str
+) -> MemoryEstimate:
+    """What one of ``ranks`` data-parallel ranks needs.  ``model`` is the whole one, on the meta device."""
+    model.to(torch.half)
+    parameters = sum(p.numel() for p in model.parameters())
+    part = -(-parameters // ranks)
+    unit = HALF_BYTES * _largest_unit(model)
+    stored, workspace = _passes(model, criterion, batch)
+    rest = (2 * HALF_BYTES + MASTER_AND_STATES_BYTES) * part
+    on_device = policy == "cuda"
+    return MemoryEstimate(
+        weights=UNITS_WHOLE * unit + (HALF_BYTES * part if on_device else 0),
+        masters=4 * part if on_device else 0,
+        states=8 * part if on_device else 0,
+        gradients=unit + (HALF_BYTES * part if on_device else 0),
+        activations=stored,
+        workspace=workspace,
+        moment="backward",
+        host=0 if on_device else rest,
+    )
+
+
+def _largest_unit(model: nn.Module) -> int:
+    """The parameters of the largest element of a ``ModuleList``, or of everything outside of such lists."""
+    blocks = [block for m in model.modules() if isinstance(m, nn.ModuleList) for block in m]
+    inside = {p for block in blocks for p in block.parameters()}
+    outside = sum(p.numel() for p in model.parameters() if p not in inside)
+    return max([outside, *(sum(p.numel() for p in block.parameters()) for block in blocks)])
+
+
+def _passes(model: nn.Module, criterion: Callable[..., Any], batch: tuple[Any, Any]) -> tuple[int, int]:
+    """Bytes that a forward pass keeps, and what both passes need beside them; gradients go as soon as they are there."""
+    data, label = tree_map_only(Tensor, lambda t: t.to("meta"), batch)
+    hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.parameters()]
+    try:
+        with gpu_kernels(), MetaBytes() as memory:
+            memory.hold(model.parameters())
+            weights = memory.now
+            loss = loss_of(criterion, call_with(model, data).float(), label)
+            stored = memory.now - weights
+            loss.backward()
+            return stored, memory.peak - weights - stored
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None

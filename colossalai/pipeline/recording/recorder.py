@@ -1,0 +1,95 @@
+"""``record_run``: every rank notes when its actions start and end; the first rank gets the notes of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colossalai.mesh import Mesh
+from colossalai.pipeline.recording.clock import Clock, clock_of, offset_to_first_rank
+from colossalai.pipeline.recording.recording import Note, Recording
+from colossalai.pipeline.schedule.base import Action, Timetable
+from colossalai.pipeline.stage import PIPELINE_AXIS
+
+
+class StepRecorder:
+    """Notes the actions of this rank in one step."""
+
+    def __init__(self, timetable: Timetable, mesh: Mesh, clock: Clock) -> None:
+        self._timetable, self._clock = timetable, clock
+        others = {
+            axis: mesh.coord[axis] for axis in mesh.axes if axis != PIPELINE_AXIS and mesh.size[axis] > 1
+        }
+        self._pipeline = ", ".join(f"{axis} {coord}" for axis, coord in others.items())
+        self._rank = mesh.coord.get(PIPELINE_AXIS, 0)
+        self._marks: list[tuple[Action, Any, Any]] = []
+
+    def mark(self) -> Any:
+        return self._clock.mark()
+
+    def record(self, action: Action, start: Any, end: Any) -> None:
+        self._marks.append((action, start, end))
+
+    def note(self, offset: float) -> Note:
+        """What is to be known about this rank's step, on a clock that is ``offset`` ahead."""
+        read = self._clock.seconds
+        spans = tuple(
+            (action, read(start) + offset, read(end) + offset) for action, start, end in self._marks
+        )
+        return Note(self._timetable, self._pipeline, self._rank, spans)
+
+
+@dataclass
+class _Active:
+    steps: list[StepRecorder] = field(default_factory=list)
+
+
+# The recording that goes on in this process: like a profiler, it sees what is run, whoever runs it.
+_active: _Active | None = None
+
+
+def step_recorder(timetable: Timetable, mesh: Mesh, device: torch.device) -> StepRecorder | None:
+    """What notes the step that begins now; None if nobody wants to know."""
+    if _active is None:
+        return None
+    _active.steps.append(StepRecorder(timetable, mesh, clock_of(device)))
+    return _active.steps[-1]
+
+
+@contextmanager
+def record_run() -> Iterator[Recording]:
+    """Record every step of a pipeline inside of ``with record_run() as recording:``, on every rank of the job.
+
+    The recording can be read after the block.  It is on rank 0; on the other ranks its methods do nothing.
+    """
+    global _active
+    if _active is not None:
+        raise RuntimeError("record_run is active already; end it before another begins")
+    active = _active = _Active()
+    recording = Recording()
+    try:
+        yield recording
+    finally:
+        _active = None
+    if not active.steps:
+        raise RuntimeError(
+            "record_run saw no step of a pipeline; call engine.execute_schedule or booster.execute_pipeline inside of it,"
+            " in a job with a pipeline"
+        )
+    offset = offset_to_first_rank()
+    recording.read(_gathered([step.note(offset) for step in active.steps]))
+
+
+def _gathered(own: list[Note]) -> list[list[Note]]:
+    """The notes of all ranks on rank 0, nothing on the others."""
+    if not dist.is_initialized():
+        return [own]
+    is_first = dist.get_rank() == 0
+    found: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+    dist.gather_object(own, found)
+    return found or []

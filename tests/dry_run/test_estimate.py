@@ -1,0 +1,131 @@
+"""The memory that a dry run predicts is the memory that a step needs, counted on CPU ranks tensor by tensor."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import colossalai
+from colossalai.amp import AMP_TYPE
+from colossalai.context.config import ConfigException
+from colossalai.context.imagined import imagined_launch
+from colossalai.dry_run import MemoryEstimate, dry_run, estimate_memory, format_reports
+from colossalai.testing import parametrize_sample, spawn
+from colossalai.utils.live_bytes import LiveBytes
+from tests.dry_run.plans import PLANS, build
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpt.md"
+
+
+def measure(rank: int, world_size: int, port: int, config: dict[str, Any], checkpoint: bool) -> int:
+    """The most bytes of tensors that were alive in the second step of this rank."""
+    colossalai.launch_from_torch(config=config, backend="gloo", verbose=False)
+    torch.set_num_threads(1)
+    model, optimizer, criterion, batch = build(checkpoint)
+    engine, *_ = colossalai.initialize(model, optimizer, criterion, verbose=False)
+
+    def step() -> None:
+        engine.zero_grad()
+        engine.execute_schedule(iter([batch]), return_output_label=False)
+        engine.step()
+
+    step()
+    engine.zero_grad()
+    weights = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    with LiveBytes() as live:
+        live.hold((*engine.model.parameters(), *engine.model.buffers(), *weights))
+        live.hold(t for t in tree_leaves(dict(engine.optimizer.state)) if torch.is_tensor(t))
+        step()
+    return live.peak
+
+
+@parametrize_sample("name", list(PLANS), n=4)
+def test_prediction_is_what_a_step_needs(name: str) -> None:
+    nprocs, config, checkpoint = PLANS[name]
+    measured = spawn(measure, nprocs, config=config, checkpoint=checkpoint)
+    reports = dry_run(config, nprocs, functools.partial(build, checkpoint))
+    assert [report.rank for report in reports] == list(range(nprocs))
+    for report, real in zip(reports, measured, strict=True):
+        predicted = report.memory.peak
+        assert predicted == pytest.approx(real, rel=0.04), (report, real / 2**20, predicted / 2**20)
+
+
+def test_parts_add_up_and_have_their_sizes() -> None:
+    (report,) = dry_run(PLANS["fp16"][1], 1, functools.partial(build, False))
+    memory, count = report.memory, report.parameters
+    assert sum(memory.parts.values()) == memory.peak
+    assert (memory.weights, memory.masters, memory.states) == (2 * count, 4 * count, 8 * count)
+    assert memory.host == memory.buckets == 0
+
+
+def test_data_parallel_ranks_have_buckets() -> None:
+    reports = dry_run({}, 3, functools.partial(build, False))
+    assert [report.rank for report in reports] == [0], "replicas are alike"
+    assert reports[0].memory.buckets == reports[0].memory.weights
+    views = {"torch_ddp": {"gradient_as_bucket_view": True}}
+    assert dry_run(views, 3, functools.partial(build, False))[0].memory.buckets == 0
+
+
+def test_further_stored_micro_batches_add_the_same_each() -> None:
+    config = {"parallel": {"pipeline": 4}, "NUM_MICRO_BATCHES": 8}
+    stages = dry_run(config, 4, functools.partial(build, False))
+    first, second, third, _ = (report.memory for report in stages)
+    assert third.moment == second.moment == "backward"
+    assert second.activations > third.activations
+    assert first.activations > second.activations
+
+
+def test_zero3_divides_what_rests_and_leaves_activations() -> None:
+    def zero(policy: str, ranks: int) -> MemoryEstimate:
+        config = {"zero": {"model_config": {"tensor_placement_policy": policy}, "optimizer_config": {}}}
+        (report,) = dry_run(config, ranks, functools.partial(build, True))
+        return report.memory
+
+    count = sum(p.numel() for p in build(True).model.parameters())
+    host, more, device = zero("cpu", 4), zero("cpu", 8), zero("cuda", 4)
+    assert host.host == pytest.approx(16 * count / 4, rel=1e-3)
+    assert more.host == pytest.approx(host.host / 2, rel=1e-3)
+    assert more.peak == host.peak, "the device holds what is computed now"
+    assert device.peak - host.peak == pytest.approx(host.host, rel=1e-3)
+    assert device.host == 0
+    with pytest.raises(ConfigException, match=r"tensor_placement_policy 'cpu' and 'cuda', got 'moon'"):
+        zero("moon", 4)
+
+
+def test_a_model_with_memory_is_refused() -> None:
+    with imagined_launch({}, 0, 1):
+        parts = build(False)
+        with pytest.raises(ValueError, match=r"on the meta device, but the parameter embed\..* has memory"):
+            estimate_memory(*parts)
+
+
+def test_what_a_job_would_raise() -> None:
+    parts = functools.partial(build, False)
+    with pytest.raises(ConfigException, match=r"the world size 3 is not a multiple of pipeline 2"):
+        dry_run({"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}, 3, parts)
+    with pytest.raises(ConfigException, match=r"a pipeline of 2 stages, but no NUM_MICRO_BATCHES"):
+        dry_run({"parallel": {"pipeline": 2}}, 2, parts)
+    with pytest.raises(ConfigException, match=r"plays fp16 with AMP_TYPE.NAIVE, or no fp16"):
+        dry_run({"fp16": {"mode": AMP_TYPE.TORCH}}, 1, parts)
+    assert not torch.distributed.is_initialized()
+    (report,) = dry_run({}, 1, parts)
+    assert report.memory.peak > 0
+
+
+def test_table() -> None:
+    config = {"parallel": {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, "NUM_MICRO_BATCHES": 2}
+    head, first, last = format_reports(dry_run(config, 4, functools.partial(build, False))).splitlines()
+    assert head.split()[:3] == ["ranks", "parameters", "weights"]
+    assert (first.split()[0], last.split()[0]) == ("0-1", "2-3")
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(compile(block, PAGE.name, "exec"), {"__name__": "page"})
+    assert "peak MiB" in capsys.readouterr().out
