@@ -95,7 +95,7 @@ class Job:
             "--rdzv_backend=static",
             f"--master_addr={self.master_addr}",
             f"--master_port={self.master_port}",
-            f"--max_restarts={self.max_restarts}",
+            *([f"--max_restarts={self.max_restarts}"] if self.max_restarts else []),
             *self.launch_args.arguments,
             self.script,
             *self.script_args,

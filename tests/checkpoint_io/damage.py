@@ -215,7 +215,7 @@ def mark_of(folder: Path) -> Path:
 def hostile(folder: Path, draw: random.Random) -> list[str]:
     """A pickle with a bomb in the place of a data file: bare, or in an archive as ``torch.save`` writes them."""
     path = draw.choice(data_files(folder))
-    bomb = pickle.dumps({"weight": Bomb(str(mark_of(folder)))})
+    bomb = pickle.dumps({"weight": Bomb(str(mark_of(folder)))}, protocol=2)
     if draw.random() < 0.4:
         path.write_bytes(bomb)
         return [path.name]
