@@ -24,6 +24,7 @@ from colossalai.booster.mixed_precision import PRECISIONS, MixedPrecision, mixed
 from colossalai.booster.pipelines import Pipelines
 from colossalai.booster.plugin import Plugin
 from colossalai.booster.runs import Runs
+from colossalai.booster.save_options import by_name
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO, GeneralCheckpointIO, Save
 from colossalai.interface import (
     LossWatch,
@@ -52,10 +53,6 @@ class Boosted(NamedTuple):
 
 # Modules and optimizers that were boosted in this process: a second time would register their hooks twice.
 _boosted: WeakSet[Any] = WeakSet()
-
-# The two documented orders of what follows the path in `save_model`, told apart by the first value.
-_BY_SHARD = ("shard", "gather_dtensor", "variant", "size_per_shard", "use_safetensors")
-_BY_PREFIX = ("prefix", "shard", "size_per_shard")
 
 
 class Booster:
@@ -295,7 +292,7 @@ class Booster:
         size_per_shard, use_safetensors)`` and ``(model, checkpoint, prefix, shard, size_per_shard)``.  ``prefix`` and
         ``variant`` are two names for one thing, a word in the names of the files.  Sizes are in MB.
         """
-        options = _by_name(args, kwargs)
+        options = by_name(args, kwargs)
         _check_type("save_model", "a model", model, nn.Module)
         self._watch.report()
         self.checkpoint_io.save_model(model, checkpoint, **options)
@@ -395,28 +392,3 @@ def _check_type(who: str, name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         made = " (a class: pass an instance)" if isinstance(value, type) else ""
         raise TypeError(f"{who} needs {name} of type {kind.__module__}.{kind.__name__}, got {value!r}{made}")
-
-
-def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The options of ``save_model`` by name, whichever of the two orders they came in."""
-    if args and not isinstance(args[0], bool | str | None):
-        raise TypeError(
-            f"save_model takes shard (a bool) or prefix (a str or None) after the path, got {args[0]!r}"
-        )
-    order = _BY_SHARD if args and isinstance(args[0], bool) else _BY_PREFIX
-    if len(args) > len(order):
-        raise TypeError(f"save_model takes at most {', '.join(order)} after the path, got {args!r}")
-    options = dict(zip(order, args, strict=False))
-    if twice := sorted(options.keys() & kwargs.keys()):
-        raise TypeError(f"save_model got {', '.join(twice)} by position and by name")
-    options |= kwargs
-    if unknown := sorted(options.keys() - {*_BY_SHARD, *_BY_PREFIX}):
-        raise TypeError(
-            f"save_model does not know {', '.join(unknown)}; it takes prefix, {', '.join(_BY_SHARD)}"
-        )
-    prefix = options.pop("prefix", None)
-    if prefix and options.setdefault("variant", prefix) != prefix:
-        raise TypeError(
-            f"save_model got prefix={prefix!r} and variant={options['variant']!r}, which mean the same"
-        )
-    return options

@@ -55,6 +55,11 @@ def is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")  # its class is expensive to import
 
 
+def is_piece(param: Tensor) -> bool:
+    """Whether ``param`` is something else than the tensor of the serial model: a part of it, or it turned around."""
+    return is_dtensor(param) or bool(placement(param).sharded) or getattr(param, "transposed", False)
+
+
 def serial_shape(param: Tensor) -> Shape:
     """The shape of ``param`` in the serial model."""
     shape = tuple(full_shape(param))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io.boxes import whole
-from colossalai.checkpoint_io.entries import pieces_of, serial_shape, shared_mark
+from colossalai.checkpoint_io.entries import is_piece, pieces_of, serial_shape, shared_mark
 from colossalai.checkpoint_io.files import save_state_dict
 from colossalai.checkpoint_io.gathering import Gathering, Part
 from colossalai.checkpoint_io.general import Names, write_model_shards, write_optimizer_shards
@@ -43,7 +43,7 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
             return piece.fit(self.fit(value, piece.param))
         if not isinstance(target, Tensor) or not isinstance(value, Tensor) or value.shape == ():
             return value
-        if tuple(value.shape) != serial_shape(target):
+        if tuple(value.shape) != serial_shape(target) or not is_piece(target):
             return value
         room = torch.empty_like(target, dtype=value.dtype, requires_grad=False)
         for own in pieces_of(target, room, launched_mesh(), "a tensor of the checkpoint"):

@@ -105,12 +105,16 @@ def own_optimizer(
     if MASTERS_KEY in saved:
         wide = saved[MASTERS_KEY]
         found[MASTERS_KEY] = {i: fitted(i, wide[number]) for i, number in by_own.items() if number in wide}
-    at, found["param_groups"] = 0, []
-    for group, new in zip(optimizer.param_groups, options, strict=True):
-        present = {k: v for k, v in group.items() if k != "params"}
-        count = len(group["params"])
-        found["param_groups"].append({**present, **new, "params": list(range(at, at + count))})
-        at += count
+    found["param_groups"] = _own_groups(state, options)
+    return found
+
+
+def _own_groups(state: OptimizerState, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of this rank's optimizer, numbered here, with the saved ``options``."""
+    at, found = 0, []
+    for (present, names), new in zip(state.groups(), options, strict=True):
+        found.append({**present, **new, "params": list(range(at, at + len(names)))})
+        at += len(names)
     return found
 
 
