@@ -88,7 +88,7 @@ def verify(path: Path) -> None:
             for fault in faults_of(form, advance):
                 click.echo(str(fault))
                 found += 1
-        click.echo(f"{form}: {f'{found} faults' if found else _soundness(form)}")
+        click.echo(f"{form}: {_faults(found) if found else _soundness(form)}")
         count += found
     sys.exit(1 if count else 0)
 
@@ -228,11 +228,18 @@ def _copy_companions(source: Path, config: Path | None, folder: Path) -> None:
         )
 
 
+def _faults(count: int) -> str:
+    return "1 fault" if count == 1 else f"{count} faults"
+
+
 def _soundness(form: Path) -> str:
     from colossalai.checkpoint_io.finding import open_checkpoint
+    from colossalai.checkpoint_io.viewing_runs import RunView
 
     view = open_checkpoint(form)
     size = f"{len(view.items)} tensors, {view.nbytes:,} bytes in {len(view.files)} files"
+    if isinstance(view, RunView) and (left := view.leftovers()):
+        return f"sound ({size}); beside it {len(left)} files of a save that was interrupted, which the next save removes"
     if view.has_checksums:
         return f"sound ({size})"
     return f"complete ({size}); it has no checksums, so damage to the values would not be seen"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_verify_names_file_and_tensor(tmp_path: Path, form: str) -> None:
     text = refused("verify", folder)
     name = "model/1.weight" if form == "run" else "1.weight"
     assert re.search(rf"^{re.escape(str(file))}: {name}: .*checksum", text, re.MULTILINE), text
-    assert ": 1 faults" in text
+    assert ": 1 fault\n" in text
 
 
 def test_verify_goes_on_after_a_fault(tmp_path: Path) -> None:
@@ -159,6 +160,34 @@ def test_verify_of_a_damaged_manifest_or_index(tmp_path: Path) -> None:
     index = tmp_path / "safe/model.safetensors.index.json"
     index.write_text(index.read_text()[:-20])
     assert f"{index}: cannot be read as JSON" in refused("verify", index.parent)
+
+
+def test_what_a_killed_save_left_is_no_fault(tmp_path: Path) -> None:
+    booster, *_ = kept = trained()
+    booster.save(tmp_path / "run")
+    (tmp_path / "run/0123abcd-00000-00000.safetensors").write_bytes(b"half a fi")
+    text = done("verify", tmp_path / "run")
+    assert re.search(r"sound \(.*\); beside it 1 files of a save that was interrupted", text)
+    assert kept
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_long_work_shows_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from colossalai.cli.ckpt import _progress
+
+    for screen, total, is_shown in (
+        (Terminal(), 1 << 30, True),
+        (Terminal(), 10, False),
+        (io.StringIO(), 1 << 30, False),
+    ):
+        monkeypatch.setattr("sys.stderr", screen)
+        with _progress(total, "verifying x") as advance:
+            advance(total)
+        assert ("verifying x: 100%" in screen.getvalue()) == is_shown
 
 
 # convert
