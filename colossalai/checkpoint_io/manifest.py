@@ -35,6 +35,11 @@ def data_file(save: str, rank: int, index: int) -> str:
     return f"{save}-{rank:05d}-{index:05d}.safetensors"
 
 
+def save_of(file: str) -> str:
+    """The word of the save that wrote a data file."""
+    return file.partition("-")[0]
+
+
 @dataclass(frozen=True)
 class StoredBox:
     """A box of a tensor, in ``file``, with the CRC-32 of its bytes."""

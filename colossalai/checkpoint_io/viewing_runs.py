@@ -64,6 +64,11 @@ class RunView(View):
                         yield Fault(file.path, what, tensor.name)
                 advance(stored.box.numel * tensor.dtype.itemsize)
         yield from self._absent_ranks()
+        if all(file is not None for file in opened.values()):
+            for path, key in self._reader.unnamed():
+                yield Fault(
+                    path, f"{MANIFEST} does not name it; it was edited, or is of another save", key or None
+                )
 
     def _open(self) -> Any:
         """The data files; None for one that cannot be read, of which all tensors are named."""

@@ -6,6 +6,7 @@ of the others would not learn of it: their ranks might wait in a collective for 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -53,11 +54,14 @@ class Restarts:
             self._failed = result
         if group.group_world_size > 1 and agent._remaining_restarts > 0:
             key = f"colossalai/failed/{group.spec.max_restarts - agent._remaining_restarts}"
-            if ours:
-                group.store.set(key, "1")
-            elif result.state is WorkerState.HEALTHY and group.store.check([key]):
-                self._failed = None
-                return RunResult(state=WorkerState.UNHEALTHY)
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the first host, which has the store, is gone: the launcher knows
+                if ours:
+                    group.store.set(key, "1")
+                elif result.state is WorkerState.HEALTHY and group.store.check([key]):
+                    self._failed = None
+                    return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
     def closing(self, close: Callable[[], None]) -> None:

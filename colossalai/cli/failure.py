@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -62,7 +63,11 @@ def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any
 
 def read_notes(folder: Path) -> list[dict[str, Any]]:
     """What the ranks noted about themselves."""
-    return [json.loads(file.read_text()) for file in folder.glob("rank_*.json")]
+    notes = []
+    for file in folder.glob("rank_*.json"):
+        with contextlib.suppress(FileNotFoundError):  # a rank that starts again removes its note
+            notes.append(json.loads(file.read_text()))
+    return notes
 
 
 def exit_text(exitcode: int) -> str:

@@ -162,6 +162,21 @@ def test_verify_of_a_damaged_manifest_or_index(tmp_path: Path) -> None:
     assert f"{index}: cannot be read as JSON" in refused("verify", index.parent)
 
 
+@pytest.mark.parametrize("size_per_shard", [1024, 1e-4], ids=["within a file", "a whole file"])
+def test_a_tensor_that_the_manifest_does_not_name(tmp_path: Path, size_per_shard: float) -> None:
+    booster, *_ = kept = trained()
+    booster.save(tmp_path / "run", size_per_shard=size_per_shard)
+    manifest = read_manifest(tmp_path / "run")
+    lost = manifest.tensors.pop("optimizer/1.weight/exp_avg")
+    manifest.write(tmp_path / "run")
+    assert f"{lost.boxes[0].file}: " in refused("verify", tmp_path / "run")
+    with pytest.raises(
+        RuntimeError, match=rf"{lost.boxes[0].file} .*manifest.json does not name: it was edited"
+    ):
+        booster.load(tmp_path / "run")
+    assert kept
+
+
 def test_what_a_killed_save_left_is_no_fault(tmp_path: Path) -> None:
     booster, *_ = kept = trained()
     booster.save(tmp_path / "run")
