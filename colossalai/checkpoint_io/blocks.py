@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,21 +42,23 @@ class Block:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_blocks(path: Path, blocks: Sequence[Block]) -> dict[str, int]:
+def write_blocks(
+    path: Path, blocks: Sequence[Block], metadata: Mapping[str, str] | None = None
+) -> dict[str, int]:
     """Write a file that must not exist yet, to the disk; returns the CRC of each tensor."""
     # without gaps and each at a multiple of its size, as the format asks
     blocks = sorted(blocks, key=lambda block: -block.dtype.itemsize)
     sums = {}
     with path.open("xb", buffering=0) as file:
-        _write_all(file, _header(blocks))
+        _write_all(file, _header(blocks, metadata or {}))
         for block in blocks:
             sums[block.key] = _write_block(file, block)
         os.fsync(file.fileno())
     return sums
 
 
-def _header(blocks: Sequence[Block]) -> bytes:
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(blocks: Sequence[Block], metadata: Mapping[str, str]) -> bytes:
+    content: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     place = 0
     for block in blocks:
         content[block.key] = {

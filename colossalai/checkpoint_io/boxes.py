@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 Shape = tuple[int, ...]
 
@@ -49,6 +49,35 @@ class Box:
 def whole(shape: Sequence[int]) -> Box:
     """All of a tensor of ``shape``."""
     return Box((0,) * len(shape), tuple(shape))
+
+
+def check_cover(shape: Shape, boxes: Sequence[Box]) -> None:
+    """Refuse boxes that are not the elements of ``shape``, each exactly once."""
+    for box in boxes:
+        for dims in (box.offsets, box.sizes):
+            if len(dims) != len(shape) or any(type(n) is not int or n < 0 for n in dims):
+                raise ValueError(f"{box} is no box of a tensor of shape {shape}")
+        if any(end > size for end, size in zip(box.ends, shape, strict=True)):
+            raise ValueError(f"{box} is outside the shape {shape}")
+    count, total = sum(box.numel for box in boxes), math.prod(shape)
+    if count != total:
+        raise ValueError(f"its boxes hold {count} elements, and its shape {shape} has {total}")
+    if (twice := _overlap([box for box in boxes if box.numel])) is not None:
+        raise ValueError(f"{twice[0]} and {twice[1]} have elements in common")
+
+
+def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that have elements in common, found by a walk along the dim that is cut into most pieces."""
+    dims = range(len(boxes[0].offsets)) if boxes else ()
+    along = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}), default=None)
+    ordered = sorted(boxes, key=lambda box: 0 if along is None else box.offsets[along])
+    for i, box in enumerate(ordered):
+        for other in islice(ordered, i + 1, None):
+            if along is not None and other.offsets[along] >= box.ends[along]:
+                break
+            if box.common(other) is not None:
+                return box, other
+    return None
 
 
 def boxes_of_ranges(ranges: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Box, Box]]:

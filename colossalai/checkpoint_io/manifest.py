@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from colossalai._version import __version__
-from colossalai.checkpoint_io.boxes import Box, Shape
+from colossalai.checkpoint_io.boxes import Box, Shape, check_cover
 from colossalai.checkpoint_io.dtypes import dtype_of, name_of
 from colossalai.checkpoint_io.files import write_file
 
@@ -33,6 +33,11 @@ _DATA_FILE = re.compile(r"[0-9a-f]{8}-\d{5}-\d{5}\.safetensors")
 def data_file(save: str, rank: int, index: int) -> str:
     """The name of a data file; ``save`` is a word of eight hex digits that no other save in the folder has."""
     return f"{save}-{rank:05d}-{index:05d}.safetensors"
+
+
+def save_of(file: str) -> str:
+    """The word of the save that wrote a data file."""
+    return file.partition("-")[0]
 
 
 @dataclass(frozen=True)
@@ -154,32 +159,51 @@ def read_manifest(folder: str | Path) -> Manifest:
     return _parse(content, path)
 
 
+# What a manifest holds, and of what type each is.
+_TYPES = {
+    "tensors": dict,
+    "values": dict,
+    "ties": dict,
+    "plan": dict,
+    "number": int,
+    "library": str,
+    "torch": str,
+}
+
+
 def _parse(content: dict[str, Any], path: Path) -> Manifest:
     try:
+        for key, kind in _TYPES.items():
+            if type(content[key]) is not kind:
+                raise TypeError(f"{key} is {_shortened(content[key])} and no {kind.__name__}")
         files = content["files"]
         for file in files:
             if Path(file).name != file:
                 raise ValueError(f"{file!r} is not the name of a file beside it")
         tensors = {name: _parse_tensor(name, said, files) for name, said in content["tensors"].items()}
-        return Manifest(
-            tensors,
-            content["values"],
-            content["ties"],
-            content["plan"],
-            content["number"],
-            content["library"],
-            content["torch"],
-        )
+        return Manifest(tensors, **{key: content[key] for key in _TYPES if key != "tensors"})
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise RuntimeError(f"{path} is not a complete manifest: {error!r}") from error
 
 
 def _parse_tensor(name: str, said: dict[str, Any], files: list[str]) -> StoredTensor:
-    boxes = [
-        StoredBox(Box(tuple(offsets), tuple(sizes)), files[number], crc)
-        for offsets, sizes, number, crc in said["boxes"]
-    ]
-    return StoredTensor(name, tuple(said["shape"]), dtype_of(said["dtype"]), boxes)
+    try:
+        shape = tuple(said["shape"])
+        boxes = [
+            StoredBox(Box(tuple(offsets), tuple(sizes)), files[number], crc)
+            for offsets, sizes, number, crc in said["boxes"]
+        ]
+        if any(type(n) is not int for n in (*shape, *(stored.crc for stored in boxes))):
+            raise TypeError("its shape and its checksums must be whole numbers")
+        check_cover(shape, [stored.box for stored in boxes])
+        return StoredTensor(name, shape, dtype_of(said["dtype"]), boxes)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"{name} is {_shortened(said)}: {error}") from error
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."
 
 
 def _text(content: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ First everything is compared and summed, on all ranks; the first byte of a model
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,14 @@ import torch
 
 from colossalai.checkpoint_io.blocks import StoredFile
 from colossalai.checkpoint_io.entries import Piece, whole_piece
-from colossalai.checkpoint_io.manifest import Manifest, StoredBox, StoredTensor
+from colossalai.checkpoint_io.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredBox,
+    StoredTensor,
+    left_behind,
+    save_of,
+)
 
 THREADS = max(1, min(8, os.cpu_count() or 1))
 
@@ -51,6 +58,11 @@ class Reader:
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Sum what is stored; of several ranks, each takes its part of the tensors."""
+        for path, key in self.unnamed() if part == 0 else ():
+            what = f"holds {key}, which" if key else "was written by this save, and"
+            raise RuntimeError(
+                f"{path} {what} {MANIFEST} does not name: it was edited, or is of another save"
+            )
         checks = [(tensor, stored) for tensor in self.manifest.tensors.values() for stored in tensor.boxes]
         mine = sorted(checks, key=lambda c: -c[1].box.numel * c[0].dtype.itemsize)[part::parts]
         for file in {stored.file for _, stored in mine}:
@@ -62,6 +74,21 @@ class Reader:
 
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(check, mine))
+
+    def unnamed(self) -> Iterator[tuple[Path, str]]:
+        """What this save wrote and the manifest does not name: tensors in its files, and (without a name) whole files.
+
+        Other saves, which were interrupted, may have left files in the folder; their names begin with other words.
+        """
+        named: dict[str, set[str]] = {}
+        for tensor in self.manifest.tensors.values():
+            for stored in tensor.boxes:
+                named.setdefault(stored.file, set()).add(tensor.key(stored.box))
+        for file, keys in named.items():
+            yield from ((self.folder / file, key) for key in self._file(file).keys() if key not in keys)  # noqa: SIM118
+        words = {save_of(file) for file in named}
+        left = left_behind(self.folder, set(named))
+        yield from ((path, "") for path in left if save_of(path.name) in words)
 
     @torch.no_grad()
     def fill(self, wants: Sequence[Want]) -> None:
