@@ -59,7 +59,9 @@ def check_memory(rank: int, world_size: int, port: int) -> None:
     torch.cuda.set_device(0)
     launch("gloo" if world_size > 1 else "nccl")
     elements = 2**24
-    warm = nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)  # cuBLAS gets its workspaces, for both passes
+    warm = nn.Linear(
+        64, 64, device="cuda", dtype=torch.bfloat16
+    )  # cuBLAS gets its workspaces, for both passes
     warm(torch.ones(1, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
     for offload in (False, True):
         torch.cuda.empty_cache()
