@@ -10,7 +10,7 @@ from colossalai.checkpoint_io.base import CheckpointIO
 from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
 from colossalai.checkpoint_io.general import GeneralCheckpointIO
 from colossalai.checkpoint_io.index import CheckpointIndexFile
-from colossalai.checkpoint_io.pretrained import load_pretrained
+from colossalai.checkpoint_io.pretrained import load_pretrained, read_pretrained
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "GeneralCheckpointIO",
     "ReplicatedCheckpointIO",
     "load_pretrained",
+    "read_pretrained",
 ]
