@@ -12,9 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colossalai.logging import get_dist_logger
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
 from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, aligned, padded
-from colossalai.zero.gemini.search import MB, check_search, data_parallel_size, search_chunk_configuration
+from colossalai.zero.gemini.search import (
+    HIDDEN,
+    MB,
+    check_search,
+    data_parallel_size,
+    search_chunk_configuration,
+)
 from colossalai.zero.gemini.states import TensorState
 from colossalai.zero.gemini.tiers import Copier, Move, PinnedMemory, Tier
 
@@ -254,7 +261,7 @@ def init_chunk_manager(
     **manager: Any,
 ) -> ChunkManager:
     """A chunk manager with the chunk size that wastes least for ``model``; ``manager`` goes to ``ChunkManager``."""
-    interval = 1024 if hidden_dim is None else hidden_dim
+    interval = HIDDEN if hidden_dim is None else hidden_dim
     check_search(search_range_mb, interval, min_chunk_size_mb)
     config, total, wasted = search_chunk_configuration(
         model,
@@ -268,9 +275,8 @@ def init_chunk_manager(
     if verbose:
         size = config[data_parallel_size()]["chunk_size"]
         mb = size * dtype.itemsize / MB
-        print(
+        get_dist_logger().info(
             f"chunks of {mb:.1f} MB for {total * dtype.itemsize / MB:.1f} MB of parameters;"
-            f" {wasted * dtype.itemsize / MB:.2f} MB ({wasted / max(total + wasted, 1):.2%}) are wasted",
-            flush=True,
+            f" {wasted * dtype.itemsize / MB:.2f} MB ({wasted / max(total + wasted, 1):.2%}) are wasted"
         )
     return ChunkManager(config, init_device, **manager)

@@ -12,7 +12,6 @@ under ``no_sync``.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +30,10 @@ from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
 from colossalai.zero.gemini.grads import IN_FLIGHT, Taken
 from colossalai.zero.gemini.placement import AutoPlacementPolicy
+from colossalai.zero.gemini.stepping import check_params, is_large, like, make_pieces, second_hold
 from colossalai.zero.gemini.tiers import UNLIMITED, Tier
-from colossalai.zero.pieces import FlatLayout, Piece, is_elementwise, piece_of
-from colossalai.zero.sharded import ShardedOptimizer, needs_masters, stand_in
+from colossalai.zero.pieces import Piece
+from colossalai.zero.sharded import ShardedOptimizer, stand_in
 
 Options = list[dict[str, Any]]  # of every group, without its parameters
 
@@ -92,8 +92,8 @@ class GeminiOptimizer(ShardedOptimizer):
                 " bf16 or fp32 without clipping, or leave it out"
             )
         self.update_in_backward = update_in_backward
-        _check_params(optim, module)
-        pieces, self._places = _make_pieces(optim, module)
+        check_params(optim, module)
+        pieces, self._places = make_pieces(optim, module)
         super().__init__(
             optim,
             pieces,
@@ -105,7 +105,7 @@ class GeminiOptimizer(ShardedOptimizer):
             report=verbose,
         )
         self._groups_of = self._group_numbers()
-        self._second = _second_hold(optim)
+        self._second = second_hold(optim)
         self._twins: dict[Piece, nn.Parameter] = {}
         self._early: set[int] = set()  # chunks whose update began in the backward pass
         self._early_options: Options | None = None
@@ -170,7 +170,9 @@ class GeminiOptimizer(ShardedOptimizer):
         for piece, (chunk, slot) in self._places.items():
             if everywhere or chunk.home is self.chunks.compute:
                 grad = gradients.piece(chunk, slot)
-                piece.value.grad = None if grad is None else _like(grad, piece)
+                if grad is not None and grad.dtype != piece.value.dtype:
+                    gradients.settle(chunk)  # it is copied now
+                piece.value.grad = None if grad is None else like(grad, piece)
 
     def measured(self, norm_type: float) -> list[Tensor]:
         gradients = self.model.gradients
@@ -299,7 +301,7 @@ class GeminiOptimizer(ShardedOptimizer):
         for number, piece, slot in self._groups_of.get(chunk.index, []):
             if slot in taken.used and not piece.is_empty:
                 twin = self._twin(piece)
-                twin.grad = _like(piece.in_shard(shard), piece)
+                twin.grad = like(piece.in_shard(shard), piece)
                 groups.setdefault(number, []).append(twin)
                 pieces.append(piece)
         if pieces:
@@ -362,7 +364,7 @@ class GeminiOptimizer(ShardedOptimizer):
         total = 0
         for _, piece, _ in self._groups_of.get(chunk.index, []):
             if piece.value in self.optim.state:
-                total += sum(t.nbytes for t in self.optim.state[piece.value].values() if _is_large(t))
+                total += sum(t.nbytes for t in self.optim.state[piece.value].values() if is_large(t))
             if not piece.is_shared:
                 total += piece.value.nbytes
         return total
@@ -459,7 +461,7 @@ class GeminiOptimizer(ShardedOptimizer):
             piece.value.data = piece.weight if shared else piece.value.data.to(tier.device)
             state = self.optim.state.get(piece.value, {})
             for name, value in state.items():
-                if _is_large(value):
+                if is_large(value):
                     state[name] = value.to(tier.device)
 
 
@@ -492,69 +494,8 @@ _OWN = (
 )
 
 
-def _like(grad: Tensor, piece: Piece) -> Tensor:
-    """A gradient as the piece's value takes it: a master wants it in float32."""
-    return grad.view(piece.value.shape).to(piece.value.dtype)
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
 def _check_model(module: Any) -> None:
     if not isinstance(module, ZeroDDP):
         raise TypeError(
             f"a Gemini optimizer needs the model that GeminiDDP made, got {type(module).__name__}; wrap the model first"
         )
-
-
-def _check_params(optim: Optimizer, module: ZeroDDP) -> None:
-    for n, group in enumerate(optim.param_groups):
-        group["params"] = [module.replaced.get(p, p) for p in group["params"]]
-        for p in group["params"]:
-            if not module.chunk_manager.holds(p):
-                raise ValueError(
-                    f"group {n} of {type(optim).__name__} holds a parameter of shape {tuple(p.shape)} that is in no chunk of the"
-                    " model; build the optimizer from the parameters of the model that GeminiDDP was given"
-                )
-    if not is_elementwise(optim) and module.chunk_manager.ranks.size > 1:
-        raise ValueError(
-            f"{type(optim).__name__} needs whole parameters, but Gemini cuts chunks evenly over"
-            f" {module.chunk_manager.ranks.size} ranks; use an optimizer that works element by element, such as HybridAdam"
-        )
-
-
-def _make_pieces(optim: Optimizer, module: ZeroDDP) -> tuple[list[Piece], dict[Piece, tuple[Chunk, Slot]]]:
-    """A piece for every parameter of the optimizer that is trained."""
-    chunks = module.chunk_manager
-    layouts: dict[int, FlatLayout] = {}
-    places: dict[Piece, tuple[Chunk, Slot]] = {}
-    for group in optim.param_groups:
-        for param in group["params"]:
-            if not param.requires_grad:
-                continue
-            chunk, slot = chunks.get_chunk(param), chunks.get_slot(param)
-            if chunk.index not in layouts:
-                layouts[chunk.index] = chunk.layout()
-            layout, index = layouts[chunk.index], chunk.slots.index(slot)
-            own = chunk.own_part(slot)
-            weight = chunk.shard[:0] if own is None else own
-            dtype = torch.float32 if needs_masters(optim, chunk.dtype) else None
-            piece = piece_of(param, layout, index, chunk.ranks.rank, weight, dtype=dtype)
-            places[piece] = (chunk, slot)
-    return list(places), places
-
-
-def _second_hold(optim: Optimizer) -> Optimizer:
-    """Another object for the same optimizer: for other parameters (the twins), with groups of its own and no hooks.
-
-    Jobs step some parameters with the options of an earlier moment, while the script may read and change the groups.
-    """
-    second = object.__new__(type(optim))
-    # a scheduler may have put a `step` of its own there
-    second.__dict__.update({k: v for k, v in optim.__dict__.items() if k not in ("step", "_versions")})
-    second.state = defaultdict(dict)
-    second._optimizer_step_pre_hooks = OrderedDict()
-    second._optimizer_step_post_hooks = OrderedDict()
-    second.param_groups = []
-    return second

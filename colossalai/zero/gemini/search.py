@@ -6,7 +6,7 @@ a range, and takes the size that wastes the fewest elements, the largest of equa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,8 +141,3 @@ def check_search(search_range_mb: float, interval: int, min_chunk_size_mb: float
             raise ValueError(
                 f"the search for a chunk size needs {name} to be at least {least}, got {value!r}"
             )
-
-
-def in_order(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """All parameters once, in the order in which modules were made."""
-    return model.named_parameters()

@@ -198,3 +198,33 @@ def _whole(rank: int, world_size: int, port: int) -> None:
 def test_optimizers_of_whole_parameters_are_refused_on_several_ranks() -> None:
     spawn(_whole, 2)
     compare(Case(), optimizer=lambda p: Lamb(p, lr=1e-3))
+
+
+def test_of_jobs_that_wait_the_most_urgent_that_is_ready_is_next() -> None:
+    worker, go = Worker(), threading.Event()
+    begun: list[str] = []
+
+    def first() -> None:
+        go.wait(30)
+        begun.append("first")
+
+    worker.submit(0, 0, "first", first)
+    worker.submit(1, 5, "urgent, later", lambda: begun.append("later"), lambda: False)
+    worker.submit(2, 1, "most urgent, not ready", lambda: begun.append("not ready"), lambda: False)
+    worker.submit(3, 9, "ready", lambda: begun.append("ready"))
+    go.set()
+    worker.wait_all()
+    # those that are not ready are taken in the order in which their gradients were sent
+    assert begun == ["first", "ready", "later", "not ready"]
+
+
+def test_the_norm_after_clipping_by_value_is_that_of_the_clipped_gradients() -> None:
+    run = Training(Case(clip=100.0))
+    run.step(batch(0))  # from now on norms are taken before gradients leave for the host
+    run.model.zero_grad()
+    loss = loss_of(run.model, batch(0))
+    run.optimizer.backward(loss)
+    run.optimizer.clip_grad_by_value(1e-4)
+    norm = run.optimizer.clip_grad_by_norm(1.0)
+    count = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    assert 0 < float(norm) <= 1e-4 * count**0.5 * 1.0001

@@ -1,0 +1,76 @@
+"""What ``GeminiOptimizer`` is made of: pieces of parameters in chunks, and a second hold on the user's optimizer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.zero.gemini.ddp import ZeroDDP
+from colossalai.zero.pieces import FlatLayout, Piece, is_elementwise, piece_of
+from colossalai.zero.sharded import needs_masters
+
+
+def like(grad: Tensor, piece: Piece) -> Tensor:
+    """A gradient as the piece's value takes it: a master wants it in float32."""
+    return grad.view(piece.value.shape).to(piece.value.dtype)
+
+
+def is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def check_params(optim: Optimizer, module: ZeroDDP) -> None:
+    for n, group in enumerate(optim.param_groups):
+        group["params"] = [module.replaced.get(p, p) for p in group["params"]]
+        for p in group["params"]:
+            if not module.chunk_manager.holds(p):
+                raise ValueError(
+                    f"group {n} of {type(optim).__name__} holds a parameter of shape {tuple(p.shape)} that is in no chunk of the"
+                    " model; build the optimizer from the parameters of the model that GeminiDDP was given"
+                )
+    if not is_elementwise(optim) and module.chunk_manager.ranks.size > 1:
+        raise ValueError(
+            f"{type(optim).__name__} needs whole parameters, but Gemini cuts chunks evenly over"
+            f" {module.chunk_manager.ranks.size} ranks; use an optimizer that works element by element, such as HybridAdam"
+        )
+
+
+def make_pieces(optim: Optimizer, module: ZeroDDP) -> tuple[list[Piece], dict[Piece, tuple[Chunk, Slot]]]:
+    """A piece for every parameter of the optimizer that is trained."""
+    chunks = module.chunk_manager
+    layouts: dict[int, FlatLayout] = {}
+    places: dict[Piece, tuple[Chunk, Slot]] = {}
+    for group in optim.param_groups:
+        for param in group["params"]:
+            if not param.requires_grad:
+                continue
+            chunk, slot = chunks.get_chunk(param), chunks.get_slot(param)
+            if chunk.index not in layouts:
+                layouts[chunk.index] = chunk.layout()
+            layout, index = layouts[chunk.index], chunk.slots.index(slot)
+            own = chunk.own_part(slot)
+            weight = chunk.shard[:0] if own is None else own
+            dtype = torch.float32 if needs_masters(optim, chunk.dtype) else None
+            piece = piece_of(param, layout, index, chunk.ranks.rank, weight, dtype=dtype)
+            places[piece] = (chunk, slot)
+    return list(places), places
+
+
+def second_hold(optim: Optimizer) -> Optimizer:
+    """Another object for the same optimizer: for other parameters (the twins), with groups of its own and no hooks.
+
+    Jobs step some parameters with the options of an earlier moment, while the script may read and change the groups.
+    """
+    second = object.__new__(type(optim))
+    # a scheduler may have put a `step` of its own there
+    second.__dict__.update({k: v for k, v in optim.__dict__.items() if k not in ("step", "_versions")})
+    second.state = defaultdict(dict)
+    second._optimizer_step_pre_hooks = OrderedDict()
+    second._optimizer_step_post_hooks = OrderedDict()
+    second.param_groups = []
+    return second
