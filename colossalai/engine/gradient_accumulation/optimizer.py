@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class GradAccumOptimizer(OptimizerWrapper):
         self._no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
         if model is not None and hasattr(model, "no_sync"):
             _NoSync(model, self.progress)
-            self._no_sync = model.no_sync  # Gemini decides in the backward pass
+            self._no_sync = cast(Any, model).no_sync  # Gemini decides in the backward pass
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with nullcontext() if self.progress.is_last else self._no_sync():
