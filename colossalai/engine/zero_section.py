@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from colossalai.context.config import ConfigException
 from colossalai.engine.gemini_section import means_gemini, read_gemini, send_to_disk
+from colossalai.mesh.parameter import SHARED_GROUP
 
 # The names of the documents, by that of the plugin.
 NAMES = {"overlap_comm": "overlap_communication", "clip_grad": "max_norm"}
@@ -43,10 +45,13 @@ def check_zero(section: Mapping[str, Any]) -> None:
             )
 
 
-def zero_plugin(section: Mapping[str, Any], group: dist.ProcessGroup | None, optimizer: Optimizer) -> Plugin:
+def zero_plugin(
+    section: Mapping[str, Any], group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer
+) -> Plugin:
     """The plugin of a section, over the ranks of ``group``; ``optimizer`` learns where its states go."""
     try:
         if means_gemini(section):
+            _refuse_tied_stages(model)
             options, path = read_gemini(section)
             plugin = GeminiPlugin(**options)  # its ranks are those of the launched plan
             if path is not None:
@@ -57,6 +62,16 @@ def zero_plugin(section: Mapping[str, Any], group: dist.ProcessGroup | None, opt
         raise
     except (TypeError, ValueError) as error:
         raise ConfigException(f"config section 'zero': {error}") from error
+
+
+def _refuse_tied_stages(model: nn.Module) -> None:
+    """Chunks give gradients away as soon as they are there; nobody could add those of another stage."""
+    shared = [name for name, p in model.named_parameters() if hasattr(p, SHARED_GROUP)]
+    if shared:
+        raise ConfigException(
+            f"config section 'zero' asks for level 3, and {shared[0]!r} is shared by several pipeline stages, whose gradients must"
+            " be added; build the model with tied=False, so that each stage has its own, or use level 1 or 2"
+        )
 
 
 def _low_level(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 
 from colossalai.context.config import ConfigException
 from colossalai.engine.gemini_section import read_gemini
+from colossalai.engine.gradient_handler import SHARED_GROUP
 from colossalai.engine.zero_section import check_zero
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import spawn
@@ -133,6 +134,12 @@ def check_engine(rank: int, world_size: int, port: int, folder: Path) -> None:
     assert all(
         "exp_avg" not in state for state in engine.optimizer.optim.state.values()
     )  # they are not in memory
+    tied = mlp()
+    setattr(tied[0].weight, SHARED_GROUP, None)  # type: ignore[index]
+    with pytest.raises(
+        ConfigException, match=r"'0.weight' is shared by several pipeline stages.* tied=False"
+    ):
+        initialize({"zero": {"level": 3}}, model=tied)
     with pytest.raises(ConfigException, match=r"which CPUAdam and HybridAdam can do, got SGD"):
         initialize({"zero": section})
 

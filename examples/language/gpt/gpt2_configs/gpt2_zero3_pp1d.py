@@ -23,5 +23,6 @@ zero = dict(
     optimizer_config=dict(),
 )
 loss_fn = dict(type=vocab_parallel_cross_entropy)
-model = dict(type=GPT2_small_pipeline_hybrid, checkpoint=True, num_chunks=1)
+# a weight that two stages share cannot be divided by ZeRO-3: the output head is one of its own
+model = dict(type=GPT2_small_pipeline_hybrid, checkpoint=True, num_chunks=1, tied=False)
 parallel = dict(pipeline=PIPELINE, tensor=dict(size=TENSOR_PARALLEL, mode=MODE))
