@@ -15,7 +15,7 @@ from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
 from colossalai.checkpoint_io.general import GeneralCheckpointIO
 from colossalai.checkpoint_io.index import CheckpointIndexFile
 from colossalai.checkpoint_io.manifest import checkpoints, latest
-from colossalai.checkpoint_io.pretrained import load_pretrained
+from colossalai.checkpoint_io.pretrained import load_pretrained, read_pretrained
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
 from colossalai.checkpoint_io.writing import Save
 
@@ -29,4 +29,5 @@ __all__ = [
     "checkpoints",
     "latest",
     "load_pretrained",
+    "read_pretrained",
 ]

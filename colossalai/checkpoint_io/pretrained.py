@@ -66,6 +66,23 @@ def load_pretrained(
     return model
 
 
+def read_pretrained(
+    model: nn.Module, path: str | Path, *, strict: bool = True, mesh: Mesh | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The stored values of ``model`` by their names in it, one after the other: this rank's piece where the model is cut.
+
+    For models that keep their weights in a way of their own, such as ``GeminiDDP`` (give its ``unwrap()``): at no time is
+    there more than one tensor.  A tied weight comes once.  Otherwise as ``load_pretrained``.
+    """
+    path = Path(path)
+    own = dict(model.state_dict(keep_vars=True))
+    sources, unknown = _assign(model, own, _stored(path))
+    _check(model, path, own, sources, unknown if strict else [], strict)
+    names = {id(tensor): name for name, tensor in reversed(own.items())}
+    for target, value in _pieces(own, sources, mesh or _mesh_of(model)):
+        yield names[id(target)], value
+
+
 def _stages(model: nn.Module) -> Sequence[nn.Module]:
     """The stages of one model that ``model`` is a list of; any other model itself."""
     inner = list(model) if isinstance(model, nn.ModuleList) else []

@@ -20,14 +20,14 @@ from colossalai.amp.casting import cast_floats
 from colossalai.interface import ModelWrapper
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh
-from colossalai.utils.parallel import launched_mesh
-from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, group_ranks
-from colossalai.zero.gemini.chunk_manager import ChunkManager, init_chunk_manager
+from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks, init_chunk_manager
 from colossalai.zero.gemini.fill import Replaced, fill, give_meta_storage, place_buffers, register
 from colossalai.zero.gemini.hooks import ModuleHooks, tensors_of, without_hooks
 from colossalai.zero.gemini.manager import GeminiManager
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicyFactory
+from colossalai.zero.gemini.search import model_mesh
 from colossalai.zero.gemini.tiers import Tier
 from colossalai.zero.states import SlicedTensor
 
@@ -62,7 +62,7 @@ class ZeroDDP(ModelWrapper):
         if dtype not in DTYPES:
             raise ValueError(f"Gemini trains in {', '.join(map(str, DTYPES))}; got dtype={dtype!r}")
         self.gemini_manager, self.chunk_manager = gemini_manager, gemini_manager.chunk_manager
-        self.dtype, self.mesh = dtype, mesh if mesh is not None else launched_mesh()
+        self.dtype, self.mesh = dtype, mesh if mesh is not None else model_mesh(module)
         self.force_outputs_fp32 = force_outputs_fp32
         self.scatter_after_inference = scatter_after_inference
         gemini_manager.strict = strict_ddp_mode
@@ -349,7 +349,7 @@ class GeminiDDP(ZeroDDP):
         host_buffers: int | None = None,
     ) -> None:
         PlacementPolicyFactory.create(placement_policy)
-        mesh = mesh if mesh is not None else launched_mesh()
+        mesh = mesh if mesh is not None else model_mesh(module)
         where = torch.device(device) if device is not None else None
         chunks: ChunkManager = init_chunk_manager(
             module,
@@ -379,12 +379,3 @@ class GeminiDDP(ZeroDDP):
             mesh=mesh,
             seed=seed,
         )
-
-
-def data_ranks(mesh: Mesh | None, device: torch.device | None) -> Ranks:
-    """The data-parallel ranks of ``mesh``."""
-    from colossalai.zero.gemini.chunk_manager import default_device
-
-    if mesh is None or mesh.size.get("dp", 1) == 1:
-        return Ranks()
-    return group_ranks(mesh.group("dp"), device or default_device())

@@ -64,7 +64,7 @@ def fill(
     values = (
         initial_values(module, seed, mesh, chunks.device)
         if seed is not None
-        else ((p, p.detach()) for p in module.parameters())
+        else ((p, p.data) for p in module.parameters())  # of a ColoParameter, its piece
     )
     missing = {chunk.index: len(chunk.slots) for chunk in chunks.chunks}
     with torch.no_grad():

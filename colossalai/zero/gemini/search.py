@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossalai.mesh import Mesh
+from colossalai.tensor import ColoTensor
 from colossalai.utils.parallel import launched_mesh
 from colossalai.zero.gemini.chunk import ALIGN, aligned, padded
 
@@ -87,14 +89,26 @@ def _ordinary(numels: Sequence[int]) -> list[int]:
     return [n for n in numels if n <= limit]
 
 
-def data_parallel_size() -> int:
-    mesh = launched_mesh()
+def model_mesh(model: nn.Module) -> Mesh | None:
+    """The mesh that a model lies on: that of its ColoParameters, or of the launched job."""
+    meshes = {
+        id(m): m for m in (p.process_group.mesh for p in model.parameters() if isinstance(p, ColoTensor))
+    }
+    if len(meshes) > 1:
+        raise ValueError(
+            f"the ColoParameters of {type(model).__name__} belong to {len(meshes)} process groups; chunks need one for all"
+        )
+    return next(iter(meshes.values()), None) or launched_mesh()
+
+
+def data_parallel_size(model: nn.Module) -> int:
+    mesh = model_mesh(model)
     return mesh.size.get("dp", 1) if mesh is not None else 1
 
 
 def classify_params_by_dp_degree(model: nn.Module) -> dict[int, list[nn.Parameter]]:
     """Parameters in initialization order, by how many ranks share them; ties are listed once."""
-    return {data_parallel_size(): list(model.parameters())}
+    return {data_parallel_size(model): list(model.parameters())}
 
 
 def search_chunk_configuration(
