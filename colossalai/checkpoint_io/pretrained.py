@@ -79,7 +79,7 @@ def read_pretrained(
     sources, unknown = _assign(model, own, _stored(path))
     _check(model, path, own, sources, unknown if strict else [], strict)
     names = {id(tensor): name for name, tensor in reversed(own.items())}
-    for target, value in _pieces(own, sources, mesh or _mesh_of(model)):
+    for target, value in _pieces(own, sources, mesh or mesh_of(model)):
         yield names[id(target)], value
 
 

@@ -140,7 +140,8 @@ def main() -> None:
         for case in (case for case in CASES if case.processes <= most):
             try:
                 measured[case.key] = measure(case, steps)
-            except subprocess.CalledProcessError as error:  # its ranks have said why; the others are still of use
+            except subprocess.CalledProcessError as error:
+                # its ranks have said why; the others are still of use
                 print(f"{case.key} was not measured: exit code {error.returncode}", flush=True)
                 continue
             MEASURED.write_text(json.dumps(measured, indent=1) + "\n")
