@@ -3,6 +3,7 @@
     python -m benchmarks.offload                      # GPT 4.24 B, batch 8 x 1024, bf16, on a GPU
     python -m benchmarks.offload --small              # the same code with a toy, also on a CPU
     python -m benchmarks.offload --sides gemini-cpu   # some of the sides
+    python -m benchmarks.offload --capacity-search    # the largest GPT that trains, see benchmarks.capacity
 
 Each side runs in a process of its own, so that its memory is its own.  Seconds are the mean over ``--steps`` steps that follow three others,
 from the first forward pass to the end of the last update.
@@ -72,7 +73,9 @@ def criterion() -> Callable[[Tensor, Tensor], Tensor]:
     return GPTLMLoss()
 
 
-def gemini(policy: str, args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[], str]]:
+def gemini(
+    policy: str, args: argparse.Namespace, disk: bool = False
+) -> tuple[Step, Finish, int, Callable[[], str]]:
     from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP
 
     model = build(args, "meta")
@@ -88,6 +91,9 @@ def gemini(policy: str, args: argparse.Namespace) -> tuple[Step, Finish, int, Ca
         prefetch=args.prefetch,
         host_buffers=args.host_buffers,
         compute_capacity=int(args.capacity_gib * 2**30) if args.capacity_gib else None,
+        host_capacity=int(args.host_gib * 2**30) if disk else None,
+        disk_dir=args.disk_dir if disk else None,
+        disk_capacity=int(args.disk_gib * 2**30) if disk else None,
         verbose=True,
     )
     early = args.clip == 0
@@ -129,6 +135,23 @@ def everything(args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[]
     return step, lambda: None, sum(p.numel() for p in model.parameters()), lambda: ""
 
 
+def plain(args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[], str]]:
+    """What a script without any of this does: weights in fp32, autocast, torch's AdamW."""
+    model = build(args, device().type)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+    loss_of = criterion()
+
+    def step(ids: Tensor) -> Tensor:
+        with torch.autocast(device().type, torch.bfloat16):
+            loss = loss_of(model(ids), ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, lambda: None, sum(p.numel() for p in model.parameters()), lambda: ""
+
+
 def fsdp2(args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[], str]]:
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -148,6 +171,9 @@ def fsdp2(args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[], str
     with torch.no_grad():
         for p in model.parameters():
             local = p.to_local()
+            if getattr(args, "quick", False):  # any values will do
+                local.fill_(0.01)
+                continue
             local.copy_(
                 torch.randn(local.shape, device=device()) * 0.02 if p.ndim > 1 else torch.ones(local.shape)
             )
@@ -167,9 +193,12 @@ def fsdp2(args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[], str
 SIDES: dict[str, Callable[[argparse.Namespace], tuple[Step, Finish, int, Callable[[], str]]]] = {
     "gemini-cpu": lambda args: gemini("cpu", args),
     "gemini-auto": lambda args: gemini("auto", args),
+    "gemini-disk": lambda args: gemini("cpu", args, disk=True),
     "fsdp2-offload": fsdp2,
     "all-on-gpu": everything,
+    "plain-pytorch": plain,
 }
+COMPARED = ("gemini-cpu", "gemini-auto", "fsdp2-offload", "all-on-gpu")
 
 
 def wait() -> None:
@@ -242,7 +271,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--sides", nargs="+", choices=SIDES)
     parser.add_argument("--small", action="store_true", help="a toy, to try the code on a CPU")
     parser.add_argument("--depth", type=int, default=BIG["depth"])
     parser.add_argument("--width", type=int, default=BIG["hidden_size"])
@@ -257,6 +286,21 @@ def arguments() -> argparse.Namespace:
         "--capacity-gib", type=float, default=0.0, help="of model data on the GPU; 0: no limit"
     )
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument(
+        "--host-gib", type=float, default=110.0, help="of the host, for gemini-disk and the search"
+    )
+    parser.add_argument("--disk-dir", default=None, help="for gemini-disk: a directory on a disk")
+    parser.add_argument("--disk-gib", type=float, default=48.0, help="what gemini-disk may take of it")
+    parser.add_argument("--capacity-search", action="store_true", help="the largest GPT that trains one step")
+    parser.add_argument(
+        "--confirm",
+        nargs="+",
+        metavar="SIDE=DEPTH",
+        help="with --capacity-search: try these alone, once each",
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=150.0, help="with --capacity-search: seconds for a try"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.small:
@@ -266,11 +310,16 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    if args.capacity_search:
+        from benchmarks.capacity import search
+
+        search(args)
+        return
     if args.one:
         print(json.dumps(asdict(run_side(args.one, args))), flush=True)
         return
     results = []
-    for side in args.sides:
+    for side in args.sides or COMPARED:
         command = [sys.executable, "-m", "benchmarks.offload", *sys.argv[1:], "--one", side]
         environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         found = subprocess.run(

@@ -59,6 +59,11 @@ class Pipeline:
     ) -> None:
         chunks = count_chunks(model)
         self.timetable = make_timetable(schedule, pipeline_size(mesh), microbatches, chunks)
+        if self.timetable.splits_backward and getattr(model, "releases_weights", False):
+            raise ValueError(
+                f"the schedule {schedule!r} computes the gradients of weights after the backward pass of a stage, when {type(model).__name__}"
+                " (Gemini) may have let the weights go; use gpipe, 1f1b or interleaved"
+            )
         self._evaluation = self.timetable.forward_only(microbatches)
         self._mesh, self.rank = mesh, pipeline_rank(mesh)
         self._caller = StageCaller(model)

@@ -304,7 +304,7 @@ class ShardedOptimizer(ScaledOptimizer):
         self.settle()
         self.follow_changes()
         found: dict[str, Any] = {"state": sliced_states(self._numbered, self._state_of, self.group)}
-        found["param_groups"] = self.optim.state_dict()["param_groups"]
+        found["param_groups"] = self._serial_groups()
         masters = {n: p for n, p in self._numbered.items() if needs_masters(self.unwrap(), p.param.dtype)}
         if masters:
             sliced = sliced_states(masters, lambda piece: {MASTERS_KEY: piece.value.detach()}, self.group)
@@ -312,6 +312,12 @@ class ShardedOptimizer(ScaledOptimizer):
         if self.is_scaled:
             found[SCALER_KEY] = self.scaler.state_dict()
         return found
+
+    def _serial_groups(self) -> Any:
+        # our own optimizers would put their states together for it
+        ours = isinstance(self.optim, MultiTensorOptimizer)
+        state = Optimizer.state_dict(self.optim) if ours else self.optim.state_dict()
+        return state["param_groups"]
 
     def _state_of(self, piece: Piece) -> dict[str, Any]:
         inner = self.optim

@@ -17,6 +17,22 @@ from torch import Tensor
 from colossalai.zero.pieces import Piece
 
 Source = tuple[int, int, int]  # rank, and where its slice begins and ends in the flattened whole
+FETCH = (
+    "colossalai_fetch"  # of a tensor on the meta device: the call that gets its values, which rest elsewhere
+)
+
+
+def away(shape: Sequence[int], dtype: torch.dtype, fetch: Callable[[], Tensor | None]) -> Tensor:
+    """A tensor that has a shape and a dtype; ``fetched`` gets its values."""
+    made = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    setattr(made, FETCH, fetch)
+    return made
+
+
+def fetched(tensor: Tensor) -> Tensor:
+    """``tensor``, with its values."""
+    fetch = getattr(tensor, FETCH, None)
+    return tensor if fetch is None else fetch()
 
 
 class SlicedTensor(Tensor):
@@ -47,11 +63,11 @@ class SlicedTensor(Tensor):
         for rank, start, end in self.sources:
             if self.group is None or dist.get_world_size(self.group) == 1:
                 assert self.local is not None
-                whole[start:end] = self.local.detach().reshape(-1)
+                whole[start:end] = fetched(self.local).detach().reshape(-1)
                 continue
             if rank == me:
                 assert self.local is not None
-                part = self.local.detach().reshape(-1).to(home).contiguous()
+                part = fetched(self.local).detach().reshape(-1).to(home).contiguous()
             else:
                 part = torch.empty(end - start, dtype=self.dtype, device=home)
             dist.broadcast(part, group=self.group, group_src=rank)

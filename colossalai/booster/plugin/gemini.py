@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +20,7 @@ from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import OptimizerWrapper, below_compile
 from colossalai.mesh.norm import check_clipping
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer, MemStats, PlacementPolicyFactory
-from colossalai.zero.gemini.chunk_manager import default_device
+from colossalai.zero.gemini.chunk_manager import check_disk, default_device
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -44,6 +45,7 @@ class GeminiPlugin(DPPluginBase):
         compute_capacity, host_capacity: bytes that model data may take of the device and of the host.
         prefetch: chunks to fetch ahead.
         host_buffers: gradient buffers on the host; by default as many as there are chunks.
+        disk_dir, disk_capacity: a directory on a disk for what does not fit into ``host_capacity``, and the bytes it may take.
         seed: of the initial values of a model that was built on the meta device.
     """
 
@@ -76,6 +78,8 @@ class GeminiPlugin(DPPluginBase):
         host_capacity: int | None = None,
         prefetch: int = 2,
         host_buffers: int | None = None,
+        disk_dir: str | os.PathLike[str] | None = None,
+        disk_capacity: int | None = None,
         seed: int = 1024,
     ) -> None:
         super().__init__()
@@ -83,6 +87,7 @@ class GeminiPlugin(DPPluginBase):
         if precision not in DTYPES:
             raise ValueError(f"GeminiPlugin needs precision as one of {', '.join(DTYPES)}, got {precision!r}")
         check_clipping(max_norm, norm_type)
+        check_disk(disk_dir, disk_capacity, host_capacity)
         self.device = torch.device(device) if device is not None else default_device()
         scale = {
             "initial_scale": initial_scale,
@@ -110,6 +115,8 @@ class GeminiPlugin(DPPluginBase):
             "host_capacity": host_capacity,
             "prefetch": prefetch,
             "host_buffers": host_buffers,
+            "disk_dir": disk_dir,
+            "disk_capacity": disk_capacity,
             "seed": seed,
         }
         self.optimizer_options: dict[str, Any] = {

@@ -71,6 +71,16 @@ class NVMeOptimizer(MultiTensorOptimizer):
         if fraction:
             self.__dict__["_offloaded"] = Offload(*self._offload_options)
 
+    def give_up_offload(self) -> tuple[float, str | os.PathLike[str] | None]:
+        """Somebody else takes care of where states rest; returns what was asked for, with all states in memory."""
+        options, offload = self._offload_options, self._offload
+        if offload is not None:
+            for parameter in list(offload.slots):
+                self.state[parameter] = self.portable_state(parameter)
+        self._offload_options = (0.0, None)
+        self.__dict__.pop("_offloaded", None)
+        return options
+
     @property
     def _offload(self) -> Offload | None:
         """None if all states stay in memory."""

@@ -55,6 +55,11 @@ class Timetable:
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are computed apart from those of the inputs."""
+        return any(action.kind is Kind.WEIGHT_GRAD for row in self.ranks for action in row)
+
     def forward_only(self, microbatches: int) -> Timetable:
         """Forward passes of any number of micro-batches on the same stages, one chunk after the other."""
         order = ((i, c) for c in range(self.placement.chunks) for i in range(microbatches))

@@ -154,8 +154,11 @@ class Chunk:
 
     # Memory
 
-    def place(self, compute: Tier, home: Tier) -> None:
-        """Get memory for the shard at ``home``; the whole begins on the compute tier, to be filled."""
+    def place(self, compute: Tier, home: Tier, on_disk: bool = False) -> None:
+        """Get memory for the shard at ``home``; the whole begins on the compute tier, to be filled.
+
+        What rests ``on_disk`` has no memory: its shard shows NaN.
+        """
         self.compute, self.home = compute, home
         compute.take(self.nbytes, self.name)
         self.flat = torch.zeros(self.size, dtype=self.dtype, device=compute.device)
@@ -167,6 +170,8 @@ class Chunk:
             slot.state = TensorState.HOLD
         if self.resident:
             self.shard = self.flat
+        elif on_disk:  # nothing to touch
+            self.shard = torch.full((), float("nan"), dtype=self.dtype).expand(self.shard_size)
         else:
             self.shard = home.empty(self.shard_size, self.dtype, self.name)
 

@@ -5,7 +5,9 @@ It decides nothing: what is moved when is up to ``GeminiManager``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,8 +28,11 @@ from colossalai.zero.gemini.search import (
     search,
     search_chunk_configuration,
 )
+from colossalai.zero.gemini.shelf import Buffers, Reader, Shelf, weights_of
 from colossalai.zero.gemini.states import TensorState
 from colossalai.zero.gemini.tiers import Copier, Move, PinnedMemory, Tier
+
+STAGES = 4  # buffers for weights that are read ahead from the disk
 
 
 class ChunkManager:
@@ -43,6 +48,8 @@ class ChunkManager:
         ranks: the data-parallel ranks.
         compute_capacity: bytes that model data may take on the compute device, by default as much as there is.
         host_capacity: the same for the host.
+        disk_dir: a directory on a disk, for what does not fit on the host.
+        disk_capacity: bytes that may lie there.
     """
 
     def __init__(
@@ -56,12 +63,15 @@ class ChunkManager:
         ranks: Ranks | None = None,
         compute_capacity: int | None = None,
         host_capacity: int | None = None,
+        disk_dir: str | os.PathLike[str] | None = None,
+        disk_capacity: int | None = None,
     ) -> None:
         if not enable_distributed_storage:
             raise ValueError(
                 "ChunkManager shares chunks between data-parallel ranks and cannot keep them whole on each, as"
                 " enable_distributed_storage=False asks for; use strict_ddp_mode=True of GeminiDDP to keep them during a step"
             )
+        check_disk(disk_dir, disk_capacity, host_capacity)
         self.device = torch.device(device or default_device())
         if self.device.type == "cuda" and self.device.index is None:
             self.device = default_device()
@@ -76,6 +86,11 @@ class ChunkManager:
         self.compute = Tier("compute", self.device, compute_capacity)
         self.host = Tier("host", torch.device("cpu"), host_capacity, pinned)
         self.copier = Copier(self.device)
+        self.shelf: Shelf | None = None
+        self.reader: Reader | None = None
+        self.passing: list[Buffers] = []
+        if disk_dir is not None:
+            self.add_disk(disk_dir, disk_capacity)
         self.chunks: list[Chunk] = []
         self._open: dict[torch.dtype, Chunk] = {}
         self._slots: dict[nn.Parameter, tuple[Chunk, Slot]] = {}
@@ -101,6 +116,19 @@ class ChunkManager:
         return search(
             numels, smallest, search_range, interval, ranks, filter_large=filter_exlarge_params
         ).size
+
+    def add_disk(self, directory: str | os.PathLike[str] | None, capacity: int | None = None) -> None:
+        """Have a disk as third tier."""
+        self.shelf = Shelf(directory, capacity)
+        self.reader = Reader(
+            self.shelf, Buffers(self.host, STAGES, "weights on their way from the disk", pinned=True)
+        )
+        self.host.below = self.shelf.tier
+        self.passing.append(self.reader.buffers)
+
+    def host_room(self) -> int:
+        """Bytes of the host that are free and not meant for what passes between it and the disk."""
+        return self.host.free - sum(buffers.missing_bytes for buffers in self.passing)
 
     # Registration
 
@@ -170,7 +198,16 @@ class ChunkManager:
 
     @property
     def total_mem(self) -> dict[str, int]:
-        return {tier.name: tier.used for tier in (self.compute, self.host)}
+        return {tier.name: tier.used for tier in self.tiers}
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """From the nearest to the farthest."""
+        return [self.compute, self.host, *([self.shelf.tier] if self.shelf is not None else [])]
+
+    def is_on_disk(self, chunk: Chunk) -> bool:
+        """Whether the weights of ``chunk`` rest on the disk."""
+        return self.shelf is not None and chunk.home is self.shelf.tier
 
     # Moves
 
@@ -181,24 +218,64 @@ class ChunkManager:
             return
         chunk.allocate()
         chunk.arriving = self._gather(chunk)
-        self.bytes_up += chunk.shard_nbytes if chunk.home is self.host else 0
+        self.bytes_up += chunk.shard_nbytes if chunk.home is not self.compute else 0
 
     def _gather(self, chunk: Chunk) -> Move:
+        if not self.is_on_disk(chunk):
+            return self._gather_from(chunk, chunk.shard)
+        assert self.reader is not None
+        move = self._gather_from(chunk, self.reader.get(chunk))
+        self.reader.used(chunk, move)
+        return move
+
+    def _gather_from(self, chunk: Chunk, shard: Tensor) -> Move:
         if chunk.ranks.size == 1:
-            return self.copier.start(chunk.flat, chunk.shard)
+            return self.copier.start(chunk.flat, shard)
         if chunk.ranks.staged:
             whole = torch.empty(chunk.size, dtype=chunk.dtype)
-            all_gather_single(whole, chunk.shard.cpu(), group=chunk.ranks.gather)
+            all_gather_single(whole, shard.cpu(), group=chunk.ranks.gather)
             chunk.flat.copy_(whole)
             return Move()
         if not self.copier.is_async:
-            work = all_gather_single(chunk.flat, chunk.shard, group=chunk.ranks.gather, async_op=True)
+            work = all_gather_single(chunk.flat, shard, group=chunk.ranks.gather, async_op=True)
             return Move(work=work)
         own = chunk.flat[chunk.own]
-        move = self.copier.start(own, chunk.shard)
+        move = self.copier.start(own, shard)
         with torch.cuda.stream(self.copier.upload):  # the collective follows the copy
             move.work = all_gather_single(chunk.flat, own, group=chunk.ranks.gather, async_op=True)
         return move
+
+    def keep_own(self, chunk: Chunk) -> None:
+        """Take this rank's shard out of the whole of ``chunk``, to its home."""
+        if not self.is_on_disk(chunk):
+            chunk.keep_own()
+            return
+        with self.edited(chunk, fresh=True) as shard:
+            shard.copy_(chunk.flat[chunk.own])
+
+    @contextmanager
+    def edited(self, chunk: Chunk, fresh: bool = False) -> Iterator[Tensor]:
+        """Inside, the shard of a chunk that rests on the disk can be written; ``fresh`` if there is none yet."""
+        assert self.shelf is not None
+        assert self.reader is not None
+        name, what = weights_of(chunk), f"the weights of {chunk.name}"
+        self.reader.forget(chunk.index)
+        buffer = self.reader.buffers.get(chunk.shard_nbytes)
+        assert buffer is not None
+        row = buffer[: chunk.shard_nbytes]
+        if not fresh and (pending := self.shelf.read(name, row)) is not None:
+            pending.wait()
+        yield row.view(chunk.dtype)
+        self.shelf.room(name, chunk.shard_nbytes, what)
+        self.reader.buffers.give(buffer, self.shelf.write(name, row, what).finish)
+
+    def read_shard(self, chunk: Chunk) -> Tensor:
+        """A copy of what the disk holds of ``chunk``."""
+        assert self.shelf is not None
+        found = torch.empty(chunk.shard_size, dtype=chunk.dtype)
+        if (pending := self.shelf.read(weights_of(chunk), found)) is not None:
+            pending.wait()
+        return found
 
     def release_chunk(self, chunk: Chunk) -> None:
         """Free the whole of ``chunk``; its shard stays."""
@@ -277,6 +354,18 @@ class ChunkManager:
             f"{len(self.chunks)} chunks, {wasted:,} of {total:,} elements wasted ({wasted / max(total, 1):.2%})"
         )
         return "\n".join(lines)
+
+
+def check_disk(
+    directory: str | os.PathLike[str] | None, capacity: int | None, host_capacity: int | None
+) -> None:
+    """Refuse options of the disk tier that mean nothing."""
+    if directory is None and capacity is not None:
+        raise ValueError(f"disk_capacity={capacity!r} needs disk_dir, a directory on the disk")
+    if directory is not None and host_capacity is None:
+        raise ValueError(
+            f"disk_dir={str(directory)!r} needs host_capacity: the bytes of host memory beyond which the disk is used"
+        )
 
 
 def default_device() -> torch.device:

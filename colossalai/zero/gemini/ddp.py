@@ -7,10 +7,10 @@ data-parallel ranks chunk by chunk while the backward pass goes on; ``GeminiOpti
 from __future__ import annotations
 
 import copy
+import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +28,7 @@ from colossalai.zero.gemini.manager import GeminiManager
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicyFactory
 from colossalai.zero.gemini.search import model_mesh
-from colossalai.zero.gemini.tiers import Tier
-from colossalai.zero.states import SlicedTensor
+from colossalai.zero.states import SlicedTensor, away
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -44,6 +43,8 @@ class ZeroDDP(ModelWrapper):
         dtype: of weights, gradients and computation; running statistics and weights of batch normalization stay float32.
         seed: of the initial values of a model on the meta device.
     """
+
+    releases_weights = True  # between the passes of a module: no pass may come in parts
 
     def __init__(
         self,
@@ -71,8 +72,16 @@ class ZeroDDP(ModelWrapper):
         user = self.unwrap()
         self.replaced: Replaced = give_meta_storage(user, self.chunk_manager.device)
         register(user, self.chunk_manager, dtype)
-        home = partial(_first_home, gemini_manager)
-        fill(user, self.chunk_manager, home, seed=seed if self.replaced else None, mesh=self.mesh)
+        if self.chunk_manager.reader is not None:
+            self.chunk_manager.reader.buffers.fit(max(c.shard_nbytes for c in self.chunk_manager.chunks))
+            gemini_manager.gradients.spilled.reserve(gemini_manager.gradients.host.largest)
+        fill(
+            user,
+            self.chunk_manager,
+            gemini_manager.first_home,
+            seed=seed if self.replaced else None,
+            mesh=self.mesh,
+        )
         place_buffers(user, self.chunk_manager, dtype)
         self.gradients = gemini_manager.gradients
         self.gradients.start(chunk for chunk in self.chunk_manager.chunks if chunk.trained)
@@ -133,7 +142,7 @@ class ZeroDDP(ModelWrapper):
                 gradients.done_order.append(chunk.index)
             self._sent(gradients.ready(chunk))
 
-    def _sent(self, chunks: list[Chunk]) -> None:
+    def _sent(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
             self.gemini_manager.timeline.note("grads", chunk)
             if self.optimizer is not None:
@@ -227,12 +236,20 @@ class ZeroDDP(ModelWrapper):
         for chunk in self.chunk_manager.chunks:
             layout, group = chunk.layout(), chunk.ranks.gather
             for index, slot in enumerate(chunk.slots):
-                own, owners = chunk.own_part(slot), layout.owners(index)
+                own, owners = self._own_part(chunk, slot), layout.owners(index)
                 sliced[id(slot.param)] = SlicedTensor(slot.shape, chunk.dtype, own, owners, group)
         found: dict[str, Any] = self.unwrap().state_dict(keep_vars=True)
         for name, tensor in found.items():
             found[name] = sliced.get(id(tensor), tensor)
         return found
+
+    def _own_part(self, chunk: Chunk, slot: Slot) -> Tensor | None:
+        part = chunk.own_part(slot)
+        if part is None or not self.chunk_manager.is_on_disk(chunk):
+            return part
+        return away(
+            part.shape, part.dtype, lambda: chunk.own_part(slot, self.chunk_manager.read_shard(chunk))
+        )
 
     @torch.no_grad()
     def load_state_dict(
@@ -262,13 +279,15 @@ class ZeroDDP(ModelWrapper):
             return
         start = max(chunk.own.start - slot.offset, 0)
         part = value.detach().reshape(-1)[start : start + own.numel()]
-        if self.optimizer is None or not self.optimizer.write(slot, part):
+        if self.optimizer is not None and self.optimizer.write(slot, part):
+            return
+        if not self.chunk_manager.is_on_disk(chunk):
             own.copy_(part)
-
-
-def _first_home(manager: GeminiManager, chunk: Chunk) -> Tier:
-    tiers = manager.chunk_manager
-    return tiers.compute if manager.policy.rests_on_compute else tiers.host
+            return
+        with self.chunk_manager.edited(chunk) as shard:
+            place = chunk.own_part(slot, shard)
+            assert place is not None
+            place.copy_(part)
 
 
 def _compare_keys(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
@@ -321,6 +340,7 @@ class GeminiDDP(ZeroDDP):
         compute_capacity, host_capacity: bytes that model data may take of the compute device and of the host.
         prefetch: chunks to fetch ahead.
         host_buffers: gradient buffers on the host; by default as many as there are chunks.
+        disk_dir, disk_capacity: a directory on a disk for what does not fit into ``host_capacity``, and the bytes that it may take.
 
     The others are those of ``ZeroDDP``.
     """
@@ -347,6 +367,8 @@ class GeminiDDP(ZeroDDP):
         host_capacity: int | None = None,
         prefetch: int = 2,
         host_buffers: int | None = None,
+        disk_dir: str | os.PathLike[str] | None = None,
+        disk_capacity: int | None = None,
     ) -> None:
         PlacementPolicyFactory.create(placement_policy)
         mesh = mesh if mesh is not None else model_mesh(module)
@@ -364,6 +386,8 @@ class GeminiDDP(ZeroDDP):
             ranks=data_ranks(mesh, where),
             compute_capacity=compute_capacity,
             host_capacity=host_capacity,
+            disk_dir=disk_dir,
+            disk_capacity=disk_capacity,
         )
         manager = GeminiManager(
             placement_policy, chunks, memstats, prefetch=prefetch, host_buffers=host_buffers

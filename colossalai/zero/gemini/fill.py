@@ -71,15 +71,16 @@ def fill(
         for param, value in values:
             chunk, slot = chunks.get_chunk(param), chunks.get_slot(param)
             if chunk.home is None:
-                chunk.place(chunks.compute, home(chunk))
+                where = home(chunk)
+                chunk.place(chunks.compute, where, chunks.shelf is not None and where is chunks.shelf.tier)
             slot.view.copy_(value)
             param.data = slot.blank  # its old memory is free from here on
             missing[chunk.index] -= 1
             if not missing[chunk.index]:
-                _close(chunk, alike=seed is not None)
+                _close(chunk, chunks, alike=seed is not None)
 
 
-def _close(chunk: Chunk, alike: bool) -> None:
+def _close(chunk: Chunk, chunks: ChunkManager, alike: bool) -> None:
     """All values are in: agree on them, keep this rank's shard, and let the whole go."""
     ranks = chunk.ranks
     if ranks.size > 1 and not alike:
@@ -90,7 +91,7 @@ def _close(chunk: Chunk, alike: bool) -> None:
             chunk.flat.copy_(values)
         else:
             dist.broadcast(chunk.flat, src=source, group=ranks.gather)
-    chunk.keep_own()
+    chunks.keep_own(chunk)
     if chunk.resident:
         chunk.show()
     else:

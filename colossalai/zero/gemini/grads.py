@@ -16,8 +16,7 @@ thought complete then gets more.  The first step finds these chunks; from then o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,73 +26,11 @@ from torch import Tensor
 from colossalai.mesh._compat import norms_of
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
+from colossalai.zero.gemini.grad_buffers import ChunkGradients, HostBuffers, Spilled, Taken
 from colossalai.zero.gemini.states import TensorState
 from colossalai.zero.gemini.tiers import Move, Tier
 
 IN_FLIGHT = 3  # gradient buffers that may be on their way to the host while the next one fills
-
-
-@dataclass
-class ChunkGradients:
-    """The gradients of one chunk."""
-
-    buffer: Tensor | None = None
-    """Of the whole chunk, on the compute tier, filled by the backward pass."""
-    arrived: set[Slot] = field(default_factory=set)
-    """Whose gradients are in the buffer."""
-    sent: bool = False
-    """Whether the buffer of this backward pass has been averaged already."""
-    local: Tensor | None = None
-    """Sum of whole buffers that have not been averaged (``no_sync``, or no room on the compute tier)."""
-    local_tier: Tier | None = None
-    shard: Tensor | None = None
-    """At the chunk's home: the averaged sum of all passes since the last step."""
-    move: Move = field(default_factory=Move)
-    """The copy that fills ``shard``."""
-    extra: list[tuple[Tensor, Move]] = field(default_factory=list)
-    """More shards to be added to it, still arriving."""
-    direct: dict[Slot, Tensor] = field(default_factory=dict)
-    """Gradients of a chunk that never leaves the compute tier, as the backward pass made them."""
-    used: set[Slot] = field(default_factory=set)
-    """Which parameters have had a gradient since the last step."""
-    norms: dict[Slot, Tensor] | None = None
-    """Of what is in ``shard``, taken on the compute tier before it left; None where they are not known."""
-
-
-@dataclass
-class Taken:
-    """The gradients of a chunk that an update has taken over: the sum, and what is still to be added to it."""
-
-    shard: Tensor
-    arriving: list[Move]
-    extra: list[Tensor]
-    used: frozenset[Slot]
-
-    def is_here(self) -> bool:
-        """Whether everything has arrived on the host."""
-        return all(move.event is None or move.event.query() for move in self.arriving)
-
-
-class HostBuffers:
-    """Gradient buffers on the host that are used again and again: page-locked memory takes long to get."""
-
-    def __init__(self, chunks: ChunkManager, most: int | None, wait: Callable[[], bool]) -> None:
-        self.chunks, self.most, self.wait = chunks, most, wait
-        self.made = 0
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def get(self, chunk: Chunk) -> Tensor:
-        free = self._free.setdefault((chunk.shard_size, chunk.dtype), [])
-        while not free and self.most is not None and self.made >= self.most:
-            if not self.wait():  # no update will give one back: more than wished for are needed
-                break
-        if free:
-            return free.pop()
-        self.made += 1
-        return self.chunks.host.empty(chunk.shard_size, chunk.dtype, f"gradients of {chunk.name}")
-
-    def put(self, buffer: Tensor) -> None:
-        self._free[buffer.numel(), buffer.dtype].append(buffer)
 
 
 class Gradients:
@@ -110,7 +47,8 @@ class Gradients:
         host_buffers: int | None = None,
     ) -> None:
         self.chunks, self.make_room = chunks, make_room
-        self.host = HostBuffers(chunks, host_buffers, wait)
+        self.host = HostBuffers(chunks, host_buffers, wait, self._spill_to_disk)
+        self.spilled = Spilled(chunks)
         self.of: dict[int, ChunkGradients] = {}
         self.order: list[int] = []
         self.late: set[int] = set()
@@ -191,23 +129,25 @@ class Gradients:
             self.turn += 1
         return sent
 
-    def finish(self) -> list[Chunk]:
-        """The backward pass is over: send what is left, in the common order; returns the chunks that were sent now."""
+    def finish(self) -> Iterator[Chunk]:
+        """The backward pass is over: send what is left, in the common order; yields each chunk when it is sent."""
         left = [self.chunks.chunks[i] for i in self.order]
         shared = bool(left) and left[0].ranks.size > 1 and self.sync
         again = [c for c in left if self.of[c.index].sent and self.of[c.index].arrived]
         if shared:
             again = self._agree_on(again)
-            sent = self._send_all([c for c in left if not self.of[c.index].sent] + again)
+            rest = [c for c in left if not self.of[c.index].sent] + again
         else:
-            sent = self._send_all([c for c in left if self.of[c.index].arrived])
+            rest = [c for c in left if self.of[c.index].arrived]
         self.late.update(c.index for c in again)
+        for chunk in rest:
+            self._send(chunk)
+            yield chunk
         if shared:
             self._share_used()
         for state in self.of.values():
             state.sent = False
         self.turn = 0
-        return sent
 
     def _agree_on(self, again: list[Chunk]) -> list[Chunk]:
         """The chunks that some rank must average a second time [Note: late parts]; asked in the first step only."""
@@ -288,7 +228,8 @@ class Gradients:
         if chunk.resident:
             return
         if not self.sync and chunk.ranks.size > 1:
-            self._keep_local(chunk, state, chunk.home or self.chunks.host)
+            compute, host = self.chunks.compute, self.chunks.host
+            self._keep_local(chunk, state, compute if chunk.home is compute else host)
             return
         state.sent = True
         if state.local is not None:
@@ -337,7 +278,7 @@ class Gradients:
         self, chunk: Chunk, state: ChunkGradients, own: Tensor, move: Move
     ) -> dict[Slot, Tensor] | None:
         """The norms of the gradients in ``own``, this rank's shard: the host would need many times as long for them."""
-        if self.norm_type is None or state.shard is not None:
+        if self.norm_type is None or state.is_begun:
             return None  # it is one summand of several
         move.wait()
         parts = {slot: part for slot in chunk.slots if (part := chunk.own_part(slot, own)) is not None}
@@ -423,42 +364,92 @@ class Gradients:
     def take(self, chunk: Chunk) -> Taken | None:
         """Hand the gradients of a chunk that rests on the host over to its update; None if there are none."""
         state = self.of[chunk.index]
-        if state.shard is None or chunk.home is self.chunks.compute:
+        if not state.is_begun or chunk.home is self.chunks.compute:
             return None
         moves = [state.move, *(move for _, move in state.extra)]
-        taken = Taken(state.shard, moves, [more for more, _ in state.extra], frozenset(state.used))
-        state.shard, state.move, state.norms = None, Move(), None
+        taken = Taken(
+            state.shard, moves, [more for more, _ in state.extra], frozenset(state.used), state.rows
+        )
+        state.shard, state.move, state.norms, state.rows = None, Move(), None, []
         state.extra.clear()
         state.used.clear()
         return taken
 
     @torch.no_grad()
-    def sum_up(self, taken: Taken) -> Tensor:
+    def sum_up(self, chunk: Chunk, taken: Taken) -> Tensor:
         """The averaged sum, complete; waits on the CPU for what is under way."""
         for move in taken.arriving:
             move.finish()
         for more in taken.extra:
+            assert taken.shard is not None
             taken.shard.add_(more)
             self.host.put(more)
         taken.extra.clear()
-        return taken.shard
+        if not taken.rows:
+            assert taken.shard is not None
+            return taken.shard
+        total = self.spilled.sum(chunk, taken.rows)
+        if taken.shard is not None:
+            total.add_(taken.shard)
+            self.host.put(taken.shard)
+        self.spilled.free(taken.rows)
+        return total
+
+    def put(self, shard: Tensor) -> None:
+        """An update is done with what ``sum_up`` returned."""
+        if not self.spilled.give(shard):
+            self.host.put(shard)
+
+    @torch.no_grad()
+    def _spill_to_disk(self) -> bool:
+        """Let the gradients of one chunk wait on the disk; those of the last layers, which are updated last."""
+        for index in sorted(self.of, reverse=True) if self.chunks.shelf is not None else []:
+            chunk, state = self.chunks.chunks[index], self.of[index]
+            if state.shard is None or chunk.home is self.chunks.compute:
+                continue
+            self.settle(chunk)
+            shard, state.shard, state.move = state.shard, None, Move()
+            state.rows.append(self.spilled.write(chunk, shard))
+            self.host.put(shard)
+            return True
+        return False
 
     def has_any(self) -> bool:
-        return any(s.shard is not None or s.direct or s.local is not None for s in self.of.values())
+        return any(s.is_begun or s.direct or s.local is not None for s in self.of.values())
 
     def piece(self, chunk: Chunk, slot: Slot) -> Tensor | None:
         """This rank's slice of the averaged gradient of ``slot``; None if it has had no gradient."""
         state = self.of[chunk.index]
         if slot in state.direct:
             return state.direct[slot]
-        if state.shard is None or slot not in state.used:
+        if not state.is_begun or slot not in state.used:
             return None
+        if state.rows:  # its values are on the disk
+            own = chunk.own_part(slot, chunk.shard)
+            return (
+                None if own is None else torch.full((), float("nan"), dtype=chunk.dtype).expand(own.numel())
+            )
         return chunk.own_part(slot, state.shard)
 
     def norm(self, chunk: Chunk, slot: Slot) -> Tensor | None:
         """The norm of ``piece``, if it is known."""
         state = self.of[chunk.index]
+        if state.rows and state.norms is None:
+            state.norms = self._norms_on_disk(chunk, state)
         return state.norms.get(slot) if state.norms is not None and slot in state.used else None
+
+    def _norms_on_disk(self, chunk: Chunk, state: ChunkGradients) -> dict[Slot, Tensor]:
+        assert self.norm_type is not None
+        while self.host.wait():  # updates of an earlier step use the same buffers
+            pass
+        self.settle(chunk)
+        total = self.spilled.sum(chunk, state.rows)
+        if state.shard is not None:
+            total.add_(state.shard)
+        parts = {slot: part for slot in chunk.slots if (part := chunk.own_part(slot, total)) is not None}
+        norms = norms_of(list(parts.values()), self.norm_type) if parts else []
+        self.spilled.give(total)
+        return dict(zip(parts, norms, strict=True))
 
     def clear(self, chunk: Chunk) -> None:
         """The gradients of ``chunk`` have been used, or are not wanted."""
@@ -480,7 +471,8 @@ class Gradients:
             else:
                 self.host.put(state.shard)
             state.shard, state.move = None, Move()
-        state.norms = None
+        self.spilled.free(state.rows)
+        state.rows, state.norms = [], None
         state.arrived.clear()
         state.used.clear()
         state.sent = False

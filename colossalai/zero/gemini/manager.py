@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 
+from colossalai.utils.disk.memory import padded
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.grads import Gradients
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicy, PlacementPolicyFactory
+from colossalai.zero.gemini.shelf import BUFFERS, passing_bytes
 from colossalai.zero.gemini.states import TensorState
-from colossalai.zero.gemini.tiers import UNLIMITED, OutOfCapacity
+from colossalai.zero.gemini.tiers import UNLIMITED, OutOfCapacity, Tier, nowhere
 from colossalai.zero.gemini.timeline import Timeline
 from colossalai.zero.gemini.trace import NEVER, Trace
 from colossalai.zero.gemini.worker import Worker
+
+GRADIENTS = 2  # buffers at least that wait on the host, where there is a disk for the others
 
 
 class GeminiManager:
@@ -105,6 +109,34 @@ class GeminiManager:
         for chunk in chunks:
             self._bring(chunk, chunk.name, chunks)
 
+    def first_home(self, chunk: Chunk) -> Tier:
+        """Where ``chunk`` rests from the beginning: on the disk what the host has no room for."""
+        tiers = self.chunk_manager
+        if self.policy.rests_on_compute:
+            return tiers.compute
+        if tiers.shelf is None or chunk.shard_nbytes <= tiers.host.free - self._host_reserve():
+            return tiers.host
+        disk = tiers.shelf.tier
+        if padded(chunk.shard_nbytes) > disk.free:
+            raise nowhere([tiers.host, disk], f"the weights of {chunk.name}", chunk.shard_nbytes)
+        return disk
+
+    def _host_reserve(self) -> int:
+        """Bytes of the host that gradients and what passes between it and the disk will take."""
+        chunks = self.chunk_manager.chunks
+        waiting = self.gradients.host
+        reserve = min(waiting.most or GRADIENTS, len(chunks)) * waiting.largest
+        reserve += BUFFERS * max(map(passing_bytes, chunks))
+        reserve += sum(buffers.missing_bytes for buffers in self.chunk_manager.passing)
+        host = self.chunk_manager.host
+        if reserve > host.limit:
+            raise OutOfCapacity(
+                f"the host tier has a capacity of {host.limit:,} bytes, but gradients and what passes between the host and the disk need"
+                f" {reserve:,}; give it more, use smaller chunks (min_chunk_size_mb, search_range_mb), or keep few gradients there"
+                " (host_buffers=2 with update_in_backward=True)"
+            )
+        return reserve
+
     # Access and release
 
     def access(self, chunks: Sequence[Chunk], slots: Iterable[Slot], user: Any, who: str) -> None:
@@ -124,6 +156,7 @@ class GeminiManager:
             if slot.state is not TensorState.READY_FOR_REDUCE:
                 slot.to(TensorState.COMPUTE)
         self._prefetch()
+        self._read_ahead()
 
     def release(self, chunks: Sequence[Chunk], slots: Iterable[Slot], user: Any) -> None:
         for slot in slots:
@@ -224,10 +257,28 @@ class GeminiManager:
                 self._drop(victim)
             self._fetch(chunk)
 
+    def _read_ahead(self) -> None:
+        """Begin to read weights from the disk that will be fetched soon."""
+        reader, chunks = self.chunk_manager.reader, self.chunk_manager.chunks
+        if reader is None or not any(map(self.chunk_manager.is_on_disk, chunks)):
+            return
+        seen: set[int] = set()
+        for index in self.trace.ahead():
+            if len(seen) >= reader.buffers.most:
+                return
+            chunk = chunks[index]
+            if index in seen or chunk.present or not self.chunk_manager.is_on_disk(chunk):
+                continue
+            seen.add(index)
+            if not self.worker.is_done(index) or not reader.begin(chunk):
+                return
+
     # After the backward pass of a chunk
 
     def mark_stale(self, chunk: Chunk) -> None:
         """The whole of ``chunk`` is out of date, or about to be: let it go as soon as nobody uses it."""
+        if self.chunk_manager.reader is not None:
+            self.chunk_manager.reader.forget(chunk.index)
         if chunk.resident:
             return
         if chunk.users:

@@ -13,6 +13,7 @@ under ``no_sync``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,13 @@ from colossalai.nn.optimizer import HybridAdam
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
-from colossalai.zero.gemini.grads import IN_FLIGHT, Taken
+from colossalai.zero.gemini.grad_buffers import Taken
+from colossalai.zero.gemini.grads import IN_FLIGHT
 from colossalai.zero.gemini.placement import AutoPlacementPolicy
+from colossalai.zero.gemini.resting import Resting, make_resting, share_on_disk, state_bytes
 from colossalai.zero.gemini.stepping import check_params, is_large, like, make_pieces, second_hold
 from colossalai.zero.gemini.tiers import UNLIMITED, Tier
+from colossalai.zero.gemini.worker import nothing
 from colossalai.zero.pieces import Piece
 from colossalai.zero.sharded import ShardedOptimizer, stand_in
 
@@ -93,6 +97,7 @@ class GeminiOptimizer(ShardedOptimizer):
             )
         self.update_in_backward = update_in_backward
         check_params(optim, module)
+        share = share_on_disk(optim, module)
         pieces, self._places = make_pieces(optim, module)
         super().__init__(
             optim,
@@ -105,11 +110,13 @@ class GeminiOptimizer(ShardedOptimizer):
             report=verbose,
         )
         self._groups_of = self._group_numbers()
-        self._second = second_hold(optim)
         self._twins: dict[Piece, nn.Parameter] = {}
+        self._resting = make_resting(optim, module, self._pieces_of, self._twins, share)
+        self._second = second_hold(optim)
         self._early: set[int] = set()  # chunks whose update began in the backward pass
         self._early_options: Options | None = None
         self._accounted: dict[int, int] = {}
+        self._away: set[int] = set()  # chunks that rest on the disk on some rank: they do not move
         self._promoted = False
         self._stepping = False
         if scaler is not None or clipping_norm:
@@ -124,6 +131,9 @@ class GeminiOptimizer(ShardedOptimizer):
             chunk, slot = self._places[piece]
             found.setdefault(chunk.index, []).append((numbers[id(piece.value)], piece, slot))
         return found
+
+    def _pieces_of(self, chunk: Chunk) -> list[Piece]:
+        return [piece for _, piece, _ in self._groups_of.get(chunk.index, []) if not piece.is_empty]
 
     # Gradients
 
@@ -146,7 +156,7 @@ class GeminiOptimizer(ShardedOptimizer):
         if chunk.home is self.chunks.compute or chunk.index in self.model.gradients.late:
             return
         state = self.model.gradients.of[chunk.index]
-        if len(state.used) < len(self.model.gradients.trained[chunk.index]):
+        if chunk.ranks.size > 1 and len(state.used) < len(self.model.gradients.trained[chunk.index]):
             return  # other ranks may have the missing ones: known at the end
         if self._early_options is None:
             self._early_options = self._options()
@@ -181,6 +191,8 @@ class GeminiOptimizer(ShardedOptimizer):
         for piece, (chunk, slot) in self._places.items():
             if piece.value.grad is None:
                 continue
+            if gradients.of[chunk.index].rows and norm_type != gradients.norm_type:
+                gradients.norm_type, gradients.of[chunk.index].norms = norm_type, None
             norm = gradients.norm(chunk, slot) if norm_type == gradients.norm_type else None
             if norm is None:
                 gradients.settle(chunk)
@@ -205,6 +217,11 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         self._refuse_early("clip_grad_by_value")
+        if any(state.rows for state in self.model.gradients.of.values()):
+            raise RuntimeError(
+                "clip_grad_by_value needs all gradients on the host, but some wait on the disk; clip by norm, or give the host"
+                " tier more capacity"
+            )
         super().clip_grad_by_value(clip_value)
         for state in self.model.gradients.of.values():
             state.norms = None  # they were those of the gradients before
@@ -240,6 +257,8 @@ class GeminiOptimizer(ShardedOptimizer):
             self.model.zero_grad()
         self._early.clear()
         self._early_options = None
+        if self._resting is not None:
+            self._resting.shelf.raise_failures()
         if not self._promoted and not self.manager.is_warmup():
             self._promoted = True
             self._agree_on_states()
@@ -253,7 +272,7 @@ class GeminiOptimizer(ShardedOptimizer):
         hosted = [
             self.chunks.chunks[i]
             for i in gradients.of
-            if self.chunks.chunks[i].home is not self.chunks.compute and gradients.of[i].shard is not None
+            if self.chunks.chunks[i].home is not self.chunks.compute and gradients.of[i].is_begun
         ]
         for chunk in hosted:
             for _, piece, _ in self._groups_of.get(chunk.index, []):
@@ -289,31 +308,53 @@ class GeminiOptimizer(ShardedOptimizer):
             self._update_chunk(chunk, taken, options, factor)
 
         priority = self.manager.trace.first_use(chunk.index)
-        self.manager.worker.submit(chunk.index, priority, chunk.name, work, taken.is_here)
+        prepare = partial(self._resting.prepare, chunk) if self._resting is not None else nothing
+        self.manager.worker.submit(chunk.index, priority, chunk.name, work, taken.is_here, prepare)
 
     @torch.no_grad()
     def _update_chunk(self, chunk: Chunk, taken: Taken, options: Options, factor: float) -> None:
         """The job: on the worker's thread."""
-        shard = self.model.gradients.sum_up(taken)
+        shard = self.model.gradients.sum_up(chunk, taken)
         self.manager.timeline.note("update", chunk)
+        parts = [
+            (number, piece)
+            for number, piece, slot in self._groups_of.get(chunk.index, [])
+            if slot in taken.used and not piece.is_empty
+        ]
+        buffer = self._states_at_hand(chunk, [piece for _, piece in parts])
         groups: dict[int, list[nn.Parameter]] = {}
-        pieces = []
-        for number, piece, slot in self._groups_of.get(chunk.index, []):
-            if slot in taken.used and not piece.is_empty:
-                twin = self._twin(piece)
-                twin.grad = like(piece.in_shard(shard), piece)
-                groups.setdefault(number, []).append(twin)
-                pieces.append(piece)
-        if pieces:
+        for number, piece in parts:
+            twin = self._twin(piece)
+            twin.grad = like(piece.in_shard(shard), piece)
+            groups.setdefault(number, []).append(twin)
+        if parts:
             self._second.param_groups = [{**options[n], "params": twins} for n, twins in groups.items()]
             self._step_second([twin for twins in groups.values() for twin in twins], factor)
-            for piece in pieces:
+            for _, piece in parts:
                 self._twins[piece].grad = None
                 if not piece.is_shared:
                     piece.weight.copy_(piece.value)
+        if buffer is not None:
+            assert self._resting is not None
+            self._resting.put(chunk, buffer)
         self._account(chunk)
-        self.model.gradients.host.put(shard)
+        self.model.gradients.put(shard)
         self.manager.timeline.note("updated", chunk)
+
+    def _states_at_hand(self, chunk: Chunk, pieces: Sequence[Piece]) -> Tensor | None:
+        """Before an update: room for the states of ``pieces``, and a buffer with what rests on the disk."""
+        resting = self._resting
+        missing = sum(state_bytes(self.optim, p) for p in pieces if not self.optim.state.get(p.value))
+        if resting is None or not resting.takes(chunk, missing, self._room_for_states()):
+            self._account(chunk, missing if isinstance(self.optim, MultiTensorOptimizer) else 0)
+            return None
+        buffer = resting.bring(chunk)
+        resting.fill(chunk, buffer, pieces)
+        return buffer
+
+    def _room_for_states(self) -> int:
+        """Bytes of the host that nobody else will need."""
+        return self.chunks.host_room() - self.model.gradients.host.missing_bytes
 
     def _twin(self, piece: Piece) -> nn.Parameter:
         """The same memory and states as the piece's value, but a gradient of its own: the script's thread looks at the value's."""
@@ -336,19 +377,22 @@ class GeminiOptimizer(ShardedOptimizer):
         else:
             second.step()
 
-    def _account(self, chunk: Chunk) -> None:
-        """Count the states of ``chunk`` where they lie."""
-        if chunk.index in self._accounted:
-            return
+    def _account(self, chunk: Chunk, coming: int = 0) -> None:
+        """Count the states of ``chunk`` where they lie, and those that are ``coming``; the shelf counts its own."""
         assert chunk.home is not None
-        now = self._state_bytes(chunk)
-        if now:
-            chunk.home.take(now, f"optimizer states of {chunk.name}")
+        if self._resting is not None and self._resting.has(chunk):
+            return
+        now, before = self._state_bytes(chunk) + coming, self._accounted.get(chunk.index, 0)
+        if now > before:
+            chunk.home.take(now - before, f"optimizer states of {chunk.name}")
             self._accounted[chunk.index] = now
 
     def _agree_on_states(self) -> None:
         """Count the same on all ranks, the most of any: what is brought and let go must not differ."""
         ranks = self.chunks.ranks
+        if self._resting is not None:
+            self.settle()
+            self._away = self._on_any_disk(self._resting)
         if ranks.size == 1:
             return
         self.settle()
@@ -357,8 +401,19 @@ class GeminiOptimizer(ShardedOptimizer):
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ranks.reduce)
         for chunk, before, now in zip(self.chunks.chunks, counts, most.tolist(), strict=True):
             assert chunk.home is not None
+            if self._resting is not None and self._resting.has(chunk):
+                continue
             chunk.home.take(now - before, f"optimizer states of {chunk.name}")
             self._accounted[chunk.index] = now
+
+    def _on_any_disk(self, resting: Resting) -> set[int]:
+        ranks = self.chunks.ranks
+        flags = [int(resting.has(chunk)) for chunk in self.chunks.chunks]
+        if ranks.size > 1:
+            shared = torch.tensor(flags, dtype=torch.int32, device=self.model.gradients.meeting)
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=ranks.reduce)
+            flags = shared.tolist()
+        return {i for i, flag in enumerate(flags) if flag}
 
     def _state_bytes(self, chunk: Chunk) -> int:
         total = 0
@@ -379,6 +434,25 @@ class GeminiOptimizer(ShardedOptimizer):
             if not piece.is_shared and not piece.is_empty and piece.value.dtype == piece.weight.dtype:
                 piece.value.copy_(piece.weight)
 
+    def _state_of(self, piece: Piece) -> dict[str, Any]:
+        chunk = self._places[piece][0]
+        if self._resting is not None and self._resting.has(chunk):
+            return self._resting.portable(chunk, piece)
+        return super()._state_of(piece)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._resting is None:
+            return
+        for chunk in self.chunks.chunks:
+            if chunk.home is self.chunks.compute:
+                continue
+            self._resting.forget_states(chunk)
+            self.chunks.host.give(self._accounted.pop(chunk.index, 0))
+            if self._resting.takes(chunk, self._state_bytes(chunk), self._room_for_states()):
+                self._resting.put(chunk, self._resting.bring(chunk))
+            self._account(chunk)
+
     def follow_changes(self) -> None:
         """Nothing: whoever changes weights at their home changes the pieces too (``write``)."""
 
@@ -387,6 +461,9 @@ class GeminiOptimizer(ShardedOptimizer):
         """Give the piece of ``slot`` other values, where there is one."""
         for _, piece, own in self._groups_of.get(self.chunks.get_chunk(slot.param).index, []):
             if own is slot and not piece.is_empty:
+                chunk = self._places[piece][0]
+                resting = self._resting if self.chunks.is_on_disk(chunk) else None
+                buffer = None if resting is None else resting.bring(chunk)
                 piece.value.copy_(part.view(piece.value.shape))
                 if not piece.is_shared:
                     piece.weight.copy_(part.view(piece.weight.shape))
@@ -394,6 +471,8 @@ class GeminiOptimizer(ShardedOptimizer):
                     increment_version(
                         self._twins[piece]
                     )  # our optimizers look whether a parameter has changed
+                if resting is not None and buffer is not None:
+                    resting.put(chunk, buffer)
                 return True
         return False
 
@@ -408,7 +487,7 @@ class GeminiOptimizer(ShardedOptimizer):
         budget = self._budget(share)
         moved = False
         order = sorted(
-            (c for c in self.chunks.chunks if c.home is not self.chunks.compute),
+            (c for c in self.chunks.chunks if c.home is self.chunks.host and c.index not in self._away),
             key=lambda c: (self.manager.trace.first_use(c.index), c.index),
         )
         everything = sum(self._cost(c) for c in order)

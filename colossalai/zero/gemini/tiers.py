@@ -1,6 +1,6 @@
 """Memory tiers: the places where model data may lie, each with a capacity, and the copies between them.
 
-``compute`` is where modules run, ``host`` is the memory of the machine.  Every byte of model data is taken from a tier before it is
+``compute`` is where modules run, ``host`` is the memory of the machine, ``disk`` takes what does not fit there.  Every byte of model data is taken from a tier before it is
 allocated and given back when it is freed, so a tier knows what it holds and refuses what would go beyond its capacity.  A machine
 without GPU has the same tiers: both are host memory then, and the capacity of ``compute`` is what the user says.
 
@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from colossalai.utils.disk import aligned_empty
 
 UNLIMITED = 1 << 62
 
@@ -38,7 +41,7 @@ class PinnedMemory:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of exactly this size."""
         nbytes = max(1, numel * dtype.itemsize)
-        block = torch.empty(nbytes, dtype=torch.uint8)
+        block = aligned_empty(nbytes)
         block.fill_(0)  # all threads touch the pages: registering then only locks them
         cudart: Any = torch.cuda.cudart()
         error = int(cudart.cudaHostRegister(block.data_ptr(), nbytes, 0))
@@ -69,6 +72,7 @@ class Tier:
     pinned: PinnedMemory | None = None
     used: int = 0
     peak: int = 0
+    below: Tier | None = None  # what does not fit here might rest there
     _lock: Any = field(default_factory=threading.Lock, repr=False)  # updates run on a thread of their own
 
     @property
@@ -87,10 +91,19 @@ class Tier:
                 self.peak = max(self.peak, self.used)
                 return
         raise OutOfCapacity(
-            f"the {self.name} tier holds {self.used:,} of {self.limit:,} bytes and has no room for {what}"
-            f" ({nbytes:,} bytes); give the tier more capacity, use smaller chunks (min_chunk_size_mb,"
+            f"{self} and has no room for {what}"
+            f" ({nbytes:,} bytes){self._elsewhere()}; give the tier more capacity, use smaller chunks (min_chunk_size_mb,"
             " search_range_mb), or let more of the model rest elsewhere (placement_policy)"
         )
+
+    def _elsewhere(self) -> str:
+        if self.below is None:
+            return ""
+        return f"; {self.below}"
+
+    def __str__(self) -> str:
+        most = f"{self.capacity:,} bytes" if self.capacity is not None else "any number of bytes"
+        return f"the {self.name} tier holds {self.used:,} of {most}"
 
     def give(self, nbytes: int) -> None:
         """Count ``nbytes`` as free again."""
@@ -104,6 +117,15 @@ class Tier:
         if self.pinned is not None:
             return self.pinned.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+
+def nowhere(tiers: Sequence[Tier], what: str, nbytes: int) -> OutOfCapacity:
+    """The error for what fits into none of ``tiers``."""
+    full = "; ".join(map(str, tiers))
+    return OutOfCapacity(
+        f"no tier has room for {what} ({nbytes:,} bytes): {full}. Give one of them more capacity (host_capacity, disk_capacity),"
+        " or use smaller chunks (min_chunk_size_mb, search_range_mb)"
+    )
 
 
 @dataclass

@@ -99,7 +99,7 @@ class Timeline:
             seconds=seconds,
             bytes_up=self.chunks.bytes_up - up,
             bytes_down=self.chunks.bytes_down - down,
-            peak={tier.name: tier.peak for tier in (self.chunks.compute, self.chunks.host)},
+            peak={tier.name: tier.peak for tier in self.chunks.tiers},
             copying=copying,
             waiting=waiting,
             updating=sum(b - a for _, a, b in _intervals(self.events, "update", seconds)),

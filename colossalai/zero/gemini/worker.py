@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Work = Callable[[], None]
-Ready = Callable[[], bool]
+Ready = Callable[[], bool]  # also: whether it has begun to get what it needs
 
 
 @dataclass(order=True)
@@ -23,10 +23,16 @@ class _Job:
     name: str = field(compare=False)
     work: Work = field(compare=False)
     is_ready: Ready = field(compare=False)
+    prepare: Ready = field(compare=False)
+    prepared: bool = field(default=False, compare=False)
 
 
 def _at_once() -> bool:
     return True
+
+
+def nothing() -> bool:
+    return False
 
 
 class _Shared:
@@ -48,23 +54,37 @@ def _run(shared: _Shared) -> None:
             if shared.closed:
                 return
             job = _next(shared.jobs)
+            following = _following(shared.jobs)
         try:
             if shared.error is None:  # after a failure the rest is not done: weights must not run apart
+                for soon in (job, following):
+                    if soon is not None:
+                        soon.prepared = soon.prepare()
                 job.work()
         except BaseException as error:
             shared.error = (job.name, error)
         with shared.changed:
             shared.pending.discard(job.key)
             shared.changed.notify_all()
-        del job
+        del job, following
 
 
 def _next(jobs: list[_Job]) -> _Job:
     """The most urgent of those whose gradient has arrived; if none has, the one whose gradient was sent first."""
     ready = [job for job in jobs if job.is_ready()]
-    job = min(ready) if ready else min(jobs, key=lambda waiting: waiting.number)
+    job = min(ready, key=_urgency) if ready else min(jobs, key=lambda waiting: waiting.number)
     jobs.remove(job)
     return job
+
+
+def _following(jobs: list[_Job]) -> _Job | None:
+    """The one that would be next if nothing came between."""
+    return min((job for job in jobs if job.is_ready()), key=_urgency, default=None)
+
+
+def _urgency(job: _Job) -> tuple[bool, int, int]:
+    """What has been prepared holds a buffer: it goes first."""
+    return not job.prepared, job.priority, job.key
 
 
 def _close(shared: _Shared) -> None:
@@ -82,8 +102,18 @@ class Worker:
         self._count = 0
         weakref.finalize(self, _close, self._shared)
 
-    def submit(self, key: int, priority: int, name: str, work: Work, is_ready: Ready = _at_once) -> None:
+    def submit(
+        self,
+        key: int,
+        priority: int,
+        name: str,
+        work: Work,
+        is_ready: Ready = _at_once,
+        prepare: Ready = nothing,
+    ) -> None:
         """Do ``work``; of several that wait and are ready, the one with the smallest ``priority`` is next.
+
+        ``prepare`` is called while the one before is being done, and says whether it could begin.
 
         The script runs ahead of the device: what is not ready would keep the thread waiting while others could go on.
         """
@@ -97,7 +127,7 @@ class Worker:
             assert key not in self._shared.pending, name
             self._shared.pending.add(key)
             self._count += 1
-            self._shared.jobs.append(_Job(priority, key, self._count, name, work, is_ready))
+            self._shared.jobs.append(_Job(priority, key, self._count, name, work, is_ready, prepare))
             self._shared.changed.notify_all()
 
     def is_done(self, key: int) -> bool:

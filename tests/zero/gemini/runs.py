@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,18 +100,19 @@ class Case:
     clip: float = 0.0
     reentrant: bool | None = None
     early: bool = False
+    nvme: float = 0.0
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def is_possible(self) -> bool:
-        if self.policy == "cuda" and self.share is not None:
+        if self.policy == "cuda" and (self.share is not None or self.nvme):
             return False
         return not (self.early and self.clip)
 
     def __str__(self) -> str:
         return (
             f"{self.policy} {str(self.dtype)[6:]} share={self.share} accumulate={self.accumulate} clip={self.clip}"
-            f" reentrant={self.reentrant} early={self.early}"
+            f" reentrant={self.reentrant} early={self.early} nvme={self.nvme}"
         )
 
 
@@ -133,6 +134,8 @@ class Training:
         self.nbytes = sum(p.numel() for p in model.parameters()) * case.dtype.itemsize
         self.capacity = None if case.share is None else int(case.share * self.nbytes)
         inner = optimizer(model.parameters())
+        if case.nvme and isinstance(inner, HybridAdam):
+            inner.offload_states(case.nvme, None)
         small = SMALL * case.dtype.itemsize
         options = {"min_chunk_size_mb": small, "search_range_mb": small, "prefetch": 1, **dict(case.options)}
         self.model = GeminiDDP(
@@ -217,6 +220,8 @@ def compare(case: Case, steps: int = 4, **options: Any) -> Training:
     In bf16 ranks add in another order, and Adam would make whole steps of gradients that are nothing but rounding.
     """
     if case.dtype is not torch.float32 and dist.is_initialized() and dist.get_world_size() > 1:
+        if case.nvme:
+            return equal_to_memory(case, steps)
         options = {"optimizer": sgd, **options}
     run, serial = Training(case, **options), Serial(case, **options)
     limit = TOLERANCE[case.dtype]
@@ -229,4 +234,16 @@ def compare(case: Case, steps: int = 4, **options: Any) -> Training:
             continue
         error = (weights[name].float() - expected.float()).abs().max()
         assert error <= limit * expected.float().abs().max(), (str(case), name, float(error))
+    return run
+
+
+def equal_to_memory(case: Case, steps: int) -> Training:
+    """The same to the last bit, whether states rest on the disk or not."""
+    run, other = Training(case), Training(replace(case, nvme=0.0))
+    for step in range(steps):
+        got, expected = run.step(batch(step)), other.step(batch(step))
+        assert torch.equal(got, expected), (str(case), step, got, expected)
+    weights = run.model.state_dict(only_rank_0=False)
+    for name, expected in other.model.state_dict(only_rank_0=False).items():
+        assert torch.equal(weights[name], expected), (str(case), name)
     return run

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 
+from colossalai.testing import check_state_dict_equal
 from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
 from tests.zero.gemini.runs import SMALL, batch, hybrid, loss_of, net, sgd
+from tests.zero.gemini.test_disk import BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -57,6 +60,41 @@ def test_policies(policy: str, dtype: torch.dtype) -> None:
 def test_a_small_tier() -> None:
     run = both("cpu", torch.bfloat16, True, True, compute_capacity=8_000, prefetch=1)
     assert run.chunk_manager.compute.peak <= 8_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("early", "share"), [(False, 0.5), (True, 0.5), (True, 0.25)])
+def test_the_disk_tier(dtype: torch.dtype, early: bool, share: float, tmp_path: Path) -> None:
+    needed = sum(p.numel() for p in net().parameters()) * BYTES[dtype]
+    options = {"host_buffers": 2} if early else {}
+    run = both(
+        "cpu", dtype, early, True, disk_dir=str(tmp_path), host_capacity=int(share * needed), **options
+    )
+    chunks = run.chunk_manager
+    assert all(tier.peak <= tier.limit for tier in chunks.tiers)
+    assert chunks.total_mem["disk"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_disk_tier_with_large_chunks(tmp_path: Path) -> None:
+    def train(**options: object) -> tuple[dict[str, torch.Tensor], GeminiDDP]:
+        torch.manual_seed(0)
+        body = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(12)])
+        model = GeminiDDP(
+            body, "cuda", "cpu", dtype=torch.bfloat16, min_chunk_size_mb=2.01, search_range_mb=0.1, **options
+        )
+        optimizer = GeminiAdamOptimizer(model, lr=1e-3, update_in_backward=True)
+        for step in range(6):
+            x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(step)).cuda()
+            optimizer.backward(model(x).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict(), model
+
+    expected, _ = train()
+    got, model = train(disk_dir=str(tmp_path), host_capacity=70 * 2**20, host_buffers=2)
+    assert any(map(model.chunk_manager.is_on_disk, model.chunk_manager.chunks))
+    check_state_dict_equal(got, expected)
 
 
 def test_movement_is_measured() -> None:

@@ -91,7 +91,7 @@ def staged(task: Problem, schedule: str, chunks: int, policy: str, mode: str | N
     )
 
 
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2))
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
 
 
 @parametrize_sample("schedule, policy", list(itertools.product(SCHEDULES, ("cpu", "cuda"))), n=3)

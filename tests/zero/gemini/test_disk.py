@@ -1,0 +1,228 @@
+"""The disk as third tier: parity when the host is small, capacities that hold, errors that lose nothing."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colossalai.nn.optimizer import HybridAdam
+from colossalai.testing import check_state_dict_equal, sample_cases, spawn
+from colossalai.utils.disk.scratch import ScratchFile
+from colossalai.zero.gemini import ChunkManager
+from colossalai.zero.gemini.tiers import OutOfCapacity
+from tests.zero.gemini.runs import Case, Training, batch, compare, launch, loss_of, net
+
+BYTES = {torch.float32: 16, torch.bfloat16: 14}  # of an element: weight, gradient, moments, tail
+
+
+def small_host(folder: str, share: float, case: Case, ranks: int = 1, **options: Any) -> Case:
+    """``case`` with a host that has ``share`` of what the model needs there; few gradients wait there if they need not."""
+    needed = sum(p.numel() for p in net().parameters()) * BYTES[case.dtype] // ranks
+    few = {"host_buffers": 2} if case.early else {}
+    more = {"disk_dir": folder, "host_capacity": int(share * needed), **few, **options}
+    fields = {name: getattr(case, name) for name in case.__dataclass_fields__}
+    return Case(**{**fields, "options": tuple(more.items())})
+
+
+def check_tiers(run: Training) -> None:
+    for tier in run.model.chunk_manager.tiers:
+        assert tier.peak <= tier.limit, tier
+
+
+GRID = [
+    (share, case)
+    for share, case in itertools.product(
+        (1 / 2, 1 / 4),
+        (
+            Case(*row)
+            for row in itertools.product(
+                ("cpu", "auto", "const"),
+                (torch.float32, torch.bfloat16),
+                (None, 1 / 4),
+                (1, 4),
+                (0.0, 0.5),
+                (None, True),
+                (False, True),
+            )
+        ),
+    )
+    if case.is_possible
+]
+
+
+def _train(rank: int, world_size: int, port: int, folder: str, cases: list[Any], steps: int) -> None:
+    launch(rank, world_size, port)
+    for share, case in cases:
+        run = compare(small_host(folder, share, case, world_size), steps)
+        shelf = run.model.chunk_manager.shelf
+        assert shelf is not None
+        assert shelf.tier.peak > 0, "nothing rests on the disk"
+        check_tiers(run)
+
+
+def cases_for(ranks: int) -> list[tuple[float, Case]]:
+    """Sums that ranks have not averaged yet (under ``no_sync``, or for want of room on the compute tier) wait on the host, whole."""
+    return [(s, c) for s, c in GRID if ranks == 1 or (c.accumulate == 1 and c.share is None)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parity(ranks: int, tmp_path: Path) -> None:
+    cases = sample_cases(cases_for(ranks), 3)
+    spawn(_train, ranks, folder=str(tmp_path), cases=cases, steps=3, timeout=120)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_whole_grid(ranks: int, tmp_path: Path) -> None:
+    spawn(_train, ranks, folder=str(tmp_path), cases=cases_for(ranks), steps=100, timeout=3600)
+
+
+def _weights_and_states(run: Training, steps: int) -> tuple[Any, Any]:
+    for step in range(steps):
+        run.step(batch(step))
+    return run.model.state_dict(), run.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints_are_those_of_memory(tmp_path: Path, dtype: torch.dtype) -> None:
+    case = Case(dtype=dtype, clip=0.5)
+    on_disk = small_host(str(tmp_path), 1 / 4, case)
+    weights, states = _weights_and_states(Training(case), 3)
+    for got, expected in zip(_weights_and_states(Training(on_disk), 3), (weights, states), strict=True):
+        check_state_dict_equal(got, expected)
+    again = Training(on_disk)
+    again.step(batch(9))
+    again.model.load_state_dict(weights)
+    again.optimizer.load_state_dict(states)
+    check_state_dict_equal(again.optimizer.state_dict()["state"], states["state"])
+    full = Training(case)
+    full.model.load_state_dict(weights)
+    full.optimizer.load_state_dict(states)
+    for got, expected in zip(_weights_and_states(again, 2), _weights_and_states(full, 2), strict=True):
+        check_state_dict_equal(got, expected)
+    check_tiers(again)
+
+
+def _all_of_a_step(run: Training, number: int) -> None:
+    run.step(batch(number))
+    run.model.settle()
+    resting = run.optimizer._resting
+    assert resting is not None
+    resting.shelf.finish()
+
+
+def offloaded(fraction: float, folder: str) -> Any:
+    return lambda params: HybridAdam(params, lr=1e-2, nvme_offload_fraction=fraction, nvme_offload_dir=folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nvme_fraction(tmp_path: Path, dtype: torch.dtype) -> None:
+    case = Case(dtype=dtype, early=True)
+    expected = _weights_and_states(Training(case, optimizer=offloaded(0.0, "")), 3)
+    sizes = []
+    for fraction in (0.5, 1.0):
+        run = Training(case, optimizer=offloaded(fraction, str(tmp_path)))
+        for got, wanted in zip(_weights_and_states(run, 3), expected, strict=True):
+            check_state_dict_equal(got, wanted)
+        resting = run.optimizer._resting
+        assert resting is not None
+        sizes.append(len(resting.fields))
+    trained = len(run.model.gradients.of)
+    assert sizes[1] == trained
+    assert abs(sizes[0] - trained / 2) <= 1
+    with pytest.raises(
+        ValueError, match=r"HybridAdam has nvme_offload_fraction=0.5, and the model has disk_dir"
+    ):
+        Training(small_host(str(tmp_path), 1 / 2, case), optimizer=offloaded(0.5, str(tmp_path)))
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case()
+    expected = _weights_and_states(Training(case), 4)
+    run = Training(small_host(str(tmp_path), 1 / 2, case))
+    run.step(batch(0))
+    run.step(batch(1))
+    write, broken = ScratchFile.write, True
+
+    def fails(self: ScratchFile, data: memoryview, offset: int) -> None:
+        if broken:
+            raise OSError(errno.ENOSPC, "no space")
+        write(self, data, offset)
+
+    monkeypatch.setattr(ScratchFile, "write", fails)
+    with pytest.raises(
+        OSError,
+        match=r"the (gradients|optimizer states) of chunk \d+ .* could not be written .*Nothing is lost",
+    ):
+        _all_of_a_step(run, 2)
+    run.optimizer.zero_grad()
+    run.model.settle()
+    with suppress(OSError):  # the others, once
+        run.optimizer._resting.shelf.finish()
+    broken = False
+    run.step(batch(3))
+    for got, wanted in zip((run.model.state_dict(), run.optimizer.state_dict()), expected, strict=True):
+        check_state_dict_equal(got, wanted)
+
+
+def test_a_failed_read_names_the_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Training(small_host(str(tmp_path), 1 / 2, Case()))
+    run.step(batch(0))
+    run.model.settle()
+
+    def fails(self: ScratchFile, data: memoryview, offset: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(ScratchFile, "read", fails)
+    with pytest.raises(RuntimeError, match=r"the update of chunk \d+ \(.*\) failed: OSError"):
+        _all_of_a_step(run, 1)
+    assert run.model.chunk_manager.total_mem["host"] > 0
+
+
+def test_nowhere(tmp_path: Path) -> None:
+    case = small_host(str(tmp_path), 1 / 4, Case(early=True), disk_capacity=20_000)
+    with pytest.raises(
+        OutOfCapacity,
+        match=r"no tier has room for the weights of chunk .*the host tier holds .*the disk tier holds",
+    ):
+        Training(case)
+    run = Training(small_host(str(tmp_path), 1 / 2, Case(early=True), disk_capacity=40_000))
+    with pytest.raises(
+        RuntimeError,
+        match=r"no tier has room for the optimizer states of chunk .* bytes\): the host tier holds",
+    ):
+        _all_of_a_step(run, 0)
+    with pytest.raises(
+        OutOfCapacity, match="the host tier has a capacity of 100 bytes, but gradients and what passes"
+    ):
+        Training(Case(options=(("disk_dir", str(tmp_path)), ("host_capacity", 100))))
+
+
+def test_options(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="disk_capacity=5 needs disk_dir"):
+        ChunkManager(64, disk_capacity=5)
+    with pytest.raises(ValueError, match="needs host_capacity: the bytes of host memory"):
+        ChunkManager(64, disk_dir=str(tmp_path))
+    case = small_host(str(tmp_path), 1 / 2, Case(dtype=torch.bfloat16))
+    with pytest.raises(
+        ValueError, match="the disk tier has no place for the float32 weights that AdamW needs"
+    ):
+        Training(case, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3))
+
+
+def test_other_optimizers(tmp_path: Path) -> None:
+    run = compare(
+        small_host(str(tmp_path), 1 / 2, Case()),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
+    )
+    check_tiers(run)
+    run.optimizer.backward(loss_of(run.model, batch(0)))
+    with pytest.raises(RuntimeError, match="clip_grad_by_value needs all gradients on the host"):
+        run.optimizer.clip_grad_by_value(0.1)
