@@ -131,8 +131,11 @@ class MasterWeights:
             own = numbered[int(index)]
             if id(own) in owned:  # a weight that needs no master here is the model's affair
                 own.copy_(value)
+        self.note_load()
+
+    def note_load(self) -> None:
+        """The masters were loaded: compare them with the weights, which may be loaded before or after."""
         for pair in self._pairs:
-            # compare with the weights, which may be loaded before or after
             pair.seen, pair.begun = -1, True
 
     def _numbered(self) -> list[tuple[int, Tensor]]:

@@ -135,11 +135,28 @@ class ScaledOptimizer(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), SCALER_KEY: self.scaler.state_dict()}
 
+    def other_state(self) -> dict[str, Any]:
+        scale = {SCALER_KEY: self.scaler.state_dict()} if self.is_scaled else {}
+        return {**super().other_state(), **scale}
+
+    def load_other_state(self, state: dict[str, Any]) -> None:
+        super().load_other_state(state)
+        saved, own = state.get(SCALER_KEY), self.scaler.state_dict()
+        if (
+            self.is_scaled and saved and saved.keys() != own.keys()
+        ):  # of another precision, which counts otherwise
+            saved = {**own, "scale": saved["scale"]}
+        if self.is_scaled:
+            self._load_scale(saved)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load; a state without loss scale, of another precision or version, leaves the present one, with a warning."""
         state_dict = dict(state_dict)
         scaler_state = state_dict.pop(SCALER_KEY, None)
         super().load_state_dict(state_dict)
+        self._load_scale(scaler_state)
+
+    def _load_scale(self, scaler_state: dict[str, Any] | None) -> None:
         if scaler_state:
             self.scaler.load_state_dict(scaler_state)
         elif scaler_state is None and self.is_scaled:

@@ -7,7 +7,7 @@ precision does in its ``MixedPrecision``, and what both hand back are the wrappe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -23,7 +23,9 @@ from colossalai.booster.accelerator import Accelerator
 from colossalai.booster.mixed_precision import PRECISIONS, MixedPrecision, mixed_precision_factory
 from colossalai.booster.pipelines import Pipelines
 from colossalai.booster.plugin import Plugin
-from colossalai.checkpoint_io import CheckpointIO, GeneralCheckpointIO
+from colossalai.booster.runs import Runs
+from colossalai.booster.save_options import by_name
+from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO, GeneralCheckpointIO, Save
 from colossalai.interface import (
     LossWatch,
     LRSchedulerWrapper,
@@ -33,6 +35,7 @@ from colossalai.interface import (
     check_loss,
     user_module,
 )
+from colossalai.mesh.norm import DATA
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import launched_mesh
@@ -50,10 +53,6 @@ class Boosted(NamedTuple):
 
 # Modules and optimizers that were boosted in this process: a second time would register their hooks twice.
 _boosted: WeakSet[Any] = WeakSet()
-
-# The two documented orders of what follows the path in `save_model`, told apart by the first value.
-_BY_SHARD = ("shard", "gather_dtensor", "variant", "size_per_shard", "use_safetensors")
-_BY_PREFIX = ("prefix", "shard", "size_per_shard")
 
 
 class Booster:
@@ -80,10 +79,13 @@ class Booster:
         self.checkpoint_io: CheckpointIO = (
             plugin.get_checkpoint_io()
             if plugin is not None and plugin.control_checkpoint_io()
+            else GatheredCheckpointIO()
+            if _shares_models()
             else GeneralCheckpointIO()
         )
         self._watch = LossWatch()
         self._pipelines = Pipelines()
+        self._runs = Runs()
 
     def _choose_device(self, device: str | torch.device | None) -> Accelerator | None:
         plugin = self.plugin
@@ -156,6 +158,7 @@ class Booster:
             if lr_scheduler is not None and optimizer.skips_steps:
                 lr_scheduler = LRSchedulerWrapper(lr_scheduler, optimizer)
         _boosted.update(raw)
+        self._runs.add(model, optimizer, lr_scheduler, dataloader)
         return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
@@ -206,6 +209,57 @@ class Booster:
             raise RuntimeError(f"{type(self.plugin).__name__} does not support no_sync")
         return self.plugin.no_sync(model)
 
+    def save(
+        self,
+        path: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        keep: int | None = None,
+        size_per_shard: float = 1024,
+        background: bool = False,
+    ) -> Save:
+        """Save all that a run needs to go on: what ``boost`` returned, random states, loss scale, position in the data.
+
+        Every rank calls this.  The checkpoint is complete or not there at all, whenever a machine stops; it can be loaded under any
+        other plan, on any number of ranks.  If one rank fails, all raise.
+
+        Args:
+            path: the folder of this checkpoint; an older one in it is replaced.
+            extra: further values (numbers, strings, small tensors and lists and dicts of them), which ``load`` returns.
+            keep: of the checkpoints in the folder around ``path``, only the last so many stay.
+            size_per_shard: the most MB of a file.
+            background: return as soon as everything is copied to the host, and write while training goes on.  An error is raised
+                by ``wait`` of what is returned, or by the next ``save`` or ``load``; the next save waits for this one.
+        """
+        self._watch.report()
+        state = self._runs.state(self._plan(), extra or {})
+        return self._runs.writer.save(
+            state.collect,
+            state.merge,
+            path,
+            keep=keep,
+            size_per_shard=size_per_shard,
+            background=background,
+        )
+
+    def load(self, path: str | Path, *, strict: bool = True, verify: bool = True) -> dict[str, Any]:
+        """Go on from a checkpoint of ``save``, written under any plan; returns its ``extra``.  Every rank calls this.
+
+        Args:
+            path: a checkpoint, or a folder of checkpoints, of which the latest is loaded.
+            strict: refuse weights that only one of model and checkpoint has.
+            verify: compare the checksums of everything that is stored before anything is changed.
+        """
+        self._runs.writer.wait()
+        return self._runs.state({}, {}).load(path, strict=strict, verify=verify)
+
+    def _plan(self) -> dict[str, Any]:
+        """How this job runs, for people who look at its checkpoints."""
+        return {
+            "plugin": None if self.plugin is None else type(self.plugin).__name__,
+            "precision": None if self.mixed_precision is None else type(self.mixed_precision).__name__,
+        }
+
     @overload
     def save_model(
         self,
@@ -238,7 +292,7 @@ class Booster:
         size_per_shard, use_safetensors)`` and ``(model, checkpoint, prefix, shard, size_per_shard)``.  ``prefix`` and
         ``variant`` are two names for one thing, a word in the names of the files.  Sizes are in MB.
         """
-        options = _by_name(args, kwargs)
+        options = by_name(args, kwargs)
         _check_type("save_model", "a model", model, nn.Module)
         self._watch.report()
         self.checkpoint_io.save_model(model, checkpoint, **options)
@@ -277,6 +331,12 @@ class Booster:
         """Load what ``save_lr_scheduler`` wrote."""
         _check_scheduler("load_lr_scheduler", lr_scheduler)
         self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+def _shares_models() -> bool:
+    """Whether several ranks of the launched job hold one model together; without a plugin, each rank is a job of its own if not."""
+    mesh = launched_mesh()
+    return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA)
 
 
 def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -332,28 +392,3 @@ def _check_type(who: str, name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         made = " (a class: pass an instance)" if isinstance(value, type) else ""
         raise TypeError(f"{who} needs {name} of type {kind.__module__}.{kind.__name__}, got {value!r}{made}")
-
-
-def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The options of ``save_model`` by name, whichever of the two orders they came in."""
-    if args and not isinstance(args[0], bool | str | None):
-        raise TypeError(
-            f"save_model takes shard (a bool) or prefix (a str or None) after the path, got {args[0]!r}"
-        )
-    order = _BY_SHARD if args and isinstance(args[0], bool) else _BY_PREFIX
-    if len(args) > len(order):
-        raise TypeError(f"save_model takes at most {', '.join(order)} after the path, got {args!r}")
-    options = dict(zip(order, args, strict=False))
-    if twice := sorted(options.keys() & kwargs.keys()):
-        raise TypeError(f"save_model got {', '.join(twice)} by position and by name")
-    options |= kwargs
-    if unknown := sorted(options.keys() - {*_BY_SHARD, *_BY_PREFIX}):
-        raise TypeError(
-            f"save_model does not know {', '.join(unknown)}; it takes prefix, {', '.join(_BY_SHARD)}"
-        )
-    prefix = options.pop("prefix", None)
-    if prefix and options.setdefault("variant", prefix) != prefix:
-        raise TypeError(
-            f"save_model got prefix={prefix!r} and variant={options['variant']!r}, which mean the same"
-        )
-    return options

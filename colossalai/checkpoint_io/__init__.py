@@ -1,17 +1,23 @@
-"""Checkpoints: one file or a folder of shards with an index, in the layout of Hugging Face.
+"""Checkpoints that know nothing of the plan that wrote them.
 
-``base`` says what can be asked for, ``general`` does it for whole tensors, ``replicated`` lets one rank write for all,
-``gathered`` does so for tensors that are cut over ranks; ``pretrained`` reads only the pieces that a rank needs.
-Below them: ``files`` (one file, whole or not at all), ``names`` (what files are called and how they are found again),
-``sharding`` (which tensor goes where), ``index`` (the map of a folder) and ``fitting`` (whether it is the model's).
+Whole runs (``booster.save``): ``boxes`` (rectangles), ``entries`` (what a rank holds), ``model_state`` and ``optimizer_state`` (of what),
+``run_state`` (of everything), ``survey`` (who writes what), ``blocks`` (one data file), ``manifest`` (what is in a folder), ``writing`` and ``reading``.
+
+Files of whole tensors, one or a folder with an index in the layout of Hugging Face: ``base`` says what can be asked for, ``general`` does
+it for whole tensors, ``replicated`` lets one rank write for all, ``gathered`` does so for tensors that are cut over ranks (``gathering``);
+``training`` is one file with everything; ``pretrained`` reads only the pieces that a rank needs.  Below them: ``files`` (one file, whole or not at
+all), ``names`` (what files are called and how they are found again), ``sharding`` (which tensor goes where), ``index`` (the map of a folder) and
+``fitting`` (whether it is the model's).
 """
 
 from colossalai.checkpoint_io.base import CheckpointIO
 from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
 from colossalai.checkpoint_io.general import GeneralCheckpointIO
 from colossalai.checkpoint_io.index import CheckpointIndexFile
-from colossalai.checkpoint_io.pretrained import load_pretrained
+from colossalai.checkpoint_io.manifest import checkpoints, latest
+from colossalai.checkpoint_io.pretrained import load_pretrained, read_pretrained
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
+from colossalai.checkpoint_io.writing import Save
 
 __all__ = [
     "CheckpointIO",
@@ -19,5 +25,9 @@ __all__ = [
     "GatheredCheckpointIO",
     "GeneralCheckpointIO",
     "ReplicatedCheckpointIO",
+    "Save",
+    "checkpoints",
+    "latest",
     "load_pretrained",
+    "read_pretrained",
 ]

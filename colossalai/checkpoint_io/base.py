@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from numbers import Real
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colossalai.checkpoint_io.files import load_shard_state_dict
 from colossalai.checkpoint_io.names import Kind, add_variant, find_checkpoint, has_index_file
-from colossalai.mesh import full_shape, placement
 
 
 class CheckpointIO(ABC):
@@ -44,7 +42,6 @@ class CheckpointIO(ABC):
             use_safetensors: safetensors instead of torch's own format; also if a single file is named ``*.safetensors``.
         """
         path = _target("save_model", checkpoint, shard, size_per_shard, variant)
-        _refuse_pieces("save_model", model.parameters())
         if shard:
             self.save_sharded_model(model, path, gather_dtensor, variant, size_per_shard, use_safetensors)
         else:
@@ -69,7 +66,6 @@ class CheckpointIO(ABC):
     ) -> None:
         """Save the states and parameter groups of ``optimizer``; ``prefix`` is what ``variant`` is for a model."""
         path = _target("save_optimizer", checkpoint, shard, size_per_shard, prefix)
-        _refuse_pieces("save_optimizer", (p for group in optimizer.param_groups for p in group["params"]))
         if shard:
             self.save_sharded_optimizer(optimizer, path, gather_dtensor, prefix, size_per_shard)
         else:
@@ -130,16 +126,6 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def load_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path) -> None: ...
-
-
-def _refuse_pieces(who: str, params: Iterable[Tensor]) -> None:
-    """A file of what one rank holds would look like a checkpoint of the model."""
-    if cut := [p for p in params if placement(p).sharded]:
-        raise ValueError(
-            f"{who}: {len(cut)} parameters are cut over ranks by tensor parallelism (the first is this rank's {tuple(cut[0].shape)}"
-            f" of {tuple(full_shape(cut[0]))}), and this version does not put them together; a model of transformers that was"
-            " given to colossalai.nn.parallelize can be saved with model.save_pretrained"
-        )
 
 
 def _target(

@@ -2,6 +2,9 @@
 
 A file appears under its name only when all of it is on disk, so a crash never leaves half a file behind.  On loading,
 the first bytes tell safetensors from torch's own format; the name does not matter.
+
+Both formats are read with checksums.  Torch's is a zip archive, which has them, though torch does not look at them; safetensors
+has none, so ours lie in its metadata, where other libraries pass them over.
 """
 
 from __future__ import annotations
@@ -17,6 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossalai.checkpoint_io.checksums import (
+    CHECKSUMS,
+    check_archive,
+    check_tensor,
+    read_checksums,
+    sums_as_text,
+    tensor_crc,
+)
+
 StateDict = dict[str, Any]
 
 
@@ -29,9 +41,9 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
         mode = draft.stat().st_mode
         write(draft)
         draft.chmod(mode)  # as the umask says; safetensors leaves a file that only its owner can read
-        _sync(draft)
+        sync(draft)
         os.replace(draft, path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         draft.unlink(missing_ok=True)
 
@@ -54,12 +66,13 @@ def load_shard_state_dict(checkpoint_file: str | Path) -> StateDict:
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint file {path}")
     try:
-        if _is_safetensors(path):
+        if is_safetensors(path):
             return _read_safetensors(path)
+        check_archive(path)
         with path.open("rb") as file:  # by its name, torch would take a file for safetensors that is none
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if not isinstance(state, dict):
         raise RuntimeError(f"{path} holds a {type(state).__name__} where a state dict was expected")
     return state
@@ -69,7 +82,7 @@ def survey_file(path: Path) -> StateDict:
     """Like ``load_shard_state_dict``, but values are left on the disk as far as the format allows: for a look at them."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint file {path}")
-    if not _is_safetensors(path):
+    if not is_safetensors(path):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception:  # torch's old format cannot be mapped; what is damaged is reported there
@@ -82,12 +95,12 @@ def survey_file(path: Path) -> StateDict:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
             ties = file.metadata() or {}
     except SafetensorError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     shapes |= {name: shapes[stored] for name, stored in ties.items() if stored in shapes}
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
-def _unreadable(path: Path, error: Exception) -> RuntimeError:
+def unreadable(path: Path, error: Exception) -> RuntimeError:
     return RuntimeError(
         f"{path} is not a checkpoint that can be read (damaged, cut short, or holding objects that are neither"
         f" tensors nor plain values): {error}"
@@ -155,7 +168,8 @@ def _write_safetensors(state: Mapping[str, Any], draft: Path, path: Path) -> Non
             metadata[name] = owner[key]
         else:
             stored[name] = value.contiguous()
-    save_file(stored, draft, metadata=metadata)
+    sums = {name: tensor_crc(tensor) for name, tensor in stored.items()}
+    save_file(stored, draft, metadata={**metadata, CHECKSUMS: sums_as_text(sums)})
 
 
 def _read_safetensors(path: Path) -> StateDict:
@@ -163,6 +177,9 @@ def _read_safetensors(path: Path) -> StateDict:
 
     with safe_open(path, framework="pt", device="cpu") as file:
         state: StateDict = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        sums = read_checksums(file.metadata())
+        for name, tensor in state.items():
+            check_tensor(name, tensor, sums)
         for name, stored in (file.metadata() or {}).items():
             if stored in state:
                 state.setdefault(name, state[stored])
@@ -177,7 +194,7 @@ def stored_names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def _is_safetensors(path: Path) -> bool:
+def is_safetensors(path: Path) -> bool:
     """Eight bytes with the length of a JSON header, then the header."""
     with path.open("rb") as file:
         start = file.read(9)
@@ -195,7 +212,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of files in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

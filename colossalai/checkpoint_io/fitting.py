@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from colossalai.checkpoint_io.entries import serial_shape
+
 
 def check_shapes(module: nn.Module, state: Mapping[str, Any], path: Path) -> None:
     """Refuse tensors of other shapes than the model's of the same name, before the model is changed.
@@ -21,9 +23,10 @@ def check_shapes(module: nn.Module, state: Mapping[str, Any], path: Path) -> Non
     """
     if any(part._load_state_dict_pre_hooks for part in module.modules()):
         return
-    own = module.state_dict(keep_vars=True)
+    rename = getattr(module, "serial_name", str)
+    own = {rename(name): value for name, value in module.state_dict(keep_vars=True).items()}
     faults = [
-        f"size mismatch for {name}: {tuple(value.shape)} in the file, {tuple(own[name].shape)} in the model"
+        f"size mismatch for {name}: {tuple(value.shape)} in the file, {serial_shape(own[name])} in the model"
         for name, value in state.items()
         if isinstance(value, Tensor) and _differ(value, own.get(name))
     ]
@@ -35,7 +38,7 @@ def _differ(value: Tensor, own: Any) -> bool:
     if not isinstance(own, Tensor) or is_lazy(own):
         return False
     # torch takes a row of one number for a number
-    return value.shape != own.shape and not (value.shape == (1,) and own.dim() == 0)
+    return tuple(value.shape) != serial_shape(own) and not (value.shape == (1,) and own.dim() == 0)
 
 
 def report_names(

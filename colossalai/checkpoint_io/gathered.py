@@ -1,8 +1,6 @@
-"""Checkpoints under a plan that cuts tensors over ranks; the files are those of whole tensors.
+"""Checkpoints of several ranks in files of whole tensors: one file, or a folder that Hugging Face opens.
 
-A cut tensor is one with a method ``full_tensor``, which every rank must call: ``DTensor``, or ZeRO's states in slices.
-
-Saving gathers one tensor at a time, and only the rank that writes keeps it, on its CPU: all of the file that is being
+Saving brings one tensor at a time together, and only the rank that writes keeps it, on its CPU: all of the file that is being
 written, never more.  Loading reads the files on every rank, and each keeps its own part.  So a checkpoint does not know
 by how many ranks it was written, or under which plan.
 """
@@ -10,57 +8,86 @@ by how many ranks it was written, or under which plan.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colossalai.checkpoint_io.boxes import whole
+from colossalai.checkpoint_io.entries import is_piece, pieces_of, serial_shape, shared_mark
 from colossalai.checkpoint_io.files import save_state_dict
-from colossalai.checkpoint_io.general import (
-    write_model_shards,
-    write_optimizer_shards,
-)
+from colossalai.checkpoint_io.gathering import Gathering, Part
+from colossalai.checkpoint_io.general import Names, write_model_shards, write_optimizer_shards
+from colossalai.checkpoint_io.model_state import ModelState
+from colossalai.checkpoint_io.optimizer_state import NumberedState
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
-from colossalai.checkpoint_io.sharding import plan_shards, size_of, spread_over_states
-from colossalai.interface import ModelWrapper, below_compile, user_module
-
-Part = tuple[dict[Any, Any], float]
+from colossalai.checkpoint_io.sharding import plan_shards
+from colossalai.interface import user_module
+from colossalai.mesh.norm import STAGES
+from colossalai.utils.parallel import launched_mesh
 
 # The attribute of a parameter of an optimizer that is a slice of one of the model; its ``fit`` cuts a loaded value.
 PIECE = "zero_piece"
 
 
 class GatheredCheckpointIO(ReplicatedCheckpointIO):
-    """Saving is a collective, as in ``ReplicatedCheckpointIO``; loading is not.
-
-    Whole tensors may be among the others: they are taken from the rank that writes.
-    """
+    """Saving is a collective, as in ``ReplicatedCheckpointIO``; so is loading into the stages of a pipeline."""
 
     def fit(self, value: Any, target: Any) -> Any:
         """Cut a whole tensor like ``target``; one of another shape is left to the error that follows, or is a count."""
         if (piece := getattr(target, PIECE, None)) is not None:
-            return piece.fit(value)
-        if not is_cut(target) or not isinstance(value, Tensor) or value.shape != target.shape:
+            return piece.fit(self.fit(value, piece.param))
+        if not isinstance(target, Tensor) or not isinstance(value, Tensor) or value.shape == ():
             return value
-        from torch.distributed.tensor import distribute_tensor
+        if tuple(value.shape) != serial_shape(target) or not is_piece(target):
+            return value
+        room = torch.empty_like(target, dtype=value.dtype, requires_grad=False)
+        for own in pieces_of(target, room, launched_mesh(), "a tensor of the checkpoint"):
+            own.view().copy_(value[own.box.within(whole(tuple(value.shape)))])
+        return room
 
-        return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    def names(self, module: nn.Module) -> Names:
+        """As the stages of a pipeline together know them: each gets the tensors it shares with others under all their names."""
+        found = super().names(module)
+        if not _has_stages():
+            return found
+        own = {name: shared_mark(t) for name, t in module.state_dict(keep_vars=True).items()}
+        marks = {serial: own[names[0]] for serial, names in found.here.items()}
+        for theirs in self.ranks.gather(marks):
+            found.elsewhere |= theirs.keys()
+            for serial, mark in theirs.items():
+                for here in [name for name, own_mark in marks.items() if mark and own_mark == mark]:
+                    found.here.setdefault(serial, found.here[here])
+        return found
+
+    def load_weights(
+        self, model: nn.Module, parts: Iterable[tuple[Path, dict[str, Any]]], checkpoint: Path, strict: bool
+    ) -> None:
+        failure = None
+        try:
+            super().load_weights(model, parts, checkpoint, strict)
+        except Exception as error:
+            if not _has_stages():
+                raise
+            failure = error
+        if _has_stages():  # what one stage lacks, the others do not know
+            self.ranks.agree(failure, what="load the model")
 
     def save_unsharded_model(
         self, model: nn.Module, checkpoint: Path, gather_dtensor: bool, use_safetensors: bool
     ) -> None:
         _check(gather_dtensor)
-        state = _weights_of(model)
-        parts = _gather(state, float("inf"), self.is_writer)
+        parts = self.model_parts(model, float("inf"))
+        metadata = getattr(user_module(model).state_dict(keep_vars=True), "_metadata", None)
 
         def write() -> None:
-            whole = OrderedDict(next(parts, ({}, 0.0))[0])
-            whole._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
-            save_state_dict(whole, checkpoint, use_safetensors)
+            state = OrderedDict(next(parts, ({}, 0.0))[0])
+            state._metadata = metadata  # type: ignore[attr-defined]
+            save_state_dict(state, checkpoint, use_safetensors)
 
         self._write_while_gathering(write, parts)
 
@@ -74,19 +101,38 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         use_safetensors: bool,
     ) -> None:
         _check(gather_dtensor)
-        parts = _gather(_weights_of(model), size_per_shard, self.is_writer)
+        parts = self.model_parts(model, size_per_shard)
         self._write_while_gathering(
             partial(write_model_shards, parts, checkpoint, variant, use_safetensors), parts
         )
 
+    def model_parts(self, model: nn.Module, size_per_shard: float) -> Iterator[Part]:
+        """The state dict of the serial model in parts; what modules add to it (``get_extra_state``) is in the last one."""
+        gathering = Gathering(lambda: ModelState(model).entries(), self.ranks)
+        extra: dict[str, Any] = {}
+        for theirs in reversed(self.ranks.gather(ModelState(model).extra)):
+            extra |= theirs
+        return self._with_extra(gathering, extra, size_per_shard)
+
+    def _with_extra(
+        self, gathering: Gathering, extra: dict[str, Any], size_per_shard: float
+    ) -> Iterator[Part]:
+        waiting: Part | None = None
+        for part, size in gathering.parts(size_per_shard):
+            if waiting is not None:
+                yield waiting
+            waiting = {name.removeprefix("model/"): value for name, value in part.items()}, size
+        found, size = waiting or ({}, 0.0)
+        if found or extra:
+            yield found | extra, size
+
     def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path, gather_dtensor: bool) -> None:
         _check(gather_dtensor)
-        rest = _state_of(optimizer)
-        parts = _gather(rest.pop("state"), float("inf"), self.is_writer)
-        rest = _whole(rest, self.is_writer)
+        state = NumberedState(optimizer)
+        parts = self.optimizer_parts(state, float("inf"))
 
         def write() -> None:
-            save_state_dict({"state": next(parts, ({}, 0.0))[0], **rest}, checkpoint)
+            save_state_dict(state.state_dict(next(parts, ({}, 0.0))[0]), checkpoint)
 
         self._write_while_gathering(write, parts)
 
@@ -99,11 +145,43 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         size_per_shard: float,
     ) -> None:
         _check(gather_dtensor)
-        states, rest = spread_over_states(_state_of(optimizer))
-        parts = _gather(states, size_per_shard, self.is_writer)
-        self._write_while_gathering(partial(write_optimizer_shards, parts, rest, checkpoint, prefix), parts)
+        state = NumberedState(optimizer)
+        parts = self.optimizer_parts(state, size_per_shard)
+        write = partial(write_optimizer_shards, parts, state.rest(spread=True), checkpoint, prefix)
+        self._write_while_gathering(write, parts)
 
-    def _write_while_gathering(self, write: Callable[[], None], parts: Iterator[Part]) -> None:
+    def optimizer_parts(
+        self, state: NumberedState, size_per_shard: float
+    ) -> Iterator[tuple[dict[int, Any], float]]:
+        """The states of the serial optimizer by the numbers of parameters, in parts."""
+        gathering = Gathering(state.entries, self.ranks)
+        plain: dict[int, dict[str, Any]] = {}
+        for theirs in reversed(self.ranks.gather(state.plain())):
+            plain |= theirs
+        names: dict[int, list[str]] = {number: [] for number in plain}
+        for name in gathering.plan.tensors:
+            names.setdefault(int(name.split("/")[1]), []).append(name)
+        return self._by_number(state, gathering, plain, names, size_per_shard)
+
+    def _by_number(
+        self,
+        state: NumberedState,
+        gathering: Gathering,
+        plain: dict[int, dict[str, Any]],
+        names: dict[int, list[str]],
+        size_per_shard: float,
+    ) -> Iterator[tuple[dict[int, Any], float]]:
+        sizes = [([number], sum(map(gathering.size, names[number]))) for number in sorted(names)]
+        for numbers, size in plan_shards(sizes, size_per_shard):
+            yield (
+                {
+                    n: {state.key(name): gathering.whole(name) for name in names[n]} | plain.get(n, {})
+                    for n in numbers
+                },
+                size,
+            )
+
+    def _write_while_gathering(self, write: Callable[[], None], parts: Iterator[Any]) -> None:
         """``write`` takes the parts one by one on the rank that writes; the others help to gather each.
 
         If it fails, the rest is still gathered there, since the other ranks do not know yet.
@@ -119,65 +197,14 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
         self.agree(failure)
 
 
-def is_cut(value: Any) -> bool:
-    """Whether other ranks hold other parts of ``value``."""
-    return isinstance(value, Tensor) and hasattr(value, "full_tensor")
-
-
-def _weights_of(model: nn.Module) -> dict[str, Any]:
-    """The weights of a model with its cut tensors as they are; a wrapper whose weights lie elsewhere answers itself."""
-    wrapper = below_compile(model)
-    if isinstance(wrapper, ModelWrapper) and hasattr(type(wrapper), "sharded_state_dict"):
-        found: dict[str, Any] = wrapper.sharded_state_dict()
-        return found
-    return user_module(model).state_dict(keep_vars=True)
-
-
-def _state_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimizer with its cut tensors as they are; what lies below wrappers answers."""
-    ask: Callable[[], dict[str, Any]] = getattr(optimizer, "sharded_state_dict", optimizer.state_dict)
-    return ask()
-
-
-def _gather(state: Mapping[Any, Any], max_shard_size: float, keep: bool) -> Iterator[Part]:
-    """The state in shards of whole values, gathered when asked for; without ``keep`` the values are None.
-
-    Every rank must take the same shards.  A tensor under several names is one object here, and stays one.
-    """
-    units: dict[int, list[Any]] = {}
-    for name, value in state.items():
-        units.setdefault(id(value), []).append(name)
-    sizes = [(names, size_of(state[names[0]])) for names in units.values()]
-    for names, size in plan_shards(sizes, max_shard_size):
-        whole = {key: _whole(value, keep) for key, value in {id(state[n]): state[n] for n in names}.items()}
-        yield {name: whole[id(state[name])] for name in names}, size
-
-
-def whole_tensor(value: Any) -> Tensor:
-    """All of a cut tensor, on every rank, on a device where its backend can gather."""
-    if not hasattr(value, "device_mesh"):
-        return value.full_tensor()
-    mesh = value.device_mesh
-    # Under gloo the parts travel from host memory: torch 2.11 crashes when it gathers CUDA tensors there.  NCCL knows
-    # the devices of the mesh only, while the parts of an offloaded tensor wait on the CPU.
-    by_gloo = dist.get_backend(mesh.get_group(0)) == "gloo"
-    return value.detach().to("cpu" if by_gloo else mesh.device_type).full_tensor()
-
-
-def _whole(value: Any, keep: bool) -> Any:
-    """``value`` without cuts, on the CPU of a rank that is to ``keep`` it; None on the others."""
-    if isinstance(value, dict):
-        return {name: _whole(inner, keep) for name, inner in value.items()}
-    if is_cut(value):
-        gathered = whole_tensor(value)
-        return gathered.cpu() if keep else None
-    if isinstance(value, Tensor):
-        return value.detach().cpu() if keep else None
-    return value if keep else None
+def _has_stages() -> bool:
+    mesh = launched_mesh()
+    return mesh is not None and mesh.size.get(STAGES, 1) > 1
 
 
 def _check(gather_dtensor: bool) -> None:
     if not gather_dtensor:
         raise ValueError(
-            "gather_dtensor=False asks for a checkpoint of cut tensors, but this plan stores whole ones; leave it out"
+            "gather_dtensor=False asks for a checkpoint of cut tensors, but this plan stores whole ones; leave it out, or use"
+            " booster.save"
         )

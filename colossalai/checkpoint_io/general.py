@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,26 @@ from colossalai.utils.optimizer_state import check_state
 
 State = dict[str, Any]
 Shards = Iterable[tuple[dict[Any, Any], float]]
+
+
+@dataclass
+class Names:
+    """Names in files, which are those of the serial model, and what they are here."""
+
+    here: dict[str, list[str]]
+    elsewhere: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Names:
+        rename = getattr(module, "serial_name", str)
+        here: dict[str, list[str]] = {}
+        for name in module.state_dict(keep_vars=True):
+            here.setdefault(rename(name), []).append(name)
+        return cls(here)
+
+    def local(self, stored: str) -> list[str]:
+        """The tensors of this rank that get the stored one; one that nobody knows goes under its own name, to be reported."""
+        return self.here.get(stored, [] if stored in self.elsewhere else [stored])
 
 
 class GeneralCheckpointIO(CheckpointIO):
@@ -66,13 +87,13 @@ class GeneralCheckpointIO(CheckpointIO):
     def load_unsharded_model(self, model: nn.Module, checkpoint: Path, strict: bool) -> None:
         state = load_shard_state_dict(checkpoint)
         check_shapes(user_module(model), state, checkpoint)
-        self._load_weights(model, [(checkpoint, state)], checkpoint, strict)
+        self.load_weights(model, [(checkpoint, state)], checkpoint, strict)
 
     def load_sharded_model(self, model: nn.Module, index_file_path: Path, strict: bool) -> None:
         index = CheckpointIndexFile.from_file(index_file_path)
         for path, state in survey_shards(index):  # all of them, before the first changes the model
             check_shapes(user_module(model), state, path)
-        self._load_weights(model, read_shards(index), index_file_path, strict)
+        self.load_weights(model, read_shards(index), index_file_path, strict)
 
     def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: Path, gather_dtensor: bool) -> None:
         self.run_write(partial(save_state_dict, optimizer.state_dict(), checkpoint))
@@ -109,15 +130,23 @@ class GeneralCheckpointIO(CheckpointIO):
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         self.run_write(partial(save_state_dict, lr_scheduler.state_dict(), checkpoint))
 
-    def _load_weights(
+    def names(self, module: nn.Module) -> Names:
+        """What the tensors of ``module`` are called in files, and which names of files are not for this rank."""
+        return Names.of(module)
+
+    def load_weights(
         self, model: nn.Module, parts: Iterable[tuple[Path, State]], checkpoint: Path, strict: bool
     ) -> None:
         """Load part by part; what no part has is missing, unless the model ties it to something that was loaded."""
         module = user_module(model)
-        own = module.state_dict(keep_vars=True)
+        own, names = module.state_dict(keep_vars=True), self.names(module)
         missing, unexpected = list(own), []
         for path, state in parts:
-            state = {name: self.fit(value, own.get(name)) for name, value in state.items()}
+            state = {
+                name: self.fit(value, own.get(name))
+                for stored, value in state.items()
+                for name in names.local(stored)
+            }
             try:
                 # a wrapper whose weights lie elsewhere loads them there
                 result = below_compile(model).load_state_dict(state, strict=False)
@@ -127,7 +156,8 @@ class GeneralCheckpointIO(CheckpointIO):
             missing = [name for name in missing if name in absent]
             unexpected += result.unexpected_keys
         loaded = {id(value) for name, value in own.items() if name not in missing}
-        missing = [name for name in missing if id(own[name]) not in loaded]
+        rename = getattr(module, "serial_name", str)
+        missing = [rename(name) for name in missing if id(own[name]) not in loaded]
         report_names(module, checkpoint, missing, unexpected, strict)
 
     def _load_states(

@@ -37,7 +37,11 @@ class CheckpointIndexFile:
             raise RuntimeError(
                 f"{path} is not the index of a sharded checkpoint: it has no object 'weight_map'"
             )
-        metadata = dict(content.get("metadata") or {})
+        metadata = content.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise RuntimeError(
+                f"{path} is not the index of a sharded checkpoint: its 'metadata' is no object but {metadata!r}"
+            )
         homes = weight_map | {key: metadata[key] for key in [PARAM_GROUPS] if key in metadata}
         for name, file_name in homes.items():
             if not isinstance(file_name, str) or Path(file_name).name != file_name:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from colossalai.checkpoint_io.entries import serial_shape
 from colossalai.checkpoint_io.files import stored_names
 from colossalai.checkpoint_io.index import CheckpointIndexFile
+from colossalai.checkpoint_io.model_state import mesh_of
 from colossalai.checkpoint_io.names import get_base_filenames
-from colossalai.mesh import Layout, Mesh, full_shape, local_slices, placement, serial_form
-from colossalai.nn.layer import ParallelLayer
-from colossalai.nn.modes import current
+from colossalai.mesh import Layout, Mesh, local_slices, placement, serial_form
 from colossalai.nn.policies.stage import Stage
 from colossalai.utils import get_current_device
 
@@ -57,13 +57,30 @@ def load_pretrained(
     own = {name: tensor for s in stages for name, tensor in s.state_dict(keep_vars=True).items()}
     sources, unknown = _assign(stages[0], own, _stored(path))
     _check(stages[0], path, own, sources, unknown if strict else [], strict)
-    mesh = mesh or _mesh_of(model)
+    mesh = mesh or mesh_of(model)
     device = torch.device(device or get_current_device())
     for target, value in _pieces(own, sources, mesh):
         _write(model, target, value, device)
     for stage in stages:
         _fill_buffers(stage, device)
     return model
+
+
+def read_pretrained(
+    model: nn.Module, path: str | Path, *, strict: bool = True, mesh: Mesh | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The stored values of ``model`` by their names in it, one after the other: this rank's piece where the model is cut.
+
+    For models that keep their weights in a way of their own, such as ``GeminiDDP`` (give its ``unwrap()``): at no time is
+    there more than one tensor.  A tied weight comes once.  Otherwise as ``load_pretrained``.
+    """
+    path = Path(path)
+    own = dict(model.state_dict(keep_vars=True))
+    sources, unknown = _assign(model, own, _stored(path))
+    _check(model, path, own, sources, unknown if strict else [], strict)
+    names = {id(tensor): name for name, tensor in reversed(own.items())}
+    for target, value in _pieces(own, sources, mesh or mesh_of(model)):
+        yield names[id(target)], value
 
 
 def _stages(model: nn.Module) -> Sequence[nn.Module]:
@@ -143,17 +160,13 @@ def _check(
             for name, source in sources.items():
                 if source.file == file:
                     found = tuple(content.get_slice(source.name).get_shape())
-                    if found != (wanted := _serial_shape(own[name])):
+                    if found != (wanted := serial_shape(own[name])):
                         shapes.append(f"{name} is {found} there and {wanted} in the model")
     faults = [("it lacks", missing), ("the model does not know", unknown), ("sizes differ:", shapes)]
     if any(names for _, names in faults):
         details = "; ".join(f"{what} {', '.join(names)}" for what, names in faults if names)
         hint = ". Pass strict=False to pass over what only one side has" if strict and not shapes else ""
         raise RuntimeError(f"{path} does not fit {type(model).__name__}: {details}{hint}")
-
-
-def _serial_shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(serial_form(torch.empty(full_shape(tensor), device="meta"), tensor).shape)
 
 
 def _pieces(
@@ -181,7 +194,7 @@ def _read(content: Any, name: str, target: Tensor, mesh: Mesh | None) -> Tensor:
             f"{name} is cut as {layout}: load_pretrained needs mesh=, as no layer of this model has one"
         )
     as_stored: Layout = layout.transposed() if getattr(target, "transposed", False) else layout
-    ranges = local_slices(_serial_shape(target), as_stored, mesh, uneven=True)
+    ranges = local_slices(serial_shape(target), as_stored, mesh, uneven=True)
     return serial_form(_take(content.get_slice(name), (), ranges), target)
 
 
@@ -234,8 +247,3 @@ def _computed(model: nn.Module, module: nn.Module, names: list[str], device: tor
         compute(module)
         outcomes.append([module.get_buffer(name) for name in names])
     return [name for name, a, b in zip(names, *outcomes, strict=True) if not torch.equal(a, b)]
-
-
-def _mesh_of(model: nn.Module) -> Mesh | None:
-    meshes = (m._mesh for m in model.modules() if isinstance(m, ParallelLayer))
-    return next((mesh for mesh in meshes if mesh is not None), current().mesh)

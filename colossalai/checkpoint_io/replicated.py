@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from colossalai.checkpoint_io.general import GeneralCheckpointIO
+from colossalai.checkpoint_io.ranks import Ranks
 
 
 class ReplicatedCheckpointIO(GeneralCheckpointIO):
@@ -23,8 +24,12 @@ class ReplicatedCheckpointIO(GeneralCheckpointIO):
         self.group = group
 
     @property
+    def ranks(self) -> Ranks:
+        return Ranks(self.group)
+
+    @property
     def is_writer(self) -> bool:
-        return dist.get_rank(self.group) == 0
+        return self.ranks.rank == 0
 
     def run_write(self, write: Callable[[], None]) -> None:
         failure: Exception | None = None
@@ -37,9 +42,4 @@ class ReplicatedCheckpointIO(GeneralCheckpointIO):
 
     def agree(self, failure: Exception | None) -> None:
         """Raise on all ranks what failed on rank 0, if anything did."""
-        outcome = [None if failure is None else f"{type(failure).__name__}: {failure}"]
-        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
-        if failure is not None:
-            raise failure
-        if outcome[0] is not None:
-            raise RuntimeError(f"rank 0 could not write the checkpoint: {outcome[0]}")
+        self.ranks.agree(failure, what="write the checkpoint")

@@ -5,21 +5,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
 from colossalai.checkpoint_io.fitting import check_shapes
-from colossalai.checkpoint_io.general import GeneralCheckpointIO
-from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
+from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
+from colossalai.checkpoint_io.named_optimizer import own_optimizer, whole_optimizer
 from colossalai.interface import user_module
 from colossalai.logging import get_dist_logger
-from colossalai.mesh import placement
 from colossalai.utils.optimizer_state import check_state
 
 # In a file that was written within an epoch: how many of its batches are in the weights.
@@ -34,22 +33,26 @@ def save_checkpoint(
     lr_scheduler: Any = None,
     **kwargs: Any,
 ) -> None:
-    """Write one file; in a distributed job every rank calls this and rank 0 writes.
+    """Write one file of the whole model, whatever the plan; in a distributed job every rank calls this and rank 0 writes.
 
     Further keywords (plain values and tensors) are kept in the file beside the rest.
     """
-    if cut := [name for name, p in model.named_parameters() if placement(p).sharded]:
-        raise ValueError(
-            f"save_checkpoint writes what rank 0 holds, but {cut[0]} is cut over ranks ({len(cut)} parameters are); this"
-            " version cannot gather them into one file"
-        )
-    state = {"epoch": epoch, "model": user_module(model).state_dict(), **kwargs}
-    for name, part in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
-        if part is not None:
-            state[name] = part.state_dict()
-    together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    io = ReplicatedCheckpointIO() if together else GeneralCheckpointIO()
+    io = GatheredCheckpointIO()
+    state = {"epoch": epoch, "model": _whole_model(model, io), **kwargs}
+    if optimizer is not None:
+        state |= whole_optimizer(optimizer, model, io)
+    if lr_scheduler is not None:
+        state["lr_scheduler"] = lr_scheduler.state_dict()
     io.run_write(partial(save_state_dict, state, file))
+
+
+def _whole_model(model: nn.Module, io: GatheredCheckpointIO) -> dict[str, Any]:
+    """The state dict of the serial model, on the rank that writes."""
+    state: OrderedDict[str, Any] = OrderedDict()
+    for part, _ in io.model_parts(model, float("inf")):
+        state |= part
+    state._metadata = getattr(user_module(model).state_dict(keep_vars=True), "_metadata", None)  # type: ignore[attr-defined]
+    return state
 
 
 def load_checkpoint(
@@ -88,17 +91,21 @@ def load_training(
         raise RuntimeError(
             f"{file} is not a checkpoint with {', '.join(absent) or 'an epoch'}; it holds {', '.join(map(str, state))}"
         )
-    module = user_module(model)
+    module, io = user_module(model), GatheredCheckpointIO()
     check_shapes(module, state["model"], Path(file))
     if optimizer is not None:  # before anything is changed
         try:
+            state["optimizer"] = own_optimizer(optimizer, model, state, io)
             check_state(optimizer, state["optimizer"])
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             raise ValueError(f"{file} does not fit the optimizer: {error}") from error
-    try:
-        module.load_state_dict(state["model"], strict=strict)
-    except RuntimeError as error:
-        raise RuntimeError(f"{file} does not fit the model: {error}") from error
+    if io.ranks.size > 1:
+        io.load_weights(model, [(Path(file), state["model"])], Path(file), strict)
+    else:
+        try:
+            module.load_state_dict(state["model"], strict=strict)
+        except RuntimeError as error:
+            raise RuntimeError(f"{file} does not fit the model: {error}") from error
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     if lr_scheduler is not None:

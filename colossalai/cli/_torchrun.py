@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from colossalai.cli import _rank
+from colossalai.cli._restarts import Restarts
 
 REPORT = "torchrun.json"
 
@@ -31,13 +32,17 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    stopped = _limit_closing(float(grace))
+    notes = Path(os.environ[_rank.FAILURE_DIR])
+    stopped: set[int] = set()  # the local ranks which still ran when torch began to close them
+    restarts = Restarts(notes, lambda failed: _exits(failed, stopped))
+    restarts.install()
+    _limit_closing(float(grace), stopped, restarts)
     if "LOGLEVEL" not in os.environ:  # torch's variable: whoever sets it wants to read the messages
         logging.disable(logging.ERROR)
     options = torchrun.parse_args(arguments)
     _warn_about_shared_gpus(options)
     _start_ranks_through_our_runner(options)
-    report = Path(os.environ[_rank.FAILURE_DIR], REPORT)
+    report = notes / REPORT
     try:
         torchrun.run(options)
     except ChildFailedError as error:
@@ -50,25 +55,19 @@ def main() -> None:
         sys.exit(1)
 
 
-def _limit_closing(grace: float) -> set[int]:
-    """Ranks that ignore SIGTERM are killed after ``grace`` seconds, after a failure too (torch: always 30).
-
-    Returns the set that will hold the local ranks which still ran when torch began to close them.
-    """
+def _limit_closing(grace: float, stopped: set[int], restarts: Restarts) -> None:
+    """Ranks that ignore SIGTERM are killed after ``grace`` seconds, after a failure too (torch: always 30)."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     original = PContext.close
-    stopped: set[int] = set()
 
     def close(self: PContext, death_sig: signal.Signals | None = None, timeout: float = grace) -> None:
-        # the ranks are ending: an order to stop would only interrupt us and lose their exit codes
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        stopped.update(local_rank for local_rank, pid in self.pids().items() if _runs(pid))
-        original(self, death_sig, grace)  # type: ignore[arg-type]
+        if running := {local_rank for local_rank, pid in self.pids().items() if _runs(pid)}:
+            stopped.clear()  # of an attempt before this one
+            stopped.update(running)
+        restarts.closing(lambda: original(self, death_sig, grace))  # type: ignore[arg-type]
 
     PContext.close = close  # type: ignore[method-assign]
-    return stopped
 
 
 def _runs(pid: int) -> bool:

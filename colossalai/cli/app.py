@@ -7,6 +7,7 @@ import click
 from colossalai._version import __version__
 from colossalai.cli.benchmark.command import benchmark
 from colossalai.cli.check import check
+from colossalai.cli.ckpt import ckpt
 from colossalai.cli.run import run
 
 
@@ -20,9 +21,11 @@ def cli() -> None:
       colossalai check -i                          what this machine offers
       colossalai run --nproc_per_node 2 train.py   two processes on this machine
       colossalai benchmark --gpus 4                which tensor-parallel mode is fastest here
+      colossalai ckpt show checkpoints             what is in a checkpoint
     """
 
 
 cli.add_command(run)
 cli.add_command(check)
 cli.add_command(benchmark)
+cli.add_command(ckpt)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-# what a healthy rank says when another one has died
+# what a healthy rank says when another one has died, or has told it of its failure
 _LOST_A_PEER = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (closed|is closed|timeout)|closed by peer"
-    r"|DistNetworkError|DistStoreError|DistBackendError|ncclRemoteError|remote process exited",
+    r"|DistNetworkError|DistStoreError|DistBackendError|ncclRemoteError|remote process exited"
+    r"|PipelineError: pipeline stage",
     re.IGNORECASE,
 )
 _LINE = 78
@@ -56,6 +60,15 @@ def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any
         merged[note["rank"]] = {**note, "exitcode": exitcode}
     names = {field.name for field in fields(Failure)}
     return [Failure(**{name: one[name] for name in names & one.keys()}) for one in merged.values()]
+
+
+def read_notes(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks noted about themselves."""
+    notes = []
+    for file in folder.glob("rank_*.json"):
+        with contextlib.suppress(FileNotFoundError):  # a rank that starts again removes its note
+            notes.append(json.loads(file.read_text()))
+    return notes
 
 
 def exit_text(exitcode: int) -> str:

@@ -43,6 +43,7 @@ class LaunchArgs:
     arguments: tuple[str, ...] = ()
     runs_a_script: bool = True
     """False when the name after the options is a module or a program, which no file must match."""
+    max_restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,13 @@ class Job:
     launch_args: LaunchArgs = LaunchArgs()
     ssh_port: int | None = None
     stop_timeout: float = DEFAULT_STOP_TIMEOUT
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_restarts and self.launch_args.max_restarts:
+            raise ClickException(
+                "--max_restarts and max_restarts in --extra_launch_args say the same; use one of them"
+            )
 
     def order(self, node_rank: int, *, remote: bool, capture: bool) -> dict[str, Any]:
         """What the agent of this node is told (see ``node_agent``)."""
@@ -72,6 +80,7 @@ class Job:
             "master_port": self.master_port,
             "is_master": node_rank == 0,
             "stop_timeout": self.stop_timeout,
+            "max_restarts": self.max_restarts or self.launch_args.max_restarts,
         }
 
     def torchrun_arguments(self, node_rank: int) -> list[str]:
@@ -86,6 +95,7 @@ class Job:
             "--rdzv_backend=static",
             f"--master_addr={self.master_addr}",
             f"--master_port={self.master_port}",
+            *([f"--max_restarts={self.max_restarts}"] if self.max_restarts else []),
             *self.launch_args.arguments,
             self.script,
             *self.script_args,
@@ -107,7 +117,11 @@ def parse_launch_args(text: str | None) -> LaunchArgs:
     for name, instead in _OURS.items():
         if getattr(options, name) != getattr(untouched, name):
             raise ClickException(f"--extra_launch_args cannot set {name}: use {instead} of colossalai run")
-    return LaunchArgs(arguments=arguments, runs_a_script=not (options.module or options.no_python))
+    return LaunchArgs(
+        arguments=arguments,
+        runs_a_script=not (options.module or options.no_python),
+        max_restarts=options.max_restarts,
+    )
 
 
 def _torchrun_options(arguments: Iterable[str]) -> Namespace:

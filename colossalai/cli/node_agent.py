@@ -188,18 +188,19 @@ class Agent:
             self._finish()
         elif time.monotonic() > self._kill_at:
             processes.kill_descendants(os.getpid())
-        elif self._state is State.RUNNING and self._somebody_lingers():
-            self.stop(signal.SIGTERM)
+        elif self._state is State.RUNNING:
+            self._end_lingering()
 
-    def _somebody_lingers(self) -> bool:
-        """Whether a rank has raised but its process does not end, for example for a thread that still runs."""
+    def _end_lingering(self) -> None:
+        """End a rank that has raised but whose process does not end, for example for a thread that still runs."""
         assert self._job
         old = time.time() - self._job["stop_timeout"]
-        pids = {note["pid"] for note in self._rank_notes() if note["time"] < old}
-        return bool(pids) and not pids.isdisjoint(processes.descendants(os.getpid()))
-
-    def _rank_notes(self) -> list[dict[str, Any]]:
-        return [json.loads(file.read_text()) for file in self._notes.glob("rank_*.json")]
+        pids = {note["pid"] for note in failure.read_notes(self._notes) if note["time"] < old}
+        lingering = pids.intersection(processes.descendants(os.getpid())) if pids else set()
+        if lingering and not self._job["max_restarts"]:
+            self.stop(signal.SIGTERM)
+        else:
+            processes.kill(lingering)  # torchrun sees it and starts all of them again
 
     def _finish(self) -> None:
         assert self._torchrun
@@ -215,7 +216,9 @@ class Agent:
     def _outcome(self, returncode: int) -> dict[str, Any]:
         file = self._notes / _torchrun.REPORT
         report = json.loads(file.read_text()) if file.exists() else {}
-        failures = failure.collect(report.get("exits", []), self._rank_notes()) if returncode else []
+        failures = (
+            failure.collect(report.get("exits", []), failure.read_notes(self._notes)) if returncode else []
+        )
         message = report.get("message")
         if returncode != 0 and not failures and not message and self._state is State.RUNNING:
             message = f"torchrun ended with {failure.exit_text(returncode)} and left no report"

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -41,12 +42,17 @@ def kill_descendants(root: int, timeout: float = 5.0) -> list[int]:
     """Kill until none is left, since a dying process may have started another; the unkillable are returned."""
     deadline = time.monotonic() + timeout
     while (left := descendants(root)) and time.monotonic() < deadline:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(left)
         reap()
         time.sleep(0.02)
     return left
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL to those that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def reap(keep: int | None = None) -> None:

@@ -62,9 +62,17 @@ _PORT = click.IntRange(1, 65535)
 )
 @click.option("--ssh-port", type=_PORT, metavar="PORT", help="Port of the ssh servers. Default: ssh's own.")
 @click.option(
+    "--max_restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="If a process fails, start all of them again, up to N times. A script that begins with booster.load goes on.",
+)
+@click.option(
     "--extra_launch_args",
     metavar="ARGS",
-    help='More options for torchrun: "max_restarts=2,redirects=3" becomes --max_restarts=2 --redirects=3.',
+    help='More options for torchrun: "tee=3,redirects=3" becomes --tee=3 --redirects=3.',
 )
 @click.argument("user_script")
 @click.argument("user_args", nargs=-1, type=click.UNPROCESSED)
@@ -86,6 +94,10 @@ def run(**options: object) -> None:
     \b
     Many hosts, without a faulty one:
       colossalai run --nproc_per_node 8 --hostfile hosts.txt --exclude host7 --master_addr host1 train.py
+
+    \b
+    A long run that goes on from its last checkpoint when a process dies:
+      colossalai run --nproc_per_node 8 --max-restarts 10 train.py
 
     \b
     Several hosts need:
@@ -114,6 +126,7 @@ def _job(
     master_addr: str,
     master_port: int,
     ssh_port: int | None,
+    max_restarts: int,
     extra_launch_args: str | None,
     user_script: str,
     user_args: tuple[str, ...],
@@ -138,4 +151,5 @@ def _job(
         launch_args=parse_launch_args(extra_launch_args),
         ssh_port=ssh_port,
         stop_timeout=stop_timeout(os.environ),
+        max_restarts=max_restarts,
     )

@@ -4,7 +4,7 @@ meta.py      the meta device as a stand-in for a GPU
 link.py      a pipeline stage without neighbours
 watch.py     what there is at the worst moment
 estimate.py  one rank
-zero.py      one rank under ZeRO-3
+zero.py      one rank under ZeRO
 job.py       all ranks
 table.py     the result for people
 """

@@ -22,7 +22,7 @@ from colossalai.core import global_context as gpc
 from colossalai.dry_run.estimate import Played, play_step, played_alike, stored_microbatches
 from colossalai.dry_run.link import Way
 from colossalai.dry_run.watch import MemoryEstimate
-from colossalai.dry_run.zero import estimate_zero3, placement_policy
+from colossalai.dry_run.zero import estimate_zero, zero_plan
 from colossalai.mesh import full_shape, mesh_coordinates, placement
 from colossalai.pipeline.stage import pipeline_rank
 
@@ -57,7 +57,7 @@ def dry_run(
     """Play a training step of every rank of the first data-parallel replica; raises what the job would raise.
 
     ``build`` is called for each rank, as in a launched job, with the meta device as the default.  A ``zero`` section is
-    taken as ZeRO-3.
+    priced by a formula.
     """
     zero = config.get("zero")
     launched = {key: value for key, value in config.items() if key != "zero"}
@@ -97,8 +97,8 @@ class _Player:
 
     def _estimate(self, parts: Parts) -> MemoryEstimate:
         if self._zero is not None:
-            policy = placement_policy(self._zero)
-            return estimate_zero3(parts.model, parts.criterion, parts.batch, gpc.data_parallel_size, policy)
+            model, _, criterion, batch = parts
+            return estimate_zero(model, criterion, batch, gpc.data_parallel_size, *zero_plan(self._zero))
         place = tuple(c for axis, c in gpc.mesh.coord.items() if axis not in (DATA_AXIS, PIPELINE_AXIS))
         specs = self._specs.setdefault(place, {})
         stage, stored = pipeline_rank(gpc.mesh), stored_microbatches()

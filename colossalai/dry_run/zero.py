@@ -1,9 +1,11 @@
-"""The memory of a data-parallel rank under ZeRO-3, whose ranks hold a part of the model each and fetch the rest in turn.
+"""The memory of a data-parallel rank under ZeRO, by formula.
+
+Under ZeRO-3 ranks hold a part of the model each and fetch the rest in turn.
 
 With N ranks and P parameters, a rank holds 2 P / N bytes of weights in half precision, as many of gradients, and 12 P / N of
 masters and optimizer states; on the device or, with ``tensor_placement_policy='cpu'``, in the memory of the host.  The
 device also holds the unit (a block of the model) that is being computed, whole, the next one, which is fetched meanwhile, and
-the unit's gradients.  The activations are those of a rank that holds everything, found as in ``estimate``.
+the unit's gradients.  ZeRO-1 and 2 keep the weights whole.  The activations are those of a rank that holds everything, found as in ``estimate``.
 """
 
 from __future__ import annotations
@@ -25,18 +27,29 @@ UNITS_WHOLE = 2  # the one that is computed and the one that is fetched
 POLICIES = ("cpu", "cuda")
 
 
-def placement_policy(zero: Mapping[str, Any]) -> str:
-    """Where ``zero = dict(model_config=dict(tensor_placement_policy=...))`` lets the parts rest."""
-    policy = (zero.get("model_config") or {}).get("tensor_placement_policy", "cuda")
+def zero_plan(zero: Mapping[str, Any]) -> tuple[int, bool]:
+    """The level that a ``zero`` section means, and whether what rests does so in the memory of the host."""
+    level = zero.get("level", 3)
+    if level != 3:
+        return level, bool(zero.get("cpu_offload"))
+    model = zero.get("model_config") or {}
+    offload = any(zero.get(f"offload_{part}_config") for part in ("optimizer", "param"))
+    default = "cpu" if offload or zero.get("cpu_offload") else "cuda"
+    policy = zero.get("placement_policy", model.get("tensor_placement_policy", default))
     if policy not in POLICIES:
         raise ConfigException(
             f"a dry run knows zero.model_config.tensor_placement_policy {' and '.join(map(repr, POLICIES))}, got {policy!r}"
         )
-    return policy
+    return level, policy == "cpu"
 
 
-def estimate_zero3(
-    model: nn.Module, criterion: Callable[..., Any], batch: tuple[Any, Any], ranks: int, policy: str
+def estimate_zero(
+    model: nn.Module,
+    criterion: Callable[..., Any],
+    batch: tuple[Any, Any],
+    ranks: int,
+    level: int,
+    on_host: bool,
 ) -> MemoryEstimate:
     """What one of ``ranks`` data-parallel ranks needs.  ``model`` is the whole one, on the meta device."""
     model.to(torch.half)
@@ -44,17 +57,20 @@ def estimate_zero3(
     part = -(-parameters // ranks)
     unit = HALF_BYTES * _largest_unit(model)
     stored, workspace = _passes(model, criterion, batch)
-    rest = (2 * HALF_BYTES + MASTER_AND_STATES_BYTES) * part
-    on_device = policy == "cuda"
+    rests = 0 if on_host else part  # elements whose masters and states lie on the device
+    # gradients are whole until they are averaged, which level 1 does for all at the end
+    gradients = HALF_BYTES * parameters if level == 1 else unit + HALF_BYTES * rests
+    weights = UNITS_WHOLE * unit + HALF_BYTES * rests if level == 3 else HALF_BYTES * parameters
+    host = (2 * HALF_BYTES if level == 3 else HALF_BYTES) + MASTER_AND_STATES_BYTES
     return MemoryEstimate(
-        weights=UNITS_WHOLE * unit + (HALF_BYTES * part if on_device else 0),
-        masters=4 * part if on_device else 0,
-        states=8 * part if on_device else 0,
-        gradients=unit + (HALF_BYTES * part if on_device else 0),
+        weights=weights,
+        masters=4 * rests,
+        states=8 * rests,
+        gradients=gradients,
         activations=stored,
         workspace=workspace,
         moment="backward",
-        host=0 if on_device else rest,
+        host=host * part if on_host else 0,
     )
 
 

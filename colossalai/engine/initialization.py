@@ -64,7 +64,7 @@ def initialize(
     schedule = schedule_of_config()
     model, optimizer = _build(model, optimizer)
     mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
-    booster = Booster(mixed_precision=features.precision, plugin=_plugin(features, mode))
+    booster = Booster(mixed_precision=features.precision, plugin=_plugin(features, mode, model, optimizer))
     if booster.plugin is None:
         _share_weights(model, mode)  # before boost, which may copy them into master weights
     boosted = booster.boost(model, optimizer, criterion, train_dataloader, lr_scheduler)  # type: ignore[arg-type]
@@ -141,10 +141,10 @@ def schedule_of_config() -> BaseSchedule | None:
     )
 
 
-def _plugin(features: Features, mode: ParallelMode) -> Plugin | None:
+def _plugin(features: Features, mode: ParallelMode, model: nn.Module, optimizer: Optimizer) -> Plugin | None:
     """DDP averages gradients over ``mode``, unless ZeRO or handlers do so or there is nothing to average."""
     if features.zero is not None:
-        return zero_plugin(features.zero, gpc.get_group(mode))
+        return zero_plugin(features.zero, gpc.get_group(mode), model, optimizer)
     if gpc.get_world_size(mode) == 1 or features.handlers or is_using_pp():
         if features.ddp_options:
             by_handlers = features.handlers or is_using_pp()

@@ -1,7 +1,7 @@
 """The section ``zero`` of a config: which plugin it means.
 
 ``zero = dict(level=2, overlap_comm=True, clip_grad=1.0, cpu_offload=True)``: the names are those of the documents, or
-the plugin's own.
+the plugin's own.  Level 3, or a section with ``model_config``, is Gemini: see ``gemini_section``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
-from colossalai.booster.plugin import LowLevelZeroPlugin, Plugin
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from colossalai.context.config import ConfigException
+from colossalai.engine.gemini_section import means_gemini, read_gemini, send_to_disk
+from colossalai.mesh.parameter import SHARED_GROUP
 
 # The names of the documents, by that of the plugin.
 NAMES = {"overlap_comm": "overlap_communication", "clip_grad": "max_norm"}
@@ -22,9 +26,14 @@ LEVELS = (1, 2)
 
 def check_zero(section: Mapping[str, Any]) -> None:
     """Refuse what no plugin takes, before anything is built."""
+    if means_gemini(section):
+        read_gemini(section)
+        return
     level = section.get("level")
     if level not in LEVELS:
-        raise ConfigException(f"config section 'zero' needs level=1 or level=2, got level={level!r}")
+        raise ConfigException(
+            f"config section 'zero' needs level=1, level=2 or level=3, or model_config, got level={level!r}"
+        )
     known = [
         n for n in inspect.signature(LowLevelZeroPlugin).parameters if n not in ("stage", "process_group")
     ]
@@ -36,14 +45,39 @@ def check_zero(section: Mapping[str, Any]) -> None:
             )
 
 
-def zero_plugin(section: Mapping[str, Any], group: dist.ProcessGroup | None) -> Plugin:
-    """The plugin of a section, over the ranks of ``group``."""
+def zero_plugin(
+    section: Mapping[str, Any], group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer
+) -> Plugin:
+    """The plugin of a section, over the ranks of ``group``; ``optimizer`` learns where its states go."""
+    try:
+        if means_gemini(section):
+            _refuse_tied_stages(model)
+            options, path = read_gemini(section)
+            plugin = GeminiPlugin(**options)  # its ranks are those of the launched plan
+            if path is not None:
+                send_to_disk(optimizer, path)
+            return plugin
+        return LowLevelZeroPlugin(process_group=group, **_low_level(section))
+    except ConfigException:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigException(f"config section 'zero': {error}") from error
+
+
+def _refuse_tied_stages(model: nn.Module) -> None:
+    """Chunks give gradients away as soon as they are there; nobody could add those of another stage."""
+    shared = [name for name, p in model.named_parameters() if hasattr(p, SHARED_GROUP)]
+    if shared:
+        raise ConfigException(
+            f"config section 'zero' asks for level 3, and {shared[0]!r} is shared by several pipeline stages, whose gradients must"
+            " be added; build the model with tied=False, so that each stage has its own, or use level 1 or 2"
+        )
+
+
+def _low_level(section: Mapping[str, Any]) -> dict[str, Any]:
     options = {NAMES.get(name, name): value for name, value in section.items()}
     options["stage"] = options.pop("level")
     if not options.pop("dynamic_loss_scale", True):
         scale = options.setdefault("initial_scale", 1.0)
         options |= {"min_scale": scale, "max_scale": scale}  # it cannot move
-    try:
-        return LowLevelZeroPlugin(process_group=group, **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigException(f"config section 'zero': {error}") from error
+    return options

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from colossalai.interface.holding import Holding
+
 
 def below_compile(model: nn.Module) -> nn.Module:
     """The module that ``torch.compile(module)`` was given, or ``model`` itself."""
@@ -42,6 +44,15 @@ class ModelWrapper(nn.Module):
     def unwrap(self) -> nn.Module:
         """The user's module, below every wrapper."""
         return user_module(self.module)
+
+    def holdings(self) -> list[Holding]:
+        """For each parameter whose elements a plan keeps elsewhere: where they are.  A checkpoint reads and writes them there."""
+        return self.module.holdings() if isinstance(self.module, ModelWrapper) else []
+
+    def weights_loaded(self) -> None:
+        """A checkpoint has written other values to where ``holdings`` said they are."""
+        if isinstance(self.module, ModelWrapper):
+            self.module.weights_loaded()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

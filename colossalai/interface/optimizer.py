@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh, clip_grads
 from colossalai.utils.optimizer_state import check_state
 
@@ -138,6 +139,23 @@ class OptimizerWrapper(Optimizer):
         if isinstance(self.optim, OptimizerWrapper):
             return self.optim.trained_parameters()
         return [p for p in self.parameters() if p.requires_grad]
+
+    # What a checkpoint asks for.  A plan that overrides these can be saved and loaded under any other.
+
+    def holdings(self) -> list[Holding]:
+        """For each tensor in the groups, in order: the parameter of the model, or the part of one, that it stands for."""
+        if isinstance(self.optim, OptimizerWrapper):
+            return self.optim.holdings()
+        return [Holding(p, p) for p in self.parameters()]
+
+    def other_state(self) -> dict[str, Any]:
+        """What must be saved beside the groups and the states of parameters: small values, the same on all ranks."""
+        return self.optim.other_state() if isinstance(self.optim, OptimizerWrapper) else {}
+
+    def load_other_state(self, state: dict[str, Any]) -> None:
+        """Load what ``other_state`` gave, maybe under another precision; the states of parameters are loaded already."""
+        if isinstance(self.optim, OptimizerWrapper):
+            self.optim.load_other_state(state)
 
     # What torch calls.  The base class defines these, so __getattr__ would never be asked for them.
 

@@ -16,6 +16,8 @@ from colossalai.mesh.movement import redistribute
 
 # The attribute of a parameter that several pipeline stages hold: the group of the ranks that hold the same piece of it.
 SHARED_GROUP = "pipeline_shared_module_pg"
+# The attribute that tells which shared parameter it is: the same on all ranks, whatever names the stages have for it.
+SHARED_MARK = "pipeline_shared_mark"
 
 
 def placement(tensor: Tensor) -> Layout:

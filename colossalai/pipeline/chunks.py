@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from colossalai.interface import ModelWrapper
+from colossalai.nn.policies.stage import Stage
+
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Chunks(nn.ModuleList):
@@ -19,6 +23,10 @@ class Chunks(nn.ModuleList):
 
     def forward(self, *args: Any, pipeline_chunk: int, **kwargs: Any) -> Any:
         return self[pipeline_chunk](*args, **kwargs)
+
+    def serial_name(self, name: str) -> str:
+        """The name in the whole model of what is ``name`` here, for checkpoints: without the number of the chunk."""
+        return name.partition(".")[2]
 
 
 def with_chunks(model: nn.Module) -> nn.Module:
@@ -37,12 +45,20 @@ def count_chunks(model: nn.Module) -> int:
     return len(inner) if isinstance(inner, Chunks) else 1
 
 
+def _parameters(stage: nn.Module) -> list[inspect.Parameter]:
+    own = inspect.signature(stage.forward).parameters.values()
+    if not isinstance(stage, Stage):
+        return list(own)
+    # the signature is the model's; what a stage of it receives goes before
+    return [inspect.Parameter("received", inspect.Parameter.VAR_POSITIONAL), *own]
+
+
 class StageCaller:
     """Calls the stages of ``model``, boosted or not.
 
     A stage gets what the stage before returned: a dict as keywords, a tuple or list as arguments if it takes as many,
-    else one argument.  If the data are a dict, every stage also gets the keywords that it has a name for; if not, they
-    go to the first stage alone.
+    else one argument.  If the data are a dict, every stage also gets the keywords that it has a name for, and that are not
+    filled by what the stage before returned; if not, they go to the first stage alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,14 +66,14 @@ class StageCaller:
         inner = _innermost(model)
         self._is_list = isinstance(inner, Chunks)
         stages = list(inner) if isinstance(inner, Chunks) else [inner]
-        self._signatures = [
-            inspect.signature(_innermost(stage).forward).parameters.values() for stage in stages
-        ]
+        self._signatures = [_parameters(_innermost(stage)) for stage in stages]
 
     def __call__(self, chunk: int, data: Any, received: Any, *, is_first: bool) -> Any:
         args, keywords = self._arguments(chunk, data if is_first else received)
         if isinstance(data, Mapping):
-            keywords = self._accepted(chunk, data) | keywords
+            filled = self._filled(chunk, len(args))
+            accepted = self._accepted(chunk, data)
+            keywords = {name: value for name, value in accepted.items() if name not in filled} | keywords
         if self._is_list:
             keywords["pipeline_chunk"] = chunk
         return self.model(*args, **keywords)
@@ -71,9 +87,13 @@ class StageCaller:
 
     def _takes(self, chunk: int, number: int) -> bool:
         kinds = [parameter.kind for parameter in self._signatures[chunk]]
-        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         many = inspect.Parameter.VAR_POSITIONAL in kinds
-        return many or sum(kind in by_place for kind in kinds) >= number
+        return many or sum(kind in _BY_PLACE for kind in kinds) >= number
+
+    def _filled(self, chunk: int, number: int) -> set[str]:
+        """The names of the parameters that ``number`` arguments fill."""
+        by_place = itertools.takewhile(lambda p: p.kind in _BY_PLACE, self._signatures[chunk])
+        return {parameter.name for parameter in itertools.islice(by_place, number)}
 
     def _accepted(self, chunk: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
         parameters = self._signatures[chunk]

@@ -67,7 +67,7 @@ class Pipeline:
         self._evaluation = self.timetable.forward_only(microbatches)
         self._mesh, self.rank = mesh, pipeline_rank(mesh)
         self._caller = StageCaller(model)
-        self._casts_output = isinstance(model, CastModel) and model.casts_inputs
+        self._casts_output = any(isinstance(m, CastModel) and m.casts_inputs for m in model.modules())
         first = next((p for p in model.parameters() if p.is_floating_point()), None)
         device = torch.device(mesh.device_type) if first is None else first.device
         known = None

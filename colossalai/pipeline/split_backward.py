@@ -6,13 +6,13 @@ product).  The first half runs the trunk and keeps the gradient with which every
 each fork with that gradient and asks for its own weights only.  Torch computes in each half what is asked for, so no
 product is done twice; a function of a user's own is called twice, and must not mind.
 
-Where two forks lead to one weight, starting at the earlier one would count the later one twice.  Such a stage does its
-whole backward pass in the first half.
+Where two forks lead to one weight, starting at the earlier one would count the later one twice.  And torch's reentrant
+checkpoints refuse to compute a part of the gradients.  Such a stage does its whole backward pass in the first half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ def split_backward(
 ) -> tuple[list[Tensor | None], Rest]:
     """The gradients at ``entries``, and a function that adds up those of the weights.
 
-    ``grads`` are the gradients of ``outputs``, None for that of a loss.
+    ``grads`` are the gradients of ``outputs``, None for that of a loss.  The graph ends at ``entries``: what a pass that is done as
+    a whole finds behind them gets gradients too.
     """
     if not outputs:
         return [None for _ in entries], _nothing
@@ -39,8 +40,9 @@ def split_backward(
         return [None for _ in entries], partial(torch.autograd.backward, outputs, grads)
     forks = _forks(trunk, ends)
     weights = [leaf for leaves in forks.values() for leaf in leaves]
-    if not trunk.keys() >= set(starts) or len(set(weights)) < len(weights):
-        return _at_once(outputs, grads, entries, _leaves(starts, ends)), _nothing
+    is_tied = len(set(weights)) < len(weights)
+    if not trunk.keys() >= set(starts) or is_tied or _has_reentrant_checkpoint(starts):
+        return _at_once(outputs, grads, entries), _nothing
     reached: dict[Node, tuple[Tensor | None, ...]] = {}
     handles = [node.register_prehook(partial(_note, reached, node)) for node in forks]
     try:
@@ -67,18 +69,16 @@ def _weight_grads(forks: dict[Node, list[Tensor]], reached: dict[Node, tuple[Ten
 
 
 def _at_once(
-    outputs: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    entries: Sequence[GradientEdge],
-    weights: list[Tensor],
+    outputs: Sequence[Tensor], grads: Sequence[Tensor | None], entries: Sequence[GradientEdge]
 ) -> list[Tensor | None]:
-    found = torch.autograd.grad(
-        outputs, [*entries, *map(get_gradient_edge, weights)], grads, allow_unused=True
-    )
-    for weight, grad in zip(weights, found[len(entries) :], strict=True):
-        if grad is not None:
-            weight.grad = grad if weight.grad is None else weight.grad + grad
-    return list(found[: len(entries)])
+    reached: dict[Node, tuple[Tensor | None, ...]] = {}
+    handles = [edge.node.register_prehook(partial(_note, reached, edge.node)) for edge in entries]
+    try:
+        torch.autograd.backward(outputs, grads)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [reached[edge.node][edge.output_nr] if edge.node in reached else None for edge in entries]
 
 
 def _trunk(roots: Sequence[Node], entries: set[Node]) -> dict[Node, None]:
@@ -119,16 +119,23 @@ def _forks(trunk: dict[Node, None], ends: set[Node]) -> dict[Node, list[Tensor]]
 
 def _leaves(nodes: Sequence[Node], ends: set[Node]) -> list[Tensor]:
     """The weights whose gradients are added up below ``nodes``, but not below ``ends``."""
-    waiting, seen, leaves = list(nodes), {*nodes, *ends}, []
+    return [node.variable for node in _below(nodes, ends) if hasattr(node, "variable")]
+
+
+def _has_reentrant_checkpoint(roots: Sequence[Node]) -> bool:
+    return any(node.name() == "CheckpointFunctionBackward" for node in _below(roots, set()))
+
+
+def _below(nodes: Sequence[Node], ends: set[Node]) -> Iterator[Node]:
+    """``nodes`` and all that can be reached from them, but not through ``ends``."""
+    waiting, seen = list(nodes), {*nodes, *ends}
     while waiting:
         node = waiting.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
+        yield node
         for child in _children(node):
             if child not in seen:
                 seen.add(child)
                 waiting.append(child)
-    return leaves
 
 
 def _children(node: Node) -> list[Node]:

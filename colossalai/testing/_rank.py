@@ -34,8 +34,10 @@ DUMP_SIGNAL = signal.SIGUSR2
 # For the resolver of the C library; see [Note: no name server].
 IMPATIENT = "timeout:1 attempts:1"
 
+# A stage of a pipeline also says this when another one has told it why it failed.
 _LOST_CONNECTION = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|remote process exited|gloo/transport", re.IGNORECASE
+    r"connection (closed|reset|refused)|broken pipe|remote process exited|gloo/transport|pipeline stage \d+ \(rank",
+    re.IGNORECASE,
 )
 
 

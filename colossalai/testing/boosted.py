@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colossalai.booster import Booster
-from colossalai.checkpoint_io.gathered import whole_tensor
 from colossalai.interface import OptimizerWrapper
 from colossalai.testing.parity import Problem
 
@@ -70,6 +69,17 @@ class BoosterRun:
             self.clip(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def whole_tensor(value: Any) -> Tensor:
+    """All of a tensor that is cut over ranks, on every rank, on a device where its backend can gather."""
+    if not hasattr(value, "device_mesh"):
+        return value.full_tensor()
+    mesh = value.device_mesh
+    # Under gloo the parts travel from host memory: torch 2.11 crashes when it gathers CUDA tensors there.  NCCL knows
+    # the devices of the mesh only, while the parts of an offloaded tensor wait on the CPU.
+    by_gloo = dist.get_backend(mesh.get_group(0)) == "gloo"
+    return value.detach().to("cpu" if by_gloo else mesh.device_type).full_tensor()
 
 
 def _whole(tensor: Any) -> Tensor:

@@ -42,6 +42,7 @@ class DataParallelSampler(Sampler[int]):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
+        self.start, self.start_epoch = 0, 0
         self.rank, self.num_replicas = place or data_parallel_place()
         size = len(cast(Sized, dataset))
         self.num_samples = size // self.num_replicas if drop_last else -(-size // self.num_replicas)
@@ -53,11 +54,22 @@ class DataParallelSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         indices = self._order(len(cast(Sized, self.dataset)))
+        start, self.start = self.first_sample, 0
         self.epoch += 1
         total = self.num_samples * self.num_replicas
         while len(indices) < total:
             indices += indices[: total - len(indices)]
-        return iter(indices[self.rank : total : self.num_replicas])
+        return iter(indices[start + self.rank : total : self.num_replicas])
+
+    @property
+    def first_sample(self) -> int:
+        """The first sample of the next pass, counted over all ranks: 0, unless that pass is resumed."""
+        return self.start if self.epoch == self.start_epoch else 0
+
+    def resume(self, epoch: int, start: int) -> None:
+        """Let the next pass be pass number ``epoch``, without its first ``start`` samples, counted over all ranks."""
+        self.epoch = self.start_epoch = epoch
+        self.start = start
 
     def __len__(self) -> int:
         return self.num_samples
@@ -70,6 +82,67 @@ class DataParallelSampler(Sampler[int]):
         if not self.shuffle:
             return list(range(size))
         return torch.randperm(size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+
+
+class PositionedDataLoader(DataLoader):
+    """A ``DataLoader`` that knows how far its present pass is, so that another one can go on there.
+
+    The position is counted in samples over all data-parallel ranks: a job with other ranks, or another batch size, goes on with
+    the same sample.  A loader with a ``DataParallelSampler`` starts there; any other reads the batches before it once more.
+    """
+
+    _batches = 0  # of the present pass, as handed out
+    _skipped = 0  # samples of that pass, over all ranks, that were handed out before it was resumed
+    _to_skip = 0  # batches that the next pass leaves out
+    _epoch = 0  # the number of the present pass
+    _is_in_pass = False
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        own = self._own_sampler()
+        self._skipped = own.first_sample if own is not None else 0
+        self._epoch = own.epoch if own is not None else self._epoch
+        skip, self._to_skip, self._batches = self._to_skip, 0, 0
+        self._is_in_pass = True
+        batches = super().__iter__()
+        return self._counted(batches, skip)
+
+    def _counted(self, batches: Iterator[Any], skip: int) -> Iterator[Any]:
+        for batch in batches:
+            self._batches += 1
+            if self._batches > skip:
+                yield batch
+        self._is_in_pass = False
+        self._epoch += 1
+
+    def _own_sampler(self) -> DataParallelSampler | None:
+        return self.sampler if isinstance(self.sampler, DataParallelSampler) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of the pass that the next batch belongs to, and how many samples of it are behind."""
+        own = self._own_sampler()
+        if not self._is_in_pass:
+            if own is None:
+                return {"epoch": self._epoch, "samples": self._to_skip * self._per_step()}
+            return {"epoch": own.epoch, "samples": own.first_sample}
+        replicas = own.num_replicas if own is not None else 1
+        done = self._skipped + self._batches * (self.batch_size or 1) * replicas
+        total = own.num_samples * replicas if own is not None else None
+        if total is not None and (done >= total or (self.drop_last and total - done < self._per_step())):
+            return {"epoch": self._epoch + 1, "samples": 0}
+        return {"epoch": self._epoch, "samples": done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass go on where ``state_dict`` was asked."""
+        own = self._own_sampler()
+        if own is not None:
+            own.resume(int(state["epoch"]), int(state["samples"]))
+        else:
+            self._epoch, self._to_skip = int(state["epoch"]), int(state["samples"]) // self._per_step()
+        self._is_in_pass = False
+
+    def _per_step(self) -> int:
+        own = self._own_sampler()
+        return (self.batch_size or 1) * (own.num_replicas if own is not None else 1)
 
 
 def get_dataloader(
@@ -105,7 +178,7 @@ def get_dataloader(
             )
     # torch draws the seeds of its workers (python, numpy, torch) from this generator, anew for each pass
     kwargs.setdefault("generator", torch.Generator().manual_seed(seed + rank))
-    return DataLoader(
+    return PositionedDataLoader(
         dataset,
         shuffle=shuffle,
         drop_last=drop_last,

@@ -14,7 +14,7 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import Mesh, full_shape, place, placement
 from colossalai.mesh.norm import DATA, STAGES, piece_axes, tensor_axes
-from colossalai.mesh.parameter import SHARED_GROUP
+from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
 
 
 def launched_mesh() -> Mesh | None:
@@ -74,7 +74,7 @@ def copy_tensor_parallel_attributes(src_tensor: torch.Tensor, dst_tensor: torch.
     if hasattr(src_tensor, "placement"):
         turned = getattr(src_tensor, "transposed", False)
         place(dst_tensor, placement(src_tensor), full_shape(src_tensor), transposed=turned)
-    for name in (*TENSOR_PARALLEL_ATTRIBUTES, SHARED_GROUP):
+    for name in (*TENSOR_PARALLEL_ATTRIBUTES, SHARED_GROUP, SHARED_MARK):
         if hasattr(src_tensor, name):
             setattr(dst_tensor, name, getattr(src_tensor, name))
 

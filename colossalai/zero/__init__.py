@@ -10,14 +10,17 @@ from colossalai.zero.gemini import (
     get_static_torch_model,
 )
 from colossalai.zero.low_level import LowLevelZeroOptimizer
+from colossalai.zero.shard_utils import BucketTensorShardStrategy, TensorShardStrategy
 from colossalai.zero.wrapper import zero_model_wrapper, zero_optim_wrapper
 
 __all__ = [
+    "BucketTensorShardStrategy",
     "ColoInitContext",
     "GeminiAdamOptimizer",
     "GeminiDDP",
     "GeminiOptimizer",
     "LowLevelZeroOptimizer",
+    "TensorShardStrategy",
     "ZeroDDP",
     "ZeroOptimizer",
     "get_static_torch_model",

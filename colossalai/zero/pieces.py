@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colossalai.interface import Holding
 from colossalai.mesh import Layout, full_shape, place, placement
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils import copy_tensor_parallel_attributes
@@ -134,6 +135,13 @@ class Piece:
     @property
     def is_empty(self) -> bool:
         return self.value.numel() == 0
+
+    @property
+    def holding(self) -> Holding:
+        """What ``value`` is of the parameter, for checkpoints."""
+        if self.is_whole and not self.is_empty:
+            return Holding(self.param, self.value)
+        return Holding(self.param, self.value, self.start, self.end)
 
     @property
     def is_whole(self) -> bool:

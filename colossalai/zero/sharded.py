@@ -24,10 +24,10 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from colossalai.amp._compat import changes, copy_all
-from colossalai.amp.naive_amp.fp16_optimizer import MASTERS_KEY
 from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradScaler
 from colossalai.amp.scaled_optimizer import SCALER_KEY, ScaledOptimizer
 from colossalai.checkpoint_io.gathered import PIECE
+from colossalai.interface.holding import MASTERS_KEY, Holding
 from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh import Layout, Mesh, grad_norm, place, placement
 from colossalai.mesh._compat import multiply_all
@@ -292,6 +292,12 @@ class ShardedOptimizer(ScaledOptimizer):
 
     def settle(self) -> None:
         """Finish what is under way before states are read or replaced."""
+
+    def holdings(self) -> list[Holding]:
+        self.settle()
+        self.follow_changes()
+        pieces = {id(piece.value): piece for piece in self.pieces}
+        return [pieces[id(p)].holding if id(p) in pieces else Holding(p, p) for p in self.parameters()]
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The state of the serial optimizer, with a ``SlicedTensor`` for every tensor that lies on several ranks."""

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
-from colossalai.checkpoint_io import CheckpointIndexFile, files, gathered
+from colossalai.checkpoint_io import CheckpointIndexFile, files
+from colossalai.checkpoint_io.gathering import Gathering
 from colossalai.testing import spawn
 from tests.booster.plans import batches, launch, loss_of
 from tests.booster.towers import TiedTower, Tower, groups
@@ -106,16 +107,15 @@ def _sharded(rank: int, world_size: int, port: int, folder: Path) -> None:
     booster = plans()["fsdp"]
     job = Job(booster, 0, TiedTower)
     job.train(1)
-    gather = gathered._whole
+    gather = Gathering.whole
 
-    def watched(value: Any, keep: bool) -> Any:
-        whole = gather(value, keep)
-        if not keep:
-            assert whole is None or isinstance(whole, dict)
+    def watched(self: Gathering, name: str) -> Any:
+        whole = gather(self, name)
+        assert (whole is None) == (rank != 0)
         return whole
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathered, "_whole", watched)
+        patch.setattr(Gathering, "whole", watched)
         job.save(folder, shard=True, size_per_shard=2e-4)
     if rank == 0:
         index = CheckpointIndexFile.from_file(folder / "model" / "model.safetensors.index.json")

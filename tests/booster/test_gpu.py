@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import DPPluginBase, TorchDDPPlugin, TorchFSDPPlugin
-from colossalai.checkpoint_io.gathered import whole_tensor
 from colossalai.testing import spawn
+from colossalai.testing.boosted import whole_tensor
 from tests.booster.plans import batches, mlp
 
 pytestmark = pytest.mark.gpu

@@ -225,6 +225,10 @@ def test_the_index_file() -> None:
         ("{", "cannot be read as JSON"),
         ("[]", "holds a list where an object was expected"),
         ("{}", "is not the index of a sharded checkpoint: it has no object 'weight_map'"),
+        (
+            '{"weight_map": {}, "metadata": 3}',
+            "is not the index of a sharded checkpoint: its 'metadata' is no object but 3",
+        ),
         ('{"weight_map": {"a": "../../etc/x"}}', "says that a is in '../../etc/x', which is not the name"),
         ('{"weight_map": {"a": 3}}', "says that a is in 3, which is not the name"),
         ('{"weight_map": {}, "metadata": {"param_groups": "/x"}}', "says that param_groups is in '/x'"),

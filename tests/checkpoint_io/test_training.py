@@ -34,13 +34,22 @@ def test_all_parts_come_back(tmp_path: Path) -> None:
     assert other_scheduler.get_last_lr() == pytest.approx([0.01])
 
 
-def test_a_model_in_pieces_is_refused(tmp_path: Path) -> None:
+def test_a_model_in_pieces_needs_a_mesh(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     place(model.weight, Layout((("tp",), ())), (4, 2))
     with pytest.raises(
-        ValueError, match=r"what rank 0 holds, but weight is cut over ranks \(1 parameters are\)"
+        ValueError, match=r"model/weight is cut as \[tp, -\], but no mesh says over which ranks"
     ):
         save_checkpoint(tmp_path / "x.pt", 0, model)
+
+
+def test_an_optimizer_of_more_than_the_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save_checkpoint(tmp_path / "x.pt", 0, model[0], optimizer)
+    optimizer.param_groups[0]["lr"] = 0.2
+    load_checkpoint(tmp_path / "x.pt", model[0], optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Every command in docs/command_line.md is one that the command line accepts."""
+"""Every command in docs/command_line.md is one that the command line accepts; those about checkpoints are run."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ from click.testing import CliRunner
 
 from colossalai.cli.app import cli
 from colossalai.cli.job import Job
+from tests.cli.checkpoints import trained
 from tests.cli.tools import ROOT
 
 PAGE = (ROOT / "docs" / "command_line.md").read_text()
 
 
-def all_commands() -> list[str]:
-    blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+def all_commands(page: str = PAGE) -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
@@ -52,6 +54,25 @@ def test_benchmark(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(cli, shlex.split(command)[1:])
     assert result.exit_code == 0, result.output
     assert seen[0] in (4, 8)
+
+
+def test_checkpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The commands of both pages, on checkpoints by these names."""
+    booster, model, optimizer = trained()
+    booster.save(tmp_path / "checkpoints/step-000030", {"step": 30})
+    booster.save(tmp_path / "runs/demo/last", {"step": 30})
+    booster.save_model(model, tmp_path / "gpt2", shard=True, use_safetensors=True)
+    (tmp_path / "gpt2/config.json").write_text("{}")
+    booster.save_model(model, tmp_path / "sharded", shard=True)
+    booster.save_optimizer(optimizer, tmp_path / "sharded", shard=True)
+    monkeypatch.chdir(tmp_path)
+    pages = [PAGE, (ROOT / "docs" / "checkpoints.md").read_text()]
+    commands = [c for page in pages for c in all_commands(page) if c.startswith("colossalai ckpt")]
+    assert len(commands) == 10
+    for command in commands:
+        result = CliRunner().invoke(cli, shlex.split(command)[1:])
+        assert result.exit_code == 0, f"{command}: {result.output}"
+        shutil.rmtree("mymodel", ignore_errors=True)
 
 
 def test_page_has_commands() -> None:

@@ -14,6 +14,7 @@ def make(rank: int, kind: str = "raised", summary: str = "ValueError: x", **more
     return Failure(rank=rank, kind=kind, summary=summary, **{**defaults, **more})
 
 
+TOLD = "colossalai.pipeline.p2p.PipelineError: pipeline stage 1 (rank 1) failed with ValueError: x"
 LOST = "torch.distributed.DistNetworkError: The client socket has timed out"
 
 
@@ -32,6 +33,8 @@ LOST = "torch.distributed.DistNetworkError: The client socket has timed out"
         ),
         (make(1, kind="exit", exitcode=7, time=9.0), [make(0, kind="died", exitcode=-6, time=1.0)]),
         (make(1, summary=LOST), [make(0, kind="stopped", exitcode=-15, time=1.0)]),
+        # a stage that fails tells the others before it ends itself
+        (make(1, time=9.0), [make(0, summary=TOLD, time=1.0), make(2, summary=TOLD, time=1.0)]),
     ],
 )
 def test_first(cause: Failure, others: list[Failure]) -> None:

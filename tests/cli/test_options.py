@@ -144,6 +144,8 @@ def test_hostfile(jobs: list[Job], hostfile: str, options: list[str], hosts: tup
             "--extra_launch_args nproc_per_node=2",
             "cannot set nproc_per_node: use --nproc_per_node of colossalai run",
         ),
+        ("--max-restarts -1", "'--max_restarts': -1 is not in the range x>=0"),
+        ("--max-restarts 2 --extra_launch_args max_restarts=3", "say the same; use one of them"),
         (
             "--extra_launch_args rdzv-backend=c10d",
             "cannot set rdzv_backend: use --master_addr and --master_port",
@@ -187,6 +189,13 @@ def test_launch_args() -> None:
     assert not given.runs_a_script
     assert parse_launch_args("max_restarts=1").runs_a_script
     assert parse_launch_args(None).arguments == ()
+
+
+def test_restarts(jobs: list[Job]) -> None:
+    for option, expected in (("--max-restarts=3", 3), ("--extra_launch_args=max_restarts=2", 2)):
+        assert invoke("--nproc_per_node", "2", option, "train.py").exit_code == 0
+        assert jobs[-1].order(0, remote=False, capture=False)["max_restarts"] == expected
+    assert "--max_restarts=3" in jobs[0].torchrun_arguments(0)
 
 
 def test_master_first() -> None:

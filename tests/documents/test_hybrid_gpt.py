@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import colossalai
 from colossalai.context import ParallelMode
+from colossalai.context.imagined import imagined_launch
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule import InterleavedPipelineSchedule, PipelineSchedule
-from colossalai.testing import fake_world, parametrize_sample, spawn
+from colossalai.testing import parametrize_sample, spawn
 from colossalai.testing.parity import Problem, check_plan
 from tests.documents.hand_split import HandSplitRun
 from tests.documents.pages import code
 from tests.documents.scripts import prepare, run, stand_in
-from tests.titans.test_pipeline import launch_in_fake_world
 
 ON_CPU = ("torch.device('cuda')", "torch.device('cpu')")
 VOCABULARY = 2304  # as large as it must be to be cut
@@ -126,12 +126,11 @@ def test_page_11_trains(chunks: int, text: Path) -> None:
 def check_full_sizes(rank: int, world_size: int, port: int) -> dict[str, int]:
     """Parameters of a stage of each model as the page builds it, on the meta device: GPT-3 fits no CPU."""
     stand_in("transformers", GPT2Tokenizer=LettersTokenizer)
-    with fake_world(rank=0, world_size=4):
-        launch_in_fake_world({"pipeline": 2, "tensor": {"mode": "1d", "size": 2}}, 0, 4)
+    config = {"parallel": {"pipeline": 2, "tensor": {"mode": "1d", "size": 2}}}
+    with imagined_launch(config, rank=0, world_size=4):
         names = run(code("11.imports"), code("11.model", ("device('cuda')", "device('meta')")))
         with torch.device("meta"):
             stages = {name: names[name](checkpoint=True, dtype=torch.half) for name in FULL_SIZES}
-        gpc.destroy()
     return {name: sum(p.numel() for p in stage.parameters()) for name, stage in stages.items()}
 
 

@@ -16,9 +16,7 @@ _BESIDE = [folder / "shared" / "spec" for folder in Path(__file__).resolve().par
 SPEC = next((folder for folder in _BESIDE if folder.is_dir()), None)
 
 # What a page shows and a later issue builds.
-LATER = {
-    "colossalai.booster.plugin.GeminiPlugin": "issue E: ZeRO",
-}
+LATER: dict[str, str] = {}
 
 _FENCE = re.compile(r"^(`{1,3})(\w*)[ \t]*$")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import colossalai.zero
+from tests.cli.tools import free_port
 from tests.documents.pages import code
 from tests.documents.scripts import run
 
@@ -60,20 +60,41 @@ def test_a_gpt_on_the_cpu() -> None:
     assert 0.95 <= saved <= 1.05
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not hasattr(colossalai.zero, "GeminiDDP"), reason="there is no Gemini yet")
-def test_a_gpt_with_gemini() -> None:
+def _environment() -> str:
+    """As torchrun gives it to one process."""
+    names = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": free_port(),
+    }
+    return f"import os\nos.environ.update({ {name: str(value) for name, value in names.items()} })\n"
+
+
+def _compare_gemini(*changes: tuple[str, str], helpers: tuple[tuple[str, str], ...] = ()) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("psutil")
-    environment = "import os\nos.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', MASTER_ADDR='localhost', MASTER_PORT='0')\n"
     script = (
-        environment,
         code("40.imports"),
         "torch.manual_seed(0)\n",
-        *HELPERS,
-        code("40.train_gemini", SMALLER),
+        code("40.loss"),
+        code("40.helpers", *helpers),
+        code("40.train_gemini", SMALLER, *changes),
     )
-    losses, memory = _output(*script, code("40.run_gemini"))
-    offloaded_losses, offloaded_memory = _output(*script, code("40.run_gemini_offloaded"))
+    losses, memory = _output(_environment(), *script, code("40.run_gemini"))
+    offloaded_losses, offloaded_memory = _output(_environment(), *script, code("40.run_gemini_offloaded"))
     assert losses == offloaded_losses
     assert offloaded_memory < memory
+
+
+@pytest.mark.gpu
+def test_a_gpt_with_gemini() -> None:
+    _compare_gemini()
+
+
+def test_a_gpt_with_gemini_on_the_cpu() -> None:
+    """In float32: half precision is slow on a CPU."""
+    on_cpu = ("torch.cuda.current_device()", "'cpu'")
+    exact = ("strict_ddp_mode=True", "strict_ddp_mode=True, dtype=torch.float32")
+    _compare_gemini(on_cpu, exact, helpers=(on_cpu,))

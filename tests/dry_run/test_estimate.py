@@ -98,6 +98,22 @@ def test_zero3_divides_what_rests_and_leaves_activations() -> None:
         zero("moon", 4)
 
 
+def test_the_levels_of_zero() -> None:
+    def zero(**section: object) -> MemoryEstimate:
+        (report,) = dry_run({"zero": section}, 4, functools.partial(build, True))
+        return report.memory
+
+    count = sum(p.numel() for p in build(True).model.parameters())
+    first, second, offloaded = zero(level=1), zero(level=2), zero(level=2, cpu_offload=True)
+    assert first.weights == second.weights == offloaded.weights == 2 * count
+    assert first.gradients == 2 * count > second.gradients
+    assert first.masters + first.states == pytest.approx(12 * count / 4, rel=1e-3)
+    assert offloaded.masters + offloaded.states == first.host == 0
+    assert offloaded.host == pytest.approx(14 * count / 4, rel=1e-3)
+    disk = zero(level=3, offload_optimizer_config={"device": "nvme", "nvme_path": "/tmp"})
+    assert disk.peak == zero(model_config={"tensor_placement_policy": "cpu"}).peak < offloaded.peak
+
+
 def test_a_model_with_memory_is_refused() -> None:
     with imagined_launch({}, 0, 1):
         parts = build(False)

@@ -96,7 +96,11 @@ def test_with_handlers_replicas_start_alike_without_ddp() -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"fp16": {"mode": AMP_TYPE.TORCH}, "zero": {"level": 3}}, ConfigException, "both 'fp16' and 'zero'"),
-    ({"zero": {"level": 4}}, ConfigException, "needs level=1 or level=2, got level=4"),
+    (
+        {"zero": {"level": 4}},
+        ConfigException,
+        "needs level=1, level=2 or level=3, or model_config, got level=4",
+    ),
     (
         {"zero": {"level": 2, "overlap": True}},
         ConfigException,

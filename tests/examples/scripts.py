@@ -74,10 +74,10 @@ def help_of_all(rank: int, world_size: int, port: int, scripts: list[Path]) -> d
     """The ``--help`` of each script; a module that two folders have by the same name is imported anew."""
     found = {}
     for script in scripts:
-        before = set(sys.modules)
+        modules, path = set(sys.modules), list(sys.path)
         found[str(script)] = _run(rank, world_size, port, script, ["--help"])
-        sys.path.remove(str(script.parent))
-        for name in set(sys.modules) - before:
-            if (file := getattr(sys.modules[name], "__file__", None)) and Path(file).parent == script.parent:
+        sys.path[:] = path
+        for name in set(sys.modules) - modules:
+            if (file := getattr(sys.modules[name], "__file__", None)) and EXAMPLES in Path(file).parents:
                 del sys.modules[name]
     return found

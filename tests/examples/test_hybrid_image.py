@@ -11,11 +11,11 @@ import torch
 
 from colossalai.builder import build_from_registry
 from colossalai.context import Config, ParallelMode
+from colossalai.context.imagined import imagined_launch
 from colossalai.core import global_context as gpc
 from colossalai.registry import MODELS
-from colossalai.testing import fake_world, spawn
+from colossalai.testing import spawn
 from tests.examples.scripts import EXAMPLES, run_script
-from tests.titans.test_pipeline import launch_in_fake_world
 
 FOLDER = "image/vision_transformer/hybrid_parallel"
 CONFIGS = sorted(path for path in (EXAMPLES / FOLDER / "configs").glob("vit_*.py") if "cpu" not in path.stem)
@@ -33,8 +33,7 @@ def build_every_stage(rank: int, world_size: int, port: int, path: Path) -> tupl
     stages, size = parallel.get("pipeline", 1), parallel.get("tensor", {}).get("size", 1)
     counts, shape = [], None
     for stage in range(stages):
-        with fake_world(rank=stage * size, world_size=stages * size):
-            launch_in_fake_world(parallel, stage * size, stages * size)
+        with imagined_launch({"parallel": parallel}, stage * size, stages * size):
             with torch.device("meta"):
                 model = build_from_registry(config.model, MODELS)
             if stages > 1 and gpc.is_first_rank(ParallelMode.PIPELINE):
@@ -42,7 +41,6 @@ def build_every_stage(rank: int, world_size: int, port: int, path: Path) -> tupl
                 images = torch.empty(rows, 3, config.IMG_SIZE, config.IMG_SIZE, device="meta")
                 shape = tuple(model.embed(images[: config.TENSOR_SHAPE[0]]).shape)
             counts.append(sum(p.numel() for p in model.parameters()))
-            gpc.destroy()
     return config, counts, shape
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import colossalai
 from colossalai.amp import AMP_TYPE
 from colossalai.booster import Booster
+from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule import InterleavedPipelineSchedule, PipelineSchedule
@@ -273,3 +274,24 @@ def check_naive_amp(rank: int, world_size: int, port: int, schedule: str) -> Non
 
 def test_naive_amp() -> None:
     spawn(check_naive_amp, 2)
+
+
+def check_naive_amp_under_a_plugin(rank: int, world_size: int, port: int) -> None:
+    """The plugin's wrapper goes around that of the precision; the criterion still gets float32."""
+    launch(config("1f1b", 2, 4))
+    serial = build()
+    assert isinstance(serial, nn.Sequential)
+    (stage,) = cut(serial, Placement(2), rank)
+    booster = Booster(mixed_precision="fp16_naive", plugin=TorchDDPPlugin(), device="cpu")
+    model, optimizer, criterion, *_ = booster.boost(
+        stage, torch.optim.SGD(stage.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    )
+    batch = problem().batches[0]
+    found = booster.execute_pipeline(iter([batch]), model, criterion, optimizer, return_outputs=True)
+    if rank == 1:
+        assert found["outputs"].dtype is torch.float32
+        assert found["loss"].dtype is torch.float32
+
+
+def test_naive_amp_under_a_plugin() -> None:
+    spawn(check_naive_amp_under_a_plugin, 2)

@@ -94,6 +94,34 @@ def test_nests_whose_shapes_change() -> None:
     spawn(check_nests, 2)
 
 
+class Same(nn.Module):
+    """Every stage calls its input ``x``, as the batch does; the second input is the batch's in all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.layer(x) * scale
+
+
+def check_same_names(rank: int, world_size: int, port: int) -> None:
+    launch(config("1f1b", 2, 2))
+    torch.manual_seed(0)
+    stages = [Same(), Same()]
+    x, scale = torch.randn(4, HIDDEN), torch.rand(4, 1)
+    expected = stages[1](stages[0](x, scale), scale).detach()
+    optimizer = torch.optim.SGD(stages[rank].parameters(), lr=0.1)
+    engine = Engine(stages[rank], optimizer, lambda output: output.mean(), schedule=PipelineSchedule(2))
+    output, _, _ = engine.execute_schedule(iter([{"x": x, "scale": scale}]))
+    if rank == 1:
+        torch.testing.assert_close(output, expected)
+
+
+def test_what_a_stage_receives_goes_before_the_batch() -> None:
+    spawn(check_same_names, 2)
+
+
 def check_descriptions(rank: int, world_size: int, port: int) -> None:
     """Shapes are sent once, or not at all if they are known; a wrong tensor_shape costs a warning, not the result."""
     launch(config("1f1b", 2, 4))

@@ -19,7 +19,7 @@ from colossalai.mesh import Mesh
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.p2p import PipelineError
 from colossalai.pipeline.pipeline import Pipeline
-from colossalai.testing import spawn
+from colossalai.testing import RankError, spawn
 from tests.pipeline.plans import HIDDEN, config, launch, problem
 from tests.pipeline.test_engine import _engine
 
@@ -117,6 +117,20 @@ def test_a_stage_that_fails_fails_all(what: str, schedule: str) -> None:
     heard = spawn(check_failing_stage, 4, what=what, schedule=schedule, evaluates=evaluates)
     for text in (heard[0], *heard[2:]):
         assert text.startswith(f"pipeline stage 1 (rank 1) failed with {MESSAGES[what][0].__name__}: ")
+
+
+def check_uncaught(rank: int, world_size: int, port: int) -> None:
+    settings = config("1f1b", 4, 4)
+    launch(settings)
+    engine = _engine(settings, model=Bad("raise") if rank == 2 else None)
+    engine.execute_schedule(iter([problem().batches[0]]))
+
+
+def test_the_report_of_a_failed_job_is_about_the_stage_that_failed() -> None:
+    """Its neighbours hear of it and end before it does: it waits until they have taken its words."""
+    with pytest.raises(RankError) as raised:
+        spawn(check_uncaught, 4)
+    assert (raised.value.rank, raised.value.cause_type) == (2, KeyError)
 
 
 def run_stage(rank: int, store: str, heard: Any, both: Any) -> None:

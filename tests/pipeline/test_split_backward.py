@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from colossalai.pipeline.split_backward import split_backward
+from colossalai.utils import checkpoint
 
 
 class Tied(nn.Module):
@@ -32,11 +33,23 @@ class Side(nn.Module):
         return self.layer(x), self.constant * 2
 
 
+class Checkpointed(nn.Module):
+    """Torch's reentrant checkpoints refuse a backward pass for some of the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.layers, False, x)  # type: ignore[no-any-return]
+
+
 MODELS = {
     "layers": (lambda: nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)), True),
     "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), True),
     "tied": (Tied, False),
     "side": (Side, False),
+    "checkpointed": (Checkpointed, False),
     "without weights": (nn.Tanh, False),
 }
 
@@ -54,7 +67,7 @@ def test_equals_one_pass(name: str) -> None:
     expected = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
     for _ in range(2):
-        output = model(inner := x * 1)
+        output = model(inner := x.detach().requires_grad_() * 1)
         outputs = list(output) if isinstance(output, tuple) else [output]
         before = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         found, rest = split_backward(

@@ -16,10 +16,9 @@ from colossalai.amp.master_weights import MasterWeights
 from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradScaler
 from colossalai.amp.scaled_optimizer import ScaledOptimizer
 from colossalai.context import ParallelMode
+from colossalai.interface.holding import MASTERS_KEY, Holding
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, clip_grads, grad_zeros
-
-MASTERS_KEY = "master_weights"
 
 
 class FP16Optimizer(ScaledOptimizer):
@@ -184,6 +183,17 @@ class FP16Optimizer(ScaledOptimizer):
         super().load_state_dict(state_dict)
         if self.masters and saved is not None:
             self.masters.load_state_dict(saved)
+
+    def holdings(self) -> list[Holding]:
+        if self.masters:
+            self.masters.follow_changes()
+        weights = self.masters.weights_by_master() if self.masters else {}
+        return [Holding(weights.get(p, p), p) for p in self.parameters()]
+
+    def load_other_state(self, state: dict[str, Any]) -> None:
+        super().load_other_state(state)
+        if self.masters:
+            self.masters.note_load()
 
     def trained_parameters(self) -> list[Tensor]:
         weights = self.masters.weights_by_master() if self.masters else {}

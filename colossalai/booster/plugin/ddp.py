@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from colossalai.booster.mixed_precision import PRECISIONS
 from colossalai.booster.plugin.base import Configured
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend, replicas
-from colossalai.checkpoint_io import CheckpointIO, ReplicatedCheckpointIO
+from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.logging import get_dist_logger
 
@@ -129,7 +129,7 @@ class TorchDDPPlugin(DPPluginBase):
         return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return ReplicatedCheckpointIO()
+        return GatheredCheckpointIO()
 
     def configure(
         self,

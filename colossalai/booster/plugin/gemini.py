@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 from colossalai.booster.plugin.base import Configured
-from colossalai.booster.plugin.dp import DPPluginBase, check_backend, replicas
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import OptimizerWrapper, below_compile
 from colossalai.mesh.norm import check_clipping
@@ -147,7 +147,7 @@ class GeminiPlugin(DPPluginBase):
         return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return GatheredCheckpointIO(replicas())
+        return GatheredCheckpointIO()
 
     def configure(
         self,

@@ -112,6 +112,7 @@ class LowLevelZeroPlugin(DPPluginBase):
         self.stage, self.precision = stage, precision
         everyone: Any = dist.group.WORLD
         self._group: dist.ProcessGroup = process_group or replicas() or everyone
+        self._given_group = process_group
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         scale = {
             "initial_scale": initial_scale,
@@ -155,7 +156,9 @@ class LowLevelZeroPlugin(DPPluginBase):
         return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return GatheredCheckpointIO(self._group)
+        return GatheredCheckpointIO(
+            self._given_group
+        )  # replicas may hold pieces of a model, which others complete
 
     def configure(
         self,

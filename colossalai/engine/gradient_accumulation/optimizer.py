@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +39,14 @@ class GradAccumOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optim if isinstance(optim, OptimizerWrapper) else OptimizerWrapper(optim))
         self.progress = progress or Accumulation(accumulate_size)
+        self._no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
         if model is not None and hasattr(model, "no_sync"):
             _NoSync(model, self.progress)
+            self._no_sync = cast(Any, model).no_sync  # Gemini decides in the backward pass
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self.optim.backward(self.progress.share(loss), *args, **kwargs)
+        with nullcontext() if self.progress.is_last else self._no_sync():
+            self.optim.backward(self.progress.share(loss), *args, **kwargs)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         return self.optim.scale_loss(self.progress.share(loss))

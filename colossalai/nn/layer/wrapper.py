@@ -19,8 +19,9 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import full_shape, mesh_groups, placement
 from colossalai.mesh.norm import STAGES
-from colossalai.mesh.parameter import SHARED_GROUP
+from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
 
+# All ranks of a job make the same wrappers, so they agree on their numbers.
 _numbers = itertools.count()
 
 
@@ -40,8 +41,9 @@ class PipelineSharedModuleWrapper:
             )
         self._rank = gpc.get_local_rank(ParallelMode.PIPELINE) if size > 1 else 0
         self.group = self._new_group() if len(self.pipeline_ranks) > 1 else None
+        self._number, self._count = next(_numbers), 0
         # where the stages of this pipeline find the complaint of one that should not have registered anything
-        self._complaint = f"PipelineSharedModuleWrapper {next(_numbers)} {self._stages}"
+        self._complaint = f"PipelineSharedModuleWrapper {self._number} {self._stages}"
 
     @property
     def _stages(self) -> list[int]:
@@ -80,6 +82,8 @@ class PipelineSharedModuleWrapper:
             return  # one stage: the same module is used twice
         for p in params:
             setattr(p, SHARED_GROUP, self.group)
+            setattr(p, SHARED_MARK, (self._number, self._count))
+            self._count += 1
         if not any(p.is_meta for p in params):
             self._make_equal(params)
 

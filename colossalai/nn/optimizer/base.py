@@ -20,6 +20,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -270,6 +271,16 @@ class MultiTensorOptimizer(Optimizer):
             state["master"] = master
             del state["tail"]
         return state
+
+    def lazy_state(self, parameter: Tensor) -> dict[str, Any]:
+        """``portable_state``, in which a function stands for a tensor that must first be computed: for checkpoints."""
+        state = dict(self.state.get(parameter, {}))
+        if state.pop("tail", None) is not None:
+            state.setdefault("master", partial(self.master, parameter))
+        return state
+
+    def states_replaced(self) -> None:
+        """Somebody has put other states into ``state``, as a checkpoint does."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles."""

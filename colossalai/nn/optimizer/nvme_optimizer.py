@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -238,6 +239,18 @@ class NVMeOptimizer(MultiTensorOptimizer):
             local(found[name]).copy_(value)
         return found
 
+    def lazy_state(self, parameter: Tensor) -> dict[str, Any]:
+        offload = self._offload
+        if offload is None or parameter not in offload.slots:
+            return super().lazy_state(parameter)
+        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        names = [*self.state_names(group), *(["master"] if parameter.dtype in HALVES else [])]
+
+        def read(name: str) -> Tensor:
+            return local(self.portable_state(parameter)[name])
+
+        return {"step": self.state[parameter]["step"], **{name: partial(read, name) for name in names}}
+
     def _look_at(self, offload: Offload, slot: Slot) -> list[tuple[Extent, dict[str, Tensor]]]:
         if slot.is_filled:
             return list(slot.states(offload.look_at(slot)))
@@ -260,6 +273,9 @@ class NVMeOptimizer(MultiTensorOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self.states_replaced()
+
+    def states_replaced(self) -> None:
         if (offload := self._offload) is None:
             return
         offload.clear()

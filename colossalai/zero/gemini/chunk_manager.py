@@ -15,13 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.logging import get_dist_logger
+from colossalai.mesh import Mesh
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
-from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, aligned, padded
+from colossalai.tensor import ProcessGroup
+from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, aligned, group_ranks, padded
 from colossalai.zero.gemini.search import (
     HIDDEN,
     MB,
     check_search,
     data_parallel_size,
+    model_mesh,
+    search,
     search_chunk_configuration,
 )
 from colossalai.zero.gemini.shelf import Buffers, Reader, Shelf, weights_of
@@ -37,7 +41,9 @@ class ChunkManager:
     Args:
         chunk_configuration: by the number of ranks that share chunks, as ``search_chunk_configuration`` returns; or the chunk
             size in elements.
-        init_device: where chunks rest, the compute device or the CPU; by default the CPU.
+        init_device: where chunks rest, the compute device or the CPU; by default the CPU.  Older scripts have a ``ProcessGroup`` in
+            its place, whose data-parallel ranks share the chunks, and name ``init_device``.
+        enable_distributed_storage: of those scripts; chunks are always shared.
         device: the compute device.
         ranks: the data-parallel ranks.
         compute_capacity: bytes that model data may take on the compute device, by default as much as there is.
@@ -49,6 +55,8 @@ class ChunkManager:
     def __init__(
         self,
         chunk_configuration: Mapping[int, Mapping[str, Any]] | int,
+        place: torch.device | str | ProcessGroup | None = None,
+        enable_distributed_storage: bool = True,
         init_device: torch.device | str | None = None,
         *,
         device: torch.device | str | None = None,
@@ -58,10 +66,19 @@ class ChunkManager:
         disk_dir: str | os.PathLike[str] | None = None,
         disk_capacity: int | None = None,
     ) -> None:
+        if not enable_distributed_storage:
+            raise ValueError(
+                "ChunkManager shares chunks between data-parallel ranks and cannot keep them whole on each, as"
+                " enable_distributed_storage=False asks for; use strict_ddp_mode=True of GeminiDDP to keep them during a step"
+            )
         check_disk(disk_dir, disk_capacity, host_capacity)
         self.device = torch.device(device or default_device())
         if self.device.type == "cuda" and self.device.index is None:
             self.device = default_device()
+        if isinstance(place, ProcessGroup):
+            ranks = ranks or data_ranks(place.mesh, self.device)
+        elif place is not None:
+            init_device = place
         self.init_device = torch.device(init_device or "cpu")
         self.configuration = chunk_configuration
         self.ranks = ranks or Ranks()
@@ -78,6 +95,27 @@ class ChunkManager:
         self._open: dict[torch.dtype, Chunk] = {}
         self._slots: dict[nn.Parameter, tuple[Chunk, Slot]] = {}
         self.bytes_up = self.bytes_down = 0
+
+    @staticmethod
+    def search_chunk_size(
+        module: nn.Module,
+        search_range: int,
+        n_grids: int,
+        min_chunk_size: int | None = None,
+        filter_exlarge_params: bool = True,
+    ) -> int:
+        """The chunk size in elements that wastes least, among ``n_grids`` sizes within ``search_range`` above the smallest."""
+        if not (isinstance(n_grids, int) and n_grids >= 1 and search_range >= 0):
+            raise ValueError(
+                f"search_chunk_size needs search_range at least 0 and n_grids at least 1, got {search_range!r} and {n_grids!r}"
+            )
+        numels = [p.numel() for p in module.parameters()]
+        smallest = 1024 if min_chunk_size is None else min_chunk_size
+        interval = max(1, search_range // n_grids)
+        ranks = data_parallel_size(module)
+        return search(
+            numels, smallest, search_range, interval, ranks, filter_large=filter_exlarge_params
+        ).size
 
     def add_disk(self, directory: str | os.PathLike[str] | None, capacity: int | None = None) -> None:
         """Have a disk as third tier."""
@@ -368,4 +406,13 @@ def init_chunk_manager(
             f"chunks of {mb:.1f} MB for {total * dtype.itemsize / MB:.1f} MB of parameters;"
             f" {wasted * dtype.itemsize / MB:.2f} MB ({wasted / max(total + wasted, 1):.2%}) are wasted"
         )
+    if manager.get("ranks") is None:
+        manager["ranks"] = data_ranks(model_mesh(model), manager.get("device"))
     return ChunkManager(config, init_device, **manager)
+
+
+def data_ranks(mesh: Mesh | None, device: torch.device | None) -> Ranks:
+    """The data-parallel ranks of ``mesh``."""
+    if mesh is None or mesh.size.get("dp", 1) == 1:
+        return Ranks()
+    return group_ranks(mesh.group("dp"), device or default_device())

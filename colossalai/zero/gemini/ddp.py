@@ -18,15 +18,16 @@ from torch import Tensor, nn
 
 from colossalai.amp.casting import cast_floats
 from colossalai.interface import ModelWrapper
+from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh
-from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, group_ranks
-from colossalai.zero.gemini.chunk_manager import ChunkManager, init_chunk_manager
+from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks, init_chunk_manager
 from colossalai.zero.gemini.fill import Replaced, fill, give_meta_storage, place_buffers, register
 from colossalai.zero.gemini.hooks import ModuleHooks, tensors_of, without_hooks
 from colossalai.zero.gemini.manager import GeminiManager
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicyFactory
-from colossalai.zero.gemini.search import mesh_of
+from colossalai.zero.gemini.search import model_mesh
 from colossalai.zero.states import SlicedTensor, away
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -62,7 +63,7 @@ class ZeroDDP(ModelWrapper):
         if dtype not in DTYPES:
             raise ValueError(f"Gemini trains in {', '.join(map(str, DTYPES))}; got dtype={dtype!r}")
         self.gemini_manager, self.chunk_manager = gemini_manager, gemini_manager.chunk_manager
-        self.dtype, self.mesh = dtype, mesh if mesh is not None else mesh_of(module)
+        self.dtype, self.mesh = dtype, mesh if mesh is not None else model_mesh(module)
         self.force_outputs_fp32 = force_outputs_fp32
         self.scatter_after_inference = scatter_after_inference
         gemini_manager.strict = strict_ddp_mode
@@ -211,6 +212,23 @@ class ZeroDDP(ModelWrapper):
             found[prefix + name] = own
         return found
 
+    def holdings(self) -> list[Holding]:
+        self.settle()
+        found = []
+        for chunk in self.chunk_manager.chunks:
+            layout = chunk.layout()
+            for index, slot in enumerate(chunk.slots):
+                own = chunk.own_part(slot)
+                start, end = layout.piece(index, chunk.ranks.rank)
+                found.append(Holding(slot.param, chunk.shard[:0] if own is None else own, start, end))
+        return found
+
+    @torch.no_grad()
+    def weights_loaded(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.weights_loaded()
+        self.gemini_manager.drop_all()
+
     def sharded_state_dict(self) -> dict[str, Any]:
         """The weights under the names of the model, as tensors whose slices lie on the ranks, and the buffers."""
         self.settle()
@@ -353,7 +371,7 @@ class GeminiDDP(ZeroDDP):
         disk_capacity: int | None = None,
     ) -> None:
         PlacementPolicyFactory.create(placement_policy)
-        mesh = mesh if mesh is not None else mesh_of(module)
+        mesh = mesh if mesh is not None else model_mesh(module)
         where = torch.device(device) if device is not None else None
         chunks: ChunkManager = init_chunk_manager(
             module,
@@ -385,12 +403,3 @@ class GeminiDDP(ZeroDDP):
             mesh=mesh,
             seed=seed,
         )
-
-
-def data_ranks(mesh: Mesh | None, device: torch.device | None) -> Ranks:
-    """The data-parallel ranks of ``mesh``."""
-    from colossalai.zero.gemini.chunk_manager import default_device
-
-    if mesh is None or mesh.size.get("dp", 1) == 1:
-        return Ranks()
-    return group_ranks(mesh.group("dp"), device or default_device())

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from colossalai.amp.casting import is_batch_norm
 from colossalai.mesh.initial import give_storage, initial_values
 from colossalai.mesh.mesh import Mesh
-from colossalai.tensor.pieces import as_piece
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.tiers import Tier
@@ -65,7 +64,7 @@ def fill(
     values = (
         initial_values(module, seed, mesh, chunks.device)
         if seed is not None
-        else ((p, as_piece(p).detach()) for p in module.parameters())
+        else ((p, p.data) for p in module.parameters())  # of a ColoParameter, its piece
     )
     missing = {chunk.index: len(chunk.slots) for chunk in chunks.chunks}
     with torch.no_grad():

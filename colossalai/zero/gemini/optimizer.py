@@ -427,6 +427,13 @@ class GeminiOptimizer(ShardedOptimizer):
     def settle(self) -> None:
         self.manager.worker.wait_all()
 
+    @torch.no_grad()
+    def weights_loaded(self) -> None:
+        """Weights were written at their homes: pieces that are copies, and no masters, take them."""
+        for piece in self.pieces:
+            if not piece.is_shared and not piece.is_empty and piece.value.dtype == piece.weight.dtype:
+                piece.value.copy_(piece.weight)
+
     def _state_of(self, piece: Piece) -> dict[str, Any]:
         chunk = self._places[piece][0]
         if self._resting is not None and self._resting.has(chunk):

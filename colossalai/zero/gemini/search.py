@@ -89,15 +89,20 @@ def _ordinary(numels: Sequence[int]) -> list[int]:
     return [n for n in numels if n <= limit]
 
 
-def mesh_of(model: nn.Module) -> Mesh | None:
-    """The mesh that the parameters of ``model`` are cut over, if they are ColoTensors; that of the launched job otherwise."""
-    return next(
-        (p.process_group.mesh for p in model.parameters() if isinstance(p, ColoTensor)), launched_mesh()
-    )
+def model_mesh(model: nn.Module) -> Mesh | None:
+    """The mesh that a model lies on: that of its ColoParameters, or of the launched job."""
+    meshes = {
+        id(m): m for m in (p.process_group.mesh for p in model.parameters() if isinstance(p, ColoTensor))
+    }
+    if len(meshes) > 1:
+        raise ValueError(
+            f"the ColoParameters of {type(model).__name__} belong to {len(meshes)} process groups; chunks need one for all"
+        )
+    return next(iter(meshes.values()), None) or launched_mesh()
 
 
 def data_parallel_size(model: nn.Module) -> int:
-    mesh = mesh_of(model)
+    mesh = model_mesh(model)
     return mesh.size.get("dp", 1) if mesh is not None else 1
 
 

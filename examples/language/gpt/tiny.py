@@ -40,7 +40,7 @@ def shrink(config: Config) -> Config:
 
 def _model(model: Config, stages: int) -> dict[str, Any]:
     sizes = {**SIZES, **DROPOUT, "max_position_embeddings": SEQ_LEN}
-    kept = {name: model[name] for name in ("checkpoint", "dtype", "num_chunks") if name in model}
+    kept = {name: model[name] for name in ("checkpoint", "dtype", "num_chunks", "tied") if name in model}
     depth = LAYERS_PER_STAGE * stages * model.get("num_chunks", 1)
     if stages > 1:
         return {"type": build_gpt_pipeline, "num_layers": depth, **sizes, **kept}

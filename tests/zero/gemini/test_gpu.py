@@ -8,28 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import check_state_dict_equal
-from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP
-from tests.zero.gemini.runs import SMALL, batch, loss_of, net
+from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
+from tests.zero.gemini.runs import SMALL, batch, hybrid, loss_of, net, sgd
 from tests.zero.gemini.test_disk import BYTES
 
 pytestmark = pytest.mark.gpu
-
-ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
 
 
 def both(
     policy: str, dtype: torch.dtype, early: bool, reentrant: bool | None, **options: object
 ) -> GeminiDDP:
+    # in bf16 host and device round differently, and Adam would make whole steps of gradients that are nothing but rounding
+    optim = hybrid if dtype is torch.float32 else sgd
     model = net(reentrant)
     serial = copy.deepcopy(model).to("cuda", dtype)
-    reference = HybridAdam(serial.parameters(), **ADAM)
+    reference = optim(serial.parameters())
+    inner = optim(model.parameters())
     small = SMALL * dtype.itemsize
     run = GeminiDDP(
         model, "cuda", policy, dtype=dtype, min_chunk_size_mb=small, search_range_mb=small, **options
     )
-    optimizer = GeminiAdamOptimizer(run, update_in_backward=early, **ADAM)
+    optimizer = GeminiOptimizer(inner, run, update_in_backward=early)
     for step in range(6):
         words = batch(step).cuda()
         expected = loss_of(serial, words)

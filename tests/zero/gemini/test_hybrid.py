@@ -1,194 +1,106 @@
-"""Gemini together with tensor parallelism and pipelines."""
+"""Gemini through the config: engines, tensor parallelism, pipelines."""
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
-import pytest
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import colossalai.nn as col_nn
-from colossalai.booster import Booster
-from colossalai.booster.plugin import GeminiPlugin
-from colossalai.core import global_context as gpc
-from colossalai.nn.optimizer import HybridAdam
-from colossalai.pipeline.stage import Placement, Shape
-from colossalai.testing import RankError, parametrize_sample, spawn
+from colossalai.pipeline.stage import Shape
+from colossalai.testing import parametrize_sample
 from colossalai.testing.parity import Problem, assert_equal_to_serial
-from colossalai.testing.pipelined import PipelineRun, cut
+from colossalai.testing.pipelined import PipelineRun
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
+from tests.engine.plans import EngineRun
 from tests.pipeline.plans import config, launch, problem, to_tensor_parallel, token_problem
-from tests.tensor.gpt2 import ColoRun, page_42
-from tests.tensor.gpt2 import problem as colo_problem
-from tests.zero.low_level.test_hybrid import TensorRun, averaged
+from tests.zero.low_level.test_hybrid import averaged, small_problem
 
-TINY = 64 / 1024**2  # chunks of some dozen elements
-
-
-def plugin(policy: str, **options: Any) -> GeminiPlugin:
-    return GeminiPlugin(
-        "cpu", policy, precision="fp32", min_chunk_size_mb=TINY, search_range_mb=TINY, **options
-    )
+TINY = 128 / 1024**2
+SMALL = {"min_chunk_size_mb": TINY, "search_range_mb": TINY, "precision": "fp32"}
 
 
-def given(optimizer: Any) -> dict[Tensor, Tensor]:
+def section(policy: str = "cpu", **options: Any) -> dict[str, Any]:
+    return {"model_config": {"tensor_placement_policy": policy, **SMALL}, "optimizer_config": options}
+
+
+def whole_weights(model: GeminiDDP) -> dict[str, Tensor]:
+    return dict(model.whole_values())  # type: ignore[arg-type]
+
+
+def gemini_gradients(optimizer: GeminiOptimizer) -> dict[Tensor, Tensor]:
     optimizer.give_gradients(everywhere=True)
     return averaged(optimizer)
 
 
-class GeminiTensorRun(TensorRun):
-    """The token model under a tensor mode, and Gemini over the data-parallel ranks."""
-
-    def __init__(self, task: Problem, mode: str, size: int, policy: str) -> None:
-        launch({"parallel": {"tensor": {"mode": mode, "size": size}}})
-        model = nn.Sequential(*[to_tensor_parallel(layer) for layer in task.build()])  # type: ignore[attr-defined]
-        self.booster = Booster(device="cpu", plugin=plugin(policy))
-        self.model, self.optimizer, *_ = self.booster.boost(model, task.optimizer(model.parameters()))
-        self.names = {p: n for n, p in self.model.named_parameters()}
-        self.criterion = col_nn.CrossEntropyLoss()
-
+class GeminiEngineRun(EngineRun):
     def weights(self) -> dict[str, Tensor]:
-        with self.model.whole_parameters():
-            return super().weights()
+        return whole_weights(self.engine.model)  # type: ignore[arg-type]
 
     def gradients(self) -> dict[str, Tensor]:
-        return {self.names[p]: self._whole(grad, p) for p, grad in given(self.optimizer).items()}
+        names = {p: n for n, p in self.engine.model.named_parameters()}
+        return {names[p]: grad for p, grad in gemini_gradients(_own(self.engine.optimizer)).items()}
 
 
-@parametrize_sample(
-    "mode, size, policy", [(m, s, p) for m, s in (("1d", 2), ("2d", 4)) for p in ("cpu", "cuda", "auto")], n=2
-)
-def test_with_tensor_parallelism(mode: str, size: int, policy: str) -> None:
-    assert_equal_to_serial(
-        token_problem, partial(GeminiTensorRun, mode=mode, size=size, policy=policy), size * 2
-    )
+def _own(optimizer: Any) -> GeminiOptimizer:
+    while not isinstance(optimizer, GeminiOptimizer):
+        optimizer = optimizer.optim
+    return optimizer
+
+
+def engine_plan(task: Problem, settings: dict[str, Any]) -> EngineRun:
+    launch(settings)
+    return GeminiEngineRun(task, settings)
+
+
+@parametrize_sample("policy, accumulate", list(itertools.product(("cpu", "cuda", "auto"), (1, 2))), n=2)
+def test_in_an_engine(policy: str, accumulate: int) -> None:
+    settings = {"zero": section(policy), "gradient_accumulation": accumulate}
+    assert_equal_to_serial(small_problem, partial(engine_plan, settings=settings), 2)
 
 
 class GeminiPipelineRun(PipelineRun):
-    """A stage, or several chunks of layers, in GeminiDDP, through ``Booster.execute_pipeline``."""
-
-    def __init__(self, task: Problem, schedule: str, chunks: int, policy: str) -> None:
-        launch(config(schedule, 2, 4, chunks))
-        shape = Shape.VEE if schedule == "zbv" else Shape.LOOP
-        place = Placement(gpc.pipeline_parallel_size, chunks, shape)
-        stages = cut(task.build(), place, gpc.mesh.coord["pp"])  # type: ignore[arg-type]
-        self.names = {p: name for stage in stages for name, p in stage.named_parameters()}
-        model: nn.Module = stages[0] if chunks == 1 else nn.ModuleList(stages)
-        self.booster = Booster(device="cpu", plugin=plugin(policy))
-        self.model, self.optimizer, self.criterion, *_ = self.booster.boost(
-            model, task.optimizer(model.parameters()), nn.CrossEntropyLoss()
-        )
-
-    def forward_backward(self, batch: Any) -> Tensor:
-        own = tuple(t.chunk(gpc.data_parallel_size)[gpc.mesh.coord["dp"]] for t in batch)
-        found = self.booster.execute_pipeline(iter([own]), self.model, self.criterion, self.optimizer)
-        loss = found["loss"]
-        total = torch.stack(
-            [torch.zeros(()) if loss is None else loss, torch.tensor(float(loss is not None))]
-        )
-        dist.all_reduce(total)
-        return total[0] / total[1]
-
     def weights(self) -> dict[str, Tensor]:
-        with self.model.whole_parameters():
-            return super().weights()
+        model = self.engine.model
+        assert isinstance(model, GeminiDDP)
+        values = whole_weights(model)
+        names = {p: n for n, p in model.unwrap().named_parameters()}
+        return self._everywhere((own, self._whole(values[names[p]], p)) for p, own in self.names.items())
 
     def gradients(self) -> dict[str, Tensor]:
-        return self._everywhere((self.names[p], grad) for p, grad in given(self.optimizer).items())
+        grads = gemini_gradients(_own(self.engine.optimizer))
+        return self._everywhere((self.names[p], self._whole(grad, p)) for p, grad in grads.items())
 
     def gradient_norm(self) -> Tensor:
-        return self.optimizer.clip_grad_by_norm(float("inf"))
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        return self.engine.optimizer.clip_grad_by_norm(float("inf"))
 
 
-@parametrize_sample(
-    "schedule, chunks, policy, ranks",
-    [
-        (name, chunks, policy, ranks)
-        for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
-        for policy in ("cpu", "cuda", "auto")
-        for ranks in (2, 4)
-    ],
-    n=3,
-)
-def test_in_a_pipeline(schedule: str, chunks: int, policy: str, ranks: int) -> None:
-    assert_equal_to_serial(
-        problem, partial(GeminiPipelineRun, schedule=schedule, chunks=chunks, policy=policy), ranks
+def staged(task: Problem, schedule: str, chunks: int, policy: str, mode: str | None) -> PipelineRun:
+    settings = config(schedule, 2, 4, chunks, zero=section(policy))
+    if mode:
+        settings["parallel"]["tensor"] = {"mode": mode, "size": 2}
+    launch(settings)
+    return GeminiPipelineRun(
+        task,
+        col_nn.CrossEntropyLoss() if mode else nn.CrossEntropyLoss(),
+        chunks=chunks,
+        shape=Shape.VEE if schedule == "zbv" else Shape.LOOP,
+        convert=to_tensor_parallel if mode else None,
     )
 
 
-class GeminiColoRun(ColoRun):
-    """Page 42: Hugging Face GPT-2 of ColoTensors, each laid out by a spec, in GeminiDDP."""
-
-    def __init__(self, task: Problem, tp: int) -> None:
-        launch({})
-        colo = page_42(task, tp)
-        super().__init__(task, colo.model, colo.pg)
-        self.names = {p: n for n, p in self.model.named_parameters()}
-        self.wrapped = GeminiDDP(
-            self.model, "cpu", "cpu", dtype=torch.float32, min_chunk_size_mb=TINY, search_range_mb=TINY
-        )
-        self.gemini = GeminiOptimizer(task.optimizer(self.model.parameters()), self.wrapped)
-
-    def forward_backward(self, batch: Tensor) -> Tensor:
-        own = batch.chunk(self.pg.dp_world_size())[self.pg.dp_local_rank()]
-        loss = self.loss(self.wrapped, own)
-        self.gemini.backward(loss)
-        total = loss.detach()
-        dist.all_reduce(total, group=self.pg.dp_process_group())
-        return total / self.pg.dp_world_size()
-
-    def weights(self) -> dict[str, Tensor]:
-        with self.wrapped.whole_parameters():
-            return super().weights()
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {self.names[p]: self._whole(grad, p) for p, grad in given(self.gemini).items()}
-
-    def gradient_norm(self) -> Tensor:
-        return self.gemini.clip_grad_by_norm(float("inf"))
-
-    def update(self) -> None:
-        self.gemini.step()
-        self.gemini.zero_grad()
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
 
 
-@parametrize_sample("ranks", [2, 4], n=1)
-def test_with_colo_tensors(ranks: int) -> None:
-    assert_equal_to_serial(colo_problem, partial(GeminiColoRun, tp=2), ranks)
+@parametrize_sample("schedule, policy", list(itertools.product(SCHEDULES, ("cpu", "cuda"))), n=3)
+def test_in_a_pipeline(schedule: tuple[str, int], policy: str) -> None:
+    name, chunks = schedule
+    run = partial(staged, schedule=name, chunks=chunks, policy=policy, mode=None)
+    assert_equal_to_serial(problem, run, 4)
 
 
-def check_refusals(rank: int, world_size: int, port: int) -> None:
-    launch(config("1f1b", 2, 2))
-    model = nn.Linear(4, 4)
-    booster = Booster(device="cpu", plugin=plugin("cpu", update_in_backward=True))
-    stage, optimizer, criterion, *_ = booster.boost(model, HybridAdam(model.parameters()), nn.MSELoss())
-    batch = torch.ones(4, 4), torch.ones(4, 4)
-
-    def train() -> None:
-        for _ in range(3):
-            booster.execute_pipeline(iter([batch]), stage, criterion, optimizer)
-            optimizer.step()
-
-    with pytest.raises(RuntimeError, match=r"a second gradient came for chunk \d .* whose update had begun"):
-        train()
-
-
-def test_a_second_gradient_is_refused() -> None:
-    spawn(check_refusals, 2)
-
-
-@pytest.mark.parametrize("schedule", ["zbh1", "zbv"])
-def test_split_backward_is_refused(schedule: str) -> None:
-    with pytest.raises(RankError, match=f"the schedule '{schedule}' computes the gradients of weights after"):
-        assert_equal_to_serial(
-            problem,
-            partial(GeminiPipelineRun, schedule=schedule, chunks=2 if schedule == "zbv" else 1, policy="cpu"),
-            2,
-        )
+def test_in_a_pipeline_of_tensor_parallel_stages() -> None:
+    run = partial(staged, schedule="1f1b", chunks=1, policy="cpu", mode="1d")
+    assert_equal_to_serial(token_problem, run, 8)

@@ -1,0 +1,185 @@
+"""What a rank holds, as the serial model knows it: ``Entry``, a named tensor, of which some boxes are here.
+
+The tensors in an entry are views into the memory of the model or optimizer, turned as the serial model stores them.  Saving reads
+them, loading writes into them; nobody else needs to know how a plan lays things out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossalai.checkpoint_io.boxes import Box, Shape, boxes_of_flat, boxes_of_ranges, whole
+from colossalai.interface.holding import Holding
+from colossalai.mesh import Mesh, full_shape, local_slices, placement
+from colossalai.mesh._compat import plain_torch
+from colossalai.mesh.parameter import SHARED_MARK
+
+
+@dataclass(eq=False)
+class Piece:
+    """The elements ``box`` of a tensor; ``tensor`` is a view of them, or a function that computes them (to save)."""
+
+    box: Box
+    tensor: Tensor | Callable[[], Tensor]
+
+    def read(self) -> Tensor:
+        return self.tensor if isinstance(self.tensor, Tensor) else self.tensor()
+
+    def view(self) -> Tensor:
+        assert isinstance(self.tensor, Tensor), "what is computed cannot be loaded"
+        return self.tensor
+
+
+@dataclass(eq=False)
+class Entry:
+    """A tensor of the serial model, and the pieces of it that this rank holds."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    pieces: list[Piece]
+    shared: tuple[int, int] | None = None
+    """A mark that the entries of all pipeline stages which share this tensor have, under whatever names."""
+    stage: int | None = None
+    """The pipeline stage, if no other stage may have another tensor of this name."""
+    aliases: list[str] = field(default_factory=list)
+    """Further names of the same tensor (tied weights)."""
+
+
+def is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "to_local") and hasattr(tensor, "placements")  # its class is expensive to import
+
+
+def is_piece(param: Tensor) -> bool:
+    """Whether ``param`` is something else than the tensor of the serial model: a part of it, or it turned around."""
+    return is_dtensor(param) or bool(placement(param).sharded) or getattr(param, "transposed", False)
+
+
+def serial_shape(param: Tensor) -> Shape:
+    """The shape of ``param`` in the serial model."""
+    shape = tuple(full_shape(param))
+    return shape[::-1] if getattr(param, "transposed", False) else shape
+
+
+def pieces_of(like: Tensor, value: Tensor, mesh: Mesh | None, name: str) -> list[Piece]:
+    """The boxes of ``value``, which lies as the parameter ``like`` does: itself, a gradient, an optimizer's state."""
+    return [
+        Piece(box, _turned(_local(value), like)[place.within(whole_of(like))])
+        for box, place in _places(like, mesh, name)
+    ]
+
+
+def pieces_of_holding(
+    holding: Holding, value: Tensor | Callable[[], Tensor], mesh: Mesh | None, name: str
+) -> list[Piece]:
+    """The boxes of ``value``, which has the elements that ``holding.value`` has."""
+    if not isinstance(value, Tensor):
+        return _computed_pieces(holding, value, mesh, name)
+    if holding.end is None:
+        return pieces_of(holding.param, value, mesh, name)
+    local = _local(holding.param)
+    flat = _local(value).view(-1)
+    found = []
+    for place, start in boxes_of_flat(tuple(local.shape), holding.start, holding.end):
+        part = flat[start : start + place.numel].view(place.sizes)
+        turned, spot = _turned(part, holding.param), _turned_box(place, holding.param)
+        for box, own in _places(holding.param, mesh, name):
+            if (common := own.common(spot)) is not None:
+                shift = tuple(
+                    b + c - o for b, c, o in zip(box.offsets, common.offsets, own.offsets, strict=True)
+                )
+                found.append(Piece(Box(shift, common.sizes), turned[common.within(spot)]))
+    return found
+
+
+def _computed_pieces(
+    holding: Holding, value: Callable[[], Tensor], mesh: Mesh | None, name: str
+) -> list[Piece]:
+    """Boxes whose values are computed when they are asked for, one at a time."""
+    patterns = pieces_of_holding(holding, torch.empty_like(_local(holding.value), device="meta"), mesh, name)
+
+    def read(index: int) -> Callable[[], Tensor]:
+        return lambda: pieces_of_holding(holding, value(), mesh, name)[index].read()
+
+    return [Piece(pattern.box, read(index)) for index, pattern in enumerate(patterns)]
+
+
+def whole_piece(tensor: Tensor) -> list[Piece]:
+    """A tensor that is the same on every rank that has it."""
+    return [Piece(whole(tuple(tensor.shape)), tensor.detach())]
+
+
+def whole_of(param: Tensor) -> Box:
+    """The box of the local tensor of ``param``, in the orientation of the serial model."""
+    shape = tuple(_local(param).shape)
+    return whole(shape[::-1] if getattr(param, "transposed", False) else shape)
+
+
+def shared_mark(param: Tensor) -> tuple[int, int] | None:
+    """What tells a parameter that several pipeline stages share from all others, on every rank alike."""
+    mark: tuple[int, int] | None = getattr(param, SHARED_MARK, None)
+    return mark
+
+
+def _places(like: Tensor, mesh: Mesh | None, name: str) -> Sequence[tuple[Box, Box]]:
+    """For each box that this rank holds of the parameter ``like``: where it lies in the serial tensor, and in the local one."""
+    if is_dtensor(like):
+        return _places_of_dtensor(like)
+    layout = placement(like)
+    own = getattr(like, "process_group", None)  # a ColoTensor has a mesh of its own
+    mesh = mesh if own is None else own.mesh
+    if not layout.sharded:
+        if getattr(like, "is_tensor_parallel", False) and getattr(like, "num_partitions", 2) > 1:
+            raise ValueError(
+                f"{name} is marked as one of several pieces (is_tensor_parallel), but nothing says which piece of what it"
+                " is; tell with colossalai.mesh.place(parameter, layout, full_shape)"
+            )
+        box = whole_of(like)
+        return [(box, box)] if box.numel else []
+    if mesh is None:
+        raise ValueError(f"{name} is cut as {layout}, but no mesh says over which ranks: launch first")
+    if getattr(like, "transposed", False):
+        layout = layout.transposed()
+    return boxes_of_ranges(local_slices(serial_shape(like), layout, mesh, uneven=True))
+
+
+def _places_of_dtensor(tensor: Any) -> list[tuple[Box, Box]]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(kind.is_partial() for kind in tensor.placements):
+        raise ValueError(
+            f"a DTensor with the placements {tensor.placements} is a partial sum and cannot be saved"
+        )
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    box = Box(tuple(offset), tuple(shape))
+    return [(box, whole(tuple(shape)))] if box.numel else []
+
+
+def _local(tensor: Any) -> Tensor:
+    """The memory of this rank, as a plain tensor without history."""
+    part: Tensor = tensor.detach()
+    if is_dtensor(part):
+        part = part.to_local()  # type: ignore[attr-defined]
+    if type(part) is Tensor:
+        return part
+    with plain_torch():
+        return part.as_subclass(Tensor)
+
+
+def _turned(tensor: Tensor, param: Tensor) -> Tensor:
+    """As the serial model stores it."""
+    return tensor.t() if getattr(param, "transposed", False) else tensor
+
+
+def _turned_box(box: Box, param: Tensor) -> Box:
+    return Box(box.offsets[::-1], box.sizes[::-1]) if getattr(param, "transposed", False) else box
+
+
+def total_bytes(entries: Iterable[Entry]) -> int:
+    """Bytes of all pieces that are here."""
+    return sum(piece.box.numel * entry.dtype.itemsize for entry in entries for piece in entry.pieces)

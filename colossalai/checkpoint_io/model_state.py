@@ -1,0 +1,126 @@
+"""The tensors of a model by their names in the serial model, and what of a checkpoint goes into them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.checkpoint_io.entries import Entry, pieces_of_holding, serial_shape, shared_mark
+from colossalai.checkpoint_io.manifest import Manifest, StoredTensor
+from colossalai.checkpoint_io.reading import Want
+from colossalai.interface import Holding, ModelWrapper, below_compile, user_module
+from colossalai.mesh import Mesh
+from colossalai.mesh.norm import STAGES
+from colossalai.nn.layer import ParallelLayer
+from colossalai.utils.parallel import launched_mesh
+
+HALF = (torch.float16, torch.bfloat16)
+EXTRA = "_extra_state"  # the name that torch gives to what ``get_extra_state`` of a module returns
+
+
+def mesh_of(model: nn.Module) -> Mesh | None:
+    """The mesh that ``model`` is cut over: that of its layers, or of the launched job."""
+    meshes = (m._mesh for m in model.modules() if isinstance(m, ParallelLayer))
+    return next((mesh for mesh in meshes if mesh is not None), launched_mesh())
+
+
+class ModelState:
+    """A model for a checkpoint.  ``section`` is the first word of the names under which its tensors are stored."""
+
+    def __init__(self, model: nn.Module, section: str = "model") -> None:
+        self.section = section
+        self.module = user_module(model)
+        self.mesh = mesh_of(self.module)
+        below = below_compile(model)
+        self._wrapper = below if isinstance(below, ModelWrapper) else None
+        held = [] if self._wrapper is None else self._wrapper.holdings()
+        self._holdings = {id(holding.param): holding for holding in held}
+        self._rename = getattr(self.module, "serial_name", lambda name: name)
+        state = self.module.state_dict(keep_vars=True)  # here, FSDP frees what it had gathered
+        self.extra = {self._rename(name): v for name, v in state.items() if _is_extra(name)}
+        self.tensors = self._live({name: v for name, v in state.items() if not _is_extra(name)})
+        self.names: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            self.names.setdefault(id(tensor), []).append(self._rename(name))
+
+    def _live(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        own = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
+        if lost := [name for name, tensor in state.items() if id(tensor) not in own]:
+            raise ValueError(
+                f"the state_dict of {type(self.module).__name__} computes {lost[0]} instead of giving the tensor that the model"
+                " uses (a state_dict hook does so), so nothing could be loaded into it"
+            )
+        return state
+
+    @property
+    def stage(self) -> int | None:
+        """This rank's pipeline stage, if there are several."""
+        sizes = {} if self.mesh is None else self.mesh.size
+        return self.mesh.coord[STAGES] if self.mesh is not None and sizes.get(STAGES, 1) > 1 else None
+
+    def name(self, param: Tensor) -> str | None:
+        """The first name of a parameter in the serial model."""
+        return self.names[id(param)][0] if id(param) in self.names else None
+
+    def entries(self) -> list[Entry]:
+        """All tensors, tied ones once."""
+        first = {id(tensor): tensor for tensor in self.tensors.values()}
+        return [self._entry(tensor, self.names[key]) for key, tensor in first.items()]
+
+    def _entry(self, tensor: Tensor, names: list[str]) -> Entry:
+        name, *aliases = (f"{self.section}/{name}" for name in names)
+        is_param = isinstance(tensor, nn.Parameter)
+        holding = self._holdings.get(id(tensor), Holding(tensor, tensor))
+        return Entry(
+            name,
+            serial_shape(tensor),
+            holding.value.dtype,
+            pieces_of_holding(holding, holding.value, self.mesh, name),
+            shared_mark(tensor),
+            self.stage if is_param else None,
+            aliases,
+        )
+
+    def wants(self, manifest: Manifest, optimizer_section: str) -> tuple[list[Want], list[str]]:
+        """What is to be loaded, and the names that the checkpoint lacks.  Shapes that differ are refused."""
+        wants, missing, faults = [], [], []
+        for entry in self.entries():
+            names = [entry.name, *entry.aliases]
+            source = next((found for found in map(manifest.find, names) if found is not None), None)
+            if source is None:
+                missing.append(entry.name)
+                continue
+            if source.shape != entry.shape:
+                faults.append(f"{entry.name} is {source.shape} there and {entry.shape} in the model")
+            else:
+                wants.append(Want(self._finest(source, entry, manifest, optimizer_section), entry.pieces))
+        if faults:
+            raise RuntimeError(f"sizes differ: {'; '.join(faults[:6])}")
+        return wants, missing
+
+    def _finest(self, source: StoredTensor, entry: Entry, manifest: Manifest, section: str) -> StoredTensor:
+        """The fp32 masters of a weight that was stored in half precision, for a model that is not in half precision."""
+        if source.dtype not in HALF or entry.dtype in HALF:
+            return source
+        name = source.name.removeprefix(f"{self.section}/")
+        master = manifest.find(f"{section}/{name}/master")
+        return master if master is not None and master.shape == source.shape else source
+
+    def loaded(self, values: dict[str, Any]) -> None:
+        """The tensors are loaded: tell the plan, and give modules with an extra state theirs back."""
+        if self._wrapper is not None:
+            self._wrapper.weights_loaded()
+        for name in self.module.state_dict(keep_vars=True):
+            own = self._rename(name)
+            if own in self.extra and own in values:
+                path = name.removesuffix(EXTRA).rstrip(".")
+                self.module.get_submodule(path).set_extra_state(values[own])
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == EXTRA
+
+
+__all__ = ["ModelState", "mesh_of"]

@@ -1,0 +1,358 @@
+"""The states of an optimizer by the names of the parameters in the serial model, and what of a checkpoint goes into them.
+
+A state that has the shape of its parameter lies as the parameter does; any other is a number, or belongs to a whole parameter.
+Groups are known by their parameters: a pipeline stage has some of each group, and under another plan others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colossalai.checkpoint_io.entries import (
+    Entry,
+    pieces_of_holding,
+    serial_shape,
+    shared_mark,
+    whole_piece,
+)
+from colossalai.checkpoint_io.manifest import Manifest, StoredTensor
+from colossalai.checkpoint_io.reading import Want
+from colossalai.checkpoint_io.sharding import SPREAD
+from colossalai.checkpoint_io.values import decode, encode
+from colossalai.interface import Holding, OptimizerWrapper
+from colossalai.interface.holding import MASTERS_KEY
+from colossalai.mesh import Mesh
+from colossalai.mesh.norm import STAGES
+from colossalai.nn.optimizer.base import MultiTensorOptimizer, is_cut, local, wide
+from colossalai.utils.optimizer_state import KIND
+from colossalai.utils.parallel import launched_mesh
+
+MASTER = "master"
+# Options of torch that say how a step is computed, not what: those of the running job stay.
+MEANS = ("foreach", "fused", "capturable", "differentiable")
+
+States = dict[str, dict[str, StoredTensor]]
+
+
+class Names(Protocol):
+    """What an optimizer's state must know of the model: ``ModelState``, or where there is none, numbers."""
+
+    section: str
+    mesh: Mesh | None
+
+    @property
+    def stage(self) -> int | None: ...
+
+    def name(self, param: Tensor) -> str | None: ...
+
+
+class OptimizerState:
+    """An optimizer of ``model`` for a checkpoint."""
+
+    def __init__(self, optimizer: Optimizer, model: Names, section: str = "optimizer") -> None:
+        self.section, self.model = section, model
+        self.optimizer = optimizer
+        self._lock = threading.Lock()
+        self.raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
+        self.holdings = [(self._name(holding), holding) for holding in _holdings(optimizer)]
+
+    def _name(self, holding: Holding) -> str:
+        name = self.model.name(holding.param)
+        if name is None:
+            raise ValueError(
+                f"the optimizer ({type(self.raw).__name__}) holds a parameter of shape {tuple(holding.param.shape)} that is not"
+                " in the model, so its state has no name in a checkpoint"
+            )
+        return name
+
+    # Saving
+
+    def entries(self) -> list[Entry]:
+        """The states that are tensors, and fp32 masters."""
+        found = []
+        for name, holding in self.holdings:
+            if holding.is_master:
+                found.append(self._entry(name, MASTER, holding, holding.value))
+            for state, value in self._states(holding).items():
+                if isinstance(value, Tensor) or callable(value):
+                    found.append(self._entry(name, state, holding, value))
+        return found
+
+    def _states(self, holding: Holding) -> dict[str, Any]:
+        """The states of a parameter; a function stands for one that is computed, or read from a disk."""
+        if not isinstance(self.raw, MultiTensorOptimizer):
+            return dict(self.raw.state.get(holding.value, {}))
+        return {
+            key: partial(self._read, value) if callable(value) else value
+            for key, value in self.raw.lazy_state(holding.value).items()
+        }
+
+    def _read(self, read: Callable[[], Tensor]) -> Tensor:
+        with self._lock:  # files are written by several threads
+            return read()
+
+    def _entry(self, name: str, state: str, holding: Holding, value: Tensor | Callable[[], Tensor]) -> Entry:
+        full = f"{self.section}/{name}/{state}"
+        shared, stage = shared_mark(holding.param), self.model.stage
+        if not isinstance(value, Tensor):
+            pieces = pieces_of_holding(holding, value, self.model.mesh, full)
+            return Entry(full, serial_shape(holding.param), wide(holding.value), pieces, shared, stage)
+        if value.shape == holding.value.shape:
+            pieces = pieces_of_holding(holding, value, self.model.mesh, full)
+            return Entry(full, serial_shape(holding.param), value.dtype, pieces, shared, stage)
+        if value.numel() != 1 and (is_cut(holding.param) or holding.end is not None):
+            raise ValueError(
+                f"{full} has shape {tuple(value.shape)}: it is neither a number nor like the parameter, {tuple(holding.value.shape)},"
+                " which is cut over ranks, so nothing says what it is a part of"
+            )
+        return Entry(full, tuple(value.shape), value.dtype, whole_piece(value), shared, stage)
+
+    def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """The options of each group, and its parameters."""
+        found, at = [], 0
+        for group in self.optimizer.param_groups:
+            count = len(group["params"])
+            options = {key: value for key, value in group.items() if key != "params"}
+            found.append((options, [name for name, _ in self.holdings[at : at + count]]))
+            at += count
+        return found
+
+    def plain_states(self) -> dict[str, dict[str, Any]]:
+        """The states that are no tensors, of the parameters of this rank."""
+        found = {}
+        for name, holding in self.holdings:
+            states = self._states(holding).items()
+            plain = {k: v for k, v in states if not isinstance(v, Tensor) and not callable(v)}
+            if plain:
+                found[name] = plain
+        return found
+
+    def merged(self) -> dict[str, Any]:
+        """Groups and states that are no tensors, for ``merge_groups``."""
+        groups = [
+            {"options": encode(options, "an option of the optimizer"), "params": names}
+            for options, names in self.groups()
+        ]
+        return {"groups": groups, "states": encode(self.plain_states(), self.section)}
+
+    def values(self) -> dict[str, Any]:
+        """What is the same on all ranks."""
+        other = self.optimizer.other_state() if isinstance(self.optimizer, OptimizerWrapper) else {}
+        return {"kind": type(self.raw).__name__, "other": encode(other, self.section)}
+
+    # Loading
+
+    def wants(self, manifest: Manifest, said: Mapping[str, Any]) -> tuple[list[Want], Callable[[], None]]:
+        """What is to be read, and what puts it into the optimizer when it was; nothing of it is changed before."""
+        stored = stored_states(manifest, self.section)
+        options = self.options_from(said["groups"], manifest)
+        wants: list[Want] = []
+        loaded: dict[Tensor, dict[str, Any]] = {}
+        for name, holding in self.holdings:
+            key = self.stored_name(name, manifest)
+            states: dict[str, Any] = {}
+            for state, source in self._sources(holding, key, stored, manifest).items():
+                target = self._target(holding, state, source)
+                if target is not None:
+                    if target is not holding.value:
+                        states[state] = target
+                    wants.append(self._want(holding, source, target))
+            plain = {} if holding.is_empty else said["states"].get(key, {})
+            states |= {k: decode(v, f"{key}/{k}") for k, v in plain.items()}
+            loaded[holding.value] = states
+        return wants, lambda: self._commit(loaded, options, said)
+
+    def _sources(
+        self, holding: Holding, key: str, stored: States, manifest: Manifest
+    ) -> dict[str, StoredTensor]:
+        """The stored states of a parameter; if it needs an fp32 master and none is stored, then the weight is the master."""
+        if holding.is_empty:
+            return {}
+        found = dict(stored.get(key, {}))
+        in_state = isinstance(self.raw, MultiTensorOptimizer) and wide(holding.value) != holding.value.dtype
+        if holding.is_master or (in_state and found):
+            weight = manifest.find(f"{self.model.section}/{key}")
+            if weight is not None:
+                found.setdefault(MASTER, weight)
+        return found
+
+    def _want(self, holding: Holding, source: StoredTensor, target: Tensor) -> Want:
+        if source.shape == serial_shape(holding.param) and target.shape == holding.value.shape:
+            return Want(source, pieces_of_holding(holding, target, self.model.mesh, source.name))
+        return Want(source, whole_piece(target))
+
+    def _target(self, holding: Holding, state: str, source: StoredTensor) -> Tensor | None:
+        """Where a stored state goes: a tensor of the optimizer, or a new one; None if this plan has no use for it."""
+        value = holding.value
+        if state == MASTER:
+            if holding.is_master:
+                return value
+            if not isinstance(self.raw, MultiTensorOptimizer) or wide(value) == value.dtype:
+                return None  # the weight itself has all digits
+        own = self.raw.state.get(value, {}).get(state)
+        if source.shape != serial_shape(holding.param):
+            if source.shape and (is_cut(holding.param) or holding.end is not None):
+                raise RuntimeError(
+                    f"{source.name} has shape {source.shape}, and its parameter {serial_shape(holding.param)} is cut over ranks"
+                    " here, so nothing says what part of it is needed"
+                )
+            return torch.empty(source.shape, dtype=source.dtype, device=self._device(holding, source))
+        dtype = source.dtype
+        if dtype.is_floating_point:
+            dtype = wide(value) if isinstance(self.raw, MultiTensorOptimizer) else value.dtype
+        if isinstance(own, Tensor) and own.shape == value.shape and own.dtype == dtype:
+            return own
+        return torch.empty_like(value, dtype=dtype, requires_grad=False)
+
+    def _device(self, holding: Holding, source: StoredTensor) -> torch.device | str:
+        """torch keeps counters on the host, unless the whole step runs on the device."""
+        group = next(g for g in self.optimizer.param_groups if any(p is holding.value for p in g["params"]))
+        on_device = source.shape or group.get("capturable") or group.get("fused")
+        return local(holding.value).device if on_device else "cpu"
+
+    def options_from(self, groups: Sequence[Mapping[str, Any]], manifest: Manifest) -> list[dict[str, Any]]:
+        """The stored options of each group of this optimizer."""
+        home = {name: i for i, group in enumerate(groups) for name in group["params"]}
+        found, at = [], 0
+        for i, own in enumerate(self.optimizer.param_groups):
+            names = [name for name, _ in self.holdings[at : at + len(own["params"])]]
+            at += len(names)
+            stored = [home.get(self.stored_name(name, manifest)) for name in names]
+            if None in stored:
+                raise RuntimeError(
+                    f"the saved optimizer does not know {names[stored.index(None)]}, which is in group {i} of the optimizer"
+                )
+            chosen = {number for number in stored if number is not None} or (
+                {i} if i < len(groups) else set()
+            )
+            options = [groups[number]["options"] for number in sorted(chosen)]
+            if any(other != options[0] for other in options[1:]):
+                apart = next(n for n, number in zip(names, stored, strict=True) if number != stored[0])
+                raise RuntimeError(
+                    f"group {i} of the optimizer holds {names[0]} and {apart}, which were saved in groups with different options"
+                    f" ({options[0]} and {options[1]}); put the parameters into the same groups as when they were saved"
+                )
+            found.append(self._checked(i, own, decode(options[0]) if options else {}))
+        return found
+
+    def _checked(self, i: int, own: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        has, needs = ([name for name in KIND if name in group] for group in (options, own))
+        if options and has != needs:
+            raise RuntimeError(
+                f"the saved state is of another kind of optimizer: the options of its group {i} are {', '.join(options)}; but"
+                f" {type(self.raw).__name__} has {', '.join(needs) or 'none of these'}"
+            )
+        return {key: value for key, value in options.items() if key not in MEANS}
+
+    def stored_name(self, name: str, manifest: Manifest) -> str:
+        """The name under which a tied parameter was stored."""
+        section = self.model.section
+        tied = manifest.ties.get(f"{section}/{name}")
+        return name if tied is None else tied.removeprefix(f"{section}/")
+
+    def _commit(
+        self, loaded: dict[Tensor, dict[str, Any]], options: list[dict[str, Any]], said: Mapping[str, Any]
+    ) -> None:
+        for value, states in loaded.items():
+            self.raw.state.pop(value, None)
+            if states:
+                self.raw.state[value] = states
+        for group, new in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(new)
+        if isinstance(self.raw, MultiTensorOptimizer):
+            self.raw.states_replaced()
+        if isinstance(self.optimizer, OptimizerWrapper):
+            self.optimizer.load_other_state(decode(said["other"], self.section))
+
+
+def _holdings(optimizer: Optimizer) -> list[Holding]:
+    if isinstance(optimizer, OptimizerWrapper):
+        return optimizer.holdings()
+    return [Holding(p, p) for group in optimizer.param_groups for p in group["params"]]
+
+
+class Numbers:
+    """The names of parameters where there is no model to ask: their numbers in the groups, as torch has them."""
+
+    section = "model"
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.mesh = launched_mesh()
+        self._numbers = {id(holding.param): str(i) for i, holding in enumerate(_holdings(optimizer))}
+        if self.mesh is not None and self.mesh.size.get(STAGES, 1) > 1:
+            raise ValueError(
+                "an optimizer file numbers the parameters of the whole model, but each stage of a pipeline counts its own;"
+                " save the run with booster.save, which stores them by their names"
+            )
+
+    stage = None
+
+    def name(self, param: Tensor) -> str | None:
+        return self._numbers.get(id(param))
+
+
+class NumberedState(OptimizerState):
+    """The state of the serial optimizer in torch's form: states and groups by the numbers of parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer, Numbers(optimizer))
+        self._masters = {name for name, holding in self.holdings if holding.is_master}
+
+    def plain(self) -> dict[int, dict[str, Any]]:
+        return {int(number): states for number, states in self.plain_states().items()}
+
+    def key(self, name: str) -> str:
+        """The name of a state in its parameter's dict."""
+        _, number, state = name.split("/")
+        return MASTERS_KEY if state == MASTER and number in self._masters else state
+
+    def rest(self, spread: bool = False) -> dict[str, Any]:
+        """All but the states; with ``spread``, masters lie among them, and it is noted that they do."""
+        groups = [{**options, "params": [int(n) for n in names]} for options, names in self.groups()]
+        other = self.optimizer.other_state() if isinstance(self.optimizer, OptimizerWrapper) else {}
+        noted = {SPREAD: [MASTERS_KEY]} if spread and self._masters else {}
+        return {"param_groups": groups, **other, **noted}
+
+    def state_dict(self, states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """What ``state_dict`` of the serial optimizer would be."""
+        masters = {n: own.pop(MASTERS_KEY) for n, own in states.items() if MASTERS_KEY in own}
+        found = {"state": {n: own for n, own in states.items() if own}, **self.rest()}
+        return {**found, MASTERS_KEY: masters} if masters else found
+
+
+def stored_states(manifest: Manifest, section: str) -> States:
+    """The stored states of each parameter, by its name."""
+    found: States = {}
+    for tensor in manifest.below(f"{section}/"):
+        name, _, state = tensor.name.removeprefix(f"{section}/").rpartition("/")
+        found.setdefault(name, {})[state] = tensor
+    return found
+
+
+def merge_groups(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The groups and plain states of the whole model from those of all ranks.
+
+    Groups of the same place and the same options are one.
+    """
+    groups: list[tuple[int, dict[str, Any]]] = []
+    states: dict[str, Any] = {}
+    for part in parts:
+        for i, group in enumerate(part["groups"]):
+            home = next((g for j, g in groups if j == i and g["options"] == group["options"]), None)
+            if home is None:
+                home = {"options": group["options"], "params": []}
+                groups.append((i, home))
+            known = set(home["params"])
+            home["params"] += [name for name in group["params"] if name not in known]
+        states = {**part["states"], **states}
+    return {"groups": [group for _, group in sorted(groups, key=lambda item: item[0])], "states": states}
+
+
+__all__ = ["NumberedState", "OptimizerState", "merge_groups", "stored_states"]

@@ -1,0 +1,80 @@
+"""The ranks of a job when they save or load: what they tell each other, and how all of them fail if one does.
+
+Messages go over a group of their own, by gloo: so a save in the background never mixes with the communication of training.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+_groups: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+class Ranks:
+    """All ranks of this job, or those of ``group``; of a process without ``torch.distributed``, that one."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.size = 1 if alone else dist.get_world_size(group)
+        self._group = None if self.size == 1 else group or _own_group()
+
+    def send_to_first(self, tensor: Tensor) -> None:
+        """Give rank 0 a tensor; it calls ``receive`` for it."""
+        dist.send(tensor.detach().to(self._wire).contiguous(), group=self._group, group_dst=0)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
+        """What the rank ``source`` sends, on the CPU."""
+        room = torch.empty(shape, dtype=dtype, device=self._wire)
+        dist.recv(room, group=self._group, group_src=source)
+        return room.cpu()
+
+    @property
+    def _wire(self) -> str:
+        """Where tensors must be to travel: on the CPU wherever the group can reach that."""
+        return "cpu" if "cpu" in str(dist.get_backend_config(self._group)) else "cuda"
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, on all ranks."""
+        if self._group is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def from_first(self, value: T) -> T:
+        """The value of rank 0, on all ranks."""
+        if self._group is None:
+            return value
+        sent = [value]
+        dist.broadcast_object_list(sent, group=self._group, group_src=0)
+        return sent[0]
+
+    def agree(self, failure: BaseException | None, value: Any = None, what: str = "save") -> list[Any]:
+        """Tell all ranks ``value``, and get theirs; if any rank failed, all raise.
+
+        A rank that failed raises its own error, the others one that names the first that did.
+        """
+        told = None if failure is None else (type(failure).__name__, str(failure))
+        outcomes = self.gather((told, None if failure is not None else value))
+        if failure is not None:
+            raise failure
+        for rank, (error, _) in enumerate(outcomes):
+            if error is not None:
+                raise RuntimeError(f"rank {rank} could not {what}: {error[0]}: {error[1]}")
+        return [value for _, value in outcomes]
+
+
+def _own_group() -> dist.ProcessGroup:
+    """Made once for each default group, by all ranks."""
+    world: Any = dist.group.WORLD
+    if world not in _groups:
+        _groups[world] = dist.new_group(backend="gloo")
+    return _groups[world]

@@ -1,0 +1,118 @@
+"""Reading a checkpoint: each rank takes from the stored boxes what its own have in common with them, and nothing else.
+
+First everything is compared and summed, on all ranks; the first byte of a model changes only when all of them are content.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from colossalai.checkpoint_io.blocks import StoredFile
+from colossalai.checkpoint_io.entries import Piece, whole_piece
+from colossalai.checkpoint_io.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredBox,
+    StoredTensor,
+    left_behind,
+    save_of,
+)
+
+THREADS = max(1, min(8, os.cpu_count() or 1))
+
+
+class Want(NamedTuple):
+    """Pieces that are to be filled from a stored tensor."""
+
+    source: StoredTensor
+    pieces: list[Piece]
+
+
+class Reader:
+    """The files of one checkpoint, opened when they are needed."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._files: dict[str, StoredFile] = {}
+
+    def check_wants(self, wants: Iterable[Want]) -> None:
+        """Whether all that is wanted is there, as far as manifest and headers tell."""
+        for want in wants:
+            for piece in want.pieces:
+                found = 0
+                for stored in want.source.boxes:
+                    if (common := stored.box.common(piece.box)) is not None:
+                        found += common.numel
+                        self._tensor(want.source, stored)
+                if found != piece.box.numel:
+                    raise RuntimeError(
+                        f"{self.folder} has {found} of the {piece.box.numel} elements of {want.source.name} that are needed"
+                        f" ({piece.box})"
+                    )
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Sum what is stored; of several ranks, each takes its part of the tensors."""
+        for path, key in self.unnamed() if part == 0 else ():
+            what = f"holds {key}, which" if key else "was written by this save, and"
+            raise RuntimeError(
+                f"{path} {what} {MANIFEST} does not name: it was edited, or is of another save"
+            )
+        checks = [(tensor, stored) for tensor in self.manifest.tensors.values() for stored in tensor.boxes]
+        mine = sorted(checks, key=lambda c: -c[1].box.numel * c[0].dtype.itemsize)[part::parts]
+        for file in {stored.file for _, stored in mine}:
+            self._file(file)
+
+        def check(item: tuple[StoredTensor, StoredBox]) -> None:
+            tensor, stored = item
+            self._file(stored.file).check(tensor.key(stored.box), tensor.dtype, stored.box.sizes, stored.crc)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(check, mine))
+
+    def unnamed(self) -> Iterator[tuple[Path, str]]:
+        """What this save wrote and the manifest does not name: tensors in its files, and (without a name) whole files.
+
+        Other saves, which were interrupted, may have left files in the folder; their names begin with other words.
+        """
+        named: dict[str, set[str]] = {}
+        for tensor in self.manifest.tensors.values():
+            for stored in tensor.boxes:
+                named.setdefault(stored.file, set()).add(tensor.key(stored.box))
+        for file, keys in named.items():
+            yield from ((self.folder / file, key) for key in self._file(file).keys() if key not in keys)  # noqa: SIM118
+        words = {save_of(file) for file in named}
+        left = left_behind(self.folder, set(named))
+        yield from ((path, "") for path in left if save_of(path.name) in words)
+
+    @torch.no_grad()
+    def fill(self, wants: Sequence[Want]) -> None:
+        """Copy what is wanted to where it is wanted."""
+        for want in wants:
+            for piece in want.pieces:
+                target = piece.view()
+                for stored in want.source.boxes:
+                    if (common := stored.box.common(piece.box)) is not None:
+                        values = self._tensor(want.source, stored)[common.within(stored.box)]
+                        target[common.within(piece.box)].copy_(values)
+
+    def whole(self, source: StoredTensor) -> torch.Tensor:
+        """All of a stored tensor, in the memory of its file if it lies in one piece."""
+        if len(source.boxes) == 1 and source.boxes[0].box.sizes == source.shape:
+            return self._tensor(source, source.boxes[0])
+        room = torch.empty(source.shape, dtype=source.dtype)
+        self.fill([Want(source, whole_piece(room))])
+        return room
+
+    def _tensor(self, source: StoredTensor, stored: StoredBox) -> torch.Tensor:
+        return self._file(stored.file).tensor(source.key(stored.box), source.dtype, stored.box.sizes)
+
+    def _file(self, name: str) -> StoredFile:
+        if name not in self._files:
+            self._files[name] = StoredFile(self.folder / name)
+        return self._files[name]

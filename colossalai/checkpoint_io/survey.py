@@ -1,0 +1,123 @@
+"""Who writes what: each rank tells what it holds, and all come to the same plan.
+
+Nobody needs to know why a box is on several ranks (data parallelism, an axis that does not cut it, tied stages): whoever has the
+least to write so far writes it.  The same look finds what would make a checkpoint wrong, before anything is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from colossalai.checkpoint_io.boxes import Box, Shape
+from colossalai.checkpoint_io.entries import Entry
+
+
+class Described(NamedTuple):
+    """An entry without its values, as it travels."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    shared: tuple[int, int] | None
+    stage: int | None
+    aliases: tuple[str, ...]
+
+
+class Logical(NamedTuple):
+    """A tensor that all ranks together hold."""
+
+    shape: Shape
+    dtype: torch.dtype
+    writers: dict[Box, int]
+    holders: dict[Box, list[int]]
+
+
+@dataclass
+class Survey:
+    """What all ranks hold.  ``tensors`` are stored; ``ties`` are further names of them."""
+
+    tensors: dict[str, Logical] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(math.prod(t.shape) * t.dtype.itemsize for t in self.tensors.values())
+
+
+def describe(entries: Sequence[Entry]) -> list[Described]:
+    return [
+        Described(
+            e.name, e.shape, e.dtype, tuple(p.box for p in e.pieces), e.shared, e.stage, tuple(e.aliases)
+        )
+        for e in entries
+    ]
+
+
+def survey(held: Sequence[Sequence[Described]]) -> Survey:
+    """The plan of all ranks from what each holds; what cannot be stored is refused."""
+    result = Survey()
+    first_names: dict[tuple[str, tuple[int, int]], str] = {}
+    found: dict[str, tuple[Described, int, dict[Box, list[int]]]] = {}
+    for rank, described in enumerate(held):
+        for one in described:
+            name = one.name
+            if one.shared is not None:  # the first stage that has it names it, and the kind of thing it is
+                name = first_names.setdefault((_kind(one.name), one.shared), name)
+            for alias in {one.name, *one.aliases} - {name}:
+                result.ties[alias] = name
+            first, first_rank, holders = found.setdefault(name, (one, rank, {}))
+            _check_same(name, first, first_rank, one, rank)
+            for box in one.boxes:
+                holders.setdefault(box, []).append(rank)
+    load = [0] * len(held)
+    for name, (first, _, holders) in found.items():
+        _check_cover(name, first.shape, list(holders))
+        writers = {box: _lightest(ranks, load, box, first.dtype) for box, ranks in sorted(holders.items())}
+        result.tensors[name] = Logical(first.shape, first.dtype, writers, holders)
+    result.ties = {alias: name for alias, name in result.ties.items() if alias not in result.tensors}
+    return result
+
+
+def _kind(name: str) -> str:
+    """What tells the weight from its states: all but the parameter's name, see ``names``."""
+    section, _, rest = name.partition("/")
+    return f"{section}/{rest.rpartition('/')[2]}" if "/" in rest else section
+
+
+def _lightest(ranks: list[int], load: list[int], box: Box, dtype: torch.dtype) -> int:
+    writer = min(ranks, key=lambda rank: (load[rank], rank))
+    load[writer] += box.numel * dtype.itemsize
+    return writer
+
+
+def _check_same(name: str, first: Described, first_rank: int, other: Described, rank: int) -> None:
+    if (first.shape, first.dtype) != (other.shape, other.dtype):
+        raise ValueError(
+            f"{name} is {first.dtype} of shape {first.shape} on rank {first_rank} and {other.dtype} of shape {other.shape} on"
+            f" rank {rank}; one name is one tensor"
+        )
+    apart = None not in (first.stage, other.stage) and first.stage != other.stage
+    if apart and (first.shared is None or first.shared != other.shared):
+        raise ValueError(
+            f"the pipeline stages {first.stage} and {other.stage} (ranks {first_rank} and {rank}) both have a parameter {name},"
+            " and do not share it: so their names are not those of the whole model. Build the stages with"
+            " PipelinableContext or build_pipeline_model, or give the stage a method serial_name(name) that returns the"
+            " name in the whole model; share tied parameters by PipelineSharedModuleWrapper"
+        )
+
+
+def _check_cover(name: str, shape: Shape, boxes: list[Box]) -> None:
+    """All elements must be there, and each in one box only."""
+    count, total = sum(box.numel for box in boxes), math.prod(shape)
+    outside = [box for box in boxes if any(end > size for end, size in zip(box.ends, shape, strict=True))]
+    if outside or count != total:
+        raise ValueError(
+            f"the ranks hold {count} of the {total} elements of {name} (shape {shape}) in {len(boxes)} boxes; each must be in"
+            f" exactly one box{f', and {outside[0]} is outside' if outside else ''}"
+        )

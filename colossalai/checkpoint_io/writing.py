@@ -1,0 +1,344 @@
+"""Writing a checkpoint: every rank its own files, then one step that makes it the checkpoint of the folder."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossalai.checkpoint_io.blocks import Block, write_blocks
+from colossalai.checkpoint_io.boxes import Box
+from colossalai.checkpoint_io.entries import Entry
+from colossalai.checkpoint_io.files import sync
+from colossalai.checkpoint_io.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredBox,
+    StoredTensor,
+    block_key,
+    checkpoints,
+    data_file,
+    is_checkpoint,
+    left_behind,
+    read_manifest,
+)
+from colossalai.checkpoint_io.ranks import Ranks
+from colossalai.checkpoint_io.sharding import MB, plan_shards
+from colossalai.checkpoint_io.survey import Described, Survey, describe, survey
+from colossalai.utils.host_memory import host_empty
+
+THREADS = 4  # files that a rank writes at a time
+SLACK = 1 << 20  # bytes beside the tensors: headers, the manifest
+
+# Where a box of a tensor was written: its file and checksum.
+Record = dict[tuple[str, Box], tuple[str, int]]
+
+
+@dataclass
+class Contents:
+    """What one rank has to save.  ``values`` are rank 0's; ``merged`` is what every rank tells about its part of them."""
+
+    entries: list[Entry]
+    values: dict[str, Any] = field(default_factory=dict)
+    merged: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Draft:
+    """A save between its plan and its end."""
+
+    folder: Path
+    word: str
+    number: int
+    ranks: Ranks
+    plan: Survey
+    files: dict[str, list[Block]]
+    keys: dict[str, tuple[str, Box]]  # what the blocks are, by their keys
+    contents: Contents
+    keep: int | None
+
+
+Merge = Callable[[dict[str, Any], Sequence[dict[str, Any]]], dict[str, Any]]
+
+
+class Save:
+    """A save that was begun.  ``wait`` returns when it is complete, or raises on all ranks what went wrong on one."""
+
+    def __init__(self, path: Path, thread: threading.Thread | None = None) -> None:
+        self.path = path
+        self._thread = thread
+        self._failure: BaseException | None = None
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    @property
+    def is_done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+
+class Writer:
+    """The saves of one job, one after the other.  It keeps the host memory that saves in the background copy into."""
+
+    def __init__(self) -> None:
+        self._pending: Save | None = None
+        self._buffer: Tensor | None = None
+
+    def wait(self) -> None:
+        """Wait for the save that is under way; its error, if it had one, is raised here."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def save(
+        self,
+        collect: Callable[[], Contents],
+        merge: Merge,
+        path: str | Path,
+        *,
+        keep: int | None = None,
+        size_per_shard: float = 1024,
+        background: bool = False,
+    ) -> Save:
+        """Save what ``collect`` finds on each rank; every rank calls this."""
+        _check_options(keep, size_per_shard)
+        self.wait()
+        draft = _plan(collect, merge, Path(path), keep, size_per_shard)
+        if not background:
+            _write(draft)
+            return Save(draft.folder)
+        self._snapshot(draft)
+        save = Save(draft.folder)
+
+        def run() -> None:
+            try:
+                _write(draft)
+            except BaseException as error:
+                save._failure = error
+
+        save._thread = threading.Thread(target=run, name="colossalai-save")
+        save._thread.start()
+        self._pending = save
+        return save
+
+    def _snapshot(self, draft: Draft) -> None:
+        """Copy what is to be written to the host, from where it is written while training goes on."""
+        failure = None
+        try:
+            blocks = [block for file in draft.files.values() for block in file]
+            places, needed = _places(blocks)
+            if self._buffer is None or self._buffer.numel() < needed:
+                self._buffer = None  # first give back the old one
+                self._buffer = host_empty(max(needed, 1), torch.uint8)
+            copies = {
+                block.key: _copied(block, self._buffer[places[block.key] :][: block.nbytes])
+                for block in blocks
+            }
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            draft.files = {name: [copies[b.key] for b in file] for name, file in draft.files.items()}
+            draft.contents.entries = []  # training may go on and change them
+        except Exception as error:
+            failure = error
+        draft.ranks.agree(failure)
+
+
+def _check_options(keep: int | None, size_per_shard: float) -> None:
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise ValueError(f"keep is how many checkpoints stay, at least 1, or None for all; got {keep!r}")
+    if isinstance(size_per_shard, str) or not size_per_shard > 0:
+        raise ValueError(f"size_per_shard is a number of MB above 0, got {size_per_shard!r}")
+
+
+def _plan(
+    collect: Callable[[], Contents], merge: Merge, folder: Path, keep: int | None, size_per_shard: float
+) -> Draft:
+    """Agree with all ranks on what is written by whom; nothing is written before everything is known to be right."""
+    ranks = Ranks()
+    contents, failure = Contents([]), None
+    try:
+        contents = collect()
+    except Exception as error:
+        failure = error
+    told: list[tuple[list[Described], dict[str, Any]]] = ranks.agree(
+        failure, (describe(contents.entries), contents.merged)
+    )
+    plan = survey([described for described, _ in told])
+    contents.values = merge(contents.values, [merged for _, merged in told])
+    start: tuple[str, int] | None = None
+    if ranks.rank == 0:
+        try:
+            start = _prepare(folder, plan)
+        except Exception as error:
+            failure = error
+    word, number = ranks.agree(failure, start)[0]
+    files, keys = _own_files(contents.entries, plan, ranks.rank, word, size_per_shard)
+    return Draft(folder, word, number, ranks, plan, files, keys, contents, keep)
+
+
+def _prepare(folder: Path, plan: Survey) -> tuple[str, int]:
+    """The folder with room for the checkpoint; returns a word for its files, and its number."""
+    if folder.is_file():
+        raise ValueError(f"a checkpoint is a folder, but {folder} is a file")
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    needed, free = plan.nbytes + SLACK, shutil.disk_usage(existing).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"no room for the checkpoint: it needs {needed / 2**30:.3f} GiB, and {existing} has {free / 2**30:.3f} GiB"
+            " free; nothing was written",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    keep = set(read_manifest(folder).files) if _is_readable(folder) else None
+    if keep is not None or not is_checkpoint(folder):  # of a damaged one, everything stays for a closer look
+        for path in left_behind(folder, keep or set()):
+            path.unlink(missing_ok=True)
+    others = [p for p in folder.absolute().parent.iterdir() if p.is_dir() and is_checkpoint(p)]
+    return uuid.uuid4().hex[:8], 1 + max(map(_number, others), default=0)
+
+
+def _is_readable(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except (RuntimeError, FileNotFoundError):
+        return False
+    return True
+
+
+def _number(folder: Path) -> int:
+    return _read_number(folder, (folder / MANIFEST).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _read_number(folder: Path, changed: int) -> int:
+    return read_manifest(folder).number if _is_readable(folder) else 0
+
+
+def _own_files(
+    entries: Iterable[Entry], plan: Survey, rank: int, word: str, size_per_shard: float
+) -> tuple[dict[str, list[Block]], dict[str, tuple[str, Box]]]:
+    """The blocks that this rank writes, by file, and what they are."""
+    blocks: dict[str, Block] = {}
+    keys: dict[str, tuple[str, Box]] = {}
+    for entry in entries:
+        name = entry.name if entry.name in plan.tensors else plan.ties[entry.name]
+        for piece in entry.pieces:
+            key = block_key(name, entry.shape, piece.box)
+            if plan.tensors[name].writers[piece.box] == rank and key not in blocks:
+                blocks[key] = Block(key, entry.dtype, piece.box.sizes, piece.read)
+                keys[key] = (name, piece.box)
+    units = [([key], block.nbytes / MB) for key, block in blocks.items()]
+    shards = [names for names, _ in plan_shards(units, size_per_shard)]
+    return {data_file(word, rank, i): [blocks[key] for key in shard] for i, shard in enumerate(shards)}, keys
+
+
+def _places(blocks: Sequence[Block]) -> tuple[dict[str, int], int]:
+    """Where the copies of ``blocks`` lie in one buffer, and its size."""
+    places, end = {}, 0
+    for block in blocks:
+        places[block.key] = end
+        end += -(-block.nbytes // 64) * 64
+    return places, end
+
+
+def _copied(block: Block, room: Tensor) -> Block:
+    copy = room.view(block.dtype).view(block.shape)
+    copy.copy_(block.read(), non_blocking=True)
+    return Block(block.key, block.dtype, block.shape, lambda: copy)
+
+
+def _write(draft: Draft) -> None:
+    failure, record = None, Record()
+    try:
+        record = _write_files(draft)
+        sync(draft.folder)
+    except Exception as error:
+        failure = error
+    try:
+        records = draft.ranks.agree(failure, record)
+    except BaseException:
+        for name in draft.files:
+            (draft.folder / name).unlink(missing_ok=True)
+        raise
+    failure = None
+    if draft.ranks.rank == 0:
+        try:
+            _publish(draft, records)
+        except Exception as error:
+            failure = error
+    draft.ranks.agree(failure)
+
+
+def _write_files(draft: Draft) -> Record:
+    names = list(draft.files)
+    write = partial(_write_file, draft)
+    if len(names) <= 1:
+        sums = [write(name) for name in names]
+    else:
+        with ThreadPoolExecutor(min(THREADS, len(names))) as pool:
+            sums = list(pool.map(write, names))
+    return {
+        draft.keys[key]: (name, crc)
+        for name, found in zip(names, sums, strict=True)
+        for key, crc in found.items()
+    }
+
+
+def _write_file(draft: Draft, name: str) -> dict[str, int]:
+    try:
+        return write_blocks(draft.folder / name, draft.files[name])
+    except OSError as error:
+        raise OSError(error.errno, f"{draft.folder / name} cannot be written: {error.strerror}") from error
+
+
+def _publish(draft: Draft, records: Sequence[Record]) -> None:
+    """Rank 0: the manifest takes the place of the old one; then what it replaces goes."""
+    stored: Record = {}
+    for record in records:
+        stored.update(record)
+    tensors = {
+        name: StoredTensor(
+            name,
+            logical.shape,
+            logical.dtype,
+            [StoredBox(box, *stored[name, box]) for box in logical.writers],
+        )
+        for name, logical in draft.plan.tensors.items()
+    }
+    contents = draft.contents
+    manifest = Manifest(tensors, contents.values, draft.plan.ties, contents.plan, draft.number)
+    manifest.write(draft.folder)
+    for path in left_behind(draft.folder, set(manifest.files)):
+        path.unlink(missing_ok=True)
+    if draft.keep is not None:
+        for folder in checkpoints(draft.folder.absolute().parent)[: -draft.keep]:
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, but nothing that others put into its folder: first it is none any more, then its files go."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    sync(folder)
+    for path in left_behind(folder, set()):
+        path.unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+__all__ = ["Contents", "Save", "Writer", "remove"]
