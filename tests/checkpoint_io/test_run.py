@@ -25,6 +25,7 @@ from colossalai.checkpoint_io import checkpoints, latest, writing
 from colossalai.checkpoint_io.blocks import StoredFile
 from colossalai.checkpoint_io.manifest import MANIFEST, read_manifest
 from colossalai.interface import OptimizerWrapper
+from colossalai.logging import get_dist_logger
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.utils import get_dataloader
 
@@ -310,6 +311,25 @@ def test_training_may_go_on_while_a_save_is_written(tmp_path: Path, monkeypatch:
     other.booster.load(tmp_path / "c")
     for name, p in other.model.named_parameters():
         assert torch.equal(p, weights[name])
+
+
+def test_a_save_that_fails_in_the_background_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may end, or train for hours, before anybody asks for the error."""
+    run = job()
+
+    def broken(draft: writing.Draft) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    said: list[str] = []
+    monkeypatch.setattr(writing, "_write", broken)
+    monkeypatch.setattr(type(get_dist_logger()), "error", lambda self, message: said.append(message))
+    save = run.booster.save(tmp_path / "c", background=True)
+    with pytest.raises(OSError, match="the disk is full"):
+        save.wait()
+    assert len(said) == 1
+    assert f"in the background to {tmp_path / 'c'} failed" in said[0]
 
 
 # What does not fit, or is damaged: the message names it, and nothing is changed.
