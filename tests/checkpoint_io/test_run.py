@@ -366,6 +366,39 @@ def _more() -> nn.Module:
     return model
 
 
+def test_parameters_that_are_new_start_without_states(saved: Path) -> None:
+    run = job(1, build=_more)
+    run.train(1)
+    assert run.booster.load(saved, strict=False) == job(2).booster.load(saved)
+    states = run.optimizer.unwrap().state
+    model: Any = run.model.unwrap()
+    assert not states.get(model.added.weight)
+    assert states[model.first.weight]
+    run.train(1)
+
+
+@pytest.mark.parametrize("precision", [None, "fp16_naive"])
+def test_a_run_may_start_from_a_model_without_an_optimizer(tmp_path: Path, precision: str | None) -> None:
+    bare = Booster("cpu")
+    weight = bare.boost(nn.Linear(4, 4)).model.weight
+    bare.save(tmp_path / "start")
+    booster, model = Booster("cpu", mixed_precision=precision), nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+
+    def train() -> None:
+        booster.backward(model(torch.ones(2, 4)).float().sum(), optimizer)
+        optimizer.step()
+
+    train()
+    with pytest.raises(RuntimeError, match=r"start holds no optimizer: .* Pass strict=False to start with"):
+        booster.load(tmp_path / "start")
+    booster.load(tmp_path / "start", strict=False)
+    assert not optimizer.unwrap().state
+    train()  # from masters, if there are some, that are the new weights
+    torch.testing.assert_close(model.weight.float(), weight, rtol=1e-3, atol=1e-3)
+
+
 def test_models_and_optimizers_that_do_not_fit(saved: Path) -> None:
     _refused(job(1, build=_wide), saved, r"sizes differ: model/last\.weight is \(6, 6\) there and \(7, 6\)")
     _refused(
