@@ -313,6 +313,24 @@ def test_training_may_go_on_while_a_save_is_written(tmp_path: Path, monkeypatch:
         assert torch.equal(p, weights[name])
 
 
+def test_a_damaged_manifest_is_passed_over_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = job()
+    said: list[str] = []
+    monkeypatch.setattr(
+        type(get_dist_logger()), "warning_once", lambda self, message, ranks: said.append(message)
+    )
+    for name in ("a", "b"):
+        run.booster.save(tmp_path / name)
+    assert latest(tmp_path) == tmp_path / "b"
+    assert said == []
+    (tmp_path / "b" / MANIFEST).write_text("{")
+    assert latest(tmp_path) == tmp_path / "a"
+    assert len(said) == 1
+    assert str(tmp_path / "b" / MANIFEST) in said[0]
+
+
 def test_a_save_that_fails_in_the_background_says_so_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
