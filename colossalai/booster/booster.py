@@ -247,7 +247,8 @@ class Booster:
 
         Args:
             path: a checkpoint, or a folder of checkpoints, of which the latest is loaded.
-            strict: refuse weights that only one of model and checkpoint has.
+            strict: refuse weights that only one of model and checkpoint has, and an optimizer that the checkpoint does not know.
+                Without it, these stay as they are, and parameters that are new to the optimizer start without states.
             verify: compare the checksums of everything that is stored before anything is changed.
         """
         self._runs.writer.wait()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -57,7 +58,7 @@ def save_state_dict(
     if use_safetensors:
         write_file(path, lambda draft: _write_safetensors(state, draft, path))
     else:
-        write_file(path, lambda draft: torch.save(state, draft))
+        write_file(path, lambda draft: _write_torch(state, draft, path))
 
 
 def load_shard_state_dict(checkpoint_file: str | Path) -> StateDict:
@@ -107,6 +108,12 @@ def unreadable(path: Path, error: Exception) -> RuntimeError:
     )
 
 
+def _unwritable(path: Path, error: Exception) -> OSError:
+    """For libraries whose own words, on a disk that is full, name neither the file nor the disk."""
+    free = shutil.disk_usage(path.parent).free
+    return OSError(f"{path} cannot be written ({free / 2**20:.1f} MiB are free there): {error}")
+
+
 def same_memory(tensor: Tensor) -> tuple[Any, ...] | None:
     """A key that two tensors share if they are one and the same (tied weights); None if there is nothing to share."""
     if tensor.numel() == 0 or tensor.layout != torch.strided:
@@ -150,8 +157,16 @@ def _stand_alone(state_dict: Mapping[Any, Any], path: Path) -> OrderedDict[Any, 
     return state
 
 
+def _write_torch(state: Mapping[Any, Any], draft: Path, path: Path) -> None:
+    try:
+        torch.save(state, draft)
+    except RuntimeError as error:
+        raise _unwritable(path, error) from error
+
+
 def _write_safetensors(state: Mapping[str, Any], draft: Path, path: Path) -> None:
     """The format stores each tensor once; the names of tied tensors go to the metadata as ``other name: stored name``."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     stored: dict[str, Tensor] = {}
@@ -169,7 +184,10 @@ def _write_safetensors(state: Mapping[str, Any], draft: Path, path: Path) -> Non
         else:
             stored[name] = value.contiguous()
     sums = {name: tensor_crc(tensor) for name, tensor in stored.items()}
-    save_file(stored, draft, metadata={**metadata, CHECKSUMS: sums_as_text(sums)})
+    try:
+        save_file(stored, draft, metadata={**metadata, CHECKSUMS: sums_as_text(sums)})
+    except SafetensorError as error:
+        raise _unwritable(path, error) from error
 
 
 def _read_safetensors(path: Path) -> StateDict:

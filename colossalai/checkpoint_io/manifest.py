@@ -23,6 +23,7 @@ from colossalai._version import __version__
 from colossalai.checkpoint_io.boxes import Box, Shape, check_cover
 from colossalai.checkpoint_io.dtypes import dtype_of, name_of
 from colossalai.checkpoint_io.files import write_file
+from colossalai.logging import get_dist_logger
 
 MANIFEST = "manifest.json"
 FORMAT = "colossalai-checkpoint"
@@ -224,21 +225,31 @@ def is_checkpoint(folder: Path) -> bool:
 
 def checkpoints(root: str | Path) -> list[Path]:
     """The complete checkpoints among the folders in ``root``, oldest first.  One whose manifest is damaged is passed over."""
-    found = []
+    return _checkpoints(root)[0]
+
+
+def _checkpoints(root: str | Path) -> tuple[list[Path], list[str]]:
+    """The complete checkpoints in ``root``, oldest first, and what is wrong with others."""
+    found, faults = [], []
     for folder in sorted(Path(root).iterdir()) if Path(root).is_dir() else []:
         if folder.is_dir() and is_checkpoint(folder):
             try:
                 found.append((read_manifest(folder).number, folder))
-            except RuntimeError:
-                continue
-    return [folder for _, folder in sorted(found)]
+            except RuntimeError as error:
+                faults.append(str(error))
+    return [folder for _, folder in sorted(found)], faults
 
 
 def latest(root: str | Path) -> Path | None:
-    """The checkpoint that was saved last, among the folders in ``root``, or ``root`` itself; None if there is none."""
+    """The checkpoint that was saved last, among the folders in ``root``, or ``root`` itself; None if there is none.
+
+    One whose manifest is damaged is passed over with a warning: otherwise a run would begin anew, or further back, without a word.
+    """
     if is_checkpoint(Path(root)):
         return Path(root)
-    found = checkpoints(root)
+    found, faults = _checkpoints(root)
+    for fault in faults:
+        get_dist_logger().warning_once(f"a checkpoint in {root} is passed over: {fault}", ranks=[0])
     return found[-1] if found else None
 
 

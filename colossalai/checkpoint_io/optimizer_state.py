@@ -149,10 +149,19 @@ class OptimizerState:
 
     # Loading
 
-    def wants(self, manifest: Manifest, said: Mapping[str, Any]) -> tuple[list[Want], Callable[[], None]]:
-        """What is to be read, and what puts it into the optimizer when it was; nothing of it is changed before."""
+    def fresh(self) -> dict[str, Any]:
+        """What a checkpoint would say of this optimizer before its first step: its own options, and no states."""
+        return {**self.values(), **self.merged(), "states": {}}
+
+    def wants(
+        self, manifest: Manifest, said: Mapping[str, Any], strict: bool = True
+    ) -> tuple[list[Want], Callable[[], None]]:
+        """What is to be read, and what puts it into the optimizer when it was; nothing of it is changed before.
+
+        Without ``strict``, parameters that the saved optimizer does not know start without states.
+        """
         stored = stored_states(manifest, self.section)
-        options = self.options_from(said["groups"], manifest)
+        options = self.options_from(said["groups"], manifest, strict)
         wants: list[Want] = []
         loaded: dict[Tensor, dict[str, Any]] = {}
         for name, holding in self.holdings:
@@ -217,7 +226,9 @@ class OptimizerState:
         on_device = source.shape or group.get("capturable") or group.get("fused")
         return local(holding.value).device if on_device else "cpu"
 
-    def options_from(self, groups: Sequence[Mapping[str, Any]], manifest: Manifest) -> list[dict[str, Any]]:
+    def options_from(
+        self, groups: Sequence[Mapping[str, Any]], manifest: Manifest, strict: bool = True
+    ) -> list[dict[str, Any]]:
         """The stored options of each group of this optimizer."""
         home = {name: i for i, group in enumerate(groups) for name in group["params"]}
         found, at = [], 0
@@ -225,13 +236,14 @@ class OptimizerState:
             names = [name for name, _ in self.holdings[at : at + len(own["params"])]]
             at += len(names)
             stored = [home.get(self.stored_name(name, manifest)) for name in names]
-            if None in stored:
+            if strict and None in stored:
                 raise RuntimeError(
-                    f"the saved optimizer does not know {names[stored.index(None)]}, which is in group {i} of the optimizer"
+                    f"the saved optimizer does not know {names[stored.index(None)]}, which is in group {i} of the optimizer;"
+                    " strict=False starts without a state for it"
                 )
-            chosen = {number for number in stored if number is not None} or (
-                {i} if i < len(groups) else set()
-            )
+            chosen = {number for number in stored if number is not None}
+            if not names and i < len(groups):  # a stage that has nothing of this group
+                chosen = {i}
             options = [groups[number]["options"] for number in sorted(chosen)]
             if any(other != options[0] for other in options[1:]):
                 apart = next(n for n, number in zip(names, stored, strict=True) if number != stored[0])

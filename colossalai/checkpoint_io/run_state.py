@@ -104,9 +104,9 @@ class RunState:
         folder = self._agreed(ranks, lambda: _find(path) if ranks.rank == 0 else None)[0]
         assert folder is not None
         manifest = self._agreed(ranks, lambda: read_manifest(folder))[ranks.rank]
-        loading = _Loading(self.runs, Reader(folder, manifest), ranks)
+        loading = _Loading(self.runs, Reader(folder, manifest), ranks, strict)
         known = self._agreed(ranks, loading.prepare)
-        self._agreed(ranks, lambda: loading.check_names(known, strict))
+        self._agreed(ranks, lambda: loading.check_names(known))
         if verify:
             self._agreed(ranks, lambda: loading.reader.verify(ranks.rank, ranks.size))
         self._agreed(ranks, loading.commit)
@@ -125,8 +125,8 @@ class RunState:
 class _Loading:
     """One load on one rank, between its checks and its changes."""
 
-    def __init__(self, runs: Sequence[Run], reader: Reader, ranks: Ranks) -> None:
-        self.runs, self.reader, self.ranks = runs, reader, ranks
+    def __init__(self, runs: Sequence[Run], reader: Reader, ranks: Ranks, strict: bool) -> None:
+        self.runs, self.reader, self.ranks, self.strict = runs, reader, ranks, strict
         self.manifest = reader.manifest
         self.wants: list[Want] = []
         self.missing: list[str] = []
@@ -159,12 +159,14 @@ class _Loading:
             )
 
     def _prepare_optimizer(self, optimizer: Optimizer, model: ModelState, section: str) -> None:
-        if section not in self.manifest.values:
+        if section not in self.manifest.values and self.strict:
             raise RuntimeError(
-                f"{self.reader.folder} holds no {section}: it was saved by a booster that had boosted none"
+                f"{self.reader.folder} holds no {section}: it was saved by a booster that had boosted none. Pass strict=False to"
+                " start with an optimizer without states"
             )
         state = OptimizerState(optimizer, model, section)
-        wants, commit = self._named(state.wants, self.manifest, self.manifest.values[section])
+        said = self.manifest.values.get(section) or state.fresh()
+        wants, commit = self._named(state.wants, self.manifest, said, self.strict)
         self.wants += wants
         self.afterwards.append(commit)
 
@@ -190,14 +192,14 @@ class _Loading:
         elif "seed" in said:
             self.afterwards.append(lambda: random_state.start_anew(said["seed"]))
 
-    def check_names(self, known: Sequence[Sequence[str]], strict: bool) -> None:
+    def check_names(self, known: Sequence[Sequence[str]]) -> None:
         """Refuse names that only one side has."""
         used = {name for names in known for name in names}
         sections = tuple(f"{_section('model', i)}/" for i in range(len(self.runs)))
         unknown = [n for n in self.manifest.tensors if n.startswith(sections) and n not in used]
         unknown = [n for n in unknown if not self._is_replaced(n, used)]
         faults = [("it lacks", self.missing), ("the model does not know", unknown)]
-        if strict and (self.missing or unknown):
+        if self.strict and (self.missing or unknown):
             details = "; ".join(f"{what} {_some(names)}" for what, names in faults if names)
             raise RuntimeError(
                 f"{self.reader.folder} does not fit the model: {details}. Pass strict=False to pass over this"

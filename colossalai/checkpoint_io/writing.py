@@ -35,6 +35,7 @@ from colossalai.checkpoint_io.manifest import (
 from colossalai.checkpoint_io.ranks import Ranks
 from colossalai.checkpoint_io.sharding import MB, plan_shards
 from colossalai.checkpoint_io.survey import Described, Survey, describe, survey
+from colossalai.logging import get_dist_logger
 from colossalai.utils.host_memory import host_empty
 
 THREADS = 4  # files that a rank writes at a time
@@ -131,6 +132,7 @@ class Writer:
                 _write(draft)
             except BaseException as error:
                 save._failure = error
+                get_dist_logger().error(f"the save in the background to {draft.folder} failed: {error}")
 
         save._thread = threading.Thread(target=run, name="colossalai-save")
         save._thread.start()

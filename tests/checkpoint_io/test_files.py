@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from colossalai.checkpoint_io import files
 from colossalai.checkpoint_io.utils import load_shard_state_dict, save_state_dict
@@ -80,6 +80,22 @@ def test_a_crash_while_writing_leaves_the_old_file(
             save_state_dict({"a": torch.zeros(1)}, path, use_safetensors)
     assert load_shard_state_dict(path)["a"].item() == 1
     assert [p.name for p in tmp_path.iterdir()] == ["x"]  # and nothing half written
+
+
+@FORMATS
+def test_a_full_disk_is_named_with_the_file(
+    use_safetensors: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:  # what the libraries raise then
+        raise SafetensorError("I/O error") if use_safetensors else RuntimeError("unexpected pos 960 vs 854")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("torch.save", full)
+    with pytest.raises(
+        OSError, match=r"weights cannot be written \(.* MiB are free there\): (I/O|unexpected)"
+    ):
+        save_state_dict(_state(), tmp_path / "weights", use_safetensors)
+    assert not list(tmp_path.iterdir())
 
 
 @FORMATS

@@ -25,6 +25,7 @@ from colossalai.checkpoint_io import checkpoints, latest, writing
 from colossalai.checkpoint_io.blocks import StoredFile
 from colossalai.checkpoint_io.manifest import MANIFEST, read_manifest
 from colossalai.interface import OptimizerWrapper
+from colossalai.logging import get_dist_logger
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.utils import get_dataloader
 
@@ -312,6 +313,43 @@ def test_training_may_go_on_while_a_save_is_written(tmp_path: Path, monkeypatch:
         assert torch.equal(p, weights[name])
 
 
+def test_a_damaged_manifest_is_passed_over_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = job()
+    said: list[str] = []
+    monkeypatch.setattr(
+        type(get_dist_logger()), "warning_once", lambda self, message, ranks: said.append(message)
+    )
+    for name in ("a", "b"):
+        run.booster.save(tmp_path / name)
+    assert latest(tmp_path) == tmp_path / "b"
+    assert said == []
+    (tmp_path / "b" / MANIFEST).write_text("{")
+    assert latest(tmp_path) == tmp_path / "a"
+    assert len(said) == 1
+    assert str(tmp_path / "b" / MANIFEST) in said[0]
+
+
+def test_a_save_that_fails_in_the_background_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may end, or train for hours, before anybody asks for the error."""
+    run = job()
+
+    def broken(draft: writing.Draft) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    said: list[str] = []
+    monkeypatch.setattr(writing, "_write", broken)
+    monkeypatch.setattr(type(get_dist_logger()), "error", lambda self, message: said.append(message))
+    save = run.booster.save(tmp_path / "c", background=True)
+    with pytest.raises(OSError, match="the disk is full"):
+        save.wait()
+    assert len(said) == 1
+    assert f"in the background to {tmp_path / 'c'} failed" in said[0]
+
+
 # What does not fit, or is damaged: the message names it, and nothing is changed.
 
 
@@ -344,6 +382,39 @@ def _more() -> nn.Module:
     model = Tied()
     model.added = nn.Linear(6, 6)
     return model
+
+
+def test_parameters_that_are_new_start_without_states(saved: Path) -> None:
+    run = job(1, build=_more)
+    run.train(1)
+    assert run.booster.load(saved, strict=False) == job(2).booster.load(saved)
+    states = run.optimizer.unwrap().state
+    model: Any = run.model.unwrap()
+    assert not states.get(model.added.weight)
+    assert states[model.first.weight]
+    run.train(1)
+
+
+@pytest.mark.parametrize("precision", [None, "fp16_naive"])
+def test_a_run_may_start_from_a_model_without_an_optimizer(tmp_path: Path, precision: str | None) -> None:
+    bare = Booster("cpu")
+    weight = bare.boost(nn.Linear(4, 4)).model.weight
+    bare.save(tmp_path / "start")
+    booster, model = Booster("cpu", mixed_precision=precision), nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+
+    def train() -> None:
+        booster.backward(model(torch.ones(2, 4)).float().sum(), optimizer)
+        optimizer.step()
+
+    train()
+    with pytest.raises(RuntimeError, match=r"start holds no optimizer: .* Pass strict=False to start with"):
+        booster.load(tmp_path / "start")
+    booster.load(tmp_path / "start", strict=False)
+    assert not optimizer.unwrap().state
+    train()  # from masters, if there are some, that are the new weights
+    torch.testing.assert_close(model.weight.float(), weight, rtol=1e-3, atol=1e-3)
 
 
 def test_models_and_optimizers_that_do_not_fit(saved: Path) -> None:
