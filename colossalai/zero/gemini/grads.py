@@ -92,7 +92,9 @@ class Gradients:
         if slot in state.direct:
             state.direct[slot].add_(grad.reshape(-1))
             return
-        self.chunks.compute.take(slot.numel * chunk.dtype.itemsize, f"the gradient of {slot.name}")
+        nbytes, what = slot.numel * chunk.dtype.itemsize, f"the gradient of {slot.name}"
+        self.make_room(nbytes, what)
+        self.chunks.compute.take(nbytes, what)
         state.direct[slot] = grad.contiguous().view(-1)
 
     def _buffer(self, chunk: Chunk) -> Tensor:

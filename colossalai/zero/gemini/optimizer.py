@@ -541,7 +541,7 @@ class GeminiOptimizer(ShardedOptimizer):
         tier.take(states, f"optimizer states of {chunk.name}")
         old.give(states)
         for _, piece, _ in self._groups_of.get(chunk.index, []):
-            shared = piece.is_shared
+            shared, known = piece.is_shared, self._is_followed(piece)
             self._second.state.pop(self._twins.pop(piece, piece.value), None)
             piece.weight = piece.in_shard(chunk.shard) if not piece.is_empty else chunk.shard[:0]
             piece.value.data = piece.weight if shared else piece.value.data.to(tier.device)
@@ -549,6 +549,15 @@ class GeminiOptimizer(ShardedOptimizer):
             for name, value in state.items():
                 if is_large(value):
                     state[name] = value.to(tier.device)
+            if known:
+                self.optim.versions[piece.value] = piece.value._version  # type: ignore[attr-defined]
+
+    def _is_followed(self, piece: Piece) -> bool:
+        """Whether the digits that the optimizer keeps beside ``piece`` belong to the weights as they are: nobody else wrote to them."""
+        twin, second = self._twins.get(piece), self._second
+        if twin is None or not isinstance(second, MultiTensorOptimizer):
+            return False
+        return second.versions.get(twin) == twin._version
 
 
 class ZeroOptimizer(GeminiOptimizer):
