@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from colossalai.kernel import private
+import colossalai.kernel.private as private
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from colossalai.kernel.native import native_works
+from colossalai.kernel.native.adam import native_works
 from colossalai.kernel.probe import triton_works
 
 

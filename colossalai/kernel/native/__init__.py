@@ -2,7 +2,3 @@
 
 They are an optional speed-up: where there is no compiler, plain PyTorch does the same.
 """
-
-from colossalai.kernel.native.adam import adam_native_, native_works
-
-__all__ = ["adam_native_", "native_works"]

@@ -15,9 +15,9 @@ from functools import cache
 
 import torch
 
+import colossalai.kernel.native.build as build
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.kernel.lists import row
-from colossalai.kernel.native import build
 
 # Elements of a block: 2^18 to 2^20 are equally fast on 16 cores.  Less work is cut finer, so that threads end together.
 BLOCK = 1 << 19

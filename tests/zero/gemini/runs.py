@@ -239,8 +239,7 @@ def compare(case: Case, steps: int = 4, **options: Any) -> Training:
         if not expected.is_floating_point():
             continue
         error = (weights[name].float() - expected.float()).abs().max()
-        small = 0.0 if case.dtype is torch.float32 else 2e-2  # what is nothing but rounding
-        assert error <= limit * expected.float().abs().max() + small, (str(case), name, float(error))
+        assert error <= limit * expected.float().abs().max(), (str(case), name, float(error))
     return run
 
 
