@@ -61,7 +61,8 @@ def _sent_and_saved(rank: int, world_size: int, port: int, device: str) -> None:
     saved = x.exp()  # its backward needs this very tensor
     sent = collectives.start_broadcast(saved.detach(), mesh, "tp", 0, (3,))()
     saved.sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, sent)
+    assert x.grad is not None
+    assert torch.equal(x.grad, sent)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
