@@ -169,14 +169,14 @@ def fsdp2(args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[], str
     fully_shard(model, **options)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        for p in model.parameters():
+        for name, p in model.named_parameters():
             local = p.to_local()
             if getattr(args, "quick", False):  # any values will do
                 local.fill_(0.01)
-                continue
-            local.copy_(
-                torch.randn(local.shape, device=device()) * 0.02 if p.ndim > 1 else torch.ones(local.shape)
-            )
+            elif p.ndim > 1:
+                local.copy_(torch.randn(local.shape, device=device()) * 0.02)
+            else:
+                local.fill_(0.0 if name.endswith("bias") else 1.0)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
     loss_of = criterion()
 
