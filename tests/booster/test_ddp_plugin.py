@@ -161,7 +161,9 @@ def _unfinished(rank: int, world_size: int, port: int) -> None:
     plugin = Unfinished()
     booster = Booster(device="cpu", plugin=plugin)
     assert isinstance(booster.checkpoint_io, GatheredCheckpointIO)
-    with pytest.raises(TypeError, match=r"Unfinished needs a method wrap\(model, optimizer\), or a configure"):
+    with pytest.raises(
+        TypeError, match=r"Unfinished needs a method wrap\(model, optimizer\), or a configure"
+    ):
         booster.boost(mlp())
     with pytest.raises(RuntimeError, match="Unfinished does not support no_sync"):
         booster.no_sync(mlp())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import torch.distributed as dist
 
@@ -50,3 +52,6 @@ def loss_scale(
     scale = dict(locals())  # the arguments, and nothing else yet
     DynamicGradScaler(**scale)
     return scale
+
+
+LOSS_SCALE = tuple(inspect.signature(loss_scale).parameters)
