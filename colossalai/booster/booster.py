@@ -232,7 +232,7 @@ class Booster:
                 by ``wait`` of what is returned, or by the next ``save`` or ``load``; the next save waits for this one.
         """
         self._watch.report()
-        state = self._runs.state(self._plan(), extra or {})
+        state = self._runs.state(path, self._plan(), extra)
         return self._runs.writer.save(
             state.collect,
             state.merge,
@@ -251,8 +251,9 @@ class Booster:
                 Without it, these stay as they are, and parameters that are new to the optimizer start without states.
             verify: compare the checksums of everything that is stored before anything is changed.
         """
+        state = self._runs.state(path)
         self._runs.writer.wait()
-        return self._runs.state({}, {}).load(path, strict=strict, verify=verify)
+        return state.load(path, strict=strict, verify=verify)
 
     def _plan(self) -> dict[str, Any]:
         """How this job runs, for people who look at its checkpoints."""
