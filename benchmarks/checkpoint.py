@@ -159,6 +159,7 @@ def size_of(folder: Path) -> int:
 class Times(dict[str, list[float]]):
     def add(self, what: str, value: float) -> None:
         self.setdefault(what, []).append(value)
+        print(f"  {what}: {value:.3f} s", file=sys.stderr, flush=True)
 
     def __getitem__(self, what: str) -> float:  # type: ignore[override]
         return median(super().__getitem__(what))
@@ -302,28 +303,31 @@ def line(what: str, ours: float, peer: float, unit: str, peer_name: str, bar: fl
     return f"{what:34}{ours:9.3f} {unit:4}{peer:9.3f} {unit:4}{ratio}   {peer_name}{judged}"
 
 
-def report(times: Times, sizes: dict[str, int], memory: dict[str, dict[str, float]], hidden: Times) -> str:
-    lines = [f"{'':34}{'ours':>9} {'':4}{'peer':>9} {'':4}{'ratio':>8}   peer"]
-    save = times["ours save"]
-    lines.append(line("save", save, times["dcp save"], "s", "dcp.save", BAR))
+def report_times(times: Times, sizes: dict[str, int]) -> None:
+    print(f"{'':34}{'ours':>9} {'':4}{'peer':>9} {'':4}{'ratio':>8}   peer")
+    print(line("save", times["ours save"], times["dcp save"], "s", "dcp.save", BAR))
     for kind in ("from the disk", "from memory"):
         ours, dcp, put = (times[f"{key} {kind}"] for key in ("ours load", "dcp load", "dcp set"))
-        lines.append(line(f"load {kind}", ours, dcp, "s", "dcp.load and set_state_dict", BAR))
-        lines.append(line("", ours, dcp - put, "s", "dcp.load alone"))
+        print(line(f"load {kind}", ours, dcp, "s", "dcp.load and set_state_dict", BAR))
+        print(line("", ours, dcp - put, "s", "dcp.load alone"))
     verified, without = times["ours load from memory"], times["unverified"]
-    lines.append(line("load from memory, verify=False", without, verified, "s", "with verify, our default"))
+    print(line("load from memory, verify=False", without, verified, "s", "with verify, our default"))
+    print(line("size on disk", sizes["ours"] / GIB, sizes["dcp"] / GIB, "GiB", "DCP", 1.01), flush=True)
+
+
+def report_background(hidden: Times, save: float) -> None:
+    usual = "our save in the foreground"
+    print(line("background: pause", hidden["pause"], save, "s", usual))
+    print(line("", hidden["pause"], hidden["copy"], "s", "one copy to host memory"))
+    print(line("background: first pause", hidden["first pause"], save, "s", usual))
+    print(line("background: total", hidden["total"], save, "s", usual), flush=True)
+
+
+def report_memory(memory: dict[str, dict[str, float]]) -> None:
     for act in ("save", "load"):
         for where in ("GPU", "host", "host and mapped files"):
             ours, dcp = (memory[f"{side}-{act}"][where] for side in SIDES)
-            lines.append(line(f"{act}: extra {where}", ours, dcp, "GiB", "DCP"))
-    lines.append(line("size on disk", sizes["ours"] / GIB, sizes["dcp"] / GIB, "GiB", "DCP", 1.01))
-    lines.append(line("background: pause", hidden["pause"], save, "s", "our save in the foreground"))
-    lines.append(line("", hidden["pause"], hidden["copy"], "s", "one copy to host memory"))
-    lines.append(
-        line("background: first pause", hidden["first pause"], save, "s", "our save in the foreground")
-    )
-    lines.append(line("background: total", hidden["total"], save, "s", "our save in the foreground"))
-    return "\n".join(lines)
+            print(line(f"{act}: extra {where}", ours, dcp, "GiB", "DCP"))
 
 
 def arguments() -> argparse.Namespace:
@@ -363,9 +367,9 @@ def main() -> None:
         root = Path(found)
         sides = {name: make(subject) for name, make in SIDES.items()}
         times, sizes = compare(subject, sides, root, args.tries)
-        hidden = background(subject, sides["ours"], root, args.tries)
-        memory = all_memory(root)
-    print(report(times, sizes, memory, hidden))
+        report_times(times, sizes)
+        report_background(background(subject, sides["ours"], root, args.tries), times["ours save"])
+        report_memory(all_memory(root))
 
 
 if __name__ == "__main__":
