@@ -34,6 +34,7 @@ from torch import Tensor, nn
 TOY: dict[str, Any] = {"hidden_size": 64, "depth": 3, "num_heads": 2, "vocab_size": 512}
 GIB = 2**30
 BAR = 1.1
+PARTS = ("times", "memory")
 
 
 def device() -> torch.device:
@@ -290,9 +291,11 @@ def memory_of(what: str, root: Path) -> dict[str, float]:
 
 
 def all_memory(root: Path) -> dict[str, dict[str, float]]:
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for name in SIDES:
-        found |= {f"{name}-{act}": memory_of(f"{name}-{act}", root) for act in ("save", "load")}
+        for act in ("save", "load"):
+            found[f"{name}-{act}"] = memory_of(f"{name}-{act}", root)
+            print(f"  {name} {act}: {found[f'{name}-{act}']} GiB", file=sys.stderr, flush=True)
         shutil.rmtree(root / name)
     return found
 
@@ -339,6 +342,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1600)
     parser.add_argument("--heads", type=int, default=25)
     parser.add_argument("--tries", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--dir", default=None, help="where to write; by default TMPDIR")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -366,10 +370,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.dir) as found:
         root = Path(found)
         sides = {name: make(subject) for name, make in SIDES.items()}
-        times, sizes = compare(subject, sides, root, args.tries)
-        report_times(times, sizes)
-        report_background(background(subject, sides["ours"], root, args.tries), times["ours save"])
-        report_memory(all_memory(root))
+        if "times" in args.parts:
+            times, sizes = compare(subject, sides, root, args.tries)
+            report_times(times, sizes)
+            report_background(background(subject, sides["ours"], root, args.tries), times["ours save"])
+        if "memory" in args.parts:
+            del subject, sides  # the processes that are measured have their own
+            report_memory(all_memory(root))
 
 
 if __name__ == "__main__":
