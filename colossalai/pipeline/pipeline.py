@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from colossalai.amp.casting import CastModel, cast_floats
 from colossalai.interface.batch import Criterion, loss_of
-from colossalai.interface.nest import batch_size
 from colossalai.mesh import Mesh
 from colossalai.pipeline.chunks import StageCaller, count_chunks
 from colossalai.pipeline.executor import Executor, detached
-from colossalai.pipeline.microbatch import join_outputs, split_microbatches
+from colossalai.pipeline.microbatch import count_samples, join_outputs, split_microbatches
 from colossalai.pipeline.p2p import Link
 from colossalai.pipeline.recording.recorder import step_recorder
 from colossalai.pipeline.schedule import make_timetable
@@ -122,7 +121,7 @@ class Pipeline:
 
     def predict(self, data: Any) -> Any:
         """The outputs for a batch of any size; None on the ranks that do not hold the last layers."""
-        number = math.gcd(batch_size(data), self.microbatches)
+        number = math.gcd(count_samples(data), self.microbatches)
         evaluation, self._evaluation = self._evaluation, self.timetable.forward_only(number)
         try:
             return self.step(data, None, None, None, return_loss=False)[0]
