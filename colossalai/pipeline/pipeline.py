@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.amp.casting import CastModel, cast_floats
+from colossalai.context.config_schema import READ_BY_FEATURES
 from colossalai.interface.batch import Criterion, loss_of
 from colossalai.mesh import Mesh
 from colossalai.pipeline.chunks import StageCaller, count_chunks
@@ -71,6 +72,7 @@ class Pipeline:
         device = torch.device(mesh.device_type) if first is None else first.device
         known = None
         if tensor_shape is not None:
+            _check_shape(tensor_shape)
             dtype = torch.get_default_dtype() if first is None else first.dtype
             known = Description(Leaf(tuple(tensor_shape), dtype, requires_grad=True))
         self._link = Link(mesh, device, known, scatter)
@@ -152,3 +154,11 @@ class Pipeline:
     def scale_loss(self, loss: Tensor) -> Tensor:
         assert self._trains is not None
         return self._trains.scale_loss(loss)
+
+
+def _check_shape(shape: Any) -> None:
+    rule = READ_BY_FEATURES["TENSOR_SHAPE"]
+    if not rule.holds(shape):
+        raise ValueError(
+            f"tensor_shape must be {rule.words}, that of a micro-batch as stages send it to each other, got {shape!r}"
+        )

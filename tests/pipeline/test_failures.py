@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 
 from colossalai.builder import build_pipeline_model, build_pipeline_model_from_cfg
 from colossalai.context.config import ConfigException
+from colossalai.context.parallel_config import ParallelConfig
 from colossalai.mesh import Mesh
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
+from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.p2p import PipelineError
 from colossalai.pipeline.pipeline import Pipeline
-from colossalai.testing import RankError, spawn
+from colossalai.pipeline.schedule import make_timetable
+from colossalai.testing import RankError, fake_world, spawn
 from tests.pipeline.plans import HIDDEN, config, launch, problem
 from tests.pipeline.test_engine import _engine
 
@@ -193,6 +197,44 @@ def check_bad_input(rank: int, world_size: int, port: int) -> None:
 
 def test_bad_input_is_refused_on_every_rank() -> None:
     spawn(check_bad_input, 2)
+
+
+SIZES = {"SEQ_LENGTH": 8, "GLOBAL_BATCH_SIZE": 16, "HIDDEN_SIZE": 4}
+ONE_RANK = ParallelConfig(pipeline=2, data=1)
+
+
+@pytest.mark.parametrize("key", [*SIZES, "model.num_chunks"])
+@pytest.mark.parametrize("wrong", ["x", "1", 2.5, 0, -1, True, [8]])
+def test_config_values_that_are_no_numbers(key: str, wrong: Any) -> None:
+    own = {"model": {"num_chunks": wrong}} if "." in key else {key: wrong}
+    settings = config("1f1b", 2, 2) | SIZES | own
+    told = rf"config key '{key}' must be a positive integer, got {type(wrong).__name__} {re.escape(repr(wrong))}; "
+    with pytest.raises(ConfigException, match=told):
+        PipelineOptions.from_config(settings, ONE_RANK)
+
+
+def test_sizes_of_a_config_say_what_is_sent_only_together() -> None:
+    def shape(**own: Any) -> tuple[int, ...] | None:
+        return PipelineOptions.from_config(config("1f1b", 2, 2) | own, ONE_RANK).tensor_shape
+
+    assert shape(**SIZES) == (8, 8, 4)
+    assert shape(SEQ_LENGTH="variable") is None  # a word of the user's own
+    assert shape(**SIZES | {"GLOBAL_BATCH_SIZE": 1}) is None
+
+
+@pytest.mark.parametrize("shape", ["48", 5, (), (4, "8"), (4, -1), (4.0, 8)])
+def test_a_tensor_shape_that_is_none(shape: Any) -> None:
+    told = rf"tensor_shape must be a tuple of positive integers.*got {re.escape(repr(shape))}"
+    with fake_world(rank=0, world_size=2), pytest.raises(ValueError, match=told):
+        Pipeline(nn.Linear(1, 1), Mesh({"pp": 2}), tensor_shape=shape)
+
+
+@pytest.mark.parametrize("schedule", [["1f1b"], 3, None, "2f2b"])
+def test_a_schedule_that_is_none(schedule: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"there is no pipeline schedule {re.escape(repr(schedule))}; there"
+    ):
+        make_timetable(schedule, 2, 2)
 
 
 def check_shared_on_the_wrong_rank(rank: int, world_size: int, port: int) -> str:
