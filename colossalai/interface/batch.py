@@ -18,6 +18,25 @@ DataProcess = Callable[[Any], tuple[Any, Any]]
 _LABELS = ("labels", "label")
 
 
+_NOTHING = object()
+
+
+def next_batch(data_iter: Any, who: str) -> Any:
+    """The next batch of an iterator, for ``who`` was given it; refuses what is none, or has none left."""
+    if not hasattr(data_iter, "__next__"):
+        raise TypeError(
+            f"{who} takes the next batch of an iterator, got {type(data_iter).__name__}; call iter() on the"
+            " data loader once per pass and give that"
+        )
+    batch = next(data_iter, _NOTHING)
+    if batch is _NOTHING:
+        raise RuntimeError(
+            f"{who} has no batch left: the iterator has come to the end of the data; take iter(dataloader)"
+            " anew for each pass, and at most len(dataloader) batches of it"
+        )
+    return batch
+
+
 def split_batch(batch: Any, process: DataProcess | None, has_criterion: bool, who: str) -> tuple[Any, Any]:
     """``(data, label)`` of ``batch``; ``process`` is the user's own way, ``who`` would take it."""
     if process is not None:

@@ -22,7 +22,7 @@ from colossalai.pipeline.executor import Executor, detached
 from colossalai.pipeline.microbatch import count_samples, join_outputs, split_microbatches
 from colossalai.pipeline.p2p import Link
 from colossalai.pipeline.recording.recorder import step_recorder
-from colossalai.pipeline.schedule import make_timetable
+from colossalai.pipeline.schedule import Timetable, make_timetable
 from colossalai.pipeline.stage import pipeline_rank, pipeline_size
 from colossalai.pipeline.wire import Description, Leaf
 
@@ -64,7 +64,7 @@ class Pipeline:
                 f"the schedule {schedule!r} computes the gradients of weights after the backward pass of a stage, when {type(model).__name__}"
                 " (Gemini) may have let the weights go; use gpipe, 1f1b or interleaved"
             )
-        self._evaluation = self.timetable.forward_only(microbatches)
+        self._evaluations: dict[int, Timetable] = {}
         self._mesh, self.rank = mesh, pipeline_rank(mesh)
         self._caller = StageCaller(model)
         self._casts_output = any(isinstance(m, CastModel) and m.casts_inputs for m in model.modules())
@@ -100,13 +100,14 @@ class Pipeline:
         """Take a batch through all stages, and back if somebody ``trains``: the outputs and the loss of the batch.
 
         Both are None where not asked for, and on the ranks that do not hold the last layers.  The loss is the mean of
-        those of the micro-batches, so it should be a mean over the samples, or tokens.
+        those of the micro-batches, so it should be a mean over the samples, or tokens.  Without a way back, a batch of any
+        size will do, such as the last one of a data loader.
         """
         if trains is not None and not return_loss:
             raise ValueError("a backward pass needs the loss: pass return_loss=True or forward_only=True")
         if trains is not None:
             trains.expect_gradients()
-        timetable = self._evaluation if trains is None else self.timetable
+        timetable = self._evaluation(count_samples(data, label)) if trains is None else self.timetable
         self._parts = split_microbatches(data, label, timetable.microbatches)
         self._criterion, self._trains = criterion, trains
         self._wants_loss, self._wants_outputs = return_loss, return_outputs
@@ -123,12 +124,14 @@ class Pipeline:
 
     def predict(self, data: Any) -> Any:
         """The outputs for a batch of any size; None on the ranks that do not hold the last layers."""
-        number = math.gcd(count_samples(data), self.microbatches)
-        evaluation, self._evaluation = self._evaluation, self.timetable.forward_only(number)
-        try:
-            return self.step(data, None, None, None, return_loss=False)[0]
-        finally:
-            self._evaluation = evaluation
+        return self.step(data, None, None, None, return_loss=False)[0]
+
+    def _evaluation(self, samples: int) -> Timetable:
+        """Forward passes of as many micro-batches as divide ``samples``, at most as many as in training."""
+        number = math.gcd(samples, self.microbatches)
+        if number not in self._evaluations:
+            self._evaluations[number] = self.timetable.forward_only(number)
+        return self._evaluations[number]
 
     # What the executor calls
 
@@ -143,7 +146,7 @@ class Pipeline:
             self._outputs[microbatch] = detached(output)
         if not self._wants_loss:
             return None
-        loss = loss_of(self._criterion, output, self._parts[microbatch][1]) / self.microbatches
+        loss = loss_of(self._criterion, output, self._parts[microbatch][1]) / len(self._parts)
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         return loss
 
