@@ -58,8 +58,8 @@ def _has_rows(leaf: Any, size: int) -> bool:
     """Whether ``leaf`` has one row for each of ``size`` samples."""
     if _is_listing(leaf):
         return len(leaf) == size
-    shape: Any = getattr(leaf, "shape", ())  # of a tensor, or an array of numpy
-    return len(shape) > 0 and shape[0] == size
+    shape = getattr(leaf, "shape", None)  # of a tensor, or an array of numpy
+    return isinstance(shape, tuple) and shape[:1] == (size,)
 
 
 def _is_listing(leaf: Any) -> bool:
