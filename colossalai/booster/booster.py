@@ -353,8 +353,11 @@ def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
                 f" or build a new {name}"
             )
     if optimizer is not None:
-        own = {id(p) for p in model.parameters()}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        own = {id(p): p for p in model.parameters()}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        # a pipeline stage may have nothing to train, and then an optimizer of nothing
+        is_empty = not held and not any(p.requires_grad for p in own.values())
+        if not is_empty and not any(id(p) in own for p in held):
             raise ValueError(
                 f"the optimizer ({type(optimizer).__name__}) holds no parameter of the model ({type(model).__name__});"
                 " build it with model.parameters() of the model that is boosted"
