@@ -313,6 +313,7 @@ def _write_and_publish(draft: Draft) -> None:
             _publish(draft, records)
         except Exception as error:
             failure = error
+        draft.lock.release()  # when other ranks return, nothing is left of it
     draft.ranks.agree(failure)
 
 
