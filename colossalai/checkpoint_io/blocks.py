@@ -2,8 +2,9 @@
 
 ``safetensors`` itself would want all tensors of a file in memory at once to write them.  The format is a few lines: the
 length of a JSON header, the header, the bytes.  What lies in one run is read to where it is wanted; for anything else the file is
-mapped into memory, so that just the rows that are copied are read from the disk.  Every tensor has a CRC-32, which finds any damage of up to 32 bits in a row for sure, and runs on several
-threads at once (1.7 GB/s each on the machine we measured; cryptographic hashes are six times slower and not needed).
+mapped into memory, so that just the rows that are copied are read from the disk.  Every tensor has a CRC-32, which finds any damage
+of up to 32 bits in a row for sure, and runs on several threads at once (1.7 GB/s each on the machine we measured; cryptographic
+hashes are six times slower and not needed).
 """
 
 from __future__ import annotations

@@ -33,10 +33,15 @@ def check_shapes(module: nn.Module, state: Mapping[str, Any], path: Path) -> Non
     faults += [
         f"{name} is a buffer made by expand, several of whose elements are one in memory; give the model a copy, with .clone()"
         for name in state
-        if isinstance(own.get(name), Tensor) and not is_lazy(own[name]) and is_expanded(own[name])
+        if _is_buffer(own.get(name)) and is_expanded(own[name])
     ]
     if faults:
         raise RuntimeError(f"{path} does not fit the model: {'; '.join(faults)}")
+
+
+def _is_buffer(value: Any) -> bool:
+    """A parameter may lie elsewhere, as Gemini's do; what the model has then holds its place."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value)
 
 
 def _differ(value: Tensor, own: Any) -> bool:

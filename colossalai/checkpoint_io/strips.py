@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor as the bytes it consists of."""
     if tensor.numel() == 0:
         return tensor.new_empty(0, dtype=torch.uint8)
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a dim of one element may have any stride
+    return tensor.as_strided((tensor.numel(),), (1,)).view(
+        torch.uint8
+    )  # a dim of one element may have any stride
 
 
 def memory_of(flat: Tensor) -> memoryview:
@@ -46,7 +49,7 @@ def memory_of(flat: Tensor) -> memoryview:
 
 
 def _to_host(part: Tensor) -> Tensor:
-    room = _room(part.device.type == "cuda")[: part.numel()]
+    room = _room(part.device)[: part.numel()]
     room.copy_(part, non_blocking=True)
     _wait_for(part)
     return room
@@ -57,13 +60,16 @@ def _wait_for(part: Tensor) -> None:
         torch.cuda.current_stream(part.device).synchronize()
 
 
-def _room(pinned: bool) -> Tensor:
-    """A strip of host memory of this thread."""
-    name = "pinned" if pinned else "plain"
-    if not hasattr(_rooms, name):
-        setattr(_rooms, name, host_empty(STRIP, torch.uint8, pinned=pinned))
-    found: Tensor = getattr(_rooms, name)
-    return found
+def _room(device: torch.device) -> Tensor:
+    """A strip of host memory of this thread, for what goes to or comes from ``device``."""
+    if not hasattr(_rooms, "by_device"):
+        _rooms.by_device = {}
+    rooms: dict[torch.device, Tensor] = _rooms.by_device
+    if device not in rooms:
+        # a new thread is on the first GPU, and would begin to use it
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            rooms[device] = host_empty(STRIP, torch.uint8, pinned=device.type == "cuda")
+    return rooms[device]
 
 
 def wait_for_devices() -> None:
@@ -87,7 +93,7 @@ def start_writing(descriptor: int, start: int, end: int) -> None:
 
 def file_strips(descriptor: int, start: int, nbytes: int) -> Iterator[memoryview]:
     """Bytes of a file, in order; each strip is good until the next is asked for."""
-    room = _room(pinned=False)
+    room = _room(torch.device("cpu"))
     for place, size in _places(descriptor, start, nbytes):
         yield memory_of(_read(descriptor, place, room[:size]))
 
@@ -101,7 +107,7 @@ def read_into(descriptor: int, start: int, target: Tensor) -> None:
         if direct:
             _read(descriptor, place, part)
         else:
-            part.copy_(_read(descriptor, place, _room(flat.device.type == "cuda")[:size]), non_blocking=True)
+            part.copy_(_read(descriptor, place, _room(flat.device)[:size]), non_blocking=True)
             _wait_for(part)
 
 

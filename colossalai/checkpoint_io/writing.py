@@ -132,6 +132,7 @@ class Writer:
             lock.release()
             raise
         if not background:
+            wait_for_devices()  # files are written by other threads
             _write(draft)
             return Save(draft.folder)
         save = Save(draft.folder)
@@ -312,12 +313,12 @@ def _write_and_publish(draft: Draft) -> None:
             _publish(draft, records)
         except Exception as error:
             failure = error
+        draft.lock.release()  # when other ranks return, nothing is left of it
     draft.ranks.agree(failure)
 
 
 def _write_files(draft: Draft) -> Record:
     names = list(draft.files)
-    wait_for_devices()
     write = partial(_write_file, draft)
     if len(names) <= 1:
         sums = [write(name) for name in names]

@@ -92,7 +92,7 @@ def test_a_full_disk_is_named_with_the_file(
     monkeypatch.setattr("safetensors.torch.save_file", full)
     monkeypatch.setattr("torch.save", full)
     with pytest.raises(
-        OSError, match=r"weights cannot be written \(.* MiB are free there\): (I/O|unexpected)"
+        OSError, match=r"weights cannot be written \(.* [KMGT]iB are free there\): (I/O|unexpected)"
     ):
         save_state_dict(_state(), tmp_path / "weights", use_safetensors)
     assert not list(tmp_path.iterdir())

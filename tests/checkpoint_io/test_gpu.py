@@ -12,6 +12,7 @@ from torch import nn
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchFSDPPlugin
+from colossalai.checkpoint_io import strips
 from colossalai.testing import spawn
 
 pytestmark = pytest.mark.gpu
@@ -86,3 +87,33 @@ def _ranks(rank: int, world_size: int, port: int, plugin: str, folder: Path) -> 
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_cut_runs_on_cuda(tmp_path: Path, plugin: str, world_size: int) -> None:
     spawn(_ranks, world_size, plugin=plugin, folder=tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("count", [1, 12, 13, 1000])
+def test_strips_between_cuda_and_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(strips, "STRIP", 48)
+    monkeypatch.setattr(strips, "_rooms", type(strips._rooms)())
+    tensor = (torch.randn(count) * 100).to(dtype).cuda()
+    raw = b"".join(bytes(strip) for strip in strips.strips_of(tensor))
+    assert raw == tensor.cpu().view(torch.uint8).numpy().tobytes()
+    (tmp_path / "x").write_bytes(b"12345678" + raw)
+    room = torch.zeros_like(tensor)
+    with (tmp_path / "x").open("rb") as file:
+        strips.read_into(file.fileno(), 8, room)
+    assert torch.equal(room, tensor)
+
+
+def test_a_save_and_a_load_need_little_memory(tmp_path: Path) -> None:
+    """Strips, not whole tensors: on the GPU nothing, beyond the states that a load puts in place."""
+    model = nn.Linear(4096, 4096, device="cuda")
+    booster = Booster("cuda")
+    booster.boost(model)
+    whole = model.weight.nbytes
+    for act in (booster.save, booster.load):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        act(tmp_path / "c")
+        assert torch.cuda.max_memory_allocated() - before < whole / 4

@@ -72,8 +72,8 @@ def test_show(root: Path, form: str) -> None:
 
 def test_show_tells_the_plan_and_the_step(root: Path) -> None:
     text = done("show", root / "runs")
-    assert re.search(r"step-1 +1 .*\nstep-2 +2 .*world 1 +epoch 0, step 2", text)
-    assert re.search(r"^  extra +epoch 0, step 2$", text, re.MULTILINE)
+    assert re.search(r"step-1 +1 .*\nstep-2 +2 .*world 1 +step 2, epoch 0", text)
+    assert re.search(r"^  extra +step 2, epoch 0$", text, re.MULTILINE)
     (first, second) = json.loads(done("show", root / "runs", "--json"))
     assert (first["extra"]["step"], second["extra"]["step"]) == (1, 2)
     assert second["plan"]["world"] == 1
