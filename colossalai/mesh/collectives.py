@@ -224,7 +224,9 @@ def start_broadcast(x: Tensor, mesh: Mesh, axis: str, source: int, shape: tuple[
     """``x`` of the rank at ``source``, of ``shape``; the other ranks give only its dtype and device."""
     if mesh.size[axis] == 1:
         return lambda: x
-    x = x.contiguous() if mesh.coord[axis] == source else x.new_empty(shape)
+    # .data: gloo copies a GPU's tensor back after sending it, and autograd would take that for a change of what another
+    # operation has saved for its backward
+    x = x.contiguous().data if mesh.coord[axis] == source else x.new_empty(shape)
     group = mesh.group(axis)
     work = dist.broadcast(x, src=dist.get_global_rank(group, source), group=group, async_op=True)
     _record("broadcast", mesh, axis, _nbytes(x))

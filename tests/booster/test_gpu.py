@@ -44,10 +44,11 @@ def _train(
         offloaded = bool(options.get("cpu_offload"))
         assert next(boosted.parameters()).device.type == ("cpu" if offloaded else "cuda")
         assert criterion is not None
+        own = slice(rank, None, world_size)
         for x, y in batches((16, 16, 8)):
             x, y = x.cuda(), y.cuda()
             for b, m, o, part in (
-                (booster, boosted, optimizer, slice(rank, None, world_size)),
+                (booster, boosted, optimizer, own),
                 (serial_booster, serial_boosted, serial_optimizer, slice(None)),
             ):
                 o.zero_grad()
@@ -66,6 +67,8 @@ def _train(
             assert torch.equal(p.cpu(), q)
         assert torch.load(folder / "optimizer", weights_only=True)["state"][0]["exp_avg"].device.type == "cpu"
         booster.load_optimizer(optimizer, folder / "optimizer")
+        optimizer.zero_grad()
+        booster.backward(criterion(boosted(x[own]), y[own]), optimizer)
         optimizer.step()
     if backend == "nccl":
         with pytest.raises(RuntimeError, match="the backend 'nccl' cannot exchange"):

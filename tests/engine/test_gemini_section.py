@@ -10,7 +10,6 @@ import torch
 
 from colossalai.context.config import ConfigException
 from colossalai.engine.gemini_section import read_gemini
-from colossalai.engine.gradient_handler import SHARED_GROUP
 from colossalai.engine.zero_section import check_zero
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import spawn
@@ -167,12 +166,6 @@ def check_engine(rank: int, world_size: int, port: int, folder: Path) -> None:
     tiers = engine.model.chunk_manager.tiers
     assert [tier.name for tier in tiers] == ["compute", "host", "disk"]
     assert 0 < tiers[1].peak <= tiers[1].limit == capacity
-    tied = mlp()
-    setattr(tied[0].weight, SHARED_GROUP, None)  # type: ignore[index]
-    with pytest.raises(
-        ConfigException, match=r"'0.weight' is shared by several pipeline stages.* tied=False"
-    ):
-        initialize({"zero": {"level": 3}}, model=tied)
     with pytest.raises(ConfigException, match=r"which CPUAdam and HybridAdam can do, got SGD"):
         initialize({"zero": {"level": 3, "offload_optimizer_config": {"nvme_path": str(folder)}}})
 

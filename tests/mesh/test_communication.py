@@ -54,6 +54,23 @@ def test_each_kind_is_counted() -> None:
     spawn(_each_kind, 4)
 
 
+def _sent_and_saved(rank: int, world_size: int, port: int, device: str) -> None:
+    start(rank, world_size, port)
+    mesh = Mesh({"tp": 2})
+    x = torch.full((3,), 0.5, device=device, requires_grad=True)
+    saved = x.exp()  # its backward needs this very tensor
+    sent = collectives.start_broadcast(saved.detach(), mesh, "tp", 0, (3,))()
+    saved.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, sent)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_sent_tensor_is_not_taken_for_changed(device: str) -> None:
+    """An attention's output, which its backward needs, is a panel of 2D's products; gloo writes to what it sent from a GPU."""
+    spawn(_sent_and_saved, 2, device=device)
+
+
 def _moved_by_linear_pair(tp: TensorParallel, batch: int, hidden: int, rank: int) -> float:
     """Bytes one rank sends for x -> expand -> contract and back, without fetching operands again."""
     mesh = Mesh(tp.axes)

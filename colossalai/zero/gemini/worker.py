@@ -44,6 +44,7 @@ class _Shared:
         self.pending: set[int] = set()
         self.error: tuple[str, BaseException] | None = None
         self.closed = False
+        self.thread: threading.Thread | None = None
 
 
 def _run(shared: _Shared) -> None:
@@ -91,6 +92,9 @@ def _close(shared: _Shared) -> None:
     with shared.changed:
         shared.closed = True
         shared.changed.notify_all()
+    # the interpreter kills a thread that comes back from CUDA after its end, and C++ takes the whole process with it
+    if shared.thread is not None and shared.thread is not threading.current_thread():
+        shared.thread.join()
 
 
 class Worker:
@@ -98,7 +102,6 @@ class Worker:
 
     def __init__(self) -> None:
         self._shared = _Shared()
-        self._thread: threading.Thread | None = None
         self._count = 0
         weakref.finalize(self, _close, self._shared)
 
@@ -118,11 +121,11 @@ class Worker:
         The script runs ahead of the device: what is not ready would keep the thread waiting while others could go on.
         """
         self._check()
-        if self._thread is None:
-            self._thread = threading.Thread(
+        if self._shared.thread is None:
+            self._shared.thread = threading.Thread(
                 target=_run, args=(self._shared,), name="gemini-update", daemon=True
             )
-            self._thread.start()
+            self._shared.thread.start()
         with self._shared.changed:
             assert key not in self._shared.pending, name
             self._shared.pending.add(key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -167,6 +169,22 @@ def test_errors_of_the_worker_surface() -> None:
         worker.wait(5)
     with pytest.raises(RuntimeError, match="failed"):
         worker.submit(6, 0, "chunk 6", fail)
+
+
+def test_a_script_that_ends_waits_for_the_update_at_hand() -> None:
+    script = """
+import threading
+from colossalai.zero.gemini.worker import Worker
+worker, begun = Worker(), threading.Event()
+def update():
+    begun.set()
+    sum(range(3_000_000))
+    print("updated", flush=True)
+worker.submit(0, 0, "first", update)
+begun.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "updated\n"), done.stderr
 
 
 def test_policies() -> None:
