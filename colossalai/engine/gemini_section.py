@@ -3,6 +3,9 @@
 ``zero = dict(model_config=dict(tensor_placement_policy="cpu", ...), optimizer_config=dict(initial_scale=2**5, ...))``;
 ``zero = dict(level=3, offload_optimizer_config=dict(device="nvme", nvme_path="..."), offload_param_config=dict(device="cpu"))``;
 or ``zero = dict(level=3, placement_policy="cpu", ...)`` with the plugin's own names.
+
+With ``offload_param_config=dict(device="nvme", nvme_path="...")`` the disk is the third tier, for weights, gradients and states beyond
+``host_capacity``, which the section must then have.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ OF_OPTIMIZER = (
 
 
 class GeminiSection(NamedTuple):
-    """The options of a plugin, and the folder on a disk for optimizer states, if they go there."""
+    """The options of a plugin, and the folder on a disk for optimizer states, if these alone go there."""
 
     options: dict[str, Any]
     nvme_path: str | None = None
@@ -85,6 +88,8 @@ def read_gemini(section: Mapping[str, Any]) -> GeminiSection:
     options = _merge((plain, OWN), (model_config, MODEL), (optimizer_config, OPTIMIZER))
     _loss_scale(section, options)
     policy, path = _places(section)
+    if (folder := _folder_of_weights(section, options)) is not None:
+        options["disk_dir"], path = folder, None  # the tier takes states too
     if policy is not None and options.setdefault("placement_policy", policy) != policy:
         raise ConfigException(
             f"config section 'zero' lets weights or states rest away from the device, which is placement policy {policy!r}, and"
@@ -150,17 +155,35 @@ def _places(section: Mapping[str, Any]) -> tuple[str | None, str | None]:
     places = {_device("offload_optimizer_config", states), _device("offload_param_config", weights)}
     if section.get("cpu_offload"):
         places.add("cpu")
-    path = states.get("nvme_path") if _device("offload_optimizer_config", states) == "nvme" else None
-    if weights.get("device") == "nvme":
-        raise ConfigException(
-            "config section 'zero' has offload_param_config with device='nvme'; weights rest on the device or on the CPU, only"
-            " optimizer states go to a disk: write device='cpu' there"
-        )
-    if path is None and "nvme" in places:
+    on_disk = _device("offload_optimizer_config", states) == "nvme"
+    path = states.get("nvme_path") if on_disk else None
+    if path is None and on_disk:
         raise ConfigException(
             "config section 'zero' has offload_optimizer_config with device='nvme' and needs nvme_path, a folder of a local disk"
         )
     return ("cpu" if places & {"cpu", "nvme"} else None), None if path is None else str(path)
+
+
+def _folder_of_weights(section: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
+    """The folder for the disk tier, if weights may go there."""
+    weights = _subsection(section, "offload_param_config")
+    states = _subsection(section, "offload_optimizer_config")
+    if _device("offload_param_config", weights) != "nvme":
+        return None
+    folder = weights.get("nvme_path")
+    if folder is None or options.get("host_capacity") is None:
+        raise ConfigException(
+            "config section 'zero' has offload_param_config with device='nvme' and needs two things: nvme_path there, a folder of a"
+            " local disk, and host_capacity in 'zero', the bytes of host memory beyond which weights, gradients and optimizer states go"
+            " to that folder"
+        )
+    for other in (states.get("nvme_path"), options.get("disk_dir")):
+        if other is not None and str(other) != str(folder):
+            raise ConfigException(
+                f"config section 'zero' has offload_param_config with nvme_path={str(folder)!r}, which takes optimizer states too, and"
+                f" {str(other)!r} beside it; name one folder"
+            )
+    return str(folder)
 
 
 def _device(name: str, section: Mapping[str, Any]) -> str:

@@ -50,6 +50,10 @@ def test_three_ways_of_writing() -> None:
         "/fast",
     )
     assert read_gemini({"level": 3, "offload_optimizer_config": {"device": "none"}}) == ({}, None)
+    weights = {"level": 3, "host_capacity": 2**30, "offload_param_config": NVME}
+    expected = {"placement_policy": "cpu", "host_capacity": 2**30, "disk_dir": "/fast"}
+    assert read_gemini(weights) == (expected, None)
+    assert read_gemini({**weights, "offload_optimizer_config": NVME}) == (expected, None)
     assert repr(BucketTensorShardStrategy()) == "BucketTensorShardStrategy()"
 
 
@@ -86,7 +90,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"level": 3, "offload_optimizer_config": {"device": "disk"}}, r"'none', 'cpu' or 'nvme', got 'disk'"),
     ({"level": 3, "offload_optimizer_config": {"device": "nvme"}}, r"needs nvme_path, a folder"),
-    ({"level": 3, "offload_param_config": NVME}, r"only optimizer states go to a disk: write device='cpu'"),
+    (
+        {"level": 3, "offload_param_config": NVME},
+        r"needs two things: nvme_path there, .* and host_capacity in 'zero', the bytes",
+    ),
+    (
+        {"level": 3, "host_capacity": 1, "offload_param_config": {"device": "nvme"}},
+        r"offload_param_config with device='nvme' and needs two things: nvme_path there",
+    ),
+    (
+        {
+            "level": 3,
+            "host_capacity": 1,
+            "offload_param_config": NVME,
+            "offload_optimizer_config": {"nvme_path": "/slow"},
+        },
+        r"with nvme_path='/fast', which takes optimizer states too, and '/slow' beside it; name one folder",
+    ),
 ]
 
 
@@ -133,8 +153,21 @@ def check_engine(rank: int, world_size: int, port: int, folder: Path) -> None:
     shelf, trained = engine.model.chunk_manager.shelf, sum(p.numel() for p in model.parameters())
     assert shelf is not None
     assert shelf.tier.used >= 2 * 4 * trained / world_size  # both moments
+    # the disk as third tier: what goes beyond the host
+    capacity = 20_000
+    section = {**section, "offload_param_config": {"nvme_path": str(folder)}, "host_capacity": capacity}
+    model = mlp()
+    inner = HybridAdam(model.parameters(), lr=1e-2)
+    engine, train, _, _ = initialize(
+        {"zero": section}, model=model, optimizer=inner, train_dataloader=loader(16, 4)
+    )
+    Trainer(engine).fit(train, epochs=1)
+    engine.model.settle()
+    tiers = engine.model.chunk_manager.tiers
+    assert [tier.name for tier in tiers] == ["compute", "host", "disk"]
+    assert 0 < tiers[1].peak <= tiers[1].limit == capacity
     with pytest.raises(ConfigException, match=r"which CPUAdam and HybridAdam can do, got SGD"):
-        initialize({"zero": section})
+        initialize({"zero": {"level": 3, "offload_optimizer_config": {"nvme_path": str(folder)}}})
 
 
 def test_in_an_engine(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Gemini: ZeRO-3 with chunks over memory tiers."""
 
 from colossalai.zero.gemini.chunk import Chunk, ChunkFullError
-from colossalai.zero.gemini.chunk_manager import ChunkManager, init_chunk_manager
-from colossalai.zero.gemini.ddp import GeminiDDP, ZeroDDP, get_static_torch_model
+from colossalai.zero.gemini.chunk_manager import ChunkManager
+from colossalai.zero.gemini.ddp import GeminiDDP, ZeroDDP
+from colossalai.zero.gemini.init_chunks import init_chunk_manager
 from colossalai.zero.gemini.manager import GeminiManager
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.optimizer import GeminiAdamOptimizer, GeminiOptimizer, ZeroOptimizer
@@ -15,6 +16,7 @@ from colossalai.zero.gemini.placement import (
 )
 from colossalai.zero.gemini.search import classify_params_by_dp_degree, search_chunk_configuration
 from colossalai.zero.gemini.states import STATE_TRANS, TensorState
+from colossalai.zero.gemini.static_model import get_static_torch_model
 from colossalai.zero.gemini.tiers import OutOfCapacity, Tier
 
 __all__ = [

@@ -47,6 +47,9 @@ class Accounts:
     def agree(self) -> None:
         """Count the same on all ranks, the most of any: what is brought and let go must not differ."""
         every, resting = self.chunks.chunks, self.resting
+        if resting is None and self.chunks.ranks.size == 1:
+            return
+        self.model.gemini_manager.worker.wait_all()
         if resting is not None:
             flags = self._most([int(resting.has(chunk)) for chunk in every])
             self.away = {chunk.index for chunk, flag in zip(every, flags, strict=True) if flag}

@@ -14,22 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
 from colossalai.tensor import ProcessGroup
 from colossalai.utils.disk import Buffers
 from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, aligned, group_ranks, padded
 from colossalai.zero.gemini.disk import DiskShelf, Reader, TierMemory, weights_of
-from colossalai.zero.gemini.search import (
-    HIDDEN,
-    MB,
-    check_search,
-    data_parallel_size,
-    model_mesh,
-    search,
-    search_chunk_configuration,
-)
+from colossalai.zero.gemini.search import data_parallel_size, search
 from colossalai.zero.gemini.states import TensorState
 from colossalai.zero.gemini.tiers import Copier, Move, Tier
 
@@ -372,43 +363,6 @@ def default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def init_chunk_manager(
-    model: nn.Module,
-    init_device: torch.device | str | None = None,
-    hidden_dim: int | None = None,
-    verbose: bool = False,
-    *,
-    search_range_mb: float = 32,
-    min_chunk_size_mb: float = 32,
-    filter_exlarge_params: bool = True,
-    strict_ddp_flag: bool = False,
-    dtype: torch.dtype = torch.float16,
-    **manager: Any,
-) -> ChunkManager:
-    """A chunk manager with the chunk size that wastes least for ``model``; ``manager`` goes to ``ChunkManager``."""
-    interval = HIDDEN if hidden_dim is None else hidden_dim
-    check_search(search_range_mb, interval, min_chunk_size_mb)
-    config, total, wasted = search_chunk_configuration(
-        model,
-        search_range_mb,
-        interval,
-        min_chunk_size_mb,
-        filter_exlarge_params,
-        strict_ddp_flag,
-        dtype=dtype,
-    )
-    if verbose:
-        size = config[data_parallel_size(model)]["chunk_size"]
-        mb = size * dtype.itemsize / MB
-        get_dist_logger().info(
-            f"chunks of {mb:.1f} MB for {total * dtype.itemsize / MB:.1f} MB of parameters;"
-            f" {wasted * dtype.itemsize / MB:.2f} MB ({wasted / max(total + wasted, 1):.2%}) are wasted"
-        )
-    if manager.get("ranks") is None:
-        manager["ranks"] = data_ranks(model_mesh(model), manager.get("device"))
-    return ChunkManager(config, init_device, **manager)
 
 
 def data_ranks(mesh: Mesh | None, device: torch.device | None) -> Ranks:

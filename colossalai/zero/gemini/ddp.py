@@ -6,7 +6,6 @@ data-parallel ranks chunk by chunk while the backward pass goes on; ``GeminiOpti
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,9 +21,10 @@ from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh
 from colossalai.utils.away import away
 from colossalai.zero.gemini.chunk import Chunk, Slot
-from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks, init_chunk_manager
+from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks
 from colossalai.zero.gemini.fill import Replaced, fill, give_meta_storage, place_buffers, register
-from colossalai.zero.gemini.hooks import ModuleHooks, tensors_of, without_hooks
+from colossalai.zero.gemini.hooks import ModuleHooks, tensors_of
+from colossalai.zero.gemini.init_chunks import init_chunk_manager
 from colossalai.zero.gemini.manager import GeminiManager
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicyFactory
@@ -307,23 +307,6 @@ def _compare_keys(module: nn.Module, state_dict: Mapping[str, Any], strict: bool
     if problems:
         raise RuntimeError(f"cannot load the weights of {type(module).__name__}: {'; '.join(problems)}")
     return _IncompatibleKeys(missing, unexpected)
-
-
-def get_static_torch_model(
-    zero_ddp_model: ZeroDDP,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    only_rank_0: bool = True,
-) -> nn.Module:
-    """An ordinary copy of the model, with whole weights, on the first rank (on the others with NaN, unless not ``only_rank_0``)."""
-    state = zero_ddp_model.state_dict(only_rank_0=only_rank_0)
-    model = without_hooks(copy.deepcopy(zero_ddp_model.unwrap())).to_empty(device=device).to(dtype)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data.fill_(float("nan"))
-    if state:
-        model.load_state_dict(state)
-    return model
 
 
 class GeminiDDP(ZeroDDP):

@@ -26,14 +26,15 @@ from torch import Tensor
 from colossalai.mesh._compat import norms_of
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
-from colossalai.zero.gemini.grad_buffers import ChunkGradients, HostBuffers, Spilled, Taken
+from colossalai.zero.gemini.grad_buffers import ChunkGradients
+from colossalai.zero.gemini.home_grads import HomeGradients
 from colossalai.zero.gemini.states import TensorState
 from colossalai.zero.gemini.tiers import Move, Tier
 
 IN_FLIGHT = 3  # gradient buffers that may be on their way to the host while the next one fills
 
 
-class Gradients:
+class Gradients(HomeGradients):
     """All gradients of a model.
 
     ``make_room(nbytes, what)`` frees that much of the compute tier; ``wait`` waits for a host buffer to come back.
@@ -46,15 +47,12 @@ class Gradients:
         wait: Callable[[], bool],
         host_buffers: int | None = None,
     ) -> None:
-        self.chunks, self.make_room = chunks, make_room
-        self.host = HostBuffers(chunks, host_buffers, wait, self._spill_to_disk)
-        self.spilled = Spilled(chunks)
-        self.of: dict[int, ChunkGradients] = {}
+        super().__init__(chunks, wait, host_buffers)
+        self.make_room = make_room
         self.order: list[int] = []
         self.late: set[int] = set()
         self.turn = 0
         self.sync = True
-        self.norm_type: float | None = None  # the norm to take of gradients before they leave for the host
         self.done_order: list[int] = []
         self._flying: deque[tuple[Move, int]] = deque()
         self._agreed = False
@@ -349,109 +347,7 @@ class Gradients:
             return True
         return False
 
-    # At the home
-
-    @torch.no_grad()
-    def settle(self, chunk: Chunk) -> None:
-        """Wait on the CPU until the sum is complete in ``shard``."""
-        state = self.of[chunk.index]
-        state.move.finish()
-        for more, move in state.extra:
-            move.finish()
-            assert state.shard is not None
-            state.shard.add_(more)
-            self.host.put(more)
-        state.extra.clear()
-
-    def take(self, chunk: Chunk) -> Taken | None:
-        """Hand the gradients of a chunk that rests on the host over to its update; None if there are none."""
-        state = self.of[chunk.index]
-        if not state.is_begun or chunk.home is self.chunks.compute:
-            return None
-        moves = [state.move, *(move for _, move in state.extra)]
-        taken = Taken(
-            state.shard, moves, [more for more, _ in state.extra], frozenset(state.used), state.rows
-        )
-        state.shard, state.move, state.norms, state.rows = None, Move(), None, []
-        state.extra.clear()
-        state.used.clear()
-        return taken
-
-    @torch.no_grad()
-    def sum_up(self, chunk: Chunk, taken: Taken) -> Tensor:
-        """The averaged sum, complete; waits on the CPU for what is under way."""
-        for move in taken.arriving:
-            move.finish()
-        for more in taken.extra:
-            assert taken.shard is not None
-            taken.shard.add_(more)
-            self.host.put(more)
-        taken.extra.clear()
-        if not taken.rows:
-            assert taken.shard is not None
-            return taken.shard
-        total = self.spilled.sum(chunk, taken.rows)
-        if taken.shard is not None:
-            total.add_(taken.shard)
-            self.host.put(taken.shard)
-        self.spilled.free(taken.rows)
-        return total
-
-    def put(self, shard: Tensor) -> None:
-        """An update is done with what ``sum_up`` returned."""
-        if not self.spilled.give(shard):
-            self.host.put(shard)
-
-    @torch.no_grad()
-    def _spill_to_disk(self) -> bool:
-        """Let the gradients of one chunk wait on the disk; those of the last layers, which are updated last."""
-        for index in sorted(self.of, reverse=True) if self.chunks.shelf is not None else []:
-            chunk, state = self.chunks.chunks[index], self.of[index]
-            if state.shard is None or chunk.home is self.chunks.compute:
-                continue
-            self.settle(chunk)
-            shard, state.shard, state.move = state.shard, None, Move()
-            state.rows.append(self.spilled.write(chunk, shard))
-            self.host.put(shard)
-            return True
-        return False
-
-    def has_any(self) -> bool:
-        return any(s.is_begun or s.direct or s.local is not None for s in self.of.values())
-
-    def piece(self, chunk: Chunk, slot: Slot) -> Tensor | None:
-        """This rank's slice of the averaged gradient of ``slot``; None if it has had no gradient."""
-        state = self.of[chunk.index]
-        if slot in state.direct:
-            return state.direct[slot]
-        if not state.is_begun or slot not in state.used:
-            return None
-        if state.rows:  # its values are on the disk
-            own = chunk.own_part(slot, chunk.shard)
-            return (
-                None if own is None else torch.full((), float("nan"), dtype=chunk.dtype).expand(own.numel())
-            )
-        return chunk.own_part(slot, state.shard)
-
-    def norm(self, chunk: Chunk, slot: Slot) -> Tensor | None:
-        """The norm of ``piece``, if it is known."""
-        state = self.of[chunk.index]
-        if state.rows and state.norms is None:
-            state.norms = self._norms_on_disk(chunk, state)
-        return state.norms.get(slot) if state.norms is not None and slot in state.used else None
-
-    def _norms_on_disk(self, chunk: Chunk, state: ChunkGradients) -> dict[Slot, Tensor]:
-        assert self.norm_type is not None
-        while self.host.wait():  # updates of an earlier step use the same buffers
-            pass
-        self.settle(chunk)
-        total = self.spilled.sum(chunk, state.rows)
-        if state.shard is not None:
-            total.add_(state.shard)
-        parts = {slot: part for slot in chunk.slots if (part := chunk.own_part(slot, total)) is not None}
-        norms = norms_of(list(parts.values()), self.norm_type) if parts else []
-        self.spilled.give(total)
-        return dict(zip(parts, norms, strict=True))
+    # The end
 
     def clear(self, chunk: Chunk) -> None:
         """The gradients of ``chunk`` have been used, or are not wanted."""

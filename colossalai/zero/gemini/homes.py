@@ -29,10 +29,11 @@ class Homes:
         self.margin = margin
 
     def promote(self) -> None:
-        """Let as many chunks as fit rest on the compute device; nothing may be under way."""
+        """Let as many chunks as fit rest on the compute device."""
         share = 1.0 if self.manager.policy.measures else self.margin
         if not share or self.manager.policy.rests_on_compute:
             return
+        self.manager.worker.wait_all()
         budget = self._budget(share)
         order = sorted(
             (

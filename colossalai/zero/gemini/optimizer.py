@@ -232,7 +232,6 @@ class GeminiOptimizer(ShardedOptimizer):
             self._resting.shelf.raise_failures()
         if not self._promoted and not self.manager.is_warmup():
             self._promoted = True
-            self.settle()
             self._accounts.agree()
             self._homes.promote()
         return result

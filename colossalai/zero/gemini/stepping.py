@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
 from colossalai.zero.pieces import FlatLayout, Piece, is_elementwise, piece_of
@@ -61,6 +62,12 @@ def check_params(optim: Optimizer, module: ZeroDDP) -> None:
         raise ValueError(
             f"{type(optim).__name__} needs whole parameters, but Gemini cuts chunks evenly over"
             f" {module.chunk_manager.ranks.size} ranks; use an optimizer that works element by element, such as HybridAdam"
+        )
+    clips = isinstance(optim, FusedLAMB) and optim.defaults["max_grad_norm"]
+    if clips and not module.gemini_manager.policy.rests_on_compute:
+        raise ValueError(
+            f"{type(optim).__name__} clips by the norm of all gradients (max_grad_norm={clips}), but chunks that rest on the host are"
+            " updated one by one; give it max_grad_norm=0, and clipping_norm to the Gemini optimizer, or placement_policy='cuda'"
         )
 
 

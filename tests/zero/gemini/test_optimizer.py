@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from colossalai.nn.optimizer import HybridAdam, Lamb
+from colossalai.nn.optimizer import FusedLAMB, HybridAdam, Lamb
 from colossalai.testing import RankError, spawn
 from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
 from colossalai.zero.gemini import ChunkManager, GeminiAdamOptimizer, GeminiOptimizer
@@ -120,6 +120,11 @@ def test_refusals() -> None:
         ValueError, match=r"group 0 of HybridAdam holds a parameter of shape \(3,\) that is in no chunk"
     ):
         GeminiOptimizer(HybridAdam([nn.Parameter(torch.zeros(3))]), small(net()))
+    with pytest.raises(
+        ValueError,
+        match=r"FusedLAMB clips by the norm of all gradients \(max_grad_norm=1.0\).* give it max_grad_norm=0",
+    ):
+        Training(Case(), optimizer=FusedLAMB)
     run = Training(Case())
     with pytest.raises(RuntimeError, match="takes no further group"):
         run.optimizer.add_param_group({"params": []})
