@@ -96,6 +96,8 @@ class ZeroDDP(ModelWrapper):
             self.gemini_manager.drop_stale()
         if trains:
             self.gemini_manager.pre_iter()
+        if self.gemini_manager.strict and not self._hooks.in_backward:
+            self.gemini_manager.bring_all()
         args, kwargs = cast_floats((args, kwargs), self.dtype)
         try:
             output = self.module(*args, **kwargs)

@@ -188,6 +188,7 @@ class ModuleHooks:
     def begin_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
+            self.manager.begin_backward()
             self._outermost = current_task()
             at_end_of_task(partial(_end, weakref.ref(self), self._outermost))
 
@@ -234,6 +235,7 @@ class ModuleHooks:
         if whole:
             self.in_backward = False
             self.stack.clear()
+            self.manager.end_backward()
             self.on_end()
 
     def reset(self) -> None:
@@ -243,6 +245,7 @@ class ModuleHooks:
         self.stack.clear()
         self.held.clear()
         self.in_backward = False
+        self.manager.agreement.forget()
 
     def remove(self) -> None:
         for handle in self._handles:
