@@ -21,6 +21,7 @@ from colossalai.interface import OptimizerWrapper, below_compile
 from colossalai.mesh.norm import check_clipping
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer, MemStats, PlacementPolicyFactory
 from colossalai.zero.gemini.chunk_manager import check_disk, default_device
+from colossalai.zero.gemini.tiers import check_capacity
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -88,6 +89,12 @@ class GeminiPlugin(DPPluginBase):
             raise ValueError(f"GeminiPlugin needs precision as one of {', '.join(DTYPES)}, got {precision!r}")
         check_clipping(max_norm, norm_type)
         check_disk(disk_dir, disk_capacity, host_capacity)
+        for tier, capacity in (
+            ("compute", compute_capacity),
+            ("host", host_capacity),
+            ("disk", disk_capacity),
+        ):
+            check_capacity(tier, capacity)
         self.device = torch.device(device) if device is not None else default_device()
         scale = {
             "initial_scale": initial_scale,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -169,6 +170,10 @@ class LowLevelZeroPlugin(DPPluginBase):
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
         module, dtype = user_module(model), DTYPES[self.precision]
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                "LowLevelZeroPlugin averages gradients itself, but the model is a DistributedDataParallel; give the model inside it"
+            )
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         check_backend(device)
         _start_alike(module, self._group)

@@ -22,6 +22,7 @@ from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, aligned, group_rank
 from colossalai.zero.gemini.search import (
     HIDDEN,
     MB,
+    check_configuration,
     check_search,
     data_parallel_size,
     model_mesh,
@@ -71,6 +72,7 @@ class ChunkManager:
                 "ChunkManager shares chunks between data-parallel ranks and cannot keep them whole on each, as"
                 " enable_distributed_storage=False asks for; use strict_ddp_mode=True of GeminiDDP to keep them during a step"
             )
+        check_configuration(chunk_configuration)
         check_disk(disk_dir, disk_capacity, host_capacity)
         self.device = torch.device(device or default_device())
         if self.device.type == "cuda" and self.device.index is None:

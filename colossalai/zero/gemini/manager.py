@@ -51,10 +51,12 @@ class GeminiManager:
     ) -> None:
         self.policy: PlacementPolicy = PlacementPolicyFactory.create(placement_policy)()
         self.policy_name = placement_policy
-        if prefetch < 0:
-            raise ValueError(f"prefetch is a number of chunks, at least 0; got {prefetch}")
-        if host_buffers is not None and host_buffers < 1:
-            raise ValueError(f"host_buffers is a number of gradient buffers, at least 1; got {host_buffers}")
+        if not isinstance(prefetch, int) or prefetch < 0:
+            raise ValueError(f"prefetch is a number of chunks, at least 0; got {prefetch!r}")
+        if host_buffers is not None and not (isinstance(host_buffers, int) and host_buffers >= 1):
+            raise ValueError(
+                f"host_buffers is a number of gradient buffers, at least 1; got {host_buffers!r}"
+            )
         self.chunk_manager, self.prefetch = chunk_manager, prefetch
         self.trace = Trace()
         self.worker = Worker()

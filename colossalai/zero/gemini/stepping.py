@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai.interface import OptimizerWrapper
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
 from colossalai.zero.pieces import FlatLayout, Piece, is_elementwise, piece_of
@@ -24,7 +25,15 @@ def is_large(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def check_params(optim: Optimizer, module: ZeroDDP) -> None:
+def check_params(optim: Any, module: ZeroDDP) -> None:
+    if not isinstance(optim, Optimizer) or isinstance(optim, OptimizerWrapper):
+        raise TypeError(
+            f"a Gemini optimizer wraps a plain torch.optim.Optimizer, got {type(optim).__name__}: {optim!r}"
+        )
+    if module.optimizer is not None:
+        raise RuntimeError(
+            f"this {type(module).__name__} has an optimizer already; give all parameters to one, in groups"
+        )
     for n, group in enumerate(optim.param_groups):
         group["params"] = [module.replaced.get(p, p) for p in group["params"]]
         for p in group["params"]:

@@ -62,6 +62,14 @@ def _unlock(blocks: list[Tensor]) -> None:
     blocks.clear()
 
 
+def check_capacity(tier: str, capacity: Any) -> None:
+    """Refuse what is no number of bytes."""
+    if capacity is not None and not (isinstance(capacity, int | float) and capacity > 0):
+        raise ValueError(
+            f"{tier}_capacity is a number of bytes above 0, or None for as much as there is; got {capacity!r}"
+        )
+
+
 @dataclass
 class Tier:
     """A place for model data; ``capacity`` in bytes, None for as much as there is."""
@@ -74,6 +82,9 @@ class Tier:
     peak: int = 0
     below: Tier | None = None  # what does not fit here might rest there
     _lock: Any = field(default_factory=threading.Lock, repr=False)  # updates run on a thread of their own
+
+    def __post_init__(self) -> None:
+        check_capacity(self.name, self.capacity)
 
     @property
     def limit(self) -> int:
