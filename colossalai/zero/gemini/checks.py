@@ -39,8 +39,6 @@ def check_model(module: Any, dtype: Any) -> None:
             raise ValueError(
                 f"{name!r} lies in chunks of another GeminiDDP already; go on with that one, or build a new model"
             )
-        if hasattr(param, "to_local"):
-            raise ValueError(f"{name!r} is a DTensor, which another plan has cut; give Gemini a plain model")
 
 
 class Untouched:
