@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from colossalai.booster.plugin import GeminiPlugin
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import spawn
 from colossalai.zero import GeminiDDP, GeminiOptimizer, LowLevelZeroOptimizer
@@ -62,9 +64,15 @@ def check_plugin(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
     with pytest.raises(ValueError, match=r"host_capacity is a number of bytes above 0.*got -1"):
         GeminiPlugin(host_capacity=-1)
+    for plugin in (GeminiPlugin(precision="fp32"), LowLevelZeroPlugin(precision="fp32")):
+        inner = plain()
+        with pytest.raises(
+            ValueError, match=r"averages gradients itself, but .* is a DistributedDataParallel"
+        ):
+            Booster(plugin=plugin).boost(DistributedDataParallel(inner), HybridAdam(inner.parameters()))
 
 
-def test_the_plugin_refuses_at_once() -> None:
+def test_plugins_refuse_at_once() -> None:
     spawn(check_plugin, 1)
 
 
