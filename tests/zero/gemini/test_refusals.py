@@ -143,7 +143,7 @@ def test_changes_that_would_be_lost(change: Callable[[Any], Any], message: str) 
 
 
 def test_weights_that_rest_where_they_are_used_may_be_written() -> None:
-    inner = plain()
+    inner: Any = plain()
     model = small(inner, "cuda")
     optimizer = GeminiOptimizer(HybridAdam(inner.parameters(), lr=0.0), model)
     step(model, optimizer)
