@@ -34,6 +34,7 @@ from torch import Tensor, nn
 TOY: dict[str, Any] = {"hidden_size": 64, "depth": 3, "num_heads": 2, "vocab_size": 512}
 GIB = 2**30
 BAR = 1.1
+PARTS = ("times", "memory")
 
 
 def device() -> torch.device:
@@ -159,6 +160,7 @@ def size_of(folder: Path) -> int:
 class Times(dict[str, list[float]]):
     def add(self, what: str, value: float) -> None:
         self.setdefault(what, []).append(value)
+        print(f"  {what}: {value:.3f} s", file=sys.stderr, flush=True)
 
     def __getitem__(self, what: str) -> float:  # type: ignore[override]
         return median(super().__getitem__(what))
@@ -289,9 +291,11 @@ def memory_of(what: str, root: Path) -> dict[str, float]:
 
 
 def all_memory(root: Path) -> dict[str, dict[str, float]]:
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for name in SIDES:
-        found |= {f"{name}-{act}": memory_of(f"{name}-{act}", root) for act in ("save", "load")}
+        for act in ("save", "load"):
+            found[f"{name}-{act}"] = memory_of(f"{name}-{act}", root)
+            print(f"  {name} {act}: {found[f'{name}-{act}']} GiB", file=sys.stderr, flush=True)
         shutil.rmtree(root / name)
     return found
 
@@ -302,28 +306,31 @@ def line(what: str, ours: float, peer: float, unit: str, peer_name: str, bar: fl
     return f"{what:34}{ours:9.3f} {unit:4}{peer:9.3f} {unit:4}{ratio}   {peer_name}{judged}"
 
 
-def report(times: Times, sizes: dict[str, int], memory: dict[str, dict[str, float]], hidden: Times) -> str:
-    lines = [f"{'':34}{'ours':>9} {'':4}{'peer':>9} {'':4}{'ratio':>8}   peer"]
-    save = times["ours save"]
-    lines.append(line("save", save, times["dcp save"], "s", "dcp.save", BAR))
+def report_times(times: Times, sizes: dict[str, int]) -> None:
+    print(f"{'':34}{'ours':>9} {'':4}{'peer':>9} {'':4}{'ratio':>8}   peer")
+    print(line("save", times["ours save"], times["dcp save"], "s", "dcp.save", BAR))
     for kind in ("from the disk", "from memory"):
         ours, dcp, put = (times[f"{key} {kind}"] for key in ("ours load", "dcp load", "dcp set"))
-        lines.append(line(f"load {kind}", ours, dcp, "s", "dcp.load and set_state_dict", BAR))
-        lines.append(line("", ours, dcp - put, "s", "dcp.load alone"))
+        print(line(f"load {kind}", ours, dcp, "s", "dcp.load and set_state_dict", BAR))
+        print(line("", ours, dcp - put, "s", "dcp.load alone"))
     verified, without = times["ours load from memory"], times["unverified"]
-    lines.append(line("load from memory, verify=False", without, verified, "s", "with verify, our default"))
+    print(line("load from memory, verify=False", without, verified, "s", "with verify, our default"))
+    print(line("size on disk", sizes["ours"] / GIB, sizes["dcp"] / GIB, "GiB", "DCP", 1.01), flush=True)
+
+
+def report_background(hidden: Times, save: float) -> None:
+    usual = "our save in the foreground"
+    print(line("background: pause", hidden["pause"], save, "s", usual))
+    print(line("", hidden["pause"], hidden["copy"], "s", "one copy to host memory"))
+    print(line("background: first pause", hidden["first pause"], save, "s", usual))
+    print(line("background: total", hidden["total"], save, "s", usual), flush=True)
+
+
+def report_memory(memory: dict[str, dict[str, float]]) -> None:
     for act in ("save", "load"):
         for where in ("GPU", "host", "host and mapped files"):
             ours, dcp = (memory[f"{side}-{act}"][where] for side in SIDES)
-            lines.append(line(f"{act}: extra {where}", ours, dcp, "GiB", "DCP"))
-    lines.append(line("size on disk", sizes["ours"] / GIB, sizes["dcp"] / GIB, "GiB", "DCP", 1.01))
-    lines.append(line("background: pause", hidden["pause"], save, "s", "our save in the foreground"))
-    lines.append(line("", hidden["pause"], hidden["copy"], "s", "one copy to host memory"))
-    lines.append(
-        line("background: first pause", hidden["first pause"], save, "s", "our save in the foreground")
-    )
-    lines.append(line("background: total", hidden["total"], save, "s", "our save in the foreground"))
-    return "\n".join(lines)
+            print(line(f"{act}: extra {where}", ours, dcp, "GiB", "DCP"))
 
 
 def arguments() -> argparse.Namespace:
@@ -335,6 +342,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1600)
     parser.add_argument("--heads", type=int, default=25)
     parser.add_argument("--tries", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--dir", default=None, help="where to write; by default TMPDIR")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -362,10 +370,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.dir) as found:
         root = Path(found)
         sides = {name: make(subject) for name, make in SIDES.items()}
-        times, sizes = compare(subject, sides, root, args.tries)
-        hidden = background(subject, sides["ours"], root, args.tries)
-        memory = all_memory(root)
-    print(report(times, sizes, memory, hidden))
+        if "times" in args.parts:
+            times, sizes = compare(subject, sides, root, args.tries)
+            report_times(times, sizes)
+            report_background(background(subject, sides["ours"], root, args.tries), times["ours save"])
+        if "memory" in args.parts:
+            del subject, sides  # the processes that are measured have their own
+            report_memory(all_memory(root))
 
 
 if __name__ == "__main__":

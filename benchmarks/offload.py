@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 BIG: dict[str, Any] = {"hidden_size": 3072, "depth": 36, "num_heads": 24, "vocab_size": 50304}
 TOY: dict[str, Any] = {"hidden_size": 64, "depth": 3, "num_heads": 2, "vocab_size": 512}
@@ -34,6 +35,7 @@ ADAM: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.01}
 WARM = 3
 Step = Callable[[Tensor], Tensor]
 Finish = Callable[[], None]
+Side = tuple[Step, Finish, int, Callable[[], str]]  # and the number of parameters, and notes
 
 
 @dataclass(frozen=True)
@@ -67,15 +69,29 @@ def build(args: argparse.Namespace, where: str) -> nn.Module:
         return GPT(**sizes, **quiet, max_position_embeddings=args.length, checkpoint=True)
 
 
-def criterion() -> Callable[[Tensor, Tensor], Tensor]:
+def step_of(
+    model: nn.Module,
+    optimizer: Optimizer,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+    autocast: bool = False,
+) -> Step:
+    """One step of training: the same for every side."""
     from titans.loss.lm_loss import GPTLMLoss
 
-    return GPTLMLoss()
+    criterion = GPTLMLoss()
+
+    def step(ids: Tensor) -> Tensor:
+        with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
+            loss = criterion(model(ids), ids)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
-def gemini(
-    policy: str, args: argparse.Namespace, disk: bool = False
-) -> tuple[Step, Finish, int, Callable[[], str]]:
+def gemini(policy: str, args: argparse.Namespace, disk: bool = False) -> Side:
     from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP
 
     model = build(args, "meta")
@@ -98,14 +114,6 @@ def gemini(
     )
     early = args.clip == 0
     optimizer = GeminiAdamOptimizer(wrapped, update_in_backward=early, clipping_norm=args.clip, **ADAM)
-    loss_of = criterion()
-
-    def step(ids: Tensor) -> Tensor:
-        loss = loss_of(wrapped(ids), ids)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
 
     def notes() -> str:
         tiers = wrapped.chunk_manager
@@ -113,46 +121,29 @@ def gemini(
         table = wrapped.gemini_manager.timeline.table()
         return f"{on} of {len(tiers.chunks)} chunks rest on the compute device\n{table}"
 
+    step = step_of(wrapped, optimizer, optimizer.backward)
     return step, wrapped.settle, sum(p.numel() for p in model.parameters()), notes
 
 
-def everything(args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[], str]]:
+def everything(args: argparse.Namespace) -> Side:
     from colossalai.mesh import initialize
     from colossalai.nn.optimizer import HybridAdam
 
     model = build(args, "meta").to(torch.bfloat16)
     initialize(model, 1024, device=device())
     optimizer = HybridAdam(model.parameters(), **ADAM)
-    loss_of = criterion()
-
-    def step(ids: Tensor) -> Tensor:
-        loss = loss_of(model(ids), ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step, lambda: None, sum(p.numel() for p in model.parameters()), lambda: ""
+    return step_of(model, optimizer), lambda: None, sum(p.numel() for p in model.parameters()), lambda: ""
 
 
-def plain(args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[], str]]:
+def plain(args: argparse.Namespace) -> Side:
     """What a script without any of this does: weights in fp32, autocast, torch's AdamW."""
     model = build(args, device().type)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
-    loss_of = criterion()
-
-    def step(ids: Tensor) -> Tensor:
-        with torch.autocast(device().type, torch.bfloat16):
-            loss = loss_of(model(ids), ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = step_of(model, optimizer, autocast=True)
     return step, lambda: None, sum(p.numel() for p in model.parameters()), lambda: ""
 
 
-def fsdp2(args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[], str]]:
+def fsdp2(args: argparse.Namespace) -> Side:
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -178,19 +169,15 @@ def fsdp2(args: argparse.Namespace) -> tuple[Step, Finish, int, Callable[[], str
             else:
                 local.fill_(0.0 if name.endswith("bias") else 1.0)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
-    loss_of = criterion()
-
-    def step(ids: Tensor) -> Tensor:
-        loss = loss_of(model(ids), ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step, dist.destroy_process_group, sum(p.numel() for p in model.parameters()), lambda: ""
+    return (
+        step_of(model, optimizer),
+        dist.destroy_process_group,
+        sum(p.numel() for p in model.parameters()),
+        lambda: "",
+    )
 
 
-SIDES: dict[str, Callable[[argparse.Namespace], tuple[Step, Finish, int, Callable[[], str]]]] = {
+SIDES: dict[str, Callable[[argparse.Namespace], Side]] = {
     "gemini-cpu": lambda args: gemini("cpu", args),
     "gemini-auto": lambda args: gemini("auto", args),
     "gemini-disk": lambda args: gemini("cpu", args, disk=True),

@@ -232,7 +232,7 @@ class Booster:
                 by ``wait`` of what is returned, or by the next ``save`` or ``load``; the next save waits for this one.
         """
         self._watch.report()
-        state = self._runs.state(self._plan(), extra or {})
+        state = self._runs.state(path, self._plan(), extra)
         return self._runs.writer.save(
             state.collect,
             state.merge,
@@ -251,8 +251,9 @@ class Booster:
                 Without it, these stay as they are, and parameters that are new to the optimizer start without states.
             verify: compare the checksums of everything that is stored before anything is changed.
         """
+        state = self._runs.state(path)
         self._runs.writer.wait()
-        return self._runs.state({}, {}).load(path, strict=strict, verify=verify)
+        return state.load(path, strict=strict, verify=verify)
 
     def _plan(self) -> dict[str, Any]:
         """How this job runs, for people who look at its checkpoints."""
@@ -352,8 +353,11 @@ def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
                 f" or build a new {name}"
             )
     if optimizer is not None:
-        own = {id(p) for p in model.parameters()}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        own = {id(p): p for p in model.parameters()}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        # a pipeline stage may have nothing to train, and then an optimizer of nothing
+        is_empty = not held and not any(p.requires_grad for p in own.values())
+        if not is_empty and not any(id(p) in own for p in held):
             raise ValueError(
                 f"the optimizer ({type(optimizer).__name__}) holds no parameter of the model ({type(model).__name__});"
                 " build it with model.parameters() of the model that is boosted"

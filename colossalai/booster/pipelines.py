@@ -11,7 +11,7 @@ from torch import nn
 
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper
-from colossalai.interface.batch import split_batch
+from colossalai.interface.batch import next_batch, split_batch
 from colossalai.interface.nest import to_device
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import Pipeline
@@ -38,7 +38,7 @@ class Pipelines:
     ) -> dict[str, Any]:
         pipeline = self._pipeline(model)
         device = next((p.device for p in model.parameters()), None)
-        batch = next(data_iter)
+        batch = next_batch(data_iter, "execute_pipeline")
         data, label = split_batch(
             batch if device is None else to_device(batch, device), None, criterion is not None, "Booster"
         )

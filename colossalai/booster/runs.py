@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -25,8 +27,18 @@ class Runs:
     def add(self, model: nn.Module, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> None:
         self._runs.append(Run(model, optimizer, lr_scheduler, dataloader))
 
-    def state(self, plan: dict[str, Any], extra: Mapping[str, Any]) -> RunState:
-        """What is to be saved or loaded."""
+    def state(
+        self, path: str | Path, plan: dict[str, Any] | None = None, extra: Mapping[str, Any] | None = None
+    ) -> RunState:
+        """What is to be saved to ``path``, or loaded from it."""
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise ValueError(
+                f"booster.save and load take the folder of the checkpoint, a str or Path; got {path!r}"
+            )
+        if extra is not None and not isinstance(extra, Mapping):
+            raise TypeError(
+                f"booster.save takes extra, a dict of further values, after the path; got {extra!r}"
+            )
         if not self._runs:
             raise RuntimeError("this booster has boosted no model, so it has nothing to save or load")
-        return RunState(self._runs, plan, extra)
+        return RunState(self._runs, plan or {}, extra or {})

@@ -45,6 +45,19 @@ class Box:
             for a, base, n in zip(self.offsets, outer.offsets, self.sizes, strict=True)
         )
 
+    def run_within(self, outer: Box) -> int | None:
+        """Where the elements of this box begin in a tensor that holds ``outer``, if they lie there one after the other; else None."""
+        start, stride, is_cut = 0, 1, False
+        for a, base, n, size in zip(
+            self.offsets[::-1], outer.offsets[::-1], self.sizes[::-1], outer.sizes[::-1], strict=True
+        ):
+            if is_cut and n != 1:
+                return None
+            is_cut = is_cut or n != size
+            start += (a - base) * stride
+            stride *= size
+        return start
+
 
 def whole(shape: Sequence[int]) -> Box:
     """All of a tensor of ``shape``."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.checkpoint_io.blocks import STRIP, as_bytes
+from colossalai.checkpoint_io.strips import STRIP, strips_of
 
 CHECKSUMS = "colossalai.crc32"  # the key in the metadata of a safetensors file
 _ZIP = b"PK\x03\x04"
@@ -21,9 +21,8 @@ _ZIP = b"PK\x03\x04"
 def tensor_crc(tensor: Tensor) -> int:
     """The CRC-32 of a tensor: its dtype and shape, then its bytes."""
     crc = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    raw = as_bytes(tensor)
-    for start in range(0, len(raw), STRIP):
-        crc = zlib.crc32(raw[start : start + STRIP], crc)
+    for strip in strips_of(tensor):
+        crc = zlib.crc32(strip, crc)
     return crc
 
 

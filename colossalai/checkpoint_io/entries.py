@@ -114,6 +114,11 @@ def whole_piece(tensor: Tensor) -> list[Piece]:
     return [Piece(whole(tuple(tensor.shape)), tensor.detach())]
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements are one and the same number in memory (``expand``), so that nothing can be loaded into it."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def whole_of(param: Tensor) -> Box:
     """The box of the local tensor of ``param``, in the orientation of the serial model."""
     shape = tuple(_local(param).shape)

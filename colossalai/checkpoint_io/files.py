@@ -29,6 +29,7 @@ from colossalai.checkpoint_io.checksums import (
     sums_as_text,
     tensor_crc,
 )
+from colossalai.checkpoint_io.sizes import size_text
 
 StateDict = dict[str, Any]
 
@@ -111,7 +112,7 @@ def unreadable(path: Path, error: Exception) -> RuntimeError:
 def _unwritable(path: Path, error: Exception) -> OSError:
     """For libraries whose own words, on a disk that is full, name neither the file nor the disk."""
     free = shutil.disk_usage(path.parent).free
-    return OSError(f"{path} cannot be written ({free / 2**20:.1f} MiB are free there): {error}")
+    return OSError(f"{path} cannot be written ({size_text(free)} are free there): {error}")
 
 
 def same_memory(tensor: Tensor) -> tuple[Any, ...] | None:

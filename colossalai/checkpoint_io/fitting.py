@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from colossalai.checkpoint_io.entries import serial_shape
+from colossalai.checkpoint_io.entries import is_expanded, serial_shape
 
 
 def check_shapes(module: nn.Module, state: Mapping[str, Any], path: Path) -> None:
@@ -29,6 +29,11 @@ def check_shapes(module: nn.Module, state: Mapping[str, Any], path: Path) -> Non
         f"size mismatch for {name}: {tuple(value.shape)} in the file, {serial_shape(own[name])} in the model"
         for name, value in state.items()
         if isinstance(value, Tensor) and _differ(value, own.get(name))
+    ]
+    faults += [
+        f"{name} is a buffer made by expand, several of whose elements are one in memory; give the model a copy, with .clone()"
+        for name in state
+        if isinstance(own.get(name), Tensor) and not is_lazy(own[name]) and is_expanded(own[name])
     ]
     if faults:
         raise RuntimeError(f"{path} does not fit the model: {'; '.join(faults)}")

@@ -23,9 +23,10 @@ from colossalai._version import __version__
 from colossalai.checkpoint_io.boxes import Box, Shape, check_cover
 from colossalai.checkpoint_io.dtypes import dtype_of, name_of
 from colossalai.checkpoint_io.files import write_file
+from colossalai.checkpoint_io.names import RUN
 from colossalai.logging import get_dist_logger
 
-MANIFEST = "manifest.json"
+MANIFEST = RUN
 FORMAT = "colossalai-checkpoint"
 VERSION = 1
 _DATA_FILE = re.compile(r"[0-9a-f]{8}-\d{5}-\d{5}\.safetensors")
@@ -208,7 +209,9 @@ def _shortened(value: Any) -> str:
 
 
 def _text(content: dict[str, Any]) -> str:
-    return json.dumps(content, separators=(",", ":"), sort_keys=True)
+    return json.dumps(
+        content, separators=(",", ":")
+    )  # dicts keep their order, as they do in a file that is read
 
 
 def _sum(content: dict[str, Any]) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 INDEX_SUFFIX = ".index.json"
 GROUPS_NAME = "pytorch_optim_group.bin"
+RUN = "manifest.json"  # the file by which a folder is a checkpoint of booster.save
 
 
 class Kind(Enum):
@@ -60,6 +61,8 @@ def has_index_file(checkpoint_path: str | Path, kind: Kind = Kind.MODEL) -> tupl
 def find_checkpoint(checkpoint_path: str | Path, kind: Kind) -> Path:
     """The index or the single file that ``checkpoint_path`` means: itself, or what a folder holds."""
     path = Path(checkpoint_path)
+    if path.name == RUN and path.is_file():
+        _refuse_run(path.parent, kind)
     if path.is_file():
         return path
     if not path.is_dir():
@@ -70,9 +73,19 @@ def find_checkpoint(checkpoint_path: str | Path, kind: Kind) -> Path:
     single = [found for name in kind.value for found in (path / name, *path.glob(add_variant(name, "*")))]
     single = [found for found in single if found.is_file()]
     if not single:
+        _refuse_run(path, kind)
         expected = " or ".join(f"{name}[{INDEX_SUFFIX}]" for name in kind.value)
         raise FileNotFoundError(f"the folder {path} holds no {kind.name.lower()} checkpoint: no {expected}")
     return _only(single, path)
+
+
+def _refuse_run(path: Path, kind: Kind) -> None:
+    """The folder of a whole run, or of several, is for another call."""
+    if any(path.glob(RUN)) or any(path.glob(f"*/{RUN}")):
+        raise ValueError(
+            f"{path} is a checkpoint of booster.save, which booster.load({str(path)!r}) reads; load_{kind.name.lower()} reads files of"
+            " whole tensors. `colossalai ckpt convert` makes these of it"
+        )
 
 
 def _only(found: list[Path], folder: Path) -> Path:

@@ -35,6 +35,12 @@ from colossalai.utils.optimizer_state import KIND
 from colossalai.utils.parallel import launched_mesh
 
 MASTER = "master"
+# Classes that keep the same states for the same purpose, so that each goes on where another stopped.
+FAMILIES = {
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "HybridAdam", "CPUAdam"), "Adam"),
+    **dict.fromkeys(("Lamb", "FusedLAMB"), "Lamb"),
+    **dict.fromkeys(("SGD", "FusedSGD"), "SGD"),
+}
 # Options of torch that say how a step is computed, not what: those of the running job stay.
 MEANS = ("foreach", "fused", "capturable", "differentiable")
 
@@ -145,7 +151,14 @@ class OptimizerState:
     def values(self) -> dict[str, Any]:
         """What is the same on all ranks."""
         other = self.optimizer.other_state() if isinstance(self.optimizer, OptimizerWrapper) else {}
-        return {"kind": type(self.raw).__name__, "other": encode(other, self.section)}
+        kind = type(self.raw).__name__
+        return {"kind": kind, "family": self._family, "other": encode(other, self.section)}
+
+    @property
+    def _family(self) -> str:
+        """What a subclass of an optimizer that we know is, too."""
+        names = [cls.__name__ for cls in type(self.raw).__mro__]
+        return next((FAMILIES[name] for name in names if name in FAMILIES), names[0])
 
     # Loading
 
@@ -160,6 +173,7 @@ class OptimizerState:
 
         Without ``strict``, parameters that the saved optimizer does not know start without states.
         """
+        self._check_kind(said)
         stored = stored_states(manifest, self.section)
         options = self.options_from(said["groups"], manifest, strict)
         wants: list[Want] = []
@@ -177,6 +191,14 @@ class OptimizerState:
             states |= {k: decode(v, f"{key}/{k}") for k, v in plain.items()}
             loaded[holding.value] = states
         return wants, lambda: self._commit(loaded, options, said)
+
+    def _check_kind(self, said: Mapping[str, Any]) -> None:
+        kind, own = said.get("kind"), type(self.raw).__name__
+        if kind not in (None, own) and said.get("family", FAMILIES.get(str(kind), kind)) != self._family:
+            raise RuntimeError(
+                f"the saved states are those of {kind}, and the optimizer is {own}, which keeps others. Boost the model with {kind}; or"
+                f" take the weights alone, with colossalai ckpt convert and booster.load_model"
+            )
 
     def _sources(
         self, holding: Holding, key: str, stored: States, manifest: Manifest

@@ -5,16 +5,17 @@ First everything is compared and summed, on all ranks; the first byte of a model
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from colossalai.checkpoint_io.blocks import StoredFile
-from colossalai.checkpoint_io.entries import Piece, whole_piece
+from colossalai.checkpoint_io.boxes import Box
+from colossalai.checkpoint_io.entries import Piece, is_expanded, whole_piece
 from colossalai.checkpoint_io.manifest import (
     MANIFEST,
     Manifest,
@@ -23,8 +24,7 @@ from colossalai.checkpoint_io.manifest import (
     left_behind,
     save_of,
 )
-
-THREADS = max(1, min(8, os.cpu_count() or 1))
+from colossalai.checkpoint_io.strips import THREADS, wait_for_devices
 
 
 class Want(NamedTuple):
@@ -45,6 +45,11 @@ class Reader:
         """Whether all that is wanted is there, as far as manifest and headers tell."""
         for want in wants:
             for piece in want.pieces:
+                if is_expanded(piece.view()):
+                    raise RuntimeError(
+                        f"{want.source.name} cannot be loaded: in the model, several of its elements are one in memory (it was made"
+                        " by expand); give the model a copy, with .clone()"
+                    )
                 found = 0
                 for stored in want.source.boxes:
                     if (common := stored.box.common(piece.box)) is not None:
@@ -90,16 +95,29 @@ class Reader:
         left = left_behind(self.folder, set(named))
         yield from ((path, "") for path in left if save_of(path.name) in words)
 
-    @torch.no_grad()
     def fill(self, wants: Sequence[Want]) -> None:
-        """Copy what is wanted to where it is wanted."""
+        """Copy what is wanted to where it is wanted, on several threads; what goes to one place, in the order of ``wants``."""
+        copies: dict[Any, list[Callable[[], None]]] = {}
         for want in wants:
             for piece in want.pieces:
-                target = piece.view()
                 for stored in want.source.boxes:
                     if (common := stored.box.common(piece.box)) is not None:
-                        values = self._tensor(want.source, stored)[common.within(stored.box)]
-                        target[common.within(piece.box)].copy_(values)
+                        target = piece.view()[common.within(piece.box)]
+                        copy = partial(self._copy, want.source, stored, common, target)
+                        copies.setdefault((target.device, target.data_ptr()), []).append(copy)
+                        self._file(stored.file)
+        wait_for_devices()
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(_run, copies.values()))
+
+    @torch.no_grad()
+    def _copy(self, source: StoredTensor, stored: StoredBox, common: Box, target: torch.Tensor) -> None:
+        first = common.run_within(stored.box)
+        if first is not None and target.dtype == source.dtype and target.is_contiguous():
+            file = self._file(stored.file)
+            file.read(source.key(stored.box), source.dtype, stored.box.sizes, first, target)
+        else:
+            target.copy_(self._tensor(source, stored)[common.within(stored.box)])
 
     def whole(self, source: StoredTensor) -> torch.Tensor:
         """All of a stored tensor, in the memory of its file if it lies in one piece."""
@@ -116,3 +134,8 @@ class Reader:
         if name not in self._files:
             self._files[name] = StoredFile(self.folder / name)
         return self._files[name]
+
+
+def _run(copies: Sequence[Callable[[], None]]) -> None:
+    for copy in copies:
+        copy()

@@ -79,7 +79,7 @@ class RunState:
         return Entry(f"{RANDOM}/{ranks[0]}", tuple(raw.shape), raw.dtype, whole_piece(raw))
 
     def _plan(self) -> dict[str, Any]:
-        return {"world": _rank_and_size()[1], "mesh": _axes(), **self.plan}
+        return {"mesh": _axes(), **self.plan, "world": _rank_and_size()[1]}
 
     def merge(self, values: dict[str, Any], parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Rank 0's values with what all ranks tell of their parts of the models."""
@@ -199,6 +199,12 @@ class _Loading:
         unknown = [n for n in self.manifest.tensors if n.startswith(sections) and n not in used]
         unknown = [n for n in unknown if not self._is_replaced(n, used)]
         faults = [("it lacks", self.missing), ("the model does not know", unknown)]
+        stored = [n for n in self.manifest.tensors if n.startswith(sections)]
+        if not self.strict and self.missing and stored and len(unknown) == len(stored):
+            raise RuntimeError(
+                f"nothing of {self.reader.folder} fits the model: it has {_some(stored)}; the model {_some(self.missing)}. Nothing"
+                " was changed"
+            )
         if self.strict and (self.missing or unknown):
             details = "; ".join(f"{what} {_some(names)}" for what, names in faults if names)
             raise RuntimeError(

@@ -20,6 +20,7 @@ from colossalai.checkpoint_io.blocks import Block, write_blocks
 from colossalai.checkpoint_io.boxes import Box
 from colossalai.checkpoint_io.entries import Entry
 from colossalai.checkpoint_io.files import sync
+from colossalai.checkpoint_io.locking import LOCK, Lock
 from colossalai.checkpoint_io.manifest import (
     MANIFEST,
     Manifest,
@@ -34,11 +35,12 @@ from colossalai.checkpoint_io.manifest import (
 )
 from colossalai.checkpoint_io.ranks import Ranks
 from colossalai.checkpoint_io.sharding import MB, plan_shards
+from colossalai.checkpoint_io.sizes import size_text
+from colossalai.checkpoint_io.strips import THREADS, wait_for_devices
 from colossalai.checkpoint_io.survey import Described, Survey, describe, survey
 from colossalai.logging import get_dist_logger
 from colossalai.utils.host_memory import host_empty
 
-THREADS = 4  # files that a rank writes at a time
 SLACK = 1 << 20  # bytes beside the tensors: headers, the manifest
 
 # Where a box of a tensor was written: its file and checksum.
@@ -68,6 +70,7 @@ class Draft:
     keys: dict[str, tuple[str, Box]]  # what the blocks are, by their keys
     contents: Contents
     keep: int | None
+    lock: Lock
 
 
 Merge = Callable[[dict[str, Any], Sequence[dict[str, Any]]], dict[str, Any]]
@@ -120,11 +123,17 @@ class Writer:
         """Save what ``collect`` finds on each rank; every rank calls this."""
         _check_options(keep, size_per_shard)
         self.wait()
-        draft = _plan(collect, merge, Path(path), keep, size_per_shard)
+        lock = Lock()
+        try:
+            draft = _plan(collect, merge, Path(path), keep, size_per_shard, lock)
+            if background:
+                self._snapshot(draft)
+        except BaseException:
+            lock.release()
+            raise
         if not background:
             _write(draft)
             return Save(draft.folder)
-        self._snapshot(draft)
         save = Save(draft.folder)
 
         def run() -> None:
@@ -147,13 +156,12 @@ class Writer:
             places, needed = _places(blocks)
             if self._buffer is None or self._buffer.numel() < needed:
                 self._buffer = None  # first give back the old one
-                self._buffer = host_empty(max(needed, 1), torch.uint8)
+                self._buffer = _host_memory(max(needed, 1))
             copies = {
                 block.key: _copied(block, self._buffer[places[block.key] :][: block.nbytes])
                 for block in blocks
             }
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                torch.cuda.synchronize()
+            wait_for_devices()
             draft.files = {name: [copies[b.key] for b in file] for name, file in draft.files.items()}
             draft.contents.entries = []  # training may go on and change them
         except Exception as error:
@@ -169,7 +177,12 @@ def _check_options(keep: int | None, size_per_shard: float) -> None:
 
 
 def _plan(
-    collect: Callable[[], Contents], merge: Merge, folder: Path, keep: int | None, size_per_shard: float
+    collect: Callable[[], Contents],
+    merge: Merge,
+    folder: Path,
+    keep: int | None,
+    size_per_shard: float,
+    lock: Lock,
 ) -> Draft:
     """Agree with all ranks on what is written by whom; nothing is written before everything is known to be right."""
     ranks = Ranks()
@@ -186,16 +199,16 @@ def _plan(
     start: tuple[str, int] | None = None
     if ranks.rank == 0:
         try:
-            start = _prepare(folder, plan)
+            start = _prepare(folder, plan, lock)
         except Exception as error:
             failure = error
     word, number = ranks.agree(failure, start)[0]
     files, keys = _own_files(contents.entries, plan, ranks.rank, word, size_per_shard)
-    return Draft(folder, word, number, ranks, plan, files, keys, contents, keep)
+    return Draft(folder, word, number, ranks, plan, files, keys, contents, keep, lock)
 
 
-def _prepare(folder: Path, plan: Survey) -> tuple[str, int]:
-    """The folder with room for the checkpoint; returns a word for its files, and its number."""
+def _prepare(folder: Path, plan: Survey, lock: Lock) -> tuple[str, int]:
+    """The folder, locked and with room for the checkpoint; returns a word for its files, and its number."""
     if folder.is_file():
         raise ValueError(f"a checkpoint is a folder, but {folder} is a file")
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
@@ -203,10 +216,11 @@ def _prepare(folder: Path, plan: Survey) -> tuple[str, int]:
     if needed > free:
         raise OSError(
             errno.ENOSPC,
-            f"no room for the checkpoint: it needs {needed / 2**30:.3f} GiB, and {existing} has {free / 2**30:.3f} GiB"
-            " free; nothing was written",
+            f"no room for the checkpoint: it needs {size_text(needed)}, and {existing} has {size_text(free)} free; nothing was"
+            " written",
         )
     folder.mkdir(parents=True, exist_ok=True)
+    lock.take(folder)
     keep = set(read_manifest(folder).files) if _is_readable(folder) else None
     if keep is not None or not is_checkpoint(folder):  # of a damaged one, everything stays for a closer look
         for path in left_behind(folder, keep or set()):
@@ -259,6 +273,13 @@ def _places(blocks: Sequence[Block]) -> tuple[dict[str, int], int]:
     return places, end
 
 
+def _host_memory(nbytes: int) -> Tensor:
+    """Room for copies.  To be pinned, memory must be touched first; without a GPU, the copy itself is the first to touch it."""
+    if torch.cuda.is_available():
+        return host_empty(nbytes, torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 def _copied(block: Block, room: Tensor) -> Block:
     copy = room.view(block.dtype).view(block.shape)
     copy.copy_(block.read(), non_blocking=True)
@@ -266,6 +287,13 @@ def _copied(block: Block, room: Tensor) -> Block:
 
 
 def _write(draft: Draft) -> None:
+    try:
+        _write_and_publish(draft)
+    finally:
+        draft.lock.release()
+
+
+def _write_and_publish(draft: Draft) -> None:
     failure, record = None, Record()
     try:
         record = _write_files(draft)
@@ -289,6 +317,7 @@ def _write(draft: Draft) -> None:
 
 def _write_files(draft: Draft) -> Record:
     names = list(draft.files)
+    wait_for_devices()
     write = partial(_write_file, draft)
     if len(names) <= 1:
         sums = [write(name) for name in names]
@@ -337,7 +366,7 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint, but nothing that others put into its folder: first it is none any more, then its files go."""
     (folder / MANIFEST).unlink(missing_ok=True)
     sync(folder)
-    for path in left_behind(folder, set()):
+    for path in (*left_behind(folder, set()), folder / LOCK):
         path.unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()

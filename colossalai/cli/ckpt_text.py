@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from colossalai.checkpoint_io.dtypes import name_of
+from colossalai.checkpoint_io.sizes import size_text
 from colossalai.checkpoint_io.viewing import View
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def as_data(view: View, *, tensors: bool = True) -> dict[str, Any]:
@@ -89,15 +88,6 @@ def table(rows: Sequence[Sequence[str]], indent: int = 0) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def size_text(nbytes: float) -> str:
-    """1536 becomes 1.5 KiB."""
-    unit = 0
-    while nbytes >= 1024 and unit < len(_UNITS) - 1:
-        nbytes /= 1024
-        unit += 1
-    return f"{nbytes:.1f} {_UNITS[unit]}" if unit else f"{nbytes:.0f} B"
 
 
 def _sections(view: View) -> dict[str, dict[str, int]]:

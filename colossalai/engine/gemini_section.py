@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from colossalai.booster.plugin import GeminiPlugin
+from colossalai.booster.plugin.own_precision import LOSS_SCALE
 from colossalai.context.config import ConfigException
 from colossalai.nn.optimizer import NVMeOptimizer
 
@@ -52,13 +53,7 @@ AIO = ("block_size", "queue_depth", "thread_count", "single_submit", "overlap_ev
 
 OF_OPTIMIZER = (
     "gpu_margin_mem_ratio",
-    "initial_scale",
-    "min_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "max_scale",
+    *LOSS_SCALE,
     "max_norm",
     "norm_type",
     "update_in_backward",

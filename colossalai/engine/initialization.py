@@ -6,7 +6,7 @@ It only chooses: which plugin, which precision, which handlers.  ``Booster`` doe
 from __future__ import annotations
 
 import pprint
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from colossalai.engine.gradient_accumulation import accumulate_gradient
 from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler, build_gradient_handler
 from colossalai.engine.ophooks import BaseOpHook
 from colossalai.engine.schedule import BaseSchedule, InterleavedPipelineSchedule, PipelineSchedule
-from colossalai.engine.zero_section import zero_plugin
+from colossalai.engine.zero_section import stage_problem, zero_plugin
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
@@ -122,7 +122,12 @@ def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
         raise TypeError(f"colossalai.initialize needs a model, or a function that builds one, got {model!r}")
     model = with_chunks(model)
     if not isinstance(optimizer, Optimizer) and callable(optimizer):
-        optimizer = optimizer(model.parameters())
+        parameters: list[Any] = list(model.parameters())
+        if not parameters and is_using_pp():
+            parameters = [
+                {"params": []}
+            ]  # a stage may have none; optimizers refuse an empty list, not an empty group
+        optimizer = optimizer(parameters)
     if optimizer is None:
         raise TypeError("colossalai.initialize needs an optimizer, got None")
     return model, optimizer
@@ -144,6 +149,7 @@ def schedule_of_config() -> BaseSchedule | None:
 def _plugin(features: Features, mode: ParallelMode, model: nn.Module, optimizer: Optimizer) -> Plugin | None:
     """DDP averages gradients over ``mode``, unless ZeRO or handlers do so or there is nothing to average."""
     if features.zero is not None:
+        _check_stages(features.zero, model)
         return zero_plugin(features.zero, gpc.get_group(mode), model, optimizer)
     if gpc.get_world_size(mode) == 1 or features.handlers or is_using_pp():
         if features.ddp_options:
@@ -155,6 +161,19 @@ def _plugin(features: Features, mode: ParallelMode, model: nn.Module, optimizer:
         return TorchDDPPlugin(process_group=gpc.get_group(mode), **features.ddp_options)
     except TypeError as error:
         raise ConfigException(f"config section 'torch_ddp': {error}") from error
+
+
+def _check_stages(section: Mapping[str, Any], model: nn.Module) -> None:
+    """Refuse the stages of a pipeline that ZeRO cannot divide, on all ranks of it: those of other stages would wait."""
+    if not is_using_pp():
+        return
+    problems: list[str | None] = [None] * gpc.pipeline_parallel_size
+    dist.all_gather_object(
+        problems, stage_problem(section, model), group=gpc.get_group(ParallelMode.PIPELINE)
+    )
+    for stage, problem in enumerate(problems):
+        if problem is not None:
+            raise ConfigException(f"{problem} (rank {stage} of the pipeline)")
 
 
 def handlers_of(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:

@@ -51,7 +51,6 @@ def zero_plugin(
     """The plugin of a section, over the ranks of ``group``; ``optimizer`` learns where its states go."""
     try:
         if means_gemini(section):
-            _refuse_tied_stages(model)
             options, path = read_gemini(section)
             plugin = GeminiPlugin(**options)  # its ranks are those of the launched plan
             if path is not None:
@@ -64,14 +63,21 @@ def zero_plugin(
         raise ConfigException(f"config section 'zero': {error}") from error
 
 
-def _refuse_tied_stages(model: nn.Module) -> None:
-    """Chunks give gradients away as soon as they are there; nobody could add those of another stage."""
+def stage_problem(section: Mapping[str, Any], model: nn.Module) -> str | None:
+    """Why ``model``, one stage of a pipeline, cannot be divided as the section says; other stages may be without a problem."""
+    if not any(p.requires_grad for p in model.parameters()):
+        return (
+            "config section 'zero' needs parameters to train on every rank of the pipeline, but a stage has none; cut the model"
+            " in another way, or leave the section out"
+        )
+    # chunks give gradients away as soon as they are there; nobody could add those of another stage
     shared = [name for name, p in model.named_parameters() if hasattr(p, SHARED_GROUP)]
-    if shared:
-        raise ConfigException(
+    if shared and means_gemini(section):
+        return (
             f"config section 'zero' asks for level 3, and {shared[0]!r} is shared by several pipeline stages, whose gradients must"
             " be added; build the model with tied=False, so that each stage has its own, or use level 1 or 2"
         )
+    return None
 
 
 def _low_level(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,15 +6,35 @@ a tuple or list are the model's arguments, in a dict its keywords; outputs and l
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Criterion = Callable[..., Any]
 DataProcess = Callable[[Any], tuple[Any, Any]]
 
 _LABELS = ("labels", "label")
+
+
+_NOTHING = object()
+
+
+def next_batch(data_iter: Any, who: str) -> Any:
+    """The next batch of an iterator, for ``who`` was given it; refuses what is none, or has none left."""
+    if not hasattr(data_iter, "__next__"):
+        raise TypeError(
+            f"{who} takes the next batch of an iterator, got {type(data_iter).__name__}; call iter() on the"
+            " data loader once per pass and give that"
+        )
+    batch = next(data_iter, _NOTHING)
+    if batch is _NOTHING:
+        raise RuntimeError(
+            f"{who} has no batch left: the iterator has come to the end of the data; take iter(dataloader)"
+            " anew for each pass, and at most len(dataloader) batches of it"
+        )
+    return batch
 
 
 def split_batch(batch: Any, process: DataProcess | None, has_criterion: bool, who: str) -> tuple[Any, Any]:
@@ -71,7 +91,29 @@ def _criterion_loss(criterion: Criterion, output: Any, label: Any) -> Any:
             args.extend(part)
         else:
             args.append(part)
-    return criterion(*args, **keywords)
+    try:
+        return criterion(*args, **keywords)
+    except TypeError as error:
+        _check_arguments(criterion, output, label, args, keywords, error)
+        raise
+
+
+def _check_arguments(
+    criterion: Criterion, output: Any, label: Any, args: list[Any], keywords: dict[str, Any], cause: TypeError
+) -> None:
+    """Raise if ``criterion`` cannot take these arguments at all; ``cause`` is what it said."""
+    name = getattr(criterion, "__name__", type(criterion).__name__)
+    try:
+        signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+    except ValueError:  # a function that does not tell
+        return
+    try:
+        signature.bind(*args, **keywords)
+    except TypeError as error:
+        raise TypeError(
+            f"the criterion {name}{signature} cannot take the output, {describe(output)}, with the label, {describe(label)}:"
+            f" {error}. A tuple or list is given as several arguments, a dict as keywords; labels are tensors as a rule"
+        ) from cause
 
 
 def _loss_in(output: Any) -> Any:
@@ -87,5 +129,9 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
+        kinds = sorted({type(item).__name__ for item in value})
+        plain = len(kinds) == 1 and not isinstance(value[0], Tensor)
+        return f"a {type(value).__name__} of {len(value)}" + (f" {kinds[0]}" if plain else "")
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(map(repr, value)) or 'nothing'}"
     return f"{type(value).__name__}"

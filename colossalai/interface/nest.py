@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,6 +36,16 @@ def tensors(nest: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
+def lengths(nest: Any) -> Counter[int]:
+    """How many tensors of a nest have so many rows, for every length that occurs."""
+    return Counter(len(tensor) for tensor in tensors(nest) if tensor.ndim)
+
+
 def batch_size(nest: Any) -> int:
-    """The length of the first tensor that has one; 0 if there is none."""
-    return next((len(tensor) for tensor in tensors(nest) if tensor.ndim), 0)
+    """The length that most tensors have, and of several such the first; 0 if there is none.
+
+    A tensor of one row counts only among its like: beside longer ones it is for all samples, as a mask or positions are.
+    """
+    found = lengths(nest)
+    longer = [length for length in found if length > 1]
+    return max(longer or found, key=found.__getitem__, default=0)

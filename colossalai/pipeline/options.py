@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from colossalai.context.config import ConfigException
+from colossalai.context.config_schema import is_positive_int
 from colossalai.context.parallel_config import ParallelConfig
 from colossalai.pipeline.schedule import make_timetable
 
@@ -44,6 +45,10 @@ class PipelineOptions:
 def _chunks(config: Mapping[str, Any], plan: ParallelConfig) -> int:
     model = config.get("model")
     own = model.get("num_chunks") if isinstance(model, Mapping) else None
+    if own is not None:
+        _check_count(
+            "model.num_chunks", own, "it says how many chunks of the model every rank of the pipeline holds"
+        )
     return own or config.get("NUM_CHUNKS") or (2 if plan.is_vee else 1)
 
 
@@ -53,6 +58,18 @@ def _tensor_shape(config: Mapping[str, Any], plan: ParallelConfig) -> tuple[int,
         return tuple(config["TENSOR_SHAPE"])
     if any(config.get(name) is None for name in _SIZES):
         return None
+    for name in _SIZES:
+        _check_count(
+            name, config[name], f"{', '.join(_SIZES)} together say what pipeline stages send to each other"
+        )
     length, batch, hidden = (config[name] for name in _SIZES)
     length //= plan.tensor if plan.mode == "sequence" else 1
-    return (length, batch // (plan.data or 1) // config["NUM_MICRO_BATCHES"], hidden)
+    size = batch // (plan.data or 1) // config["NUM_MICRO_BATCHES"]
+    return (length, size, hidden) if length and size else None
+
+
+def _check_count(key: str, value: object, why: str) -> None:
+    if not is_positive_int(value):
+        raise ConfigException(
+            f"config key {key!r} must be a positive integer, got {type(value).__name__} {value!r}; {why}"
+        )

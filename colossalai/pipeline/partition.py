@@ -8,8 +8,9 @@ chunk, without ``end``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -43,10 +44,11 @@ def partition_balanced(
 
     ``weights`` are what a layer costs: its parameters, or a cost of ``colossalai.pipeline.cost``.
     """
-    count = _count(len(weights), pipeline_parallel_size, num_chunks)
-    if not all(w >= 0 for w in weights):  # also false for nan
-        raise ValueError(f"the weights of layers must be numbers of at least 0, got {list(weights)}")
-    total = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
+    listed = list(weights) if isinstance(weights, Iterable) and not isinstance(weights, str) else [None]
+    if not all(isinstance(w, Real) and w >= 0 for w in listed):  # also false for nan
+        raise ValueError(f"the weights of layers must be numbers of at least 0, got {weights!r}")
+    count = _count(len(listed), pipeline_parallel_size, num_chunks)
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(listed, dtype=np.float64))])
     # weight[start, end] of the layers from start to end; a part has at least one
     weight = total[None, :] - total[:, None]
     weight[np.tril_indices(len(total))] = np.inf
@@ -66,6 +68,10 @@ def customized_partition(
 
     Without a size, each part is a rank.
     """
+    if not isinstance(exec_seq, Iterable) or isinstance(exec_seq, str):
+        raise ValueError(
+            f"exec_seq must be a list of the names of layers, with {SPLIT_NODE!r} between stages, got {exec_seq!r}"
+        )
     bounds = [0]
     for item in exec_seq:
         if item == SPLIT_NODE:
@@ -90,8 +96,11 @@ def customized_partition(
 
 
 def _count(items: int, stages: int, chunks: int) -> int:
-    if stages < 1 or chunks < 1:
-        raise ValueError(f"a pipeline needs at least 1 stage and 1 chunk, got {stages} and {chunks}")
+    for what, number in (("layers", items), ("stages", stages), ("chunks", chunks)):
+        if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+            raise ValueError(
+                f"a partition needs the number of {what} as a whole number of at least 1, got {number!r}"
+            )
     if items < stages * chunks:
         raise ValueError(
             f"the model has {items} layers, but {_plan(stages, chunks)} need at least {stages * chunks}; use fewer"

@@ -172,9 +172,9 @@ class PipelinableContext:
         """
         steps = self._listed()
         parts = self._parts(num_chunks, pipeline_size, costs)
-        if not 0 <= rank < pipeline_size:
+        if rank not in range(pipeline_size):
             raise ValueError(
-                f"a pipeline of {pipeline_size} stages has the ranks 0 to {pipeline_size - 1}, got {rank}"
+                f"a pipeline of {pipeline_size} stages has the ranks 0 to {pipeline_size - 1}, got {rank!r}"
             )
         chunks = [self._stage(steps[start:end]) for start, end in parts[rank]]
         model = chunks[0] if num_chunks == 1 else nn.ModuleList(chunks)

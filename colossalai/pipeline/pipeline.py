@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.amp.casting import CastModel, cast_floats
+from colossalai.context.config_schema import READ_BY_FEATURES
 from colossalai.interface.batch import Criterion, loss_of
-from colossalai.interface.nest import batch_size
 from colossalai.mesh import Mesh
 from colossalai.pipeline.chunks import StageCaller, count_chunks
 from colossalai.pipeline.executor import Executor, detached
-from colossalai.pipeline.microbatch import join_outputs, split_microbatches
+from colossalai.pipeline.microbatch import count_samples, join_outputs, split_microbatches
 from colossalai.pipeline.p2p import Link
 from colossalai.pipeline.recording.recorder import step_recorder
-from colossalai.pipeline.schedule import make_timetable
+from colossalai.pipeline.schedule import Timetable, make_timetable
 from colossalai.pipeline.stage import pipeline_rank, pipeline_size
 from colossalai.pipeline.wire import Description, Leaf
 
@@ -64,7 +64,7 @@ class Pipeline:
                 f"the schedule {schedule!r} computes the gradients of weights after the backward pass of a stage, when {type(model).__name__}"
                 " (Gemini) may have let the weights go; use gpipe, 1f1b or interleaved"
             )
-        self._evaluation = self.timetable.forward_only(microbatches)
+        self._evaluations: dict[int, Timetable] = {}
         self._mesh, self.rank = mesh, pipeline_rank(mesh)
         self._caller = StageCaller(model)
         self._casts_output = any(isinstance(m, CastModel) and m.casts_inputs for m in model.modules())
@@ -72,6 +72,7 @@ class Pipeline:
         device = torch.device(mesh.device_type) if first is None else first.device
         known = None
         if tensor_shape is not None:
+            _check_shape(tensor_shape)
             dtype = torch.get_default_dtype() if first is None else first.dtype
             known = Description(Leaf(tuple(tensor_shape), dtype, requires_grad=True))
         self._link = Link(mesh, device, known, scatter)
@@ -99,13 +100,14 @@ class Pipeline:
         """Take a batch through all stages, and back if somebody ``trains``: the outputs and the loss of the batch.
 
         Both are None where not asked for, and on the ranks that do not hold the last layers.  The loss is the mean of
-        those of the micro-batches, so it should be a mean over the samples, or tokens.
+        those of the micro-batches, so it should be a mean over the samples, or tokens.  Without a way back, a batch of any
+        size will do, such as the last one of a data loader.
         """
         if trains is not None and not return_loss:
             raise ValueError("a backward pass needs the loss: pass return_loss=True or forward_only=True")
         if trains is not None:
             trains.expect_gradients()
-        timetable = self._evaluation if trains is None else self.timetable
+        timetable = self._evaluation(count_samples(data, label)) if trains is None else self.timetable
         self._parts = split_microbatches(data, label, timetable.microbatches)
         self._criterion, self._trains = criterion, trains
         self._wants_loss, self._wants_outputs = return_loss, return_outputs
@@ -122,12 +124,14 @@ class Pipeline:
 
     def predict(self, data: Any) -> Any:
         """The outputs for a batch of any size; None on the ranks that do not hold the last layers."""
-        number = math.gcd(batch_size(data), self.microbatches)
-        evaluation, self._evaluation = self._evaluation, self.timetable.forward_only(number)
-        try:
-            return self.step(data, None, None, None, return_loss=False)[0]
-        finally:
-            self._evaluation = evaluation
+        return self.step(data, None, None, None, return_loss=False)[0]
+
+    def _evaluation(self, samples: int) -> Timetable:
+        """Forward passes of as many micro-batches as divide ``samples``, at most as many as in training."""
+        number = math.gcd(samples, self.microbatches)
+        if number not in self._evaluations:
+            self._evaluations[number] = self.timetable.forward_only(number)
+        return self._evaluations[number]
 
     # What the executor calls
 
@@ -142,7 +146,7 @@ class Pipeline:
             self._outputs[microbatch] = detached(output)
         if not self._wants_loss:
             return None
-        loss = loss_of(self._criterion, output, self._parts[microbatch][1]) / self.microbatches
+        loss = loss_of(self._criterion, output, self._parts[microbatch][1]) / len(self._parts)
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         return loss
 
@@ -153,3 +157,11 @@ class Pipeline:
     def scale_loss(self, loss: Tensor) -> Tensor:
         assert self._trains is not None
         return self._trains.scale_loss(loss)
+
+
+def _check_shape(shape: Any) -> None:
+    rule = READ_BY_FEATURES["TENSOR_SHAPE"]
+    if not rule.holds(shape):
+        raise ValueError(
+            f"tensor_shape must be {rule.words}, that of a micro-batch as stages send it to each other, got {shape!r}"
+        )

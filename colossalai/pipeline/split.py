@@ -85,9 +85,9 @@ def _place(placement: Placement | None, rank: int | None) -> tuple[Placement, in
         )
     if rank is None:
         rank = gpc.get_local_rank(ParallelMode.PIPELINE) if launched else 0
-    if not 0 <= rank < placement.ranks:
+    if rank not in range(placement.ranks):
         raise ValueError(
-            f"a pipeline of {placement.ranks} ranks has the ranks 0 to {placement.ranks - 1}, got {rank}"
+            f"a pipeline of {placement.ranks} ranks has the ranks 0 to {placement.ranks - 1}, got {rank!r}"
         )
     return placement, rank
 
@@ -198,7 +198,7 @@ def _names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def _ranges(model: nn.Module, parts: Parts, stages: int, partition: str | Sequence[int]) -> list[range]:
     who, count = type(model).__name__, parts.count
-    if not isinstance(partition, str):
+    if isinstance(partition, Sequence) and not isinstance(partition, str):
         return _counted(who, count, stages, list(partition))
     if partition not in PARTITIONS:
         raise ValueError(

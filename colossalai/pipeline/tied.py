@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
+from colossalai.logging import get_dist_logger
 from colossalai.mesh.parameter import SHARED_GROUP
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.partition import Parts
@@ -51,6 +52,7 @@ def tie_stages(
     """
     if not gpc.is_initialized(ParallelMode.PIPELINE):
         return
+    _warn_without_parameters(parameters, parts)
     wrappers: dict[tuple[int, ...], PipelineSharedModuleWrapper] = {}
     for ranks, uses in shared_parameters(parameters, parts):  # on every rank in the same order
         if ranks not in wrappers:
@@ -58,6 +60,16 @@ def tie_stages(
         own = next((use for use in uses if use.rank == rank), None)
         if own is not None:  # further uses on this rank are of the same parameter
             wrappers[ranks].register_parameter(layers[own.layer].get_parameter(own.name))
+
+
+def _warn_without_parameters(parameters: Sequence[Mapping[str, nn.Parameter]], parts: Parts) -> None:
+    for rank, ranges in enumerate(parts):
+        if not any(parameters[layer] for r in ranges for layer in range(*r)):
+            get_dist_logger().warning(
+                f"rank {rank} of the pipeline gets layers without parameters, and torch's optimizers refuse an empty list: pass the"
+                " class of the optimizer to colossalai.initialize, or cut the model in another way",
+                ranks=[0],
+            )
 
 
 def sum_shared_gradients(parameters: Iterable[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """A nest of tensors as it travels between stages: a description, and the bytes of its tensors.
 
-A nest is a tensor, or tuples, lists and dicts of them in any depth.  A gradient has the nest of what it belongs to, with
-None where there is no gradient.
+A nest is a tensor, or tuples, lists and dicts of them in any depth; a None among them stays one (no mask, no cache).  A
+gradient has the nest of what it belongs to, with None where there is no gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from colossalai.interface.batch import describe as describe_value
 
@@ -67,15 +67,15 @@ class Description:
 def check_nest(nest: Any, who: str) -> None:
     """Refuse an output that cannot be sent to the next stage."""
     found, _ = tree_flatten_with_path(nest)
-    if not found:
-        raise TypeError(f"{who} returned {describe_value(nest)} without a tensor; the next stage needs one")
     for path, leaf in found:
-        if not isinstance(leaf, Tensor):
-            where = f" at {''.join(map(str, path))}" if path else ""
+        if not isinstance(leaf, Tensor) and (leaf is not None or not path):
+            where = f" at {keystr(path)}" if path else ""
             raise TypeError(
                 f"{who} returned {describe_value(leaf)}{where}; all stages but the last return a tensor, or a tuple,"
                 " list or dict of tensors, for the next stage"
             )
+    if not any(isinstance(leaf, Tensor) for _, leaf in found):
+        raise TypeError(f"{who} returned {describe_value(nest)} without a tensor; the next stage needs one")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -339,16 +340,18 @@ class ShardedOptimizer(ScaledOptimizer):
         masters = state_dict.pop(MASTERS_KEY, {})
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         places = dict(zip(numbers, range(len(numbers)), strict=True))
-        state = {}
-        for number, saved in state_dict.get("state", {}).items():
-            piece = self._numbered.get(places[number])
-            cut = saved if piece is None else cut_state(saved, piece)
-            if cut or not saved:
-                state[number] = cut
         # a scale that is not used here is not missed
         scaler: dict[str, Any] = {} if self.is_scaled else {SCALER_KEY: {}}
-        super().load_state_dict({**state_dict, **scaler, "state": state})
+        groups = _renumbered(state_dict["param_groups"])
+        states = {places[n]: saved for n, saved in state_dict.get("state", {}).items()}
+        self.load_states({**state_dict, **scaler, "param_groups": groups}, states)
         self._load_masters({places[int(n)]: value for n, value in masters.items() if int(n) in places})
+
+    def load_states(self, state_dict: dict[str, Any], states: dict[int, Any]) -> None:
+        """Load ``state_dict`` with ``states`` of the serial optimizer, by the numbers of the parameters here."""
+        cut = {n: cut_state(s, self._numbered[n]) if n in self._numbered else s for n, s in states.items()}
+        kept = {n: state for n, state in cut.items() if state or not states[n]}
+        super().load_state_dict({**state_dict, "state": kept})
 
     @torch.no_grad()
     def _load_masters(self, masters: dict[int, Tensor]) -> None:
@@ -356,6 +359,12 @@ class ShardedOptimizer(ScaledOptimizer):
             if number in masters and needs_masters(self.unwrap(), piece.param.dtype) and not piece.is_empty:
                 piece.value.copy_(piece.fit(masters[number]))
             piece.seen = -1  # compare with the weights, which may be loaded before or after
+
+
+def _renumbered(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of a saved state, with their parameters numbered in order."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
 
 
 def _multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:

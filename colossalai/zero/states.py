@@ -14,25 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.utils.away import fetched
 from colossalai.zero.pieces import Piece
 
 Source = tuple[int, int, int]  # rank, and where its slice begins and ends in the flattened whole
-FETCH = (
-    "colossalai_fetch"  # of a tensor on the meta device: the call that gets its values, which rest elsewhere
-)
-
-
-def away(shape: Sequence[int], dtype: torch.dtype, fetch: Callable[[], Tensor | None]) -> Tensor:
-    """A tensor that has a shape and a dtype; ``fetched`` gets its values."""
-    made = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    setattr(made, FETCH, fetch)
-    return made
-
-
-def fetched(tensor: Tensor) -> Tensor:
-    """``tensor``, with its values."""
-    fetch = getattr(tensor, FETCH, None)
-    return tensor if fetch is None else fetch()
 
 
 class SlicedTensor(Tensor):

@@ -7,7 +7,6 @@ colossalai.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from colossalai.registry import MODELS, OPTIMIZERS
 from colossalai.utils import get_current_device
 from titans.dataloader.cifar10 import build_cifar
+from titans.utils.scripts import image_parser
 
 HERE = Path(__file__).parent
 
@@ -43,28 +43,8 @@ class Parts(NamedTuple):
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--config",
-        type=config_file,
-        default=HERE / "resnet" / "config.py",
-        help="model, optimizer, sizes and features; on a CPU, take a config_cpu.py (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--data",
-        default=os.environ.get("DATA", "data"),
-        help="folder of CIFAR-10's python version; default: $DATA, or data. Without it, digits of scikit-learn or"
-        " synthetic images take its place",
-    )
-    return parser
-
-
-def config_file(text: str) -> Path:
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text}; examples/image has two for each model")
-    return Path(text)
+    what = "model, optimizer, sizes and features; on a CPU, take a config_cpu.py"
+    return image_parser(description, HERE / "resnet" / "config.py", what)
 
 
 def checkpoint_of(parser: argparse.ArgumentParser, folder: Path, epoch: int) -> Path:

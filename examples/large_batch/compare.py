@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from colossalai.nn.lr_scheduler import PolynomialWarmupLR
 from colossalai.nn.optimizer import FusedSGD, Lamb, Lars
+from titans.utils.scripts import script_parser
 
 CLASSES, DEPTH = 10, 6
 Maker = Callable[[Iterable[nn.Parameter], float], Optimizer]
@@ -150,9 +151,7 @@ def plot(curves: dict[str, list[float]], title: str, path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     found = {name: importlib.util.find_spec(name) is not None for name in ("sklearn", "matplotlib")}
     parser.add_argument(
         "--data",

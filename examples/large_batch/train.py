@@ -6,13 +6,10 @@ colossalai run --nproc_per_node 4 examples/large_batch/train.py --config example
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 import colossalai
@@ -22,39 +19,19 @@ from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from colossalai.nn.optimizer import Lamb, Lars
 from colossalai.utils import get_current_device
 from titans.dataloader.cifar10 import build_cifar
+from titans.dataloader.noise import NoiseImages
 from titans.model.resnet import resnet18
+from titans.utils.scripts import add_synthetic, image_parser
 
 OPTIMIZERS = {"lars": lambda p, **options: Lars(p, momentum=0.9, **options), "lamb": Lamb}
-SYNTHETIC_STEPS = 10
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=Path(__file__).with_name("config.py"),
-        help="sizes, rates and features; on a CPU take config_cpu.py (%(default)s)",
-    )
+    config = Path(__file__).with_name("config.py")
+    parser = image_parser(__doc__, config, "sizes, rates and features; on a CPU take config_cpu.py")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="lars", help="(%(default)s)")
-    parser.add_argument(
-        "-s",
-        "--synthetic",
-        action="store_true",
-        help=f"{SYNTHETIC_STEPS} batches of noise per epoch, instead of CIFAR-10 or its stand-in",
-    )
-    parser.add_argument(
-        "--data", default=os.environ.get("DATA", "data"), help="folder of CIFAR-10 (default: $DATA, or data)"
-    )
+    add_synthetic(parser)
     return parser.parse_args()
-
-
-def noise(batch_size: int) -> Sequence[tuple[Tensor, Tensor]]:
-    return [
-        (torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))) for _ in range(SYNTHETIC_STEPS)
-    ]
 
 
 def main() -> None:
@@ -63,7 +40,7 @@ def main() -> None:
     logger, config = get_dist_logger(), gpc.config
     logger.info("initialized distributed environment", ranks=[0])
     if args.synthetic:
-        train_dataloader = noise(config.BATCH_SIZE)
+        train_dataloader = NoiseImages(config.BATCH_SIZE, 32, 10, seed=dist.get_rank())
     else:
         train_dataloader, _ = build_cifar(config.BATCH_SIZE, args.data, padding=4, crop=32, resize=32)
     model = resnet18(num_classes=10)

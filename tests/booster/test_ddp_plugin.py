@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import DPPluginBase, TorchDDPPlugin
+from colossalai.checkpoint_io import GatheredCheckpointIO
 from colossalai.testing import spawn
 from colossalai.utils import DataParallelSampler
 from tests.booster.plans import batches, launch, mlp
@@ -149,6 +150,27 @@ def _odd_models(rank: int, world_size: int, port: int) -> None:
         booster.no_sync(mlp())
     with pytest.warns(UserWarning, match="check_reduction has no effect"):
         TorchDDPPlugin(check_reduction=True)
+
+
+class Unfinished(DPPluginBase):
+    """A plugin without anything of its own."""
+
+
+def _unfinished(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    plugin = Unfinished()
+    booster = Booster(device="cpu", plugin=plugin)
+    assert isinstance(booster.checkpoint_io, GatheredCheckpointIO)
+    with pytest.raises(
+        TypeError, match=r"Unfinished needs a method wrap\(model, optimizer\), or a configure"
+    ):
+        booster.boost(mlp())
+    with pytest.raises(RuntimeError, match="Unfinished does not support no_sync"):
+        booster.no_sync(mlp())
+
+
+def test_a_plugin_says_what_it_lacks() -> None:
+    spawn(_unfinished, 1)
 
 
 def test_models_without_anything_to_train() -> None:

@@ -286,7 +286,8 @@ def test_a_full_disk_is_refused_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
     with pytest.raises(
-        OSError, match=r"no room for the checkpoint: it needs 0\.001 GiB, and .* has 0\.001 GiB free"
+        OSError,
+        match=r"no room for the checkpoint: it needs 1\.0 MiB, and .* has 1\.0 MiB free; nothing was written",
     ):
         run.booster.save(tmp_path / "a" / "c")
     assert not (tmp_path / "a").exists()

@@ -51,13 +51,17 @@ def test_a_gpt_on_the_cpu() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("psutil")
     script = (code("40.imports"), "torch.manual_seed(0)\n", *HELPERS, code("40.train_cpu", SMALLER))
-    losses, memory = _output(*script, code("40.run_cpu"))
-    offloaded_losses, offloaded_memory = _output(*script, code("40.run_cpu_offloaded"))
-    assert losses == offloaded_losses
+    in_memory = _output(*script, code("40.run_cpu"))
+    offloaded = _output(*script, code("40.run_cpu_offloaded"))
+    assert in_memory[0] == offloaded[0]
+    assert 0.95 <= _saved(in_memory[1], offloaded[1]) <= 1.05
+
+
+def _saved(memory: float, offloaded_memory: float, nbytes: int = 8) -> float:
+    """How much of the states of the model, ``nbytes`` for each parameter, is not in memory any more."""
     width, layers, vocabulary, positions = 512, 2, 8192, 1024
     numel = (vocabulary + positions) * width + layers * (12 * width**2 + 13 * width) + 2 * width
-    saved = (memory - offloaded_memory) * 2**20 / (8 * numel)
-    assert 0.95 <= saved <= 1.05
+    return (memory - offloaded_memory) * 2**20 / (nbytes * numel)
 
 
 def _environment() -> str:
@@ -72,7 +76,9 @@ def _environment() -> str:
     return f"import os\nos.environ.update({ {name: str(value) for name, value in names.items()} })\n"
 
 
-def _compare_gemini(*changes: tuple[str, str], helpers: tuple[tuple[str, str], ...] = ()) -> None:
+def _saved_by_gemini(
+    *changes: tuple[str, str], helpers: tuple[tuple[str, str], ...] = (), nbytes: int = 8
+) -> float:
     pytest.importorskip("transformers")
     pytest.importorskip("psutil")
     script = (
@@ -82,20 +88,20 @@ def _compare_gemini(*changes: tuple[str, str], helpers: tuple[tuple[str, str], .
         code("40.helpers", *helpers),
         code("40.train_gemini", SMALLER, *changes),
     )
-    losses, memory = _output(_environment(), *script, code("40.run_gemini"))
-    offloaded_losses, offloaded_memory = _output(_environment(), *script, code("40.run_gemini_offloaded"))
-    assert losses == offloaded_losses
-    assert offloaded_memory < memory
+    in_memory = _output(_environment(), *script, code("40.run_gemini"))
+    offloaded = _output(_environment(), *script, code("40.run_gemini_offloaded"))
+    assert in_memory[0] == offloaded[0]
+    return _saved(in_memory[1], offloaded[1], nbytes)
 
 
 @pytest.mark.gpu
 def test_a_gpt_with_gemini() -> None:
-    _compare_gemini()
+    """As it is written: in half precision, whose float32 weights are states too."""
+    assert _saved_by_gemini(nbytes=12) >= 0.95
 
 
 def test_a_gpt_with_gemini_on_the_cpu() -> None:
-    """In float32, as half precision is slow on a CPU; and in small chunks, as the states of a few pass through memory at a time."""
+    """In float32, as half precision is slow on a CPU; chunks have the size that they have by default, and few are enough for the model."""
     on_cpu = ("torch.cuda.current_device()", "'cpu'")
-    small = "min_chunk_size_mb=1, search_range_mb=1"
-    exact = ("strict_ddp_mode=True", f"strict_ddp_mode=True, dtype=torch.float32, {small}")
-    _compare_gemini(on_cpu, exact, helpers=(on_cpu,))
+    exact = ("strict_ddp_mode=True", "strict_ddp_mode=True, dtype=torch.float32")
+    assert 0.95 <= _saved_by_gemini(on_cpu, exact, helpers=(on_cpu,)) <= 1.05

@@ -78,7 +78,9 @@ def test_bad_options(config: Path, cifar: Path, tmp_path: Path) -> None:
             RankError, match=r"no checkpoint of epoch 3 in .*; there are those of epochs \[7\]"
         ):
             run_script(f"image/{script}", "--config", config, "-c", tmp_path, option, 3)
-    with pytest.raises(RankError, match=r"there is no file nowhere.py; examples/image has two for each"):
+    with pytest.raises(
+        RankError, match=r"there is no file nowhere.py; the folders of examples/ have configs"
+    ):
         run_script("image/eval.py", "--config", "nowhere.py", "-e", 0)
 
 

@@ -1,21 +1,66 @@
-"""The training script of README.md runs as it is printed there, as a job of its own."""
+"""The scripts of README.md run as they are printed there."""
 
 from __future__ import annotations
 
+import os
 import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+import colossalai
+from colossalai.testing import spawn
 from tests.cli.tools import ROOT, free_port, run
 
 # The main thread keeps the interpreter to itself, so what other threads hold at the end is still held.
 SELFISH = "import sys; sys.setswitchinterval(1000)\n"
 
 
+def scripts() -> dict[str, str]:
+    """Each script begins with a comment that names it."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return {block.splitlines()[0].removeprefix("# "): block for block in blocks}
+
+
+def _run(rank: int, world_size: int, port: int, script: str, folder: Path) -> dict[str, float | None]:
+    """What the script knows at its end of its loss and its steps."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    # ranks may have to share one GPU, which NCCL does not allow
+    colossalai.launch_from_torch = partial(colossalai.launch_from_torch, backend="gloo", verbose=False)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(script, "README.md", "exec"), names)
+    loss = names.get("loss")
+    return {"loss": None if loss is None else loss.item(), "step": names.get("step")}
+
+
+def test_every_script_is_tested() -> None:
+    assert list(scripts()) == ["train.py", "hybrid.py", "large.py", "resume.py"]
+
+
 def test_the_training_script_ends_well(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = scripts()["train.py"]
     assert "booster.save_model" in script
     (tmp_path / "train.py").write_text(SELFISH + script)
     result = run("run", "--nproc_per_node", 2, "--master_port", free_port(), "train.py", cwd=tmp_path)
     assert result.code == 0, result
     assert "terminate called" not in result.err
     assert (tmp_path / "checkpoint" / "pytorch_model.bin.index.json").exists()
+
+
+def test_the_hybrid_script_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    script = scripts()["hybrid.py"]
+    losses = [end["loss"] for end in spawn(_run, 4, script=script, folder=tmp_path)]
+    assert losses[:2] == [None, None], "the first stage has no loss"
+    assert losses[2] == losses[3]
+    (alone,) = spawn(_run, 1, script=re.sub("plan = .*", "plan = dict()", script), folder=tmp_path)
+    assert losses[2] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+def test_a_run_under_gemini_goes_on_under_ddp(tmp_path: Path) -> None:
+    spawn(_run, 2, script=scripts()["large.py"], folder=tmp_path)
+    (end,) = spawn(_run, 1, script=scripts()["resume.py"], folder=tmp_path)
+    assert end["step"] == 2

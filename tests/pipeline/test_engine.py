@@ -125,6 +125,13 @@ def check_evaluation(rank: int, world_size: int, port: int, schedule: str) -> No
         else:
             assert loss is None
     assert all(p.grad is None for p in engine.model.parameters())
+    # the last batch of a data loader is of any size
+    output, _, loss = engine.execute_schedule(iter([(x[:3], y[:3])]), forward_only=True)
+    if rank == 1:
+        torch.testing.assert_close(output, expected[:3])
+        torch.testing.assert_close(loss, nn.functional.cross_entropy(expected[:3], y[:3]))
+    with pytest.raises(ValueError, match="a batch of 3 samples cannot be cut into 2 equal micro-batches"):
+        engine.execute_schedule(iter([(x[:3], y[:3])]))
     only_loss = engine.execute_schedule(iter([(x, y)]), forward_only=True, return_output_label=False)
     assert only_loss[:2] == (None, None)
     assert (only_loss[2] is None) is (rank == 0)
@@ -201,6 +208,10 @@ def check_booster(rank: int, world_size: int, port: int) -> None:
         torch.testing.assert_close(p, theirs[name.partition(".")[2]], rtol=1e-5, atol=1e-6)
     evaluated = booster.execute_pipeline(iter([(x, y)]), model, criterion)
     assert (evaluated["loss"] is None) is (rank % 2 == 0)
+    with pytest.raises(RuntimeError, match="execute_pipeline has no batch left: the iterator has come to"):
+        booster.execute_pipeline(iter([]), model, criterion)
+    with pytest.raises(TypeError, match="execute_pipeline takes the next batch of an iterator, got list"):
+        booster.execute_pipeline([(x, y)], model, criterion)  # type: ignore[arg-type]
     with pytest.raises(
         TypeError, match=r"execute_pipeline needs the optimizer that booster\.boost returned, got SGD"
     ):

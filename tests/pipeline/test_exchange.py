@@ -13,11 +13,14 @@ import colossalai.pipeline.p2p as p2p
 from colossalai.engine import Engine
 from colossalai.engine.schedule import PipelineSchedule
 from colossalai.mesh import Mesh
+from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.pipeline import Pipeline
+from colossalai.pipeline.schedule import make_timetable
+from colossalai.pipeline.wire import check_nest
 from colossalai.testing import spawn
 from tests.engine.plans import logged
 from tests.pipeline.plans import HIDDEN, config, launch, problem
-from tests.pipeline.test_engine import _engine
+from tests.pipeline.test_engine import SCHEDULES, _engine
 
 
 class First(nn.Module):
@@ -92,6 +95,69 @@ def check_nests(rank: int, world_size: int, port: int) -> None:
 
 def test_nests_whose_shapes_change() -> None:
     spawn(check_nests, 2)
+
+
+class Optional(nn.Module):
+    """Returns a mask, or none, beside the hidden states, as blocks of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        hidden = self.layer(hidden)
+        if mask is not None:
+            hidden = hidden * mask
+        # a mask for every other micro-batch of the first stage, so both kinds of messages follow each other
+        return hidden, (hidden > 0 if mask is None and hidden.sum() > 0 else None)
+
+
+def check_none(rank: int, world_size: int, port: int) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=f"tcp://127.0.0.1:{port}")
+    mesh = Mesh({"pp": 2})
+    x = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(3))
+    for schedule, chunks in SCHEDULES.items():
+        torch.manual_seed(0)
+        serial = [Optional() for _ in range(2 * chunks)]
+        masks, losses = set(), []
+        for part in x.chunk(4):
+            nest: Any = (part, None)
+            for stage in serial:
+                nest = stage(*nest)
+                masks.add(nest[1] is None)
+            losses.append(nest[0].square().mean())
+        assert masks == {True, False}
+        expected = sum(losses) / 4
+        torch.autograd.backward(expected)
+        torch.manual_seed(0)
+        same = [Optional() for _ in range(2 * chunks)]
+        placement = make_timetable(schedule, 2, 4, chunks).placement
+        own = [placement.stage(rank, chunk) for chunk in range(chunks)]
+        model = same[own[0]] if chunks == 1 else with_chunks(nn.ModuleList(same[i] for i in own))
+        pipeline = Pipeline(model, mesh, schedule=schedule, microbatches=4)
+        _, loss = pipeline.step((x, None), None, lambda hidden, mask: hidden.square().mean(), _Trains())
+        if pipeline.has_loss:
+            torch.testing.assert_close(loss, expected.detach())
+        for i in own:
+            torch.testing.assert_close(same[i].layer.weight.grad, serial[i].layer.weight.grad)
+
+
+def test_none_beside_the_tensors() -> None:
+    spawn(check_none, 2)
+
+
+@pytest.mark.parametrize(
+    ("nest", "told"),
+    [
+        ((None, [None]), "a tuple of 2 without a tensor"),
+        ({}, "a dict of nothing without a tensor"),
+        ((torch.ones(1), 2), r"int at \[1\]; all stages but"),
+        (None, "NoneType; all stages but"),
+    ],
+)
+def test_nests_that_cannot_be_sent(nest: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=f"stage 1 returned {told}"):
+        check_nest(nest, "stage 1")
 
 
 class Same(nn.Module):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,15 @@ from torch import Tensor, nn
 
 from colossalai.builder import build_pipeline_model, build_pipeline_model_from_cfg
 from colossalai.context.config import ConfigException
+from colossalai.context.parallel_config import ParallelConfig
 from colossalai.mesh import Mesh
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
+from colossalai.pipeline.chunks import with_chunks
+from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.p2p import PipelineError
 from colossalai.pipeline.pipeline import Pipeline
-from colossalai.testing import RankError, spawn
+from colossalai.pipeline.schedule import make_timetable
+from colossalai.testing import RankError, fake_world, spawn
 from tests.pipeline.plans import HIDDEN, config, launch, problem
 from tests.pipeline.test_engine import _engine
 
@@ -133,35 +139,78 @@ def test_the_report_of_a_failed_job_is_about_the_stage_that_failed() -> None:
     assert (raised.value.rank, raised.value.cause_type) == (2, KeyError)
 
 
-def run_stage(rank: int, store: str, heard: Any, both: Any) -> None:
+class _DieInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Mortal(nn.Linear):
+    """A stage whose process ends in its first backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _DieInBackward.apply(super().forward(x))
+
+
+class _Trains:
+    def expect_gradients(self) -> None: ...
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+def run_stage(rank: int, store: str, schedule: str, when: str, heard: Any, both: Any) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"file://{store}")
     torch.manual_seed(0)
-    model = Bad("die") if rank == 1 else nn.Linear(HIDDEN, HIDDEN)
-    pipeline = Pipeline(model, Mesh({"pp": 3}), schedule="1f1b", microbatches=4)
-    x, _ = problem().batches[0]
+    dying = Mortal(HIDDEN, HIDDEN) if when == "backward" else Bad("die")
+    model: nn.Module = dying if rank == 1 else nn.Linear(HIDDEN, HIDDEN)
+    if schedule in ("interleaved", "zbv"):
+        model = with_chunks(nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), model]))
+    pipeline = Pipeline(model, Mesh({"pp": 3}), schedule=schedule, microbatches=6)
+    x, _ = problem(12).batches[0]
+    trains = None if when == "evaluation" else _Trains()
     start = time.perf_counter()
     try:
-        pipeline.step(x, None, lambda output: output.mean(), None)
+        pipeline.step(x, None, lambda output: output.mean(), trains)
     except PipelineError as error:
         heard.put((rank, time.perf_counter() - start, str(error)))
     both.wait(SOON)  # the other one must hear of the death, not of the end of this rank
 
 
-def check_dead_stage(rank: int, world_size: int, port: int, store: str) -> list[Any]:
+def check_dead_stage(
+    rank: int, world_size: int, port: int, store: str, schedule: str, when: str
+) -> list[Any]:
     """The stages are processes of their own here, because ``spawn`` would end all when one dies."""
     fork = multiprocessing.get_context("fork")
     heard, both = fork.Queue(), fork.Barrier(2)
-    stages = [fork.Process(target=run_stage, args=(r, store, heard, both)) for r in range(3)]
+    stages = [fork.Process(target=run_stage, args=(r, store, schedule, when, heard, both)) for r in range(3)]
     for stage in stages:
         stage.start()
-    found = [heard.get(timeout=SOON) for _ in range(2)]
+    found = [heard.get(timeout=3 * SOON) for _ in range(2)]
     for stage in stages:
         stage.join()
     return sorted(found)
 
 
-def test_a_stage_that_dies_fails_all(tmp_path: Path) -> None:
-    (found,) = spawn(check_dead_stage, 1, store=str(tmp_path / "store"))
+@pytest.mark.parametrize(
+    ("schedule", "when"),
+    [
+        ("1f1b", "evaluation"),
+        ("gpipe", "backward"),
+        ("interleaved", "forward"),
+        ("zbh1", "backward"),
+        ("zbv", "backward"),
+    ],
+)
+def test_a_stage_that_dies_fails_all(tmp_path: Path, schedule: str, when: str) -> None:
+    (found,) = spawn(check_dead_stage, 1, store=str(tmp_path / "store"), schedule=schedule, when=when)
     assert [rank for rank, *_ in found] == [0, 2]
     for _, seconds, message in found:
         assert seconds < SOON
@@ -193,6 +242,44 @@ def check_bad_input(rank: int, world_size: int, port: int) -> None:
 
 def test_bad_input_is_refused_on_every_rank() -> None:
     spawn(check_bad_input, 2)
+
+
+SIZES = {"SEQ_LENGTH": 8, "GLOBAL_BATCH_SIZE": 16, "HIDDEN_SIZE": 4}
+ONE_RANK = ParallelConfig(pipeline=2, data=1)
+
+
+@pytest.mark.parametrize("key", [*SIZES, "model.num_chunks"])
+@pytest.mark.parametrize("wrong", ["x", "1", 2.5, 0, -1, True, [8]])
+def test_config_values_that_are_no_numbers(key: str, wrong: Any) -> None:
+    own = {"model": {"num_chunks": wrong}} if "." in key else {key: wrong}
+    settings = config("1f1b", 2, 2) | SIZES | own
+    told = rf"config key '{key}' must be a positive integer, got {type(wrong).__name__} {re.escape(repr(wrong))}; "
+    with pytest.raises(ConfigException, match=told):
+        PipelineOptions.from_config(settings, ONE_RANK)
+
+
+def test_sizes_of_a_config_say_what_is_sent_only_together() -> None:
+    def shape(**own: Any) -> tuple[int, ...] | None:
+        return PipelineOptions.from_config(config("1f1b", 2, 2) | own, ONE_RANK).tensor_shape
+
+    assert shape(**SIZES) == (8, 8, 4)
+    assert shape(SEQ_LENGTH="variable") is None  # a word of the user's own
+    assert shape(**SIZES | {"GLOBAL_BATCH_SIZE": 1}) is None
+
+
+@pytest.mark.parametrize("shape", ["48", 5, (), (4, "8"), (4, -1), (4.0, 8)])
+def test_a_tensor_shape_that_is_none(shape: Any) -> None:
+    told = rf"tensor_shape must be a tuple of positive integers.*got {re.escape(repr(shape))}"
+    with fake_world(rank=0, world_size=2), pytest.raises(ValueError, match=told):
+        Pipeline(nn.Linear(1, 1), Mesh({"pp": 2}), tensor_shape=shape)
+
+
+@pytest.mark.parametrize("schedule", [["1f1b"], 3, None, "2f2b"])
+def test_a_schedule_that_is_none(schedule: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"there is no pipeline schedule {re.escape(repr(schedule))}; there"
+    ):
+        make_timetable(schedule, 2, 2)
 
 
 def check_shared_on_the_wrong_rank(rank: int, world_size: int, port: int) -> str:

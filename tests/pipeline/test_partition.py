@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -76,6 +78,9 @@ def test_balanced_refuses_bad_weights() -> None:
         partition_balanced([1, -1], 2, 1)
     with pytest.raises(ValueError, match="numbers of at least 0"):
         partition_balanced([1, float("nan")], 2, 1)
+    for wrong in ("123", 5, None, ["a", "b"]):
+        with pytest.raises(ValueError, match=rf"at least 0, got {re.escape(repr(wrong))}"):
+            partition_balanced(wrong, 2)  # type: ignore[arg-type]
 
 
 def test_customized() -> None:
@@ -91,5 +96,22 @@ def test_customized() -> None:
 
 
 def test_sizes_are_checked() -> None:
-    with pytest.raises(ValueError, match="at least 1 stage and 1 chunk, got 0 and 1"):
+    with pytest.raises(ValueError, match="the number of stages as a whole number of at least 1, got 0"):
         partition_uniform(4, 0, 1)
+
+
+@pytest.mark.parametrize("wrong", ["2", 2.0, None, True, -1, [2]])
+def test_numbers_that_are_none(wrong: Any) -> None:
+    told = rf"the number of {{}} as a whole number of at least 1, got {re.escape(repr(wrong))}"
+    with pytest.raises(ValueError, match=told.format("layers")):
+        partition_uniform(wrong, 2, 1)
+    with pytest.raises(ValueError, match=told.format("stages")):
+        partition_balanced([1, 1], wrong, 1)
+    with pytest.raises(ValueError, match=told.format("chunks")):
+        customized_partition(["a", "SPLIT_NODE", "b"], 2, wrong)
+
+
+@pytest.mark.parametrize("wrong", ["ab", None, 3])
+def test_an_exec_seq_that_is_no_list(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=rf"exec_seq must be a list of the names of layers.* got {wrong!r}"):
+        customized_partition(wrong, 2)

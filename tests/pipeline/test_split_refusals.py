@@ -142,6 +142,7 @@ class Twice(nn.Module):
             r"Net has 4 blocks for 2 stages, but partition=\[2, 1\] gives 3 to 2",
         ),
         ({"partition": [4]}, ValueError, r"gives 4 to 1"),
+        ({"partition": 2}, ValueError, r"partition=2\): it is 'balanced', 'uniform', or the numbers"),
         ({"partition": [5, -1]}, ValueError, r"whole numbers of at least 1, got partition=\[5, -1\]"),
         ({"partition": [2, 2.0]}, ValueError, r"whole numbers"),
         ({"partition": [0, 4]}, ValueError, r"whole numbers of at least 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -201,10 +202,11 @@ def check_wrapper(rank: int, world_size: int, port: int) -> None:
             ValueError, match=r"theirs differ in \(shape, dtype, layout\): rank 0: .*; rank 2: "
         ):
             other.register_module(wide)
-    with pytest.raises(
-        ValueError, match=r"got the pipeline ranks \[0, 3\], but the pipeline has the ranks 0 to 2"
-    ):
-        PipelineSharedModuleWrapper([0, 3])
+    wrong: list[Any] = [[0, 3], [-1, 0], "01", ["0", "1"], [0.5], [0, True], [[0, 1]], [], None, 1]
+    for ranks in wrong:
+        told = rf"of 0 to 2 here, such as \[0, 2\]; got {re.escape(repr(ranks))}"
+        with pytest.raises(ValueError, match=told):
+            PipelineSharedModuleWrapper(ranks)
 
 
 def test_shared_modules() -> None:

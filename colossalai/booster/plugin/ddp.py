@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,14 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
-from colossalai.booster.mixed_precision import PRECISIONS
-from colossalai.booster.plugin.base import Configured
-from colossalai.booster.plugin.dp import DPPluginBase, check_backend, replicas
-from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
-from colossalai.interface import ModelWrapper, below_compile, user_module
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alike
+from colossalai.interface import ModelWrapper, user_module
 from colossalai.logging import get_dist_logger
 
 
@@ -38,8 +32,7 @@ class TorchDDPModel(ModelWrapper):
         if any(p.requires_grad for p in module.parameters()):
             self.module = DistributedDataParallel(module, process_group=process_group, **options)
         else:
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), group=process_group, group_src=0)
+            start_alike(module, process_group)
 
     def unwrap(self) -> nn.Module:
         inner = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
@@ -82,6 +75,8 @@ class TorchDDPPlugin(DPPluginBase):
         process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the launched config.
     """
 
+    model_type = TorchDDPModel
+
     def __init__(
         self,
         broadcast_buffers: bool = True,
@@ -93,9 +88,7 @@ class TorchDDPPlugin(DPPluginBase):
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
-        process_group = process_group or replicas()
-        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        super().__init__(process_group)
         if check_reduction:
             warnings.warn("check_reduction has no effect: torch ignores it", stacklevel=2)
         # torch 2.13 renamed the option
@@ -107,38 +100,10 @@ class TorchDDPPlugin(DPPluginBase):
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
-            "process_group": process_group,
+            "process_group": self._group,
         }
 
-    def supported_devices(self) -> list[str]:
-        return ["cpu", "cuda"]
-
-    def supported_precisions(self) -> list[str]:
-        return list(PRECISIONS)
-
-    def control_precision(self) -> bool:
-        return False
-
-    def control_device(self) -> bool:
-        return False
-
-    def support_no_sync(self) -> bool:
-        return True
-
-    def control_checkpoint_io(self) -> bool:
-        return True
-
-    def get_checkpoint_io(self) -> CheckpointIO:
-        return GatheredCheckpointIO()
-
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Configured:
+    def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         device = next((p.device for p in model.parameters()), None)
         if device is not None:
             check_backend(device)
@@ -147,12 +112,4 @@ class TorchDDPPlugin(DPPluginBase):
         ddp_model = TorchDDPModel(model, device_ids=device_ids, **self.ddp_options)
         if optimizer is not None and self.world_size > 1:
             optimizer.register_step_pre_hook(ddp_model.warn_of_local_gradients)
-        return ddp_model, optimizer, criterion, dataloader, lr_scheduler
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        model = below_compile(model)
-        if not isinstance(model, TorchDDPModel):
-            raise TypeError(
-                f"no_sync needs the model that booster.boost returned under TorchDDPPlugin, got {type(model).__name__}"
-            )
-        return model.no_sync()
+        return ddp_model, optimizer

@@ -1,16 +1,24 @@
-"""What all plans with data parallelism share: each replica of the model reads its own part of the data."""
+"""What all plans with data parallelism share: their answers to the booster, and each replica's own part of the data."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from colossalai.booster.plugin.base import Plugin
+from colossalai.booster.mixed_precision import PRECISIONS
+from colossalai.booster.plugin.base import Configured, Plugin
+from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
+from colossalai.interface import below_compile
 from colossalai.utils import get_dataloader
 from colossalai.utils.dataloader import check_not_empty
 
@@ -23,19 +31,83 @@ def replicas() -> dist.ProcessGroup | None:
     return gpc.get_group(ParallelMode.DATA) if gpc.is_initialized(ParallelMode.DATA) else None
 
 
+class Synchronized(Protocol):
+    """A model whose gradients are averaged over the replicas, unless told otherwise."""
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+
 class DPPluginBase(Plugin):
-    """A plan in which every rank is a replica.  ``rank`` and ``world_size`` count replicas: a plan whose replicas span
-    several ranks sets them to its place on the data axis.
+    """A plan in which every rank is a replica.
+
+    What it answers the booster is what most such plans answer; a plan overrides where it differs, and gives ``wrap``.
+    ``rank`` and ``world_size`` count replicas: a plan whose replicas span several ranks sets them to its place on the
+    data axis.
+
+    Args:
+        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the launched config.
     """
 
-    def __init__(self) -> None:
+    model_type: ClassVar[type[Synchronized] | None] = (
+        None  # of the model that ``wrap`` returns, if it has ``no_sync``
+    )
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 f"{type(self).__name__} needs the distributed environment, also for one process: call"
                 " colossalai.launch_from_torch() first and start the script with `colossalai run` or torchrun"
             )
-        self.rank = dist.get_rank(replicas())
-        self.world_size = dist.get_world_size(replicas())
+        everyone: Any = dist.group.WORLD
+        self._group: dist.ProcessGroup = process_group or replicas() or everyone
+        self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+
+    def supported_devices(self) -> list[str]:
+        return ["cpu", "cuda"]
+
+    def supported_precisions(self) -> list[str]:
+        return list(PRECISIONS)
+
+    def control_precision(self) -> bool:
+        return False
+
+    def control_device(self) -> bool:
+        return False
+
+    def support_no_sync(self) -> bool:
+        return self.model_type is not None
+
+    def control_checkpoint_io(self) -> bool:
+        return True
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        return GatheredCheckpointIO()
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Configured:
+        return *self.wrap(model, optimizer), criterion, dataloader, lr_scheduler
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """The model and the optimizer under this plan; the other objects of ``configure`` stay as they are."""
+        # not abstract: a plugin may override configure instead
+        raise TypeError(
+            f"{type(self).__name__} needs a method wrap(model, optimizer), or a configure of its own"
+        )
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        model = below_compile(model)
+        if self.model_type is None or not isinstance(model, self.model_type):
+            raise TypeError(
+                f"no_sync needs the model that booster.boost returned under {type(self).__name__}, got"
+                f" {type(model).__name__}"
+            )
+        return model.no_sync()
 
     def prepare_dataloader(
         self,
@@ -71,6 +143,13 @@ class DPPluginBase(Plugin):
         )
         check_not_empty("the loader of prepare_dataloader", dataloader)
         return dataloader
+
+
+def start_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Let all ranks of ``group`` begin with the values of its first."""
+    if dist.get_world_size(group) > 1:
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
 def check_backend(device: torch.device) -> None:

@@ -8,7 +8,7 @@ parameters of before; it is pointed to the new ones, in the same groups and orde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from colossalai.amp.naive_amp import FP16Optimizer
-from colossalai.booster.plugin.base import Configured
-from colossalai.booster.plugin.dp import DPPluginBase, check_backend
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alike
 from colossalai.booster.plugin.fsdp_options import check_ignored, check_process_group, translate
 from colossalai.booster.plugin.fsdp_units import Policy, check_policy, find_units
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
-from colossalai.interface import ModelWrapper, OptimizerWrapper, below_compile, user_module
+from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
 from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh import placement
 from colossalai.mesh.norm import own_part
@@ -118,6 +115,8 @@ class TorchFSDPPlugin(DPPluginBase):
             error.
     """
 
+    model_type = TorchFSDPModel
+
     def __init__(
         self,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -130,8 +129,8 @@ class TorchFSDPPlugin(DPPluginBase):
         param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = False,
     ) -> None:
-        super().__init__()
         check_process_group(process_group)
+        super().__init__(process_group if isinstance(process_group, dist.ProcessGroup) else None)
         check_policy(auto_wrap_policy)
         if param_init_fn is not None:
             raise ValueError(
@@ -146,9 +145,6 @@ class TorchFSDPPlugin(DPPluginBase):
         self._meshes: dict[str, DeviceMesh] = {}
         self._place_on_data_axis()
 
-    def supported_devices(self) -> list[str]:
-        return ["cpu", "cuda"]
-
     def supported_precisions(self) -> list[str]:
         # the scaler's decision is exchanged on the device of the gradients, which must be the backend's
         return ["bf16"] if self.options.offload else ["fp16", "bf16"]
@@ -156,29 +152,13 @@ class TorchFSDPPlugin(DPPluginBase):
     def control_precision(self) -> bool:
         return self.options.precision is not None
 
-    def control_device(self) -> bool:
-        return False
-
-    def support_no_sync(self) -> bool:
-        return True
-
-    def control_checkpoint_io(self) -> bool:
-        return True
-
     def get_checkpoint_io(self) -> CheckpointIO:
         group = self._process_group
         if group is None or isinstance(group, dist.ProcessGroup):
             return GatheredCheckpointIO(group)
         return GatheredCheckpointIO(group.get_group() if group.ndim == 1 else None)
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Configured:
+    def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         module = user_module(model)
         if cut := [name for name, p in module.named_parameters() if placement(p).sharded]:
             raise ValueError(
@@ -193,22 +173,14 @@ class TorchFSDPPlugin(DPPluginBase):
             _check_optimizer(raw, module, ignored)
         units = find_units(module, self.auto_wrap_policy, ignored)
         mesh = self._mesh(device.type)
-        _start_alike(module, mesh, self.sync_module_states)
+        _make_alike(module, mesh, self.sync_module_states)
         before = dict(module.named_parameters())
         self._cut(module, units, mesh, ignored)
         boosted = TorchFSDPModel(model, [*units, module])
         if raw is not None and optimizer is not None:
             _point_to(raw, {old: new for old, new in _pairs(before, module) if old is not new})
             optimizer = TorchFSDPOptimizer(optimizer, boosted)
-        return boosted, optimizer, criterion, dataloader, lr_scheduler
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        model = below_compile(model)
-        if not isinstance(model, TorchFSDPModel):
-            raise TypeError(
-                f"no_sync needs the model that booster.boost returned under TorchFSDPPlugin, got {type(model).__name__}"
-            )
-        return model.no_sync()
+        return boosted, optimizer
 
     def _cut(
         self, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter]
@@ -234,17 +206,14 @@ class TorchFSDPPlugin(DPPluginBase):
     def _place_on_data_axis(self) -> None:
         """Every rank that the model is cut over is a replica, with data of its own."""
         group = self._process_group
-        if isinstance(group, dist.ProcessGroup):
-            self.rank, self.world_size = dist.get_rank(group), group.size()
-        elif group is not None:
-            place = group.get_coordinate()
-            if place is None:
-                raise ValueError(
-                    f"rank {dist.get_rank()} is not on the mesh {group}, so it cannot train on it"
-                )
-            self.rank, self.world_size = place[0], group.size()
-            if group.ndim == 2:
-                self.rank = place[0] * group.size(1) + place[1]
+        if group is None or isinstance(group, dist.ProcessGroup):
+            return
+        place = group.get_coordinate()
+        if place is None:
+            raise ValueError(f"rank {dist.get_rank()} is not on the mesh {group}, so it cannot train on it")
+        self.rank, self.world_size = place[0], group.size()
+        if group.ndim == 2:
+            self.rank = place[0] * group.size(1) + place[1]
 
     def _mesh(self, device_type: str) -> DeviceMesh:
         if device_type not in self._meshes:
@@ -327,14 +296,12 @@ def _point_to(optimizer: Optimizer, new: dict[Any, Any]) -> None:
         optimizer.state[param] = values
 
 
-def _start_alike(module: nn.Module, mesh: DeviceMesh, broadcast: bool) -> None:
+def _make_alike(module: nn.Module, mesh: DeviceMesh, broadcast: bool) -> None:
     """Each rank keeps its part of its own copy, so copies that differ would be mixed."""
-    tensors = [t.detach() for t in (*module.parameters(), *module.buffers())]
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     if broadcast:
-        for tensor in tensors:
-            for group in reversed(groups):  # within the first copy, then from copy to copy
-                dist.broadcast(tensor, group=group, group_src=0)
+        for group in reversed(groups):  # within the first copy, then from copy to copy
+            start_alike(module, group)
         return
     sums = [_bits(p.detach()) for p in module.parameters()]
     own = torch.stack([*sums, torch.zeros((), dtype=torch.int64)]).to(mesh.device_type)

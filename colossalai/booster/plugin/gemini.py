@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
-from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
-from colossalai.booster.plugin.base import Configured
-from colossalai.booster.plugin.dp import DPPluginBase, check_backend
-from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
-from colossalai.interface import OptimizerWrapper, below_compile
-from colossalai.mesh.norm import check_clipping
+from colossalai.booster.plugin.dp import check_backend
+from colossalai.booster.plugin.own_precision import OwnPrecisionPlugin, loss_scale
+from colossalai.interface import OptimizerWrapper
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer, MemStats, PlacementPolicyFactory
 from colossalai.zero.gemini.chunk_manager import check_disk, default_device
 from colossalai.zero.gemini.tiers import check_capacity
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
-
-class GeminiPlugin(DPPluginBase):
+class GeminiPlugin(OwnPrecisionPlugin):
     """ZeRO-3 with chunks over memory tiers.
 
     Args:
@@ -49,6 +40,8 @@ class GeminiPlugin(DPPluginBase):
         disk_dir, disk_capacity: a directory on a disk for what does not fit into ``host_capacity``, and the bytes it may take.
         seed: of the initial values of a model that was built on the meta device.
     """
+
+    model_type = GeminiDDP
 
     def __init__(
         self,
@@ -83,11 +76,8 @@ class GeminiPlugin(DPPluginBase):
         disk_capacity: int | None = None,
         seed: int = 1024,
     ) -> None:
-        super().__init__()
+        super().__init__(precision, max_norm, norm_type)
         PlacementPolicyFactory.create(placement_policy)
-        if precision not in DTYPES:
-            raise ValueError(f"GeminiPlugin needs precision as one of {', '.join(DTYPES)}, got {precision!r}")
-        check_clipping(max_norm, norm_type)
         check_disk(disk_dir, disk_capacity, host_capacity)
         for tier, capacity in (
             ("compute", compute_capacity),
@@ -96,16 +86,9 @@ class GeminiPlugin(DPPluginBase):
         ):
             check_capacity(tier, capacity)
         self.device = torch.device(device) if device is not None else default_device()
-        scale = {
-            "initial_scale": initial_scale,
-            "min_scale": min_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-            "hysteresis": hysteresis,
-            "max_scale": max_scale,
-        }
-        DynamicGradScaler(**scale)  # type: ignore[arg-type]  # refuses what does not fit together
+        scale = loss_scale(
+            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
+        )
         self.model_options: dict[str, Any] = {
             "device": self.device,
             "placement_policy": placement_policy,
@@ -117,7 +100,7 @@ class GeminiPlugin(DPPluginBase):
             "min_chunk_size_mb": min_chunk_size_mb,
             "memstats": memstats,
             "verbose": verbose and self.rank == 0,
-            "dtype": DTYPES[precision],
+            "dtype": self.dtype,
             "compute_capacity": compute_capacity,
             "host_capacity": host_capacity,
             "prefetch": prefetch,
@@ -135,46 +118,13 @@ class GeminiPlugin(DPPluginBase):
             "update_in_backward": update_in_backward,
         }
 
-    def supported_devices(self) -> list[str]:
-        return ["cpu", "cuda"]
-
-    def supported_precisions(self) -> list[str]:
-        return list(DTYPES)
-
-    def control_precision(self) -> bool:
-        return True
-
     def control_device(self) -> bool:
         return True
 
-    def support_no_sync(self) -> bool:
-        return True
-
-    def control_checkpoint_io(self) -> bool:
-        return True
-
-    def get_checkpoint_io(self) -> CheckpointIO:
-        return GatheredCheckpointIO()
-
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Configured:
+    def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         check_backend(self.device)
         boosted = GeminiDDP(model, **self.model_options)
         if optimizer is not None:
             raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
             optimizer = GeminiOptimizer(raw, boosted, **self.optimizer_options)
-        return boosted, optimizer, criterion, dataloader, lr_scheduler
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        model = below_compile(model)
-        if not isinstance(model, GeminiDDP):
-            raise TypeError(
-                f"no_sync needs the model that booster.boost returned under GeminiPlugin, got {type(model).__name__}"
-            )
-        return model.no_sync()
+        return boosted, optimizer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,20 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from colossalai.amp.casting import CastModel, is_batch_norm
-from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
-from colossalai.booster.plugin.base import Configured
-from colossalai.booster.plugin.dp import DPPluginBase, check_backend, replicas
+from colossalai.booster.plugin.dp import check_backend, start_alike
+from colossalai.booster.plugin.own_precision import OwnPrecisionPlugin, loss_scale
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
-from colossalai.interface import below_compile, user_module
-from colossalai.mesh.norm import check_clipping
+from colossalai.interface import user_module
 from colossalai.utils import is_using_pp
 from colossalai.zero import LowLevelZeroOptimizer
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class LowLevelZeroModel(CastModel):
@@ -55,7 +49,7 @@ class LowLevelZeroModel(CastModel):
             self._local = before
 
 
-class LowLevelZeroPlugin(DPPluginBase):
+class LowLevelZeroPlugin(OwnPrecisionPlugin):
     """ZeRO-1 (optimizer states are cut) and ZeRO-2 (gradients too).
 
     Args:
@@ -74,6 +68,8 @@ class LowLevelZeroPlugin(DPPluginBase):
         process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the launched
             config.
     """
+
+    model_type = LowLevelZeroModel
 
     def __init__(
         self,
@@ -96,35 +92,20 @@ class LowLevelZeroPlugin(DPPluginBase):
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(precision, max_norm, norm_type, process_group)
         if stage not in (1, 2):
             raise ValueError(
                 f"LowLevelZeroPlugin has the stages 1 and 2, got stage={stage!r}; GeminiPlugin is ZeRO-3"
-            )
-        if precision not in DTYPES:
-            raise ValueError(
-                f"LowLevelZeroPlugin needs precision as one of {', '.join(DTYPES)}, got {precision!r}"
             )
         if not reduce_bucket_size_in_m > 0:
             raise ValueError(
                 f"LowLevelZeroPlugin needs reduce_bucket_size_in_m of more than 0, got {reduce_bucket_size_in_m!r}"
             )
-        check_clipping(max_norm, norm_type)
-        self.stage, self.precision = stage, precision
-        everyone: Any = dist.group.WORLD
-        self._group: dist.ProcessGroup = process_group or replicas() or everyone
+        self.stage = stage
         self._given_group = process_group
-        self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        scale = {
-            "initial_scale": initial_scale,
-            "min_scale": min_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-            "hysteresis": hysteresis,
-            "max_scale": max_scale,
-        }
-        DynamicGradScaler(**scale)  # type: ignore[arg-type]  # refuses what does not fit together
+        scale = loss_scale(
+            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
+        )
         self.options: dict[str, Any] = {
             **scale,
             "clip_grad_norm": max_norm,
@@ -138,45 +119,19 @@ class LowLevelZeroPlugin(DPPluginBase):
             "process_group": self._group,
         }
 
-    def supported_devices(self) -> list[str]:
-        return ["cpu", "cuda"]
-
-    def supported_precisions(self) -> list[str]:
-        return list(DTYPES)
-
-    def control_precision(self) -> bool:
-        return True
-
-    def control_device(self) -> bool:
-        return False
-
-    def support_no_sync(self) -> bool:
-        return True
-
-    def control_checkpoint_io(self) -> bool:
-        return True
-
     def get_checkpoint_io(self) -> CheckpointIO:
-        return GatheredCheckpointIO(
-            self._given_group
-        )  # replicas may hold pieces of a model, which others complete
+        # not of the replicas: these may hold pieces of a model, which others complete
+        return GatheredCheckpointIO(self._given_group)
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Configured:
-        module, dtype = user_module(model), DTYPES[self.precision]
+    def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        module, dtype = user_module(model), self.dtype
         if isinstance(module, DistributedDataParallel):
             raise ValueError(
                 "LowLevelZeroPlugin averages gradients itself, but the model is a DistributedDataParallel; give the model inside it"
             )
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         check_backend(device)
-        _start_alike(module, self._group)
+        start_alike(module, self._group)
         boosted = LowLevelZeroModel(model, dtype)
         kept = [m for m in module.modules() if is_batch_norm(m)] if dtype != torch.float32 else []
         if optimizer is not None:
@@ -187,22 +142,7 @@ class LowLevelZeroPlugin(DPPluginBase):
                 **self.options,
             )
         _cast_rest(module, dtype, kept)
-        return boosted, boosted.optimizer or optimizer, criterion, dataloader, lr_scheduler
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        model = below_compile(model)
-        if not isinstance(model, LowLevelZeroModel):
-            raise TypeError(
-                f"no_sync needs the model that booster.boost returned under LowLevelZeroPlugin, got {type(model).__name__}"
-            )
-        return model.no_sync()
-
-
-def _start_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Replicas begin with the values of the first one, as DDP lets them."""
-    if dist.get_world_size(group) > 1:
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
+        return boosted, boosted.optimizer or optimizer
 
 
 def _cast_rest(module: nn.Module, dtype: torch.dtype, kept: list[nn.Module]) -> None:

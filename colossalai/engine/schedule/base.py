@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from colossalai.interface.batch import next_batch
 from colossalai.interface.nest import batch_size, to_device
 from colossalai.utils import get_current_device
 
 if TYPE_CHECKING:
     from colossalai.engine.engine import Engine
 
-_NOTHING = object()
 StepResult = tuple[Any, Any, Any]
 
 
@@ -46,17 +46,7 @@ class BaseSchedule:
 
     def load_batch(self, data_iter: Iterator[Any], to_gpu: bool = True) -> Any:
         """The next batch, with ``to_gpu`` on the device of the model; any nest of tensors will do."""
-        if not hasattr(data_iter, "__next__"):
-            raise TypeError(
-                f"execute_schedule takes the next batch of an iterator, got {type(data_iter).__name__}; call iter() on the"
-                " data loader once per pass and give that"
-            )
-        batch = next(data_iter, _NOTHING)
-        if batch is _NOTHING:
-            raise RuntimeError(
-                "execute_schedule has no batch left: the iterator has come to the end of the data; take iter(dataloader)"
-                " anew for each pass, and at most len(dataloader) batches of it"
-            )
+        batch = next_batch(data_iter, "execute_schedule")
         self.batch_size = batch_size(batch)
         return to_device(batch, self._device or get_current_device()) if to_gpu else batch
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +34,7 @@ class PipelineSharedModuleWrapper:
 
     def __init__(self, pipeline_ranks: Sequence[int]) -> None:
         size = gpc.get_world_size(ParallelMode.PIPELINE) if gpc.is_initialized(ParallelMode.PIPELINE) else 1
-        self.pipeline_ranks = sorted(set(pipeline_ranks))
-        if not self.pipeline_ranks or not 0 <= self.pipeline_ranks[0] <= self.pipeline_ranks[-1] < size:
-            raise ValueError(
-                f"PipelineSharedModuleWrapper got the pipeline ranks {list(pipeline_ranks)}, but the pipeline has the ranks 0"
-                f" to {size - 1}"
-            )
+        self.pipeline_ranks = _checked_ranks(pipeline_ranks, size)
         self._rank = gpc.get_local_rank(ParallelMode.PIPELINE) if size > 1 else 0
         self.group = self._new_group() if len(self.pipeline_ranks) > 1 else None
         self._number, self._count = next(_numbers), 0
@@ -110,6 +106,18 @@ class PipelineSharedModuleWrapper:
                 raise ValueError(_store().get(self._complaint).decode())
             time.sleep(0.005)
         work.wait()
+
+
+def _checked_ranks(ranks: Any, size: int) -> list[int]:
+    known = range(size)
+    is_list = isinstance(ranks, Iterable) and not isinstance(ranks, str | bytes | Tensor)
+    listed = list(ranks) if is_list else []
+    if not listed or not all(type(rank) is int and rank in known for rank in listed):
+        raise ValueError(
+            f"PipelineSharedModuleWrapper takes a list of the pipeline ranks that share a module, of 0 to {size - 1} here, such"
+            f" as [0, {size - 1}]; got {ranks!r}"
+        )
+    return sorted(set(listed))
 
 
 def _store() -> c10d.Store:

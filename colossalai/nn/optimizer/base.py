@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from colossalai.kernel import private
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
+from colossalai.utils.away import fetched, is_away
 from colossalai.utils.optimizer_state import check_state
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -277,7 +278,7 @@ class MultiTensorOptimizer(Optimizer):
         state = dict(self.state.get(parameter, {}))
         if state.pop("tail", None) is not None:
             state.setdefault("master", partial(self.master, parameter))
-        return state
+        return {name: partial(fetched, v) if is_away(v) else v for name, v in state.items()}
 
     def states_replaced(self) -> None:
         """Somebody has put other states into ``state``, as a checkpoint does."""

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from colossalai.kernel import private
 from colossalai.kernel.lists import covers_its_memory, row
-from colossalai.kernel.split import join, tail_of
+from colossalai.kernel.split import join
 from colossalai.nn.optimizer.base import HALVES, Bucket, MultiTensorOptimizer, local, renew_, wide
 from colossalai.nn.optimizer.offload import Offload
-from colossalai.nn.optimizer.slots import Extent, Fields, Slot
+from colossalai.nn.optimizer.slots import Extent, Fields, Slot, begin
 from colossalai.utils.disk import aligned_empty
 
 Groups = list[tuple[dict[str, Any], list[Tensor]]]
@@ -199,16 +199,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
             for name, value in self.state[extent.parameter].items()
             if name != "step"
         }
-        now = extent.of(row(local(extent.parameter.detach())))
-        for name, state in states.items():
-            if name == "tail":
-                state.copy_(tail_of(known["master"], now)) if "master" in known else state.zero_()
-            elif name in known:
-                state.copy_(known[name])
-            elif name == "master":
-                state.copy_(now)
-            else:
-                state.zero_()
+        begin(states, known, extent.of(row(local(extent.parameter.detach()))))
 
     def _release(self, offload: Offload, parameters: Iterable[Tensor]) -> None:
         """Drop loaded states that are in slots now."""
@@ -253,7 +244,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
 
     def _look_at(self, offload: Offload, slot: Slot) -> list[tuple[Extent, dict[str, Tensor]]]:
         if slot.is_filled:
-            return list(slot.states(offload.look_at(slot)))
+            return list(slot.states(offload.pipeline.look_at(slot)))
         found = list(slot.states(aligned_empty(slot.nbytes)))
         for extent, states in found:
             self._fill(extent, states)
@@ -268,7 +259,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
         """torch's, with the states that are on the disk, and float32 weights of half-precision parameters as ``master``."""
         found = super().state_dict()
         if self._offload is not None:
-            self._offload.look_away()
+            self._offload.pipeline.look_away()
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

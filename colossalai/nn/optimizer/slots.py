@@ -7,11 +7,13 @@ extents follow each other.  So one transfer moves all states that are updated to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from colossalai.kernel.split import tail_of
 
 Fields = Sequence[tuple[str, torch.dtype]]  # the states of a parameter
 
@@ -41,18 +43,28 @@ class Slot:
     Afterwards they are in ``memory``, or, where this is None, on the disk.
     """
 
-    def __init__(self, name: str, extents: Sequence[Extent], fields: Fields) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, extents: Sequence[Extent], fields: Fields, what: str = "optimizer states"
+    ) -> None:
+        self.name, self.what = name, what
         self.extents = tuple(extents)
         self.numel = sum(extent.numel for extent in extents)
         self.on_disk = True  # where it rests
         self.is_filled = False
         self.memory: Tensor | None = None
+        self.set_fields(fields)
+
+    def set_fields(self, fields: Fields) -> None:
+        """Have a run for each of ``fields``; those that were there before and come first stay where they are."""
+        self.fields = tuple(fields)
         self._runs: dict[str, tuple[int, torch.dtype]] = {}
         self.nbytes = 0
         for field, dtype in fields:
             self._runs[field] = (self.nbytes, dtype)
             self.nbytes += -(-self.numel * dtype.itemsize // RUN) * RUN
+
+    def has(self, field: str) -> bool:
+        return field in self._runs
 
     def states(self, buffer: Tensor) -> Iterator[tuple[Extent, dict[str, Tensor]]]:
         """Each extent with its states, as views of ``buffer``."""
@@ -65,6 +77,51 @@ class Slot:
             part = slice(position, position + extent.numel)
             yield extent, {field: run[part] for field, run in runs.items()}
             position = part.stop
+
+
+@dataclass
+class Share:
+    """Lets ``fraction`` of the bytes rest on the disk, spread evenly."""
+
+    fraction: float
+    total: int = 0
+    on_disk: int = 0
+
+    def wants(self, nbytes: int) -> bool:
+        """Whether the next ``nbytes`` go there."""
+        self.total += nbytes
+        wanted = self.on_disk + nbytes / 2 <= self.fraction * self.total
+        self.on_disk += nbytes * wanted
+        return wanted
+
+
+def slots_for(
+    parameters: Iterable[Tensor],
+    fields: Fields,
+    nbytes: int,
+    name: str,
+    what: str = "optimizer states",
+    whole: bool = False,
+) -> list[Slot]:
+    """Slots of at most ``nbytes`` for parameters with the same fields; each of its own if it must stay ``whole``."""
+    numel = nbytes // max(sum(dtype.itemsize for _, dtype in fields), 1)
+    parts: Iterable[list[Extent]] = cut(parameters, max(numel - numel % GRAIN, GRAIN))
+    if whole:
+        parts = ([Extent(p, 0, p.numel())] for p in parameters)
+    return [Slot(f"{name}{n}", extents, fields, what) for n, extents in enumerate(parts)]
+
+
+def begin(states: Mapping[str, Tensor], known: Mapping[str, Tensor], weight: Tensor) -> None:
+    """Fill the states of an extent for the first time: with those that are ``known``, or start values."""
+    for name, state in states.items():
+        if name == "tail":
+            state.copy_(tail_of(known["master"], weight)) if "master" in known else state.zero_()
+        elif name in known:
+            state.copy_(known[name])
+        elif name == "master":
+            state.copy_(weight)
+        else:
+            state.zero_()
 
 
 def cut(parameters: Iterable[Tensor], numel: int) -> Iterator[list[Extent]]:

@@ -38,7 +38,7 @@ BUBBLES: dict[str, Formula] = {
 
 def make_timetable(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
     """The timetable of the schedule ``name``; refuses numbers that do not fit."""
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         raise ValueError(f"there is no pipeline schedule {name!r}; there are {', '.join(SCHEDULES)}")
     for what, number in (("ranks", ranks), ("micro-batches", microbatches), ("chunks", chunks)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:

@@ -18,7 +18,9 @@ from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
 from colossalai.tensor import ProcessGroup
+from colossalai.utils.disk import Buffers
 from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, aligned, group_ranks, padded
+from colossalai.zero.gemini.disk import DiskShelf, Reader, TierMemory, weights_of
 from colossalai.zero.gemini.search import (
     HIDDEN,
     MB,
@@ -29,9 +31,8 @@ from colossalai.zero.gemini.search import (
     search,
     search_chunk_configuration,
 )
-from colossalai.zero.gemini.shelf import Buffers, Reader, Shelf, weights_of
 from colossalai.zero.gemini.states import TensorState
-from colossalai.zero.gemini.tiers import Copier, Move, PinnedMemory, Tier
+from colossalai.zero.gemini.tiers import Copier, Move, Tier
 
 STAGES = 4  # buffers for weights that are read ahead from the disk
 
@@ -84,11 +85,10 @@ class ChunkManager:
         self.init_device = torch.device(init_device or "cpu")
         self.configuration = chunk_configuration
         self.ranks = ranks or Ranks()
-        pinned = PinnedMemory() if self.device.type == "cuda" else None
         self.compute = Tier("compute", self.device, compute_capacity)
-        self.host = Tier("host", torch.device("cpu"), host_capacity, pinned)
+        self.host = Tier("host", torch.device("cpu"), host_capacity, self.device.type == "cuda")
         self.copier = Copier(self.device)
-        self.shelf: Shelf | None = None
+        self.shelf: DiskShelf | None = None
         self.reader: Reader | None = None
         self.passing: list[Buffers] = []
         if disk_dir is not None:
@@ -121,10 +121,9 @@ class ChunkManager:
 
     def add_disk(self, directory: str | os.PathLike[str] | None, capacity: int | None = None) -> None:
         """Have a disk as third tier."""
-        self.shelf = Shelf(directory, capacity)
-        self.reader = Reader(
-            self.shelf, Buffers(self.host, STAGES, "weights on their way from the disk", pinned=True)
-        )
+        self.shelf = DiskShelf(directory, capacity)
+        memory = TierMemory(self.host, "weights on their way from the disk", pinned=True)
+        self.reader = Reader(self.shelf, Buffers(STAGES, memory))
         self.host.below = self.shelf.tier
         self.passing.append(self.reader.buffers)
 
@@ -262,7 +261,7 @@ class ChunkManager:
         assert self.reader is not None
         name, what = weights_of(chunk), f"the weights of {chunk.name}"
         self.reader.forget(chunk.index)
-        buffer = self.reader.buffers.get(chunk.shard_nbytes)
+        buffer = self.reader.buffers.get()
         assert buffer is not None
         row = buffer[: chunk.shard_nbytes]
         if not fresh and (pending := self.shelf.read(name, row)) is not None:
@@ -323,6 +322,7 @@ class ChunkManager:
                 self.access_chunk(chunk)
                 assert chunk.arriving is not None
                 chunk.arriving.wait()
+                chunk.arriving.finish()  # before the memory that it is copied from goes
                 chunk.arriving = None
             chunk.shard = chunk.flat
         else:

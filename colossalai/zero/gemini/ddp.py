@@ -20,6 +20,7 @@ from colossalai.amp.casting import cast_floats
 from colossalai.interface import ModelWrapper
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh
+from colossalai.utils.away import away
 from colossalai.zero.gemini.checks import Untouched, check_model
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks, init_chunk_manager
@@ -29,7 +30,7 @@ from colossalai.zero.gemini.manager import GeminiManager
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicyFactory
 from colossalai.zero.gemini.search import model_mesh
-from colossalai.zero.states import SlicedTensor, away
+from colossalai.zero.states import SlicedTensor
 
 
 class ZeroDDP(ModelWrapper):
@@ -66,7 +67,7 @@ class ZeroDDP(ModelWrapper):
         self.scatter_after_inference = scatter_after_inference
         gemini_manager.strict = strict_ddp_mode
         if not pin_memory:
-            self.chunk_manager.host.pinned = None
+            self.chunk_manager.host.pinned = False
         user = self.unwrap()
         self.replaced: Replaced = give_meta_storage(user, self.chunk_manager.device)
         register(user, self.chunk_manager, dtype)

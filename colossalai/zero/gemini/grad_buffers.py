@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from colossalai.utils.disk import Buffers
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
-from colossalai.zero.gemini.shelf import Buffers
+from colossalai.zero.gemini.disk import TierMemory
 from colossalai.zero.gemini.tiers import Move, Tier
 
 
@@ -118,7 +119,7 @@ class Spilled:
 
     def reserve(self, nbytes: int) -> None:
         """Sums will have up to this many bytes."""
-        self._buffers = Buffers(self.chunks.host, 2, "gradients on their way from the disk")
+        self._buffers = Buffers(2, TierMemory(self.chunks.host, "gradients on their way from the disk"))
         self._buffers.fit(nbytes)
         self.chunks.passing.append(self._buffers)
 
@@ -145,7 +146,7 @@ class Spilled:
         shelf = self.chunks.shelf
         assert shelf is not None
         assert self._buffers is not None
-        buffer = self._buffers.get(chunk.shard_nbytes)
+        buffer = self._buffers.get()
         assert buffer is not None
         self._out[buffer.data_ptr()] = buffer
         found = buffer[: chunk.shard_nbytes]

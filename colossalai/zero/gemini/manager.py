@@ -17,10 +17,10 @@ from colossalai.utils.disk.memory import padded
 from colossalai.zero.gemini.agreement import BACKWARD, END, Agreement
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
+from colossalai.zero.gemini.disk import passing_bytes
 from colossalai.zero.gemini.grads import Gradients
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicy, PlacementPolicyFactory
-from colossalai.zero.gemini.shelf import BUFFERS, passing_bytes
 from colossalai.zero.gemini.states import TensorState
 from colossalai.zero.gemini.tiers import UNLIMITED, OutOfCapacity, Tier, nowhere
 from colossalai.zero.gemini.timeline import Timeline
@@ -145,7 +145,7 @@ class GeminiManager:
         chunks = self.chunk_manager.chunks
         waiting = self.gradients.host
         reserve = min(waiting.most or GRADIENTS, len(chunks)) * waiting.largest
-        reserve += BUFFERS * max(map(passing_bytes, chunks))
+        reserve += passing_bytes(chunks)
         reserve += sum(buffers.missing_bytes for buffers in self.chunk_manager.passing)
         host = self.chunk_manager.host
         if reserve > host.limit:

@@ -12,34 +12,28 @@ under ``no_sync``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch import Tensor
 from torch.optim import Optimizer
 
-from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
+from colossalai.amp.naive_amp.grad_scaler import dynamic_scaler
 from colossalai.mesh import placement
-from colossalai.mesh._compat import multiply_all
 from colossalai.nn.optimizer import HybridAdam
-from colossalai.nn.optimizer.base import MultiTensorOptimizer
+from colossalai.zero.gemini.accounts import Accounts
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
-from colossalai.zero.gemini.grad_buffers import Taken
-from colossalai.zero.gemini.grads import IN_FLIGHT
-from colossalai.zero.gemini.placement import AutoPlacementPolicy
-from colossalai.zero.gemini.resting import Resting, make_resting, share_on_disk, state_bytes
-from colossalai.zero.gemini.stepping import check_params, is_large, like, make_pieces, second_hold
-from colossalai.zero.gemini.tiers import UNLIMITED, Tier
-from colossalai.zero.gemini.worker import nothing
+from colossalai.zero.gemini.homes import Homes
+from colossalai.zero.gemini.loading import install_states, make_resting, share_on_disk
+from colossalai.zero.gemini.second import Options, Second, options_of
+from colossalai.zero.gemini.stepping import Members, check_params, like, make_pieces
+from colossalai.zero.gemini.updates import Updates
 from colossalai.zero.pieces import Piece
 from colossalai.zero.sharded import ShardedOptimizer, stand_in
-
-Options = list[dict[str, Any]]  # of every group, without its parameters
+from colossalai.zero.states import cut_state
 
 
 class GeminiOptimizer(ShardedOptimizer):
@@ -76,19 +70,7 @@ class GeminiOptimizer(ShardedOptimizer):
         if not 0 <= gpu_margin_mem_ratio <= 1:
             raise ValueError(f"gpu_margin_mem_ratio is a share from 0 to 1, got {gpu_margin_mem_ratio!r}")
         self.model, self.chunks, self.manager = module, module.chunk_manager, module.gemini_manager
-        self.margin = gpu_margin_mem_ratio
-        scaler = None
-        if module.dtype is torch.float16:
-            scaler = DynamicGradScaler(
-                initial_scale,
-                growth_factor,
-                backoff_factor,
-                growth_interval,
-                min_scale,
-                max_scale,
-                hysteresis,
-                verbose,
-            )
+        scaler = dynamic_scaler(locals()) if module.dtype is torch.float16 else None
         if update_in_backward and (scaler is not None or clipping_norm):
             why = "fp16, whose loss scale" if scaler is not None else "clipping, which"
             raise ValueError(
@@ -98,10 +80,10 @@ class GeminiOptimizer(ShardedOptimizer):
         self.update_in_backward = update_in_backward
         check_params(optim, module)
         share = share_on_disk(optim, module)
-        pieces, self._places = make_pieces(optim, module)
+        self._places = make_pieces(optim, module)
         super().__init__(
             optim,
-            pieces,
+            list(self._places),
             group=self.chunks.ranks.gather,
             scaler=scaler,
             max_norm=clipping_norm,
@@ -109,31 +91,20 @@ class GeminiOptimizer(ShardedOptimizer):
             mesh=module.mesh,
             report=verbose,
         )
-        self._groups_of = self._group_numbers()
-        self._twins: dict[Piece, nn.Parameter] = {}
-        self._resting = make_resting(optim, module, self._pieces_of, self._twins, share)
-        self._second = second_hold(optim)
+        self._members = members = Members(optim, self.pieces, self._places)
+        self._numbers = {piece: number for number, piece in self._numbered.items()}
+        self._second = Second(optim)
+        self._resting = make_resting(module, self._second, members, share)
+        self._accounts = Accounts(module, optim, members, self._resting)
+        self._updates = Updates(module, optim, members, self._second, self._resting, self._accounts)
+        self._homes = Homes(module, members, self._second, self._accounts, gpu_margin_mem_ratio)
         self._early: set[int] = set()  # chunks whose update began in the backward pass
         self._early_options: Options | None = None
-        self._accounted: dict[int, int] = {}
-        self._away: set[int] = set()  # chunks that rest on the disk on some rank: they do not move
         self._promoted = False
         self._stepping = False
         if scaler is not None or clipping_norm:
             module.gradients.norm_type = norm_type
         module.optimizer = self
-
-    def _group_numbers(self) -> dict[int, list[tuple[int, Piece, Slot]]]:
-        """By chunk: its pieces with the number of their group."""
-        numbers = {id(p): n for n, group in enumerate(self.optim.param_groups) for p in group["params"]}
-        found: dict[int, list[tuple[int, Piece, Slot]]] = {}
-        for piece in self.pieces:
-            chunk, slot = self._places[piece]
-            found.setdefault(chunk.index, []).append((numbers[id(piece.value)], piece, slot))
-        return found
-
-    def _pieces_of(self, chunk: Chunk) -> list[Piece]:
-        return [piece for _, piece, _ in self._groups_of.get(chunk.index, []) if not piece.is_empty]
 
     # Gradients
 
@@ -159,9 +130,9 @@ class GeminiOptimizer(ShardedOptimizer):
         if chunk.ranks.size > 1 and len(state.used) < len(self.model.gradients.trained[chunk.index]):
             return  # other ranks may have the missing ones: known at the end
         if self._early_options is None:
-            self._early_options = self._options()
+            self._early_options = options_of(self.optim)
         self._early.add(chunk.index)
-        self._submit(chunk, self._early_options, 1.0)
+        self._updates.submit(chunk, self._early_options, 1.0)
 
     def collect(self) -> None:
         # their norms are known: nobody looks at those that are still on their way to the host
@@ -261,168 +232,37 @@ class GeminiOptimizer(ShardedOptimizer):
             self._resting.shelf.raise_failures()
         if not self._promoted and not self.manager.is_warmup():
             self._promoted = True
-            self._agree_on_states()
-            self._promote()
+            self.settle()
+            self._accounts.agree()
+            self._homes.promote()
         return result
 
     def update(self, pieces: Sequence[Piece] | None = None, factor: float | Tensor | None = None) -> Any:
         if pieces is not None:
             return super().update(pieces, factor)
-        gradients, options = self.model.gradients, self._options()
+        gradients, options = self.model.gradients, options_of(self.optim)
         hosted = [
             self.chunks.chunks[i]
             for i in gradients.of
             if self.chunks.chunks[i].home is not self.chunks.compute and gradients.of[i].is_begun
         ]
         for chunk in hosted:
-            for _, piece, _ in self._groups_of.get(chunk.index, []):
-                piece.value.grad = None  # set again by its job
+            for _, piece, _ in self._members.of(chunk):
+                piece.value.grad = None  # its job has one for its twin
         result = super().update(None, factor)  # what rests on the compute device
         if hosted:
             now = float(self._factor if factor is None else factor)
             for chunk in sorted(hosted, key=lambda c: self.manager.trace.first_use(c.index)):
-                self._submit(chunk, options, now)
+                self._updates.submit(chunk, options, now)
         for i in gradients.of:
             chunk = self.chunks.chunks[i]
             if chunk.home is self.chunks.compute:
-                self._account(chunk)
+                self._accounts.count(chunk)
                 gradients.clear(chunk)
         for piece in self.pieces:
             if self._places[piece][0].home is self.chunks.compute:
                 piece.value.grad = None
         return result
-
-    def _options(self) -> Options:
-        """The options of all groups as they are now: a scheduler may change them before a job runs."""
-        return [
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            for group in self.optim.param_groups
-        ]
-
-    def _submit(self, chunk: Chunk, options: Options, factor: float) -> None:
-        taken = self.model.gradients.take(chunk)
-        assert taken is not None
-        self.manager.mark_stale(chunk)
-
-        def work() -> None:
-            self._update_chunk(chunk, taken, options, factor)
-
-        priority = self.manager.trace.first_use(chunk.index)
-        prepare = partial(self._resting.prepare, chunk) if self._resting is not None else nothing
-        self.manager.worker.submit(chunk.index, priority, chunk.name, work, taken.is_here, prepare)
-
-    @torch.no_grad()
-    def _update_chunk(self, chunk: Chunk, taken: Taken, options: Options, factor: float) -> None:
-        """The job: on the worker's thread."""
-        shard = self.model.gradients.sum_up(chunk, taken)
-        self.manager.timeline.note("update", chunk)
-        parts = [
-            (number, piece)
-            for number, piece, slot in self._groups_of.get(chunk.index, [])
-            if slot in taken.used and not piece.is_empty
-        ]
-        buffer = self._states_at_hand(chunk, [piece for _, piece in parts])
-        groups: dict[int, list[nn.Parameter]] = {}
-        for number, piece in parts:
-            twin = self._twin(piece)
-            twin.grad = like(piece.in_shard(shard), piece)
-            groups.setdefault(number, []).append(twin)
-        if parts:
-            self._second.param_groups = [{**options[n], "params": twins} for n, twins in groups.items()]
-            self._step_second([twin for twins in groups.values() for twin in twins], factor)
-            for _, piece in parts:
-                self._twins[piece].grad = None
-                if not piece.is_shared:
-                    piece.weight.copy_(piece.value)
-        if buffer is not None:
-            assert self._resting is not None
-            self._resting.put(chunk, buffer)
-        self._account(chunk)
-        self.model.gradients.put(shard)
-        self.manager.timeline.note("updated", chunk)
-
-    def _states_at_hand(self, chunk: Chunk, pieces: Sequence[Piece]) -> Tensor | None:
-        """Before an update: room for the states of ``pieces``, and a buffer with what rests on the disk."""
-        resting = self._resting
-        missing = sum(state_bytes(self.optim, p) for p in pieces if not self.optim.state.get(p.value))
-        if resting is None or not resting.takes(chunk, missing, self._room_for_states()):
-            self._account(chunk, missing if isinstance(self.optim, MultiTensorOptimizer) else 0)
-            return None
-        buffer = resting.bring(chunk)
-        resting.fill(chunk, buffer, pieces)
-        return buffer
-
-    def _room_for_states(self) -> int:
-        """Bytes of the host that nobody else will need."""
-        return self.chunks.host_room() - self.model.gradients.host.missing_bytes
-
-    def _twin(self, piece: Piece) -> nn.Parameter:
-        """The same memory and states as the piece's value, but a gradient of its own: the script's thread looks at the value's."""
-        if piece not in self._twins:
-            self._twins[piece] = nn.Parameter(piece.value.detach())
-        twin = self._twins[piece]
-        self._second.state[twin] = self.optim.state[piece.value]
-        return twin
-
-    def _step_second(self, values: list[nn.Parameter], factor: float) -> None:
-        second: Any = self._second
-        ours = isinstance(second, MultiTensorOptimizer)
-        if ours and second.divides and factor > 0:
-            second.step_on(values, **({} if factor == 1.0 else {"div_scale": 1.0 / factor}))
-            return
-        if factor != 1.0:
-            multiply_all([v.grad for v in values if v.grad is not None], torch.tensor(factor))
-        if ours:
-            second.step_on(values)
-        else:
-            second.step()
-
-    def _account(self, chunk: Chunk, coming: int = 0) -> None:
-        """Count the states of ``chunk`` where they lie, and those that are ``coming``; the shelf counts its own."""
-        assert chunk.home is not None
-        if self._resting is not None and self._resting.has(chunk):
-            return
-        now, before = self._state_bytes(chunk) + coming, self._accounted.get(chunk.index, 0)
-        if now > before:
-            chunk.home.take(now - before, f"optimizer states of {chunk.name}")
-            self._accounted[chunk.index] = now
-
-    def _agree_on_states(self) -> None:
-        """Count the same on all ranks, the most of any: what is brought and let go must not differ."""
-        ranks = self.chunks.ranks
-        if self._resting is not None:
-            self.settle()
-            self._away = self._on_any_disk(self._resting)
-        if ranks.size == 1:
-            return
-        self.settle()
-        counts = [self._accounted.get(chunk.index, 0) for chunk in self.chunks.chunks]
-        most = torch.tensor(counts, dtype=torch.int64, device=self.model.gradients.meeting)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ranks.reduce)
-        for chunk, before, now in zip(self.chunks.chunks, counts, most.tolist(), strict=True):
-            assert chunk.home is not None
-            if self._resting is not None and self._resting.has(chunk):
-                continue
-            chunk.home.take(now - before, f"optimizer states of {chunk.name}")
-            self._accounted[chunk.index] = now
-
-    def _on_any_disk(self, resting: Resting) -> set[int]:
-        ranks = self.chunks.ranks
-        flags = [int(resting.has(chunk)) for chunk in self.chunks.chunks]
-        if ranks.size > 1:
-            shared = torch.tensor(flags, dtype=torch.int32, device=self.model.gradients.meeting)
-            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=ranks.reduce)
-            flags = shared.tolist()
-        return {i for i, flag in enumerate(flags) if flag}
-
-    def _state_bytes(self, chunk: Chunk) -> int:
-        total = 0
-        for _, piece, _ in self._groups_of.get(chunk.index, []):
-            if piece.value in self.optim.state:
-                total += sum(t.nbytes for t in self.optim.state[piece.value].values() if is_large(t))
-            if not piece.is_shared:
-                total += piece.value.nbytes
-        return total
 
     def settle(self) -> None:
         self.manager.worker.wait_all()
@@ -434,24 +274,43 @@ class GeminiOptimizer(ShardedOptimizer):
             if not piece.is_shared and not piece.is_empty and piece.value.dtype == piece.weight.dtype:
                 piece.value.copy_(piece.weight)
 
-    def _state_of(self, piece: Piece) -> dict[str, Any]:
-        chunk = self._places[piece][0]
-        if self._resting is not None and self._resting.has(chunk):
-            return self._resting.portable(chunk, piece)
-        return super()._state_of(piece)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if self._resting is None:
-            return
+    def load_states(self, state_dict: dict[str, Any], states: dict[int, Any]) -> None:
+        """One chunk after the other, each to where its states rest, so that memory holds no more than it may."""
+        strangers = {n: state for n, state in states.items() if n not in self._numbered}
+        for piece in self.pieces:
+            self.optim.state.pop(piece.value, None)
+        self._forget_states()
+        super().load_states(state_dict, strangers)
         for chunk in self.chunks.chunks:
-            if chunk.home is self.chunks.compute:
-                continue
-            self._resting.forget_states(chunk)
-            self.chunks.host.give(self._accounted.pop(chunk.index, 0))
-            if self._resting.takes(chunk, self._state_bytes(chunk), self._room_for_states()):
-                self._resting.put(chunk, self._resting.bring(chunk))
-            self._account(chunk)
+            self._lay_in(chunk, states)
+
+    def load_other_state(self, state: dict[str, Any]) -> None:
+        """Called when a checkpoint has put other states into the optimizer."""
+        super().load_other_state(state)
+        self._forget_states()
+        for chunk in self.chunks.chunks:
+            self._lay_in(chunk, {})
+
+    def _forget_states(self) -> None:
+        if self._resting is not None:
+            self._resting.forget()
+        for chunk in self.chunks.chunks:
+            self._accounts.forget(chunk)
+
+    def _lay_in(self, chunk: Chunk, states: dict[int, Any]) -> None:
+        """Let states of ``chunk`` that were loaded, and those of ``states``, rest where they belong."""
+        rests = self._resting if chunk.home is not self.chunks.compute else None
+        weights = None if rests is None else rests.bring(chunk)
+        pieces = self._members.pieces(chunk)
+        install_states(
+            self.optim, {p: cut for p in pieces if (cut := cut_state(states.get(self._numbers[p], {}), p))}
+        )
+        if rests is not None:
+            loaded = [p for p in pieces if self.optim.state.get(p.value)]
+            rests.place(chunk, loaded, self._accounts.room())
+            rests.lay_in(loaded)
+            rests.put(chunk, weights)
+        self._accounts.count(chunk)
 
     def follow_changes(self) -> None:
         """Nothing: whoever changes weights at their home changes the pieces too (``write``)."""
@@ -459,105 +318,18 @@ class GeminiOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def write(self, slot: Slot, part: Tensor) -> bool:
         """Give the piece of ``slot`` other values, where there is one."""
-        for _, piece, own in self._groups_of.get(self.chunks.get_chunk(slot.param).index, []):
-            if own is slot and not piece.is_empty:
-                chunk = self._places[piece][0]
-                resting = self._resting if self.chunks.is_on_disk(chunk) else None
-                buffer = None if resting is None else resting.bring(chunk)
-                piece.value.copy_(part.view(piece.value.shape))
-                if not piece.is_shared:
-                    piece.weight.copy_(part.view(piece.weight.shape))
-                if piece in self._twins:
-                    increment_version(
-                        self._twins[piece]
-                    )  # our optimizers look whether a parameter has changed
-                if resting is not None and buffer is not None:
-                    resting.put(chunk, buffer)
-                return True
-        return False
-
-    # Homes on the compute device
-
-    def _promote(self) -> None:
-        """After the first step it is known what activations need: let as many chunks as fit rest on the compute device."""
-        share = 1.0 if self.manager.policy.measures else self.margin
-        if not share or self.manager.policy.rests_on_compute:
-            return
-        self.settle()
-        budget = self._budget(share)
-        moved = False
-        order = sorted(
-            (c for c in self.chunks.chunks if c.home is self.chunks.host and c.index not in self._away),
-            key=lambda c: (self.manager.trace.first_use(c.index), c.index),
-        )
-        everything = sum(self._cost(c) for c in order)
-        if everything > budget:
-            budget -= self._window()
-        for chunk in order:
-            if self._cost(chunk) > budget:
-                break
-            budget -= self._cost(chunk)
-            self.move_home(chunk, self.chunks.compute)
-            moved = True
-        if moved:
-            self.model._hooks.refresh()
-
-    def _cost(self, chunk: Chunk) -> int:
-        """Bytes that ``chunk`` takes of the compute tier when it rests there: weights, gradients, states."""
-        trained = chunk.trained
-        return chunk.shard_nbytes * (2 if trained else 1) + self._accounted.get(chunk.index, 0)
-
-    def _window(self) -> int:
-        """Bytes for the chunks that come and go."""
-        largest = max(c.nbytes for c in self.chunks.chunks)
-        return (self.manager.prefetch + 2 + IN_FLIGHT + 1) * largest
-
-    def _budget(self, share: float) -> int:
-        compute = self.chunks.compute
-        total = compute.limit
-        if self.chunks.device.type == "cuda":
-            # a script may allow itself a part of the device only
-            share_of = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-            memory = torch.cuda.get_device_properties(self.chunks.device).total_memory
-            memory = int(memory * share_of(self.chunks.device))
-            usable = int(memory * AutoPlacementPolicy._steady_cuda_cap_ratio)
-            total = min(total, usable - self.manager.memstats().non_model)
-        budget = int((total - compute.used) * share)
-        if self.chunks.ranks.size > 1:  # ranks gather the same chunks
-            budget = min(budget, UNLIMITED)
-            number = torch.tensor([budget], dtype=torch.int64, device=self.model.gradients.meeting)
-            dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.chunks.ranks.reduce)
-            budget = int(number.item()) - self._window()
-        return budget
-
-    @torch.no_grad()
-    def move_home(self, chunk: Chunk, tier: Tier) -> None:
-        """Let ``chunk`` rest in ``tier``, with its states."""
-        old = chunk.home
-        assert old is not None
-        states = self._accounted.get(chunk.index, 0)
-        self.manager.mark_stale(chunk)
-        self.chunks.move_chunk(chunk, tier)
-        tier.take(states, f"optimizer states of {chunk.name}")
-        old.give(states)
-        for _, piece, _ in self._groups_of.get(chunk.index, []):
-            shared, known = piece.is_shared, self._is_followed(piece)
-            self._second.state.pop(self._twins.pop(piece, piece.value), None)
-            piece.weight = piece.in_shard(chunk.shard) if not piece.is_empty else chunk.shard[:0]
-            piece.value.data = piece.weight if shared else piece.value.data.to(tier.device)
-            state = self.optim.state.get(piece.value, {})
-            for name, value in state.items():
-                if is_large(value):
-                    state[name] = value.to(tier.device)
-            if known:
-                self.optim.versions[piece.value] = piece.value._version  # type: ignore[attr-defined]
-
-    def _is_followed(self, piece: Piece) -> bool:
-        """Whether the digits that the optimizer keeps beside ``piece`` belong to the weights as they are: nobody else wrote to them."""
-        twin, second = self._twins.get(piece), self._second
-        if twin is None or not isinstance(second, MultiTensorOptimizer):
+        chunk = self.chunks.get_chunk(slot.param)
+        piece = next((m.piece for m in self._members.of(chunk) if m.slot is slot), None)
+        if piece is None or piece.is_empty:
             return False
-        return second.versions.get(twin) == twin._version
+        buffer = None if self._resting is None else self._resting.bring(chunk)
+        piece.value.copy_(part.view(piece.value.shape))
+        if not piece.is_shared:
+            piece.weight.copy_(part.view(piece.weight.shape))
+        self._second.was_written(piece)
+        if self._resting is not None:
+            self._resting.put(chunk, buffer)
+        return True
 
 
 class ZeroOptimizer(GeminiOptimizer):
@@ -573,20 +345,7 @@ class GeminiAdamOptimizer(GeminiOptimizer):
         super().__init__(HybridAdam(model.parameters(), **defaults), model, **own)
 
 
-_OWN = (
-    "gpu_margin_mem_ratio",
-    "initial_scale",
-    "min_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "max_scale",
-    "clipping_norm",
-    "norm_type",
-    "verbose",
-    "update_in_backward",
-)
+_OWN = [name for name in inspect.signature(GeminiOptimizer).parameters if name not in ("optim", "module")]
 
 
 def _check_model(module: Any) -> None:

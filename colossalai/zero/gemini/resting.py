@@ -1,374 +1,319 @@
 """Optimizer states, and weights, of chunks that rest on the disk: how an update gets at them.
 
-    read states (and weights) -> update on the host -> write back
+States lie in slots (see ``colossalai.nn.optimizer.slots``) and stream through a few buffers of one size, however large the chunks are: while one
+slot is updated, the next are read and those before are written, also from one chunk to the next.  Weights that rest on the disk come
+as a whole, since they are one row that modules need too.
 
-A few buffers go round between the disk and the thread that updates: while one chunk is updated, the next is read and the one before
-is written.  In a buffer lie the weights of the chunk, if they rest on the disk too, and then its states.  While a chunk is away, its states
-have a shape and a dtype but no values (they are on the meta device), and its weights show NaN.
+While states are away, ``optim.state`` has tensors with a shape and a dtype whose values are fetched when somebody asks
+(``colossalai.utils.away``), and weights show NaN.
+
+[Note: masters that wait]
+A checkpoint holds the float32 weights of bfloat16 parameters, of which our optimizers keep only the digits that the parameter lacks.  The model
+may be loaded after its optimizer, so a loaded master rests as it is until the next update, which takes the digits from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from colossalai.kernel.split import join
-from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer, wide
-from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
-from colossalai.utils.disk import Pending, aligned_empty
+from colossalai.kernel.lists import row
+from colossalai.kernel.split import join, tail_of
+from colossalai.nn.optimizer.slot_pipeline import BUFFERS, SlotPipeline, slot_size
+from colossalai.nn.optimizer.slots import Extent, Share, Slot, begin, slots_for
+from colossalai.utils.away import away, fetched, is_away
+from colossalai.utils.disk import Buffers, Pending
 from colossalai.zero.gemini.chunk import Chunk
-from colossalai.zero.gemini.ddp import ZeroDDP
-from colossalai.zero.gemini.shelf import (
-    BUFFERS,
-    STATES,
-    UNIT,
-    Buffers,
-    Shelf,
-    after_weights,
-    states_of,
-    weights_of,
-)
-from colossalai.zero.gemini.stepping import is_large
+from colossalai.zero.gemini.chunk_manager import ChunkManager
+from colossalai.zero.gemini.disk import UPDATES, TierMemory, largest_slot, weights_of
+from colossalai.zero.gemini.second import Second
+from colossalai.zero.gemini.state_kinds import MASTER, Kinds, is_large
 from colossalai.zero.gemini.tiers import OutOfCapacity, nowhere
-from colossalai.zero.pieces import Piece
-from colossalai.zero.sharded import needs_masters
-from colossalai.zero.states import away
+from colossalai.zero.pieces import Piece, is_elementwise
 
 
 @dataclass(frozen=True)
-class Field:
-    """A state of a piece, and where it lies in the buffer."""
+class Part:
+    """A part of a piece that is updated: its ``states``, and whether they are known to belong to its weights."""
 
     piece: Piece
-    key: str
-    dtype: torch.dtype
-    shape: torch.Size
-    offset: int
+    extent: Extent
+    states: dict[str, Tensor]
+    is_in_line: bool
 
     @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+    def shape(self) -> torch.Size:
+        """A part that is all of it has the shape of the piece."""
+        numel = self.extent.numel
+        return self.piece.value.shape if numel == self.piece.value.numel() else torch.Size([numel])
 
-    def view(self, buffer: Tensor) -> Tensor:
-        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+Work = Callable[[list[Part]], None]
 
 
 class Resting:
     """What rests on the disk of an optimizer over chunks.
 
-    ``pieces_of`` gives the pieces of a chunk that are not empty; ``twins`` are what the update steps in their place.  All but ``fetch``
-    belongs to the thread that updates, or to the script while that has nothing to do.
+    ``pieces_of`` gives the pieces of a chunk that are not empty.  With ``share``, so much of all states is to rest there, without, what the host
+    has no room for.  All but fetching belongs to the thread that updates, or to the script while that has nothing to do.
     """
 
     def __init__(
         self,
-        shelf: Shelf,
-        buffers: Buffers,
-        optim: Optimizer,
+        chunks: ChunkManager,
+        second: Second,
         pieces_of: Callable[[Chunk], Sequence[Piece]],
-        twins: dict[Piece, nn.Parameter],
         share: float | None = None,
     ) -> None:
-        self.share = share
-        self._placed = [0, 0]  # bytes of states on the disk, and in all
-        self.shelf, self.buffers, self.optim = shelf, buffers, optim
-        self.pieces_of, self.twins = pieces_of, twins
-        self.fields: dict[int, list[Field]] = {}  # of chunks whose states rest on the disk
-        self._loading: dict[int, tuple[Tensor, list[Pending | None]]] = {}
-        self._decided: set[int] = set()
-        self._seen: tuple[int, Tensor] | None = None
+        assert chunks.shelf is not None
+        self.chunks, self.shelf = chunks, chunks.shelf
+        self.second, self.pieces_of = second, pieces_of
+        self.optim: Optimizer = second.optim
+        self.kinds = Kinds(self.optim)
+        self.share = None if share is None else Share(share)
+        states = TierMemory(chunks.host, "optimizer states on their way from and to the disk")
+        weights = TierMemory(chunks.host, "weights on their way from and to the disk")
+        self.pipeline = SlotPipeline(self.shelf, Buffers(BUFFERS, states))
+        self.weights = Buffers(UPDATES, weights)
+        self._choose_sizes()
+        chunks.passing += [self.pipeline.buffers, self.weights]
+        self._piece_of: dict[Tensor, Piece] = {}
+        self._slots: dict[Piece, list[Slot]] = {}
+        self._chunk_of: dict[Piece, Chunk] = {}
+        self._decided: set[Piece] = set()
+        self._loading: dict[int, tuple[Tensor, Pending | None]] = {}
+        self._made = 0
+        self._seen: tuple[Piece, dict[str, Tensor]] | None = None
+
+    def _choose_sizes(self) -> None:
+        sizes = [sum(map(self.kinds.nbytes, self.pieces_of(c))) for c in self.chunks.chunks]
+        self.slot_bytes = slot_size(sum(sizes))
+        self.pipeline.buffers.fit(largest_slot(max(sizes, default=0), sum(sizes)))
+        on_disk = [c.shard_nbytes for c in self.chunks.chunks if self.chunks.is_on_disk(c)]
+        self.weights.fit(max(on_disk, default=0))
 
     # Questions
 
-    def has_weights(self, chunk: Chunk) -> bool:
-        return chunk.home is self.shelf.tier
-
-    def has_states(self, chunk: Chunk) -> bool:
-        return chunk.index in self.fields
-
     def has(self, chunk: Chunk) -> bool:
-        return self.has_weights(chunk) or self.has_states(chunk)
+        """Whether anything of ``chunk`` rests on the disk."""
+        return self.chunks.is_on_disk(chunk) or any(p in self._slots for p in self.pieces_of(chunk))
 
-    def _begin(self, chunk: Chunk) -> int:
-        """Where states begin in the buffer of ``chunk``."""
-        return after_weights(chunk) if self.has_weights(chunk) else 0
+    def has_states(self, piece: Piece) -> bool:
+        """Whether the states of ``piece`` are in slots."""
+        return piece in self._slots
 
-    def _nbytes(self, chunk: Chunk) -> int:
-        fields = self.fields.get(chunk.index)
-        return _end(fields) if fields else self._begin(chunk)
+    def slots_of(self, pieces: Iterable[Piece]) -> list[Slot]:
+        """Each slot once, in order."""
+        found = {slot.name: slot for piece in pieces for slot in self._slots.get(piece, [])}
+        return list(found.values())
 
-    # Before an update
+    # Where states go
 
-    def takes(self, chunk: Chunk, nbytes: int, room: int) -> bool:
-        """Whether ``chunk`` needs the disk for an update after which it has ``nbytes`` more of states; decided at its first.
+    def place(self, chunk: Chunk, pieces: Sequence[Piece], room: int) -> None:
+        """Decide where the states of ``pieces`` rest: when they are updated for the first time, or were loaded.
 
-        ``room`` is what the host has for states.
+        ``room`` is what the host has for states.  Where nothing of them needs the disk, they are ordinary states.
         """
-        if self.has_states(chunk) or chunk.index in self._decided:
-            return self.has(chunk)
-        self._decided.add(chunk.index)
-        if self._wants_disk(chunk, nbytes, room):
-            self.start(chunk, nbytes + UNIT * STATES * len(self.pieces_of(chunk)))
-        return self.has(chunk)
+        new = [p for p in pieces if p not in self._decided]
+        self._decided.update(new)
+        slots: list[Slot] = []
+        for fields, some in self.kinds.sort(new).items():
+            self._made += 1
+            name, what = f"states {self._made}.", f"the optimizer states of {chunk.name}"
+            whole = not is_elementwise(self.optim)
+            slots += slots_for([p.value for p in some], fields, self.slot_bytes, name, what, whole)
+        for slot in slots:
+            slot.on_disk = self._wants_disk(chunk, slot, room)
+            room -= 0 if slot.on_disk else slot.nbytes
+        if any(slot.on_disk for slot in slots):
+            self._take(slots)
+            owners: dict[Tensor, Piece] = {p.value: p for p in new}
+            self._piece_of.update(owners)
+            for slot in slots:
+                for extent in slot.extents:
+                    piece = owners[extent.parameter]
+                    self._slots.setdefault(piece, []).append(slot)
+                    self._chunk_of[piece] = chunk
 
-    def _wants_disk(self, chunk: Chunk, nbytes: int, room: int) -> bool:
-        if self.has_weights(chunk):
-            return True
-        if self.share is None:
-            return nbytes > room
-        on_disk, total = self._placed[0], self._placed[1] + nbytes
-        wants = bool(on_disk + nbytes / 2 <= self.share * total)
-        self._placed = [on_disk + nbytes * wants, total]
-        return wants
+    def _wants_disk(self, chunk: Chunk, slot: Slot, room: int) -> bool:
+        if self.share is not None:
+            return self.share.wants(slot.nbytes)
+        return self.chunks.is_on_disk(chunk) or slot.nbytes > room
 
-    def start(self, chunk: Chunk, nbytes: int) -> None:
-        """The states of ``chunk``, of ``nbytes``, will rest on the disk from the coming update on."""
-        what = f"the optimizer states of {chunk.name}"
-        try:
-            self.shelf.room(states_of(chunk), nbytes, what)
-        except OutOfCapacity as error:
-            raise nowhere([self.buffers.host, self.shelf.tier], what, nbytes) from error
-        self.fields[chunk.index] = []
-        self.buffers.fit(self._begin(chunk) + nbytes)
+    def _take(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if not slot.on_disk:
+                self.chunks.host.take(slot.nbytes, slot.what)
+                continue
+            try:
+                self.shelf.room(slot.name, slot.nbytes, slot.what)
+            except OutOfCapacity as error:
+                total = sum(s.nbytes for s in slots)
+                raise nowhere([self.chunks.host, self.shelf.tier], slot.what, total) from error
+        self.pipeline.fit(slots)
+
+    def forget(self) -> None:
+        """All states are replaced by others; those that nobody replaced are brought back."""
+        for piece in self._slots:
+            state = self.optim.state.get(piece.value, {})
+            for name, value in state.items():
+                state[name] = fetched(value) if isinstance(value, Tensor) else value
+        for slot in self.slots_of(self._slots):
+            if not slot.on_disk:
+                self.chunks.host.give(slot.nbytes)
+            self.pipeline.forget(slot)
+        for known in (self._slots, self._piece_of, self._chunk_of, self._decided):
+            known.clear()
+        self._seen = None
+        if self.share is not None:
+            self.share = Share(self.share.fraction)
+
+    # Weights
 
     def prepare(self, chunk: Chunk) -> bool:
-        """Begin to read what an update of ``chunk`` needs, if a buffer is free; whether that is under way."""
-        if chunk.index in self._loading:
-            return True
-        if not self.has(chunk):
-            return False
-        buffer = self.buffers.get(self._nbytes(chunk), force=False)
+        """Begin to read what an update of ``chunk`` needs, as far as buffers are free; whether that is under way."""
+        slots = [slot for slot in self.slots_of(self.pieces_of(chunk)) if slot.on_disk]
+        if slots:
+            self.pipeline.expect(slots)
+        if self.chunks.is_on_disk(chunk) and chunk.index not in self._loading:
+            self._load_weights(chunk, must=False)
+        return bool(slots) or chunk.index in self._loading
+
+    def _load_weights(self, chunk: Chunk, must: bool = True) -> None:
+        buffer = self.weights.get(wait=must, must=must)
         if buffer is not None:
-            self._loading[chunk.index] = buffer, self._load(chunk, buffer)
-        return buffer is not None
+            pending = self.shelf.read(weights_of(chunk), buffer[: chunk.shard_nbytes])
+            self._loading[chunk.index] = buffer, pending
 
-    def _load(self, chunk: Chunk, buffer: Tensor) -> list[Pending | None]:
-        pending: list[Pending | None] = []
-        if self.has_weights(chunk):
-            pending.append(self.shelf.read(weights_of(chunk), buffer[: chunk.shard_nbytes]))
-        if self.fields.get(chunk.index):
-            begin = self._begin(chunk)
-            pending.append(self.shelf.read(states_of(chunk), buffer[begin : self._nbytes(chunk)]))
-        return pending
-
-    def bring(self, chunk: Chunk) -> Tensor:
-        """Let the pieces of ``chunk`` have their weights and states, in a buffer that ``put`` takes back."""
+    def bring(self, chunk: Chunk) -> Tensor | None:
+        """Let the pieces of ``chunk`` have their weights, in a buffer that ``put`` takes back; None if they rest elsewhere."""
         self._seen = None
-        if chunk.index in self._loading:
-            buffer, loading = self._loading.pop(chunk.index)
-        else:
-            found = self.buffers.get(self._nbytes(chunk))
-            assert found is not None
-            buffer, loading = found, self._load(chunk, found)
-        for pending in loading:
-            if pending is not None:
-                pending.wait()
-        if self.has_weights(chunk):
-            self._show_weights(chunk, buffer[: chunk.shard_nbytes].view(chunk.dtype))
-        for field in self.fields.get(chunk.index, []):
-            self.optim.state[field.piece.value][field.key] = field.view(buffer)
+        if not self.chunks.is_on_disk(chunk):
+            return None
+        if chunk.index not in self._loading:
+            self._load_weights(chunk)
+        buffer, pending = self._loading.pop(chunk.index)
+        if pending is not None:
+            pending.wait()
+        self._show(chunk, buffer[: chunk.shard_nbytes].view(chunk.dtype))
         return buffer
 
-    def fill(self, chunk: Chunk, buffer: Tensor, pieces: Sequence[Piece]) -> None:
-        """Let states of our optimizers that do not exist yet begin in the buffer, so that they take no other memory."""
-        if not isinstance(self.optim, MultiTensorOptimizer):
+    def put(self, chunk: Chunk, buffer: Tensor | None) -> None:
+        """Write back the weights that ``bring`` brought."""
+        if buffer is None:
             return
-        offset = max(self._nbytes(chunk), self._begin(chunk))
-        for piece in pieces:
-            if self.optim.state.get(piece.value):
-                continue
-            state = self.optim.state[piece.value]
-            for key, dtype in kinds(self.optim, piece):
-                made = Field(piece, key, dtype, piece.value.shape, _aligned(offset))
-                if made.offset + made.nbytes > buffer.nbytes:
-                    return  # the optimizer makes it, and it is laid into a larger buffer afterwards
-                view = made.view(buffer)
-                view.copy_(piece.value.detach()) if key == "master" else view.zero_()
-                state[key] = view
-                offset = made.offset + made.nbytes
+        data = buffer[: chunk.shard_nbytes]
+        writing = self.shelf.write(weights_of(chunk), data, f"the weights of {chunk.name}")
+        self._show(chunk, chunk.shard)
+        self.weights.give(buffer, writing.finish)
 
-    # After an update
+    def _show(self, chunk: Chunk, shard: Tensor) -> None:
+        for piece in self.pieces_of(chunk):
+            self.second.show(piece, piece.in_shard(shard))
+
+    # States
 
     @torch.no_grad()
-    def put(self, chunk: Chunk, buffer: Tensor) -> None:
-        """Write back what ``bring`` brought, and what the update added to it."""
-        writes = []
-        if self.has_states(chunk):
-            buffer = self._lay_out(chunk, buffer)
-            begin, end = self._begin(chunk), self._nbytes(chunk)
-            if end > begin:
-                what = f"the optimizer states of {chunk.name}"
-                self.shelf.room(states_of(chunk), end - begin, what)
-                writes.append(self.shelf.write(states_of(chunk), buffer[begin:end], what))
-        if self.has_weights(chunk):
-            data = buffer[: chunk.shard_nbytes]
-            writes.append(self.shelf.write(weights_of(chunk), data, f"the weights of {chunk.name}"))
-        self._hide(chunk)
+    def run(self, pieces: Sequence[Piece], work: Work | None = None) -> None:
+        """Let ``work`` update ``pieces`` whose weights are at hand, part by part, or only lay their states into their slots."""
+        wanted = set(pieces)
 
-        def wait() -> None:
-            for writing in writes:
-                writing.finish()
+        def on(slot: Slot, buffer: Tensor) -> None:
+            parts = self._parts(slot, buffer, has_weights=work is not None)
+            if work is not None:
+                work([part for part in parts if part.piece in wanted])
 
-        self.buffers.give(buffer, wait)
+        self._seen = None
+        self.pipeline.run(self.slots_of(pieces), on)
 
-    def _lay_out(self, chunk: Chunk, buffer: Tensor) -> Tensor:
-        """Let all states of ``chunk`` lie in the buffer, one after the other; in another buffer if this is too small."""
-        offset, fields = self._begin(chunk), []
-        for piece in self.pieces_of(chunk):
-            for key, value in self.optim.state.get(piece.value, {}).items():
-                if is_large(value):
-                    fields.append(Field(piece, key, value.dtype, value.shape, _aligned(offset)))
-                    offset = fields[-1].offset + fields[-1].nbytes
-        states = [self.optim.state[f.piece.value][f.key] for f in fields]
-        self.fields[chunk.index] = fields
-        start = buffer.data_ptr()
-        if all(
-            t.data_ptr() == start + f.offset and t.is_contiguous()
-            for f, t in zip(fields, states, strict=True)
-        ):
-            return buffer
-        states = [t.clone() for t in states]
-        if offset > buffer.nbytes:
-            weights = buffer[: self._begin(chunk)].clone()
-            self.buffers.fit(offset)
-            self.buffers.give(buffer)
-            larger = self.buffers.get(offset)
-            assert larger is not None
-            buffer = larger
-            buffer[: weights.numel()].copy_(weights)
-        for field, value in zip(fields, states, strict=True):
-            field.view(buffer).copy_(value)
-        return buffer
+    def _parts(self, slot: Slot, buffer: Tensor, has_weights: bool) -> list[Part]:
+        """The parts of ``slot``, with its states begun."""
+        is_new = not slot.is_filled
+        if is_new:
+            for extent, states in slot.states(buffer):
+                known = self.optim.state.get(extent.parameter, {})
+                large = {n: extent.of(row(v)) for n, v in known.items() if n in states}
+                begin(states, large, extent.of(row(extent.parameter.detach())))
+        if has_weights and slot.has(MASTER) and self.kinds.splits(slot.extents[0].parameter):
+            self._take_digits(slot, buffer)
+            is_new = True
+        found = slot.states(buffer)
+        return [Part(self._piece_of[e.parameter], e, states, is_new) for e, states in found]
 
-    def _hide(self, chunk: Chunk) -> None:
-        """Let the pieces have no values, but say where they are."""
-        if self.has_weights(chunk):
-            self._show_weights(chunk, chunk.shard)
-        for field in self.fields.get(chunk.index, []):
-            fetch = partial(self._fetch, chunk, field)
-            self.optim.state[field.piece.value][field.key] = away(field.shape, field.dtype, fetch)
+    def _take_digits(self, slot: Slot, buffer: Tensor) -> None:
+        """See [Note: masters that wait]."""
+        tails = [
+            tail_of(states[MASTER], extent.of(row(extent.parameter.detach())))
+            for extent, states in slot.states(buffer)
+        ]
+        slot.set_fields(self.kinds.with_tail(slot.fields))
+        if slot.on_disk:
+            self.shelf.room(slot.name, slot.nbytes, slot.what)
+        for (extent, states), tail in zip(slot.states(buffer), tails, strict=True):
+            states["tail"].copy_(tail)
+            self.second.follows(self.second.twin(self._piece_of[extent.parameter]))
 
-    def _show_weights(self, chunk: Chunk, shard: Tensor) -> None:
-        for piece in self.pieces_of(chunk):
-            piece.weight = piece.in_shard(shard)
-            piece.value.data = piece.weight
-            if piece in self.twins:
-                self.twins[piece].data = piece.weight
+    def rest(self, piece: Piece, small: dict[str, Any]) -> None:
+        """``piece`` has been updated, or its states laid into slots: ``small`` is what it keeps beside them."""
+        fields = self._slots[piece][0].fields
+        names = {MASTER: torch.float32} if ("tail", torch.int16) in fields else {}
+        names = {name: dtype for name, dtype in fields if name != "tail"} | names
+        self.optim.state[piece.value] = {
+            **small,
+            **{n: away(piece.value.shape, d, partial(self._fetch, piece, n)) for n, d in names.items()},
+        }
+
+    def lay_in(self, pieces: Sequence[Piece]) -> None:
+        """Let loaded states of ``pieces`` go where they rest."""
+        some = [p for p in pieces if p in self._slots]
+        self.run(some)
+        for piece in some:
+            self.rest(piece, small_of(self.optim.state[piece.value]))
 
     # Checkpoints
 
-    def _look_at(self, chunk: Chunk) -> Tensor:
-        """What rests of ``chunk``, to be read only; states that follow each other are read at once."""
-        if self._seen is None or self._seen[0] != chunk.index:
-            buffer = aligned_empty(max(self._nbytes(chunk), 1))
-            for pending in self._load(chunk, buffer):
-                if pending is not None:
-                    pending.wait()
-            self._seen = chunk.index, buffer
-        return self._seen[1]
+    def _fetch(self, piece: Piece, name: str) -> Tensor:
+        """A state of ``piece``; the others are read with it, and soon asked for."""
+        if self._seen is None or self._seen[0] is not piece or name not in self._seen[1]:
+            self._seen = piece, self._read(piece)
+        return self._seen[1].pop(name).view(piece.value.shape)
 
-    def _fetch(self, chunk: Chunk, field: Field) -> Tensor:
-        return field.view(self._look_at(chunk)).clone()
+    def _read(self, piece: Piece) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        weight = self._weight(piece) if any(s.has("tail") for s in self._slots[piece]) else None
+        for slot in self._slots[piece]:
+            for extent, states in slot.states(self.pipeline.look_at(slot)):
+                if extent.parameter is not piece.value:
+                    continue
+                if weight is not None and "tail" in states:
+                    states[MASTER] = join(extent.of(weight), states.pop("tail"))
+                for name, state in states.items():
+                    whole = found.setdefault(name, torch.empty(piece.value.numel(), dtype=state.dtype))
+                    extent.of(whole).copy_(state)
+        return found
+
+    def _weight(self, piece: Piece) -> Tensor:
+        chunk = self._chunk_of[piece]
+        if self.chunks.is_on_disk(chunk):
+            return row(piece.in_shard(self.chunks.read_shard(chunk)))
+        return row(piece.weight.detach())
 
     def look_away(self) -> None:
+        """Give back the memory of what was fetched."""
         self._seen = None
-
-    def portable(self, chunk: Chunk, piece: Piece) -> dict[str, Any]:
-        """The state of ``piece`` for a checkpoint: what rests on the disk is read when it is asked for."""
-        state = dict(self.optim.state.get(piece.value, {}))
-        if "tail" in state:
-            state.pop("tail")
-            state["master"] = away(piece.value.shape, torch.float32, partial(self._master, chunk, piece))
-        return state
-
-    def _master(self, chunk: Chunk, piece: Piece) -> Tensor:
-        buffer = self._look_at(chunk)
-        weight = piece.weight
-        if self.has_weights(chunk):
-            weight = piece.in_shard(buffer[: chunk.shard_nbytes].view(chunk.dtype))
-        tail = next(f for f in self.fields[chunk.index] if f.piece is piece and f.key == "tail")
-        return join(weight.detach(), tail.view(buffer))
-
-    def forget_states(self, chunk: Chunk) -> None:
-        """The states of ``chunk`` are replaced by others."""
-        self._seen = None
-        self._decided.discard(chunk.index)
-        if self.fields.pop(chunk.index, None):
-            self.shelf.free(states_of(chunk))
+        self.pipeline.look_away()
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // UNIT) * UNIT
-
-
-def _end(fields: Sequence[Field]) -> int:
-    return fields[-1].offset + fields[-1].nbytes
-
-
-def kinds(optim: MultiTensorOptimizer, piece: Piece) -> list[tuple[str, torch.dtype]]:
-    """The states that one of our optimizers keeps of ``piece``, with their dtypes."""
-    group = next(g for g in optim.param_groups if any(p is piece.value for p in g["params"]))
-    found = [(name, wide(piece.value)) for name in optim.state_names(group)]
-    if piece.value.dtype in HALVES:
-        extra = optim.extra(piece.value)
-        found.append((extra, torch.int16 if extra == "tail" else torch.float32))
-    return found
-
-
-def state_bytes(optim: Optimizer, piece: Piece) -> int:
-    """Bytes of the states of ``piece``; of an optimizer that is not ours, what Adam has."""
-    if not isinstance(optim, MultiTensorOptimizer):
-        return piece.value.numel() * 2 * piece.value.dtype.itemsize
-    return piece.value.numel() * sum(dtype.itemsize for _, dtype in kinds(optim, piece))
-
-
-def share_on_disk(optim: Optimizer, module: ZeroDDP) -> float | None:
-    """``nvme_offload_fraction`` of the user's optimizer: from here on the disk tier does what it asked for."""
-    fraction, directory = optim.give_up_offload() if isinstance(optim, NVMeOptimizer) else (0.0, None)
-    chunks = module.chunk_manager
-    if not fraction:
-        return None
-    if chunks.shelf is not None:
-        raise ValueError(
-            f"{type(optim).__name__} has nvme_offload_fraction={fraction}, and the model has disk_dir={chunks.shelf.store.directory!r};"
-            " give one of them: the disk tier takes the optimizer states too"
-        )
-    chunks.add_disk(directory)
-    module.gradients.spilled.reserve(module.gradients.host.largest)
-    return fraction
-
-
-def make_resting(
-    optim: Optimizer,
-    module: ZeroDDP,
-    pieces_of: Callable[[Chunk], Sequence[Piece]],
-    twins: dict[Piece, nn.Parameter],
-    share: float | None,
-) -> Resting | None:
-    """What the optimizer needs for the disk tier of ``module``; None if it has none."""
-    chunks = module.chunk_manager
-    if chunks.shelf is None:
-        return None
-    if needs_masters(optim, module.dtype):
-        raise ValueError(
-            f"the disk tier has no place for the float32 weights that {type(optim).__name__} needs to train in {module.dtype}; use one of"
-            " our optimizers (HybridAdam, FusedSGD), or float32"
-        )
-    most = max(
-        (
-            after_weights(c) * chunks.is_on_disk(c)
-            + sum(state_bytes(optim, p) + UNIT * STATES for p in pieces_of(c))
-            for c in chunks.chunks
-        ),
-        default=0,
-    )
-    buffers = Buffers(chunks.host, BUFFERS, "optimizer states on their way from and to the disk")
-    buffers.fit(most)
-    chunks.passing.append(buffers)
-    return Resting(chunks.shelf, buffers, optim, pieces_of, twins, share)
+def small_of(state: dict[str, Any]) -> dict[str, Any]:
+    """What a piece keeps in memory whatever happens: numbers, as copies."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+        if not is_large(value) and not is_away(value)
+    }

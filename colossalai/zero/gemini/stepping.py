@@ -1,9 +1,9 @@
-"""What ``GeminiOptimizer`` is made of: pieces of parameters in chunks, and a second hold on the user's optimizer."""
+"""What ``GeminiOptimizer`` is made of: pieces of parameters in chunks."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +15,38 @@ from colossalai.zero.gemini.ddp import ZeroDDP
 from colossalai.zero.pieces import FlatLayout, Piece, is_elementwise, piece_of
 from colossalai.zero.sharded import needs_masters
 
+Places = dict[Piece, tuple[Chunk, Slot]]
+
+
+class Member(NamedTuple):
+    """A piece of a chunk, with the number of its group."""
+
+    group: int
+    piece: Piece
+    slot: Slot
+
+
+class Members:
+    """The pieces of every chunk, also those that are empty."""
+
+    def __init__(self, optim: Optimizer, pieces: Sequence[Piece], places: Mapping[Piece, tuple[Chunk, Slot]]):
+        numbers = {id(p): n for n, group in enumerate(optim.param_groups) for p in group["params"]}
+        self._of: dict[int, list[Member]] = {}
+        for piece in pieces:
+            chunk, slot = places[piece]
+            self._of.setdefault(chunk.index, []).append(Member(numbers[id(piece.value)], piece, slot))
+
+    def of(self, chunk: Chunk) -> list[Member]:
+        return self._of.get(chunk.index, [])
+
+    def pieces(self, chunk: Chunk) -> list[Piece]:
+        """Those that are not empty."""
+        return [member.piece for member in self.of(chunk) if not member.piece.is_empty]
+
 
 def like(grad: Tensor, piece: Piece) -> Tensor:
     """A gradient as the piece's value takes it: a master wants it in float32."""
     return grad.view(piece.value.shape).to(piece.value.dtype)
-
-
-def is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def check_params(optim: Any, module: ZeroDDP) -> None:
@@ -49,11 +73,11 @@ def check_params(optim: Any, module: ZeroDDP) -> None:
         )
 
 
-def make_pieces(optim: Optimizer, module: ZeroDDP) -> tuple[list[Piece], dict[Piece, tuple[Chunk, Slot]]]:
+def make_pieces(optim: Optimizer, module: ZeroDDP) -> Places:
     """A piece for every parameter of the optimizer that is trained."""
     chunks = module.chunk_manager
     layouts: dict[int, FlatLayout] = {}
-    places: dict[Piece, tuple[Chunk, Slot]] = {}
+    places: Places = {}
     for group in optim.param_groups:
         for param in group["params"]:
             if not param.requires_grad:
@@ -67,19 +91,4 @@ def make_pieces(optim: Optimizer, module: ZeroDDP) -> tuple[list[Piece], dict[Pi
             dtype = torch.float32 if needs_masters(optim, chunk.dtype) else None
             piece = piece_of(param, layout, index, chunk.ranks.rank, weight, dtype=dtype)
             places[piece] = (chunk, slot)
-    return list(places), places
-
-
-def second_hold(optim: Optimizer) -> Optimizer:
-    """Another object for the same optimizer: for other parameters (the twins), with groups of its own and no hooks.
-
-    Jobs step some parameters with the options of an earlier moment, while the script may read and change the groups.
-    """
-    second = object.__new__(type(optim))
-    # a scheduler may have put a `step` of its own there
-    second.__dict__.update({k: v for k, v in optim.__dict__.items() if k not in ("step", "_versions")})
-    second.state = defaultdict(dict)
-    second._optimizer_step_pre_hooks = OrderedDict()
-    second._optimizer_step_post_hooks = OrderedDict()
-    second.param_groups = []
-    return second
+    return places

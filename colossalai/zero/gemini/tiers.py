@@ -11,7 +11,6 @@ the CPU.  A ``Move`` is a copy under way; elsewhere it is done when it begins.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,47 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.utils.disk import aligned_empty
+from colossalai.utils.host_memory import host_empty
 
 UNLIMITED = 1 << 62
 
 
 class OutOfCapacity(RuntimeError):
     """A tier cannot take what is needed at the same time."""
-
-
-class PinnedMemory:
-    """Page-locked host memory, which copies to and from a GPU need; unlocked when this object goes.
-
-    Registered rather than allocated by torch, which rounds page-locked blocks up to a power of two.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
-        self._finalizer = weakref.finalize(self, _unlock, self._blocks)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of exactly this size."""
-        nbytes = max(1, numel * dtype.itemsize)
-        block = aligned_empty(nbytes)
-        block.fill_(0)  # all threads touch the pages: registering then only locks them
-        cudart: Any = torch.cuda.cudart()
-        error = int(cudart.cudaHostRegister(block.data_ptr(), nbytes, 0))
-        if error:
-            raise OutOfCapacity(
-                f"the system refused to lock {nbytes:,} bytes of host memory (cudaHostRegister: error {error}); raise the"
-                " limit of locked memory (ulimit -l), or give the host tier less to hold"
-            )
-        self._blocks.append(block)
-        return block[: numel * dtype.itemsize].view(dtype)
-
-
-def _unlock(blocks: list[Tensor]) -> None:
-    cudart: Any = torch.cuda.cudart()
-    torch.cuda.synchronize()  # no copy may be under way
-    for block in blocks:
-        cudart.cudaHostUnregister(block.data_ptr())
-    blocks.clear()
 
 
 def check_capacity(tier: str, capacity: Any) -> None:
@@ -77,7 +42,7 @@ class Tier:
     name: str
     device: torch.device
     capacity: int | None = None
-    pinned: PinnedMemory | None = None
+    pinned: bool = False  # a GPU copies from and to it by itself
     used: int = 0
     peak: int = 0
     below: Tier | None = None  # what does not fit here might rest there
@@ -125,8 +90,8 @@ class Tier:
     def empty(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         """A flat tensor in this tier; whoever drops it gives its bytes back."""
         self.take(numel * dtype.itemsize, what)
-        if self.pinned is not None:
-            return self.pinned.empty(numel, dtype)
+        if self.pinned:
+            return host_empty(numel, dtype, pinned=True)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, DynamicGradScaler
+from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, dynamic_scaler
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper
@@ -79,16 +79,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         norm_type: float = 2.0,
         keep_dtype: Iterable[Tensor] = (),
     ) -> None:
-        scaler = DynamicGradScaler(
-            initial_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            min_scale,
-            max_scale,
-            hysteresis,
-            verbose,
-        )
+        scaler = dynamic_scaler(locals())
         _check(optimizer, reduce_bucket_size, communication_dtype, forced_dtype)
         group = process_group or _replicas()
         parts, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 from torch import nn
@@ -11,14 +10,13 @@ from torch.utils.data import DataLoader
 
 from titans.dataloader.cifar10 import build_cifar
 from titans.model.vit import VisionTransformer, vit_base_patch16_224
+from titans.utils.scripts import image_parser
 
 TINY_BATCH = 16
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = image_parser(description)
     parser.add_argument("--iterations", type=int, default=8, help="how many to run (%(default)s)")
     parser.add_argument(
         "--tiny",
@@ -28,13 +26,13 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def build(tiny: bool, batch_size: int) -> tuple[nn.Module, DataLoader]:
-    if tiny:
+def build(args: argparse.Namespace, batch_size: int) -> tuple[nn.Module, DataLoader]:
+    if args.tiny:
         size, batch_size = 32, TINY_BATCH
         model: nn.Module = VisionTransformer(size, 8, 3, 10, depth=2, num_heads=4, hidden_size=64)
     else:
         size, model = 224, vit_base_patch16_224(num_classes=10)
-    loader, _ = build_cifar(batch_size, os.environ.get("DATA", "./data"), crop=size, resize=size)
+    loader, _ = build_cifar(batch_size, args.data, crop=size, resize=size)
     return model, loader
 
 

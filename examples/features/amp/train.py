@@ -28,7 +28,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     colossalai.launch_from_torch(config={}, verbose=False)
-    model, train_dataloader = build(args.tiny, args.batch_size)
+    model, train_dataloader = build(args, args.batch_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
     criterion = torch.nn.CrossEntropyLoss()
     booster = Booster(

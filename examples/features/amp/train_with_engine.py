@@ -29,7 +29,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     colossalai.launch_from_torch(config=args.config, verbose=False)
-    model, train_dataloader = build(args.tiny, gpc.config.BATCH_SIZE)
+    model, train_dataloader = build(args, gpc.config.BATCH_SIZE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
     engine, train_dataloader, _, _ = colossalai.initialize(
         model, optimizer, torch.nn.CrossEntropyLoss(), train_dataloader, verbose=False

@@ -5,8 +5,6 @@ colossalai run --nproc_per_node 1 examples/features/gradient_accumulation/run_re
 
 from __future__ import annotations
 
-import argparse
-import os
 from itertools import islice
 from pathlib import Path
 
@@ -19,21 +17,16 @@ from colossalai.core import global_context as gpc
 from colossalai.utils import get_current_device
 from titans.dataloader.cifar10 import build_cifar
 from titans.model.resnet import resnet18
+from titans.utils.scripts import image_parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", type=Path, default=Path(__file__).with_name("config.py"))
-    args = parser.parse_args()
+    args = image_parser(__doc__, Path(__file__).with_name("config.py")).parse_args()
     colossalai.launch_from_torch(config=args.config, verbose=False)
     torch.set_printoptions(linewidth=200)
 
     model = resnet18(num_classes=10)
-    train_dataloader, _ = build_cifar(
-        gpc.config.BATCH_SIZE, os.environ.get("DATA", "./data"), padding=4, crop=32, resize=32
-    )
+    train_dataloader, _ = build_cifar(gpc.config.BATCH_SIZE, args.data, padding=4, crop=32, resize=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     engine, train_dataloader, _, _ = colossalai.initialize(
         model, optimizer, torch.nn.CrossEntropyLoss(), train_dataloader, verbose=False

@@ -5,8 +5,6 @@ colossalai run --nproc_per_node 1 examples/features/gradient_accumulation/train.
 
 from __future__ import annotations
 
-import argparse
-import os
 from contextlib import nullcontext
 from itertools import islice, pairwise
 
@@ -20,14 +18,13 @@ from colossalai.cluster import DistCoordinator
 from colossalai.utils import get_current_device
 from titans.dataloader.cifar10 import build_cifar
 from titans.model.resnet import resnet18
+from titans.utils.scripts import image_parser
 
 GRADIENT_ACCUMULATION = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = image_parser(__doc__)
     parser.add_argument("--batch_size", type=int, default=128, help="images per process (%(default)s)")
     args = parser.parse_args()
     colossalai.launch_from_torch(config={}, verbose=False)
@@ -35,9 +32,7 @@ def main() -> None:
     say = DistCoordinator().print_on_master
 
     model = resnet18(num_classes=10)
-    train_dataloader, _ = build_cifar(
-        args.batch_size, os.environ.get("DATA", "./data"), padding=4, crop=32, resize=32
-    )
+    train_dataloader, _ = build_cifar(args.batch_size, args.data, padding=4, crop=32, resize=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     criterion = torch.nn.CrossEntropyLoss()
     booster = Booster(plugin=TorchDDPPlugin())

@@ -7,8 +7,6 @@ On a GPU it computes in fp16, where clipping by hand would see gradients multipl
 
 from __future__ import annotations
 
-import argparse
-import os
 from itertools import islice
 
 import torch
@@ -22,23 +20,20 @@ from colossalai.nn.lr_scheduler import CosineAnnealingLR
 from colossalai.utils import get_current_device
 from titans.dataloader.cifar10 import build_cifar
 from titans.model.resnet import resnet34
+from titans.utils.scripts import image_parser
 
 GRADIENT_CLIPPING = 0.1
 ITERATIONS = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = image_parser(__doc__)
     parser.add_argument("--batch_size", type=int, default=128, help="images per process (%(default)s)")
     args = parser.parse_args()
     colossalai.launch_from_torch(config={}, verbose=False)
 
     model = resnet34(num_classes=10)
-    train_dataloader, _ = build_cifar(
-        args.batch_size, os.environ.get("DATA", "./data"), padding=4, crop=32, resize=32
-    )
+    train_dataloader, _ = build_cifar(args.batch_size, args.data, padding=4, crop=32, resize=32)
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     lr_scheduler = CosineAnnealingLR(optimizer, total_steps=ITERATIONS)

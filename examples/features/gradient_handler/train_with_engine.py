@@ -8,8 +8,6 @@ and after.
 
 from __future__ import annotations
 
-import argparse
-import os
 from itertools import islice
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from colossalai.registry import GRADIENT_HANDLER
 from colossalai.utils import get_current_device
 from titans.dataloader.cifar10 import build_cifar
 from titans.model.resnet import resnet18
+from titans.utils.scripts import image_parser
 
 
 @GRADIENT_HANDLER.register_module
@@ -49,17 +48,11 @@ def everywhere(value: Tensor) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", type=Path, default=Path(__file__).with_name("config.py"))
-    args = parser.parse_args()
+    args = image_parser(__doc__, Path(__file__).with_name("config.py")).parse_args()
     colossalai.launch_from_torch(config=args.config, verbose=False)
 
     model = resnet18(num_classes=10)
-    train_dataloader, _ = build_cifar(
-        gpc.config.BATCH_SIZE, os.environ.get("DATA", "./data"), padding=4, crop=32, resize=32
-    )
+    train_dataloader, _ = build_cifar(gpc.config.BATCH_SIZE, args.data, padding=4, crop=32, resize=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     engine, train_dataloader, _, _ = colossalai.initialize(
         model, optimizer, torch.nn.CrossEntropyLoss(), train_dataloader, verbose=False

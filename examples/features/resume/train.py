@@ -23,12 +23,11 @@ from colossalai.checkpoint_io import latest
 from colossalai.cluster import DistCoordinator
 from colossalai.nn.lr_scheduler import CosineAnnealingLR
 from colossalai.utils import get_current_device
+from titans.utils.scripts import script_parser
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument(
         "--folder", type=Path, default=Path("checkpoints"), help="of the checkpoints (%(default)s)"
     )

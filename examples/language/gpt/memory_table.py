@@ -24,6 +24,7 @@ from dry_run_gpt import play
 
 from colossalai.context import Config
 from colossalai.dry_run import RankReport
+from titans.utils.scripts import script_parser
 
 HERE = Path(__file__).parent
 MEASURED = HERE / "measured.json"
@@ -121,9 +122,7 @@ def write_into(page: str, text: str) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--measure", type=int, nargs=2, metavar=("PROCESSES", "STEPS"), help="train on GPUs")
     parser.add_argument("--write", action="store_true", help="put the table into docs/gpt.md")
     args = parser.parse_args()

@@ -6,13 +6,11 @@ colossalai run --nproc_per_node 4 train.py --config config.py -s
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -25,48 +23,16 @@ from colossalai.nn import CrossEntropyLoss
 from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from colossalai.utils import get_current_device, is_using_pp
 from titans.dataloader.cifar10 import build_cifar
+from titans.dataloader.noise import NoiseImages
 from titans.model.pipeline_vit import build_pipeline_vit
-
-SYNTHETIC_STEPS = 10
+from titans.utils.scripts import add_synthetic, image_parser
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=Path(__file__).with_name("config.py"),
-        help="sizes, rates and the parallel plan (%(default)s)",
-    )
-    parser.add_argument(
-        "-s",
-        "--synthetic",
-        action="store_true",
-        help=f"{SYNTHETIC_STEPS} batches of noise per epoch, instead of CIFAR-10 or its stand-in",
-    )
-    parser.add_argument(
-        "--data", default=os.environ.get("DATA", "data"), help="folder of CIFAR-10 (default: $DATA, or data)"
-    )
+    config = Path(__file__).with_name("config.py")
+    parser = image_parser(__doc__, config, "sizes, rates and the parallel plan")
+    add_synthetic(parser)
     return parser.parse_args()
-
-
-class SyntheticBatches:
-    """Noise in the shape of images; the same on all ranks that hold parts of one model."""
-
-    def __init__(self, config: Config) -> None:
-        self.shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
-        self.classes = config.NUM_CLASSES
-
-    def __len__(self) -> int:
-        return SYNTHETIC_STEPS
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        generator = torch.Generator().manual_seed(gpc.get_local_rank(ParallelMode.DATA))
-        for _ in range(len(self)):
-            labels = torch.randint(self.classes, self.shape[:1], generator=generator)
-            yield torch.randn(self.shape, generator=generator), labels
 
 
 def build_model(config: Config) -> nn.Module:
@@ -84,16 +50,16 @@ def build_model(config: Config) -> nn.Module:
     )
 
 
-def build_data(config: Config, args: argparse.Namespace) -> SyntheticBatches | DataLoader:
-    if args.synthetic:
-        return SyntheticBatches(config)
+def build_data(config: Config, args: argparse.Namespace) -> NoiseImages | DataLoader:
     size = config.IMG_SIZE
+    if args.synthetic:
+        return NoiseImages(config.BATCH_SIZE, size, config.NUM_CLASSES, gpc.get_local_rank(ParallelMode.DATA))
     # every batch must have the rows that micro-batches and tensor-parallel ranks share
     train, _ = build_cifar(config.BATCH_SIZE, args.data, crop=size, resize=size, drop_last=True)
     return train
 
 
-def train_epoch(engine: Engine, data: SyntheticBatches | DataLoader, description: str) -> float:
+def train_epoch(engine: Engine, data: NoiseImages | DataLoader, description: str) -> float:
     """The mean loss of one epoch, on every rank; ranks before the last stage see none while it runs."""
     engine.train()
     batches = iter(data)

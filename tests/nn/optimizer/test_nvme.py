@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from colossalai.nn import optimizer as optim
-from colossalai.nn.optimizer import offload, slots
+from colossalai.nn.optimizer import slot_pipeline, slots
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
 from colossalai.testing import check_state_dict_equal, parametrize_sample
 
@@ -28,7 +28,7 @@ SHAPES = ((9000,), (70, 90), (5, 3), (1,), (3, 8, 10, 10), (41, 101), (2500,))
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So that these small parameters are cut, and some share a slot; many threads would only wait for each other."""
-    monkeypatch.setattr(offload, "LEAST", 1 << 14)
+    monkeypatch.setattr(slot_pipeline, "LEAST", 1 << 14)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -111,7 +111,7 @@ def test_parameters_without_gradients_cause_no_transfers(tmp_path: Path) -> None
     optimizer = optim.CPUAdam([used, unused], nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
     used.grad = torch.ones(4096)
     optimizer.step()
-    store = optimizer._offload.pipeline.store
+    store = optimizer._offload.pipeline.shelf.store
     assert (store.bytes_read, store.bytes_written) == (0, 32_768)
     assert unused not in optimizer.state
     unused.grad, used.grad = torch.ones(4096), None
@@ -292,7 +292,7 @@ def test_failed_writes_lose_nothing(
             check_state_dict_equal(expected.state_dict(), optimizer.state_dict())
     _assert_same(serial, parameters)
     assert optimizer._offload is not None
-    assert all(s.memory is None for s in optimizer._offload.slots_of(parameters))  # on the disk again
+    assert not optimizer._offload.pipeline.shelf.kept  # on the disk again
 
 
 def test_failed_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

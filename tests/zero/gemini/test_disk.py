@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import check_state_dict_equal, sample_cases, spawn
 from colossalai.utils.disk.scratch import ScratchFile
@@ -121,6 +123,63 @@ def test_checkpoints_are_those_of_memory(tmp_path: Path, dtype: torch.dtype) -> 
     check_tiers(again)
 
 
+@pytest.mark.parametrize("share", [None, 1 / 2])
+def test_states_are_loaded_chunk_by_chunk(tmp_path: Path, share: float | None) -> None:
+    """The optimizer before the model, in bf16: the digits that the weights lack are there, and the host never holds too much."""
+    case = Case(dtype=torch.bfloat16)
+    first = Training(case, shallow)
+    weights, states = _weights_and_states(first, 2)
+    if share is None:
+        again = Training(case, shallow, offloaded(1.0, str(tmp_path)))
+    else:
+        again = Training(small_host(str(tmp_path), share, case, build=shallow), shallow)
+    again.step(batch(7))
+    again.optimizer.load_state_dict(states)
+    check_state_dict_equal(again.optimizer.state_dict()["state"], states["state"])
+    check_tiers(again)
+    assert again.model.chunk_manager.total_mem["disk"] > 0
+    again.model.load_state_dict(weights)
+    assert torch.equal(again.step(batch(2)), first.step(batch(2)))
+    check_state_dict_equal(again.model.state_dict(), first.model.state_dict())
+    check_state_dict_equal(again.optimizer.state_dict()["state"], first.optimizer.state_dict()["state"])
+
+
+def _checkpoints(rank: int, world_size: int, port: int, folder: str) -> None:
+    launch(rank, world_size, port)
+    sizes = {"min_chunk_size_mb": 0.001, "search_range_mb": 0.001}
+
+    def boosted(fraction: float) -> tuple[Booster, Any, Any]:
+        booster, model = (
+            Booster(plugin=GeminiPlugin(placement_policy="cpu", precision="bf16", **sizes)),
+            shallow(),
+        )
+        return booster, *booster.boost(model, offloaded(fraction, folder)(model.parameters()))[:2]
+
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        optimizer.backward(loss_of(model, batch(number).to(model.chunk_manager.device)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    booster, model, optimizer = boosted(1.0)
+    step(model, optimizer, 0)
+    booster.save_model(model, f"{folder}/model")
+    booster.save_optimizer(optimizer, f"{folder}/optimizer")
+    step(model, optimizer, 1)
+    for fraction in (0.0, 1.0):
+        other, again, loaded = boosted(fraction)
+        step(again, loaded, 5)  # something to be replaced
+        other.load_model(again, f"{folder}/model")
+        other.load_optimizer(loaded, f"{folder}/optimizer")
+        step(again, loaded, 1)
+        check_state_dict_equal(again.state_dict(), model.state_dict())
+        check_state_dict_equal(loaded.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_checkpoints_of_the_booster(tmp_path: Path) -> None:
+    """States on the disk are saved, and those that are loaded go there."""
+    spawn(_checkpoints, 1, folder=str(tmp_path))
+
+
 def _all_of_a_step(run: Training, number: int) -> None:
     run.step(batch(number))
     run.model.settle()
@@ -144,10 +203,11 @@ def test_nvme_fraction(tmp_path: Path, dtype: torch.dtype) -> None:
             check_state_dict_equal(got, wanted)
         resting = run.optimizer._resting
         assert resting is not None
-        sizes.append(len(resting.fields))
-    trained = len(run.model.gradients.of)
-    assert sizes[1] == trained
-    assert abs(sizes[0] - trained / 2) <= 1
+        assert resting.share is not None
+        sizes.append(resting.share)
+        largest = max(slot.nbytes for slot in resting.slots_of(resting._slots))
+        assert abs(resting.share.on_disk - fraction * resting.share.total) <= largest
+    assert sizes[0].total == sizes[1].total == sizes[1].on_disk > 0
     with pytest.raises(
         ValueError, match=r"HybridAdam has nvme_offload_fraction=0.5, and the model has disk_dir"
     ):
@@ -170,7 +230,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ScratchFile, "write", fails)
     with pytest.raises(
         OSError,
-        match=r"the (gradients|optimizer states) of chunk \d+ .* could not be written .*Nothing is lost",
+        match=r"the (weights|gradients|optimizer states) of chunk \d+ .* could not be written .*Nothing is lost",
     ):
         _all_of_a_step(run, 2)
     run.optimizer.zero_grad()

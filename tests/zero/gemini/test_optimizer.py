@@ -14,6 +14,7 @@ from colossalai.nn.optimizer import HybridAdam, Lamb
 from colossalai.testing import RankError, spawn
 from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
 from colossalai.zero.gemini import ChunkManager, GeminiAdamOptimizer, GeminiOptimizer
+from colossalai.zero.gemini.updates import Updates
 from colossalai.zero.gemini.worker import Worker
 from tests.zero.gemini.runs import Case, Serial, Training, batch, compare, launch, loss_of, net
 from tests.zero.gemini.test_model import small
@@ -46,13 +47,13 @@ def test_a_scheduler_changes_the_next_step_not_the_one_under_way(early: bool) ->
     run, serial = Training(Case(early=early), build=tower), Serial(Case(), build=tower)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.3) for o in (run.optimizer, serial.optimizer)]
     hold = threading.Event()
-    update = run.optimizer._update_chunk
+    update = run.optimizer._updates._update
 
     def slow(*args: Any) -> None:  # no job runs before the scheduler has
         hold.wait(timeout=20)
         update(*args)
 
-    run.optimizer._update_chunk = slow  # type: ignore[method-assign]
+    run.optimizer._updates._update = slow  # type: ignore[method-assign]
     for step in range(4):
         run.model.settle()
         hold.clear()
@@ -127,7 +128,7 @@ def test_refusals() -> None:
 def test_the_margin_is_given_to_chunks() -> None:
     case = Case(share=4.0)
     run, serial = Training(case), Serial(case)
-    run.optimizer.margin = 0.5
+    run.optimizer._homes.margin = 0.5
     for step in range(4):
         assert torch.allclose(run.step(batch(step)), serial.step(batch(step)), rtol=1e-5)
     homes = [c.home.name for c in run.model.chunk_manager.chunks if c.home]
@@ -150,13 +151,13 @@ def test_stage_3_of_the_wrappers() -> None:
 
 def test_without_waiting_for_updates_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    update = GeminiOptimizer._update_chunk
+    update = Updates._update
 
     def late(self: Any, *args: Any) -> None:
         gate.wait(timeout=0.5)
         update(self, *args)
 
-    monkeypatch.setattr(GeminiOptimizer, "_update_chunk", late)
+    monkeypatch.setattr(Updates, "_update", late)
     monkeypatch.setattr(Worker, "wait", lambda self, key: None)
     monkeypatch.setattr(Worker, "is_done", lambda self, key: True)
     case = Case()

@@ -1,0 +1,127 @@
+"""Bytes between tensors and files, a strip at a time.
+
+A strip is read, summed and written while it is in the cache.  What is on a GPU passes through a strip of pinned memory that every
+thread has for itself: so a save needs no host memory for whole tensors, and no pages that the system must first make.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossalai.utils.host_memory import host_empty
+
+STRIP = 1 << 22  # bytes
+AHEAD = (
+    4 * STRIP
+)  # bytes that the disk is asked for before they are needed, and that it begins to write before all are there
+THREADS = max(4, min(8, os.cpu_count() or 1))  # some of them wait for the disk
+
+_rooms = threading.local()
+
+
+def strips_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The memory of a tensor, in order; each strip is good until the next is asked for."""
+    flat = flat_bytes(tensor.detach().contiguous())
+    for start in range(0, flat.numel(), STRIP):
+        part = flat[start : start + STRIP]
+        yield memory_of(part if part.device.type == "cpu" else _to_host(part))
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as the bytes it consists of."""
+    if tensor.numel() == 0:
+        return tensor.new_empty(0, dtype=torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(
+        torch.uint8
+    )  # a dim of one element may have any stride
+
+
+def memory_of(flat: Tensor) -> memoryview:
+    """The memory of ``flat``, bytes on the CPU."""
+    return flat.numpy().data if flat.numel() else memoryview(b"")
+
+
+def _to_host(part: Tensor) -> Tensor:
+    room = _room(part.device.type == "cuda")[: part.numel()]
+    room.copy_(part, non_blocking=True)
+    _wait_for(part)
+    return room
+
+
+def _wait_for(part: Tensor) -> None:
+    if part.device.type == "cuda":
+        torch.cuda.current_stream(part.device).synchronize()
+
+
+def _room(pinned: bool) -> Tensor:
+    """A strip of host memory of this thread."""
+    name = "pinned" if pinned else "plain"
+    if not hasattr(_rooms, name):
+        setattr(_rooms, name, host_empty(STRIP, torch.uint8, pinned=pinned))
+    found: Tensor = getattr(_rooms, name)
+    return found
+
+
+def wait_for_devices() -> None:
+    """Wait for all that the caller has asked of its GPU: other threads, on other streams, may then read and write."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def write_all(file: Any, data: Any) -> None:
+    """Write all of ``data``, which a file without a buffer may take in parts."""
+    view = memoryview(data)
+    while len(view):
+        view = view[file.write(view) :]
+
+
+def start_writing(descriptor: int, start: int, end: int) -> None:
+    """Let the disk begin with these bytes of a file, that it does not have all to do at the end."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def file_strips(descriptor: int, start: int, nbytes: int) -> Iterator[memoryview]:
+    """Bytes of a file, in order; each strip is good until the next is asked for."""
+    room = _room(pinned=False)
+    for place, size in _places(descriptor, start, nbytes):
+        yield memory_of(_read(descriptor, place, room[:size]))
+
+
+def read_into(descriptor: int, start: int, target: Tensor) -> None:
+    """Fill a contiguous tensor, on any device, with the bytes of a file from ``start`` on."""
+    flat = flat_bytes(target)
+    direct = flat.device.type == "cpu"
+    for place, size in _places(descriptor, start, flat.numel()):
+        part = flat[place - start :][:size]
+        if direct:
+            _read(descriptor, place, part)
+        else:
+            part.copy_(_read(descriptor, place, _room(flat.device.type == "cuda")[:size]), non_blocking=True)
+            _wait_for(part)
+
+
+def _places(descriptor: int, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """The strips of a part of a file, with those that follow on their way from the disk."""
+    for place in range(start, start + nbytes, STRIP):
+        if hasattr(os, "posix_fadvise"):
+            ahead = min(AHEAD, start + nbytes - place)
+            os.posix_fadvise(descriptor, place, ahead, os.POSIX_FADV_WILLNEED)
+        yield place, min(STRIP, start + nbytes - place)
+
+
+def _read(descriptor: int, place: int, room: Tensor) -> Tensor:
+    view = memory_of(room)
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], place + done)
+        if count == 0:
+            raise OSError(f"the file ends at byte {place + done}, and {len(view) - done} more were expected")
+        done += count
+    return room

@@ -1,0 +1,148 @@
+"""The disk as third tier: rows of bytes that its tier counts, and weights that are read ahead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from colossalai.nn.optimizer.slot_pipeline import BUFFERS, slot_size
+from colossalai.nn.optimizer.slots import GRAIN, RUN
+from colossalai.utils.disk import Buffers, Pending, Shelf, aligned_empty
+from colossalai.utils.disk.memory import padded
+from colossalai.zero.gemini.chunk import Chunk
+from colossalai.zero.gemini.tiers import Move, OutOfCapacity, Tier
+
+UPDATES = 3  # buffers for weights that are updated: one is updated, one is read, one is written
+STATES = 4  # at most, of a parameter
+STATE_BYTES = 12  # the most that an update keeps of an element: two moments and a master
+
+
+class DiskShelf(Shelf):
+    """A shelf whose rows ``tier`` counts, in whole blocks of the disk."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None, capacity: int | None = None) -> None:
+        super().__init__(directory)
+        self.tier = Tier("disk", torch.device("cpu"), capacity)
+        self._sizes: dict[str, int] = {}
+
+    def room(self, name: str, nbytes: int, what: str) -> None:
+        """Count a row before it is written, in the place of an earlier one of this name."""
+        old, new = self._sizes.get(name, 0), padded(nbytes)
+        if new > old:
+            self.tier.take(new - old, what)
+        else:
+            self.tier.give(old - new)
+        self._sizes[name] = new
+
+    def free(self, name: str) -> None:
+        super().free(name)
+        self.tier.give(self._sizes.pop(name, 0))
+
+    def finish(self) -> None:
+        """Wait for all writes; raise, once, if some failed."""
+        super().finish()
+        self.raise_failures()
+
+    def raise_failures(self) -> None:
+        if failures := self.pop_failures():
+            what, _, first = failures[0]
+            others = len({failure.what for failure in failures}) - 1
+            raise OSError(
+                first.errno,
+                f"{what} could not be written to the disk tier{f' (nor {others} others)' if others else ''}: {first.strerror}. Nothing"
+                " is lost: they are kept in memory, and the next update tries again. Save a checkpoint, and make room on the disk",
+            ) from first
+
+
+class TierMemory:
+    """Memory of a tier for buffers; ``pinned`` where the tier is, so that a GPU can copy from and to it."""
+
+    def __init__(self, tier: Tier, what: str, pinned: bool = False) -> None:
+        self.tier, self.what, self.pinned = tier, what, pinned
+
+    def get(self, nbytes: int, must: bool) -> Tensor | None:
+        try:
+            if self.pinned and self.tier.pinned:
+                return self.tier.empty(nbytes, torch.uint8, self.what)
+            self.tier.take(nbytes, self.what)
+        except OutOfCapacity:
+            if must:
+                raise
+            return None
+        return aligned_empty(nbytes)
+
+    def give(self, nbytes: int) -> None:
+        self.tier.give(nbytes)
+
+
+class Reader:
+    """Weights of chunks that rest on the disk, read ahead of their way to the compute tier."""
+
+    def __init__(self, shelf: Shelf, buffers: Buffers) -> None:
+        self.shelf, self.buffers = shelf, buffers
+        self._staged: dict[int, tuple[Tensor, Pending | None]] = {}
+
+    def begin(self, chunk: Chunk, force: bool = False) -> bool:
+        """Begin to read ``chunk``; False if no buffer is free."""
+        if chunk.index in self._staged:
+            return True
+        buffer = self.buffers.get(wait=force, must=force)
+        if buffer is None:
+            return False
+        self._staged[chunk.index] = buffer, self.shelf.read(weights_of(chunk), buffer[: chunk.shard_nbytes])
+        return True
+
+    def get(self, chunk: Chunk) -> Tensor:
+        """The shard of ``chunk``, until ``used``."""
+        if chunk.index not in self._staged and len(self._staged) >= self.buffers.most:
+            self.forget(next(reversed(self._staged)))
+        self.begin(chunk, force=True)
+        buffer, pending = self._staged[chunk.index]
+        try:
+            if pending is not None:
+                pending.wait()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"the weights of {chunk.name} cannot be read: {error.strerror}"
+            ) from error
+        return buffer[: chunk.shard_nbytes].view(chunk.dtype)
+
+    def used(self, chunk: Chunk, move: Move) -> None:
+        """The shard is being copied by ``move``."""
+        buffer, _ = self._staged.pop(chunk.index)
+        event, work = move.event, move.work
+
+        def wait() -> None:
+            if event is not None:
+                event.synchronize()
+            elif work is not None:
+                work.wait()
+
+        self.buffers.give(buffer, wait)
+
+    def forget(self, index: int) -> None:
+        """What was read of this chunk is not wanted, or out of date."""
+        if index in self._staged:
+            buffer, pending = self._staged.pop(index)
+            if pending is not None:
+                pending.settle()
+            self.buffers.give(buffer)
+
+
+def largest_slot(chunk_bytes: int, all_bytes: int) -> int:
+    """Bytes of the largest slot of a chunk whose states have ``chunk_bytes``, where those of all have ``all_bytes``."""
+    return min(chunk_bytes, max(slot_size(all_bytes), GRAIN * STATE_BYTES)) + STATES * RUN
+
+
+def passing_bytes(chunks: Sequence[Chunk]) -> int:
+    """The most that updates may need of the host for what passes between it and the disk."""
+    largest, total = max(c.shard_size for c in chunks), sum(c.shard_size for c in chunks)
+    slots = BUFFERS * largest_slot(largest * STATE_BYTES, total * STATE_BYTES)
+    return slots + UPDATES * max(c.shard_nbytes for c in chunks)
+
+
+def weights_of(chunk: Chunk) -> str:
+    return f"weights {chunk.index}"

@@ -1,0 +1,108 @@
+"""Chunks that move to the compute device, with their states, when it is known what the activations leave free."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from colossalai.nn.optimizer.base import MultiTensorOptimizer
+from colossalai.zero.gemini.accounts import Accounts
+from colossalai.zero.gemini.chunk import Chunk
+from colossalai.zero.gemini.ddp import ZeroDDP
+from colossalai.zero.gemini.grads import IN_FLIGHT
+from colossalai.zero.gemini.placement import AutoPlacementPolicy
+from colossalai.zero.gemini.second import Second
+from colossalai.zero.gemini.state_kinds import is_large
+from colossalai.zero.gemini.stepping import Members
+from colossalai.zero.gemini.tiers import UNLIMITED, Tier
+from colossalai.zero.pieces import Piece
+
+
+class Homes:
+    """Where the chunks of ``model`` rest; ``margin`` is the share of what is free that they get, ``auto`` gives all of it."""
+
+    def __init__(
+        self, model: ZeroDDP, members: Members, second: Second, accounts: Accounts, margin: float
+    ) -> None:
+        self.model, self.chunks, self.manager = model, model.chunk_manager, model.gemini_manager
+        self.members, self.second, self.accounts = members, second, accounts
+        self.margin = margin
+
+    def promote(self) -> None:
+        """Let as many chunks as fit rest on the compute device; nothing may be under way."""
+        share = 1.0 if self.manager.policy.measures else self.margin
+        if not share or self.manager.policy.rests_on_compute:
+            return
+        budget = self._budget(share)
+        order = sorted(
+            (
+                c
+                for c in self.chunks.chunks
+                if c.home is self.chunks.host and c.index not in self.accounts.away
+            ),
+            key=lambda c: (self.manager.trace.first_use(c.index), c.index),
+        )
+        if sum(map(self._cost, order)) > budget:
+            budget -= self._window()
+        moved = False
+        for chunk in order:
+            if self._cost(chunk) > budget:
+                break
+            budget -= self._cost(chunk)
+            self.move(chunk, self.chunks.compute)
+            moved = True
+        if moved:
+            self.model._hooks.refresh()
+
+    def _cost(self, chunk: Chunk) -> int:
+        """Bytes that ``chunk`` takes of the compute tier when it rests there: weights, gradients, states."""
+        return chunk.shard_nbytes * (2 if chunk.trained else 1) + self.accounts.of(chunk)
+
+    def _window(self) -> int:
+        """Bytes for the chunks that come and go."""
+        largest = max(c.nbytes for c in self.chunks.chunks)
+        return (self.manager.prefetch + 2 + IN_FLIGHT + 1) * largest
+
+    def _budget(self, share: float) -> int:
+        compute = self.chunks.compute
+        total = compute.limit
+        if self.chunks.device.type == "cuda":
+            # a script may allow itself a part of the device only
+            share_of = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+            memory = torch.cuda.get_device_properties(self.chunks.device).total_memory
+            memory = int(memory * share_of(self.chunks.device))
+            usable = int(memory * AutoPlacementPolicy._steady_cuda_cap_ratio)
+            total = min(total, usable - self.manager.memstats().non_model)
+        budget = int((total - compute.used) * share)
+        if self.chunks.ranks.size > 1:  # ranks gather the same chunks
+            budget = min(budget, UNLIMITED)
+            number = torch.tensor([budget], dtype=torch.int64, device=self.model.gradients.meeting)
+            dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.chunks.ranks.reduce)
+            budget = int(number.item()) - self._window()
+        return budget
+
+    @torch.no_grad()
+    def move(self, chunk: Chunk, tier: Tier) -> None:
+        """Let ``chunk`` rest in ``tier``, with its states."""
+        old = chunk.home
+        assert old is not None
+        states = self.accounts.of(chunk)
+        self.manager.mark_stale(chunk)
+        self.chunks.move_chunk(chunk, tier)
+        tier.take(states, f"optimizer states of {chunk.name}")
+        old.give(states)
+        for _, piece, _ in self.members.of(chunk):
+            self._follow(piece, chunk, tier)
+
+    def _follow(self, piece: Piece, chunk: Chunk, tier: Tier) -> None:
+        optim = self.second.optim
+        shared, known = piece.is_shared, self.second.is_followed(piece)
+        self.second.forget(piece)
+        piece.weight = piece.in_shard(chunk.shard) if not piece.is_empty else chunk.shard[:0]
+        piece.value.data = piece.weight if shared else piece.value.data.to(tier.device)
+        state = optim.state.get(piece.value, {})
+        for name, value in state.items():
+            if is_large(value):
+                state[name] = value.to(tier.device)
+        if known and isinstance(optim, MultiTensorOptimizer):
+            optim.versions[piece.value] = piece.value._version
