@@ -27,6 +27,9 @@ from colossalai.utils.optimizer_state import SERIAL_SHAPE
 # cut more coarsely.
 ALIGNMENT, SHARD_ALIGNMENT = 8, 64
 
+# The attribute of a parameter whose values lie in chunks, and come and go.
+IN_CHUNKS = "_colo_in_chunks"
+
 # The optimizers of torch that update every element without knowing the others.
 ELEMENTWISE = frozenset(
     ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")

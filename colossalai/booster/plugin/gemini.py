@@ -14,6 +14,7 @@ from colossalai.booster.plugin.own_precision import OwnPrecisionPlugin, loss_sca
 from colossalai.interface import OptimizerWrapper
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer, MemStats, PlacementPolicyFactory
 from colossalai.zero.gemini.chunk_manager import check_disk, default_device
+from colossalai.zero.gemini.tiers import check_capacity
 
 
 class GeminiPlugin(OwnPrecisionPlugin):
@@ -78,6 +79,12 @@ class GeminiPlugin(OwnPrecisionPlugin):
         super().__init__(precision, max_norm, norm_type)
         PlacementPolicyFactory.create(placement_policy)
         check_disk(disk_dir, disk_capacity, host_capacity)
+        for tier, capacity in (
+            ("compute", compute_capacity),
+            ("host", host_capacity),
+            ("disk", disk_capacity),
+        ):
+            check_capacity(tier, capacity)
         self.device = torch.device(device) if device is not None else default_device()
         scale = loss_scale(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from colossalai.amp.casting import CastModel, is_batch_norm
@@ -124,6 +125,10 @@ class LowLevelZeroPlugin(OwnPrecisionPlugin):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         module, dtype = user_module(model), self.dtype
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                "LowLevelZeroPlugin averages gradients itself, but the model is a DistributedDataParallel; give the model inside it"
+            )
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         check_backend(device)
         start_alike(module, self._group)

@@ -20,7 +20,7 @@ from colossalai.tensor import ProcessGroup
 from colossalai.utils.disk import Buffers
 from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, aligned, group_ranks, padded
 from colossalai.zero.gemini.disk import DiskShelf, Reader, TierMemory, weights_of
-from colossalai.zero.gemini.search import data_parallel_size, search
+from colossalai.zero.gemini.search import check_configuration, data_parallel_size, search
 from colossalai.zero.gemini.states import TensorState
 from colossalai.zero.gemini.tiers import Copier, Move, Tier
 
@@ -63,6 +63,7 @@ class ChunkManager:
                 "ChunkManager shares chunks between data-parallel ranks and cannot keep them whole on each, as"
                 " enable_distributed_storage=False asks for; use strict_ddp_mode=True of GeminiDDP to keep them during a step"
             )
+        check_configuration(chunk_configuration)
         check_disk(disk_dir, disk_capacity, host_capacity)
         self.device = torch.device(device or default_device())
         if self.device.type == "cuda" and self.device.index is None:

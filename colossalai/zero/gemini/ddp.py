@@ -20,6 +20,7 @@ from colossalai.interface import ModelWrapper
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh
 from colossalai.utils.away import away
+from colossalai.zero.gemini.checks import Untouched, check_model
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks
 from colossalai.zero.gemini.fill import Replaced, fill, give_meta_storage, place_buffers, register
@@ -30,8 +31,6 @@ from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicyFactory
 from colossalai.zero.gemini.search import model_mesh
 from colossalai.zero.states import SlicedTensor
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class ZeroDDP(ModelWrapper):
@@ -60,9 +59,8 @@ class ZeroDDP(ModelWrapper):
         mesh: Mesh | None = None,
         seed: int = 1024,
     ) -> None:
+        check_model(module, dtype)
         super().__init__(module)
-        if dtype not in DTYPES:
-            raise ValueError(f"Gemini trains in {', '.join(map(str, DTYPES))}; got dtype={dtype!r}")
         self.gemini_manager, self.chunk_manager = gemini_manager, gemini_manager.chunk_manager
         self.dtype, self.mesh = dtype, mesh if mesh is not None else model_mesh(module)
         self.force_outputs_fp32 = force_outputs_fp32
@@ -87,6 +85,7 @@ class ZeroDDP(ModelWrapper):
         self.gradients = gemini_manager.gradients
         self.gradients.start(chunk for chunk in self.chunk_manager.chunks if chunk.trained)
         self.optimizer: Any = None  # told when gradients of a chunk have come, and when a step is over
+        self._untouched = Untouched(self.chunk_manager)
         self._hooks = ModuleHooks(user, gemini_manager, self._take_gradient, self._end_backward)
 
     # Training
@@ -96,7 +95,10 @@ class ZeroDDP(ModelWrapper):
         if not self._hooks.in_backward:
             self.gemini_manager.drop_stale()
         if trains:
+            self._untouched.check()
             self.gemini_manager.pre_iter()
+        if self.gemini_manager.strict and not self._hooks.in_backward:
+            self.gemini_manager.bring_all()
         args, kwargs = cast_floats((args, kwargs), self.dtype)
         try:
             output = self.module(*args, **kwargs)
@@ -153,6 +155,12 @@ class ZeroDDP(ModelWrapper):
     def _end_backward(self) -> None:
         self._sent(self.gradients.finish())
         self.gemini_manager.post_iter()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} lies in chunks on several ranks and tiers, so it cannot be copied or pickled; use state_dict(), or"
+            " get_static_torch_model(model) for an ordinary copy"
+        )
 
     # Weights
 
@@ -355,6 +363,7 @@ class GeminiDDP(ZeroDDP):
         disk_capacity: int | None = None,
     ) -> None:
         PlacementPolicyFactory.create(placement_policy)
+        check_model(module, dtype)
         mesh = mesh if mesh is not None else model_mesh(module)
         where = torch.device(device) if device is not None else None
         chunks: ChunkManager = init_chunk_manager(

@@ -134,11 +134,14 @@ class Gradients(HomeGradients):
         left = [self.chunks.chunks[i] for i in self.order]
         shared = bool(left) and left[0].ranks.size > 1 and self.sync
         again = [c for c in left if self.of[c.index].sent and self.of[c.index].arrived]
+        rest = [c for c in left if self.of[c.index].arrived]
         if shared:
-            again = self._agree_on(again)
-            rest = [c for c in left if not self.of[c.index].sent] + again
-        else:
-            rest = [c for c in left if self.of[c.index].arrived]
+            unsent = [c for c in left if not self.of[c.index].sent]
+            # before anything is agreed on: other ranks may have sent these in the pass, and late ones after it
+            for chunk in sorted(unsent, key=lambda c: c.index in self.late):
+                self._send(chunk)
+                yield chunk
+            rest = again = self._agree_on(again)
         self.late.update(c.index for c in again)
         for chunk in rest:
             self._send(chunk)

@@ -188,10 +188,16 @@ class ModuleHooks:
     def begin_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
+            self.manager.begin_backward()
             self._outermost = current_task()
             at_end_of_task(partial(_end, weakref.ref(self), self._outermost))
 
     def before_backward(self, call: Call) -> None:
+        if torch.is_grad_enabled():  # the graph of this pass would hold weights that leave with its end
+            raise RuntimeError(
+                f"the backward pass of {call.unit.name} was asked for with create_graph=True, but Gemini lets its weights go after it;"
+                " use ZeRO stage 1 or 2 for gradients of gradients"
+            )
         self.begin_backward()
         task = current_task()
         if call.task == task:
@@ -216,7 +222,12 @@ class ModuleHooks:
 
     def after_grad(self, chunk: Chunk, slot: Slot) -> None:
         self.begin_backward()
-        if slot.param.grad is not None:
+        grad = slot.param.grad
+        if grad is not None and grad.layout != torch.strided:
+            raise TypeError(
+                f"Gemini takes dense gradients, got one in layout {grad.layout} of {slot.name!r}; build its layer with sparse=False"
+            )
+        if grad is not None:
             self.on_grad(chunk, slot)
 
     def gradient_taken(self, slot: Slot) -> None:
@@ -234,6 +245,7 @@ class ModuleHooks:
         if whole:
             self.in_backward = False
             self.stack.clear()
+            self.manager.end_backward()
             self.on_end()
 
     def reset(self) -> None:
@@ -243,6 +255,7 @@ class ModuleHooks:
         self.stack.clear()
         self.held.clear()
         self.in_backward = False
+        self.manager.agreement.forget()
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from colossalai.utils.disk.memory import padded
+from colossalai.zero.gemini.agreement import BACKWARD, END, Agreement
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.disk import passing_bytes
@@ -50,14 +51,17 @@ class GeminiManager:
     ) -> None:
         self.policy: PlacementPolicy = PlacementPolicyFactory.create(placement_policy)()
         self.policy_name = placement_policy
-        if prefetch < 0:
-            raise ValueError(f"prefetch is a number of chunks, at least 0; got {prefetch}")
-        if host_buffers is not None and host_buffers < 1:
-            raise ValueError(f"host_buffers is a number of gradient buffers, at least 1; got {host_buffers}")
+        if not isinstance(prefetch, int) or prefetch < 0:
+            raise ValueError(f"prefetch is a number of chunks, at least 0; got {prefetch!r}")
+        if host_buffers is not None and not (isinstance(host_buffers, int) and host_buffers >= 1):
+            raise ValueError(
+                f"host_buffers is a number of gradient buffers, at least 1; got {host_buffers!r}"
+            )
         self.chunk_manager, self.prefetch = chunk_manager, prefetch
         self.trace = Trace()
         self.worker = Worker()
         self.timeline = Timeline(chunk_manager)
+        self.agreement = Agreement(chunk_manager)
         self.gradients = Gradients(chunk_manager, self.make_room, self.worker.wait_any, host_buffers)
         self._memstats = memstats or MemStats()
         self.strict = False  # chunks stay from the forward pass to the end of the backward pass
@@ -96,6 +100,21 @@ class GeminiManager:
         self.timeline.begin()
         if self.is_warmup():
             self._memstats.restart(self.chunk_manager.compute)
+
+    def bring_all(self) -> None:
+        """Before a pass that may use any chunk, also one that other ranks do not use."""
+        self.adjust_layout([c for c in self.chunk_manager.chunks if not c.present])
+
+    def begin_backward(self) -> None:
+        if self.gradients.sync:
+            self.agreement.ask(BACKWARD, self.is_warmup())
+
+    def end_backward(self) -> None:
+        """All modules have computed; gradients may still be averaged."""
+        if self.gradients.sync:
+            self.agreement.ask(
+                END, self.is_warmup()
+            )  # not waited for: others may be averaging what is left to us
 
     def post_iter(self) -> None:
         """The backward pass is over."""
@@ -147,6 +166,7 @@ class GeminiManager:
             chunk.users.add(user)
         for chunk in chunks:
             self._bring(chunk, who, chunks)
+        self.agreement.confirm()
         for chunk in chunks:
             if chunk.arriving is not None:
                 chunk.arriving.wait()
@@ -188,6 +208,7 @@ class GeminiManager:
         self._fetch(chunk)
 
     def _fetch(self, chunk: Chunk) -> None:
+        self.agreement.ask(chunk.index, self.is_warmup())
         self.chunk_manager.access_chunk(chunk)
         self._present_bytes += chunk.nbytes
         self.timeline.note("fetch", chunk)
@@ -195,6 +216,7 @@ class GeminiManager:
     def _drop(self, chunk: Chunk) -> None:
         self._stale.discard(chunk.index)
         if chunk.present and not chunk.resident:
+            self.agreement.confirm()
             self.chunk_manager.release_chunk(chunk)
             self._present_bytes -= chunk.nbytes
             self.timeline.note("drop", chunk)
@@ -288,7 +310,12 @@ class GeminiManager:
 
     def drop_if_done(self, chunk: Chunk) -> None:
         """Let ``chunk`` go if this step does not need it again."""
-        if self.trace.complete and not chunk.users and self.trace.next_use(chunk.index) == NEVER:
+        if (
+            self.trace.complete
+            and not self.strict
+            and not chunk.users
+            and self.trace.next_use(chunk.index) == NEVER
+        ):
             self._drop(chunk)
 
     def drop_stale(self) -> None:

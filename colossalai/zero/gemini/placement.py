@@ -82,7 +82,7 @@ class ConstPlacementPolicy(PlacementPolicy):
     @classmethod
     def set_const_memory_boundary(cls, cuda_memory_mb: float) -> None:
         """Whole chunks keep to this many MB of the compute tier."""
-        if not cuda_memory_mb > 0:
+        if not (isinstance(cuda_memory_mb, int | float) and cuda_memory_mb > 0):
             raise ValueError(
                 f"set_const_memory_boundary needs a number of MB above 0, got {cuda_memory_mb!r}"
             )

@@ -6,7 +6,7 @@ a range, and takes the size that wastes the fewest elements, the largest of equa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,18 @@ def search_chunk_configuration(
         config[ranks] = {"chunk_size": found.size, "keep_gathered": strict_ddp_flag}
         total, wasted = total + sum(numels), wasted + found.wasted
     return config, total, wasted
+
+
+def check_configuration(config: Any) -> None:
+    """Refuse what says no chunk size."""
+    sizes = list(config.values()) if isinstance(config, Mapping) else [{"chunk_size": config}]
+    for size in sizes:
+        found = size.get("chunk_size") if isinstance(size, Mapping) else None
+        if not isinstance(found, int) or found < 1:
+            raise ValueError(
+                "a chunk configuration is a chunk size of at least 1 element, or {ranks: {'chunk_size': ...}} as"
+                f" search_chunk_configuration returns; got {config!r}"
+            )
 
 
 def check_search(search_range_mb: float, interval: int, min_chunk_size_mb: float) -> None:

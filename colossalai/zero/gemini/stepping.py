@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai.interface import OptimizerWrapper
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
@@ -49,7 +50,15 @@ def like(grad: Tensor, piece: Piece) -> Tensor:
     return grad.view(piece.value.shape).to(piece.value.dtype)
 
 
-def check_params(optim: Optimizer, module: ZeroDDP) -> None:
+def check_params(optim: Any, module: ZeroDDP) -> None:
+    if not isinstance(optim, Optimizer) or isinstance(optim, OptimizerWrapper):
+        raise TypeError(
+            f"a Gemini optimizer wraps a plain torch.optim.Optimizer, got {type(optim).__name__}: {optim!r}"
+        )
+    if module.optimizer is not None:
+        raise RuntimeError(
+            f"this {type(module).__name__} has an optimizer already; give all parameters to one, in groups"
+        )
     for n, group in enumerate(optim.param_groups):
         group["params"] = [module.replaced.get(p, p) for p in group["params"]]
         for p in group["params"]:

@@ -27,6 +27,14 @@ class OutOfCapacity(RuntimeError):
     """A tier cannot take what is needed at the same time."""
 
 
+def check_capacity(tier: str, capacity: Any) -> None:
+    """Refuse what is no number of bytes."""
+    if capacity is not None and not (isinstance(capacity, int | float) and capacity > 0):
+        raise ValueError(
+            f"{tier}_capacity is a number of bytes above 0, or None for as much as there is; got {capacity!r}"
+        )
+
+
 @dataclass
 class Tier:
     """A place for model data; ``capacity`` in bytes, None for as much as there is."""
@@ -39,6 +47,9 @@ class Tier:
     peak: int = 0
     below: Tier | None = None  # what does not fit here might rest there
     _lock: Any = field(default_factory=threading.Lock, repr=False)  # updates run on a thread of their own
+
+    def __post_init__(self) -> None:
+        check_capacity(self.name, self.capacity)
 
     @property
     def limit(self) -> int:

@@ -27,7 +27,7 @@ from colossalai.utils import is_ddp_ignored
 from colossalai.zero.low_level.bucket import BucketOptions, make_buckets
 from colossalai.zero.low_level.reducer import Reducer
 from colossalai.zero.low_level.wire import start_gathering
-from colossalai.zero.pieces import Piece
+from colossalai.zero.pieces import IN_CHUNKS, Piece
 from colossalai.zero.sharded import ShardedOptimizer
 
 
@@ -245,6 +245,16 @@ def _check(optimizer: Any, size: Any, *dtypes: torch.dtype | None) -> None:
             raise TypeError(f"{who} needs a floating-point dtype such as torch.bfloat16, got {dtype!r}")
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for p in params:
+        if p.is_meta or getattr(p, IN_CHUNKS, False):
+            what = (
+                "has no values yet (it is on the meta device)"
+                if p.is_meta
+                else "lies in chunks of a GeminiDDP"
+            )
+            raise ValueError(
+                f"{who} needs parameters of a plain model, but one of shape {tuple(p.shape)} {what}; give it the parameters of a"
+                " model with values, before any other plan"
+            )
         if hasattr(p, "to_local") or is_ddp_ignored(p):
             what = (
                 "is a DTensor" if hasattr(p, "to_local") else "is marked to be left alone by data parallelism"
