@@ -92,7 +92,7 @@ def test_the_disk_tier_with_large_chunks(tmp_path: Path) -> None:
         return model.state_dict(), model
 
     expected, _ = train()
-    got, model = train(disk_dir=str(tmp_path), host_capacity=70 * 2**20, host_buffers=2)
+    got, model = train(disk_dir=str(tmp_path), host_capacity=36 * 2**20, host_buffers=2)
     assert any(map(model.chunk_manager.is_on_disk, model.chunk_manager.chunks))
     check_state_dict_equal(got, expected)
 
