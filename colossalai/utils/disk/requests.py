@@ -51,10 +51,9 @@ class Mover:
 
     def submit(self, what: Literal["read", "write"], tensor: Tensor, offset: int) -> Pending:
         """Begin to read or write all bytes of a contiguous tensor."""
-        start = tensor.data_ptr()
         return Pending(
             [
-                self._pool.submit(self._move, what, start + part, offset + part, nbytes)
+                self._pool.submit(self._move, what, tensor, part, offset + part, nbytes)
                 for part, nbytes in self._parts(tensor.nbytes)
             ],
             tensor,
@@ -68,7 +67,10 @@ class Mover:
         if nbytes > whole:
             yield whole, nbytes - whole
 
-    def _move(self, what: Literal["read", "write"], address: int, offset: int, nbytes: int) -> None:
+    def _move(
+        self, what: Literal["read", "write"], tensor: Tensor, part: int, offset: int, nbytes: int
+    ) -> None:
+        address = tensor.data_ptr() + part
         is_aligned = not (address % ALIGNMENT or nbytes % ALIGNMENT)
         buffer = address if is_aligned else self._bounce.address()
         data = bytes_of(buffer, padded(nbytes))
@@ -87,3 +89,11 @@ class Mover:
         """Finish what is under way and give the disk back."""
         self._pool.shutdown(wait=True)
         self._file.close()
+
+    def abandon(self) -> None:
+        """The same without waiting, for the garbage collector.
+
+        It may come while a thread holds any lock, so to wait for another thread could be to wait forever.  What is under way holds
+        its tensor, this mover and the file, which goes with the last of them.
+        """
+        self._pool.shutdown(wait=False)

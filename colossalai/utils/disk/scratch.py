@@ -25,6 +25,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class ScratchFile:
     """Direct reads and writes at any multiple of ``ALIGNMENT``; any number of threads may call at once."""
 
+    fd = -1
+
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         self.directory = Path(tempfile.gettempdir() if directory is None else directory).absolute()
         if not self.directory.is_dir():
@@ -151,6 +153,9 @@ class ScratchFile:
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def file_system(path: Path) -> str:

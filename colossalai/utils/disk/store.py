@@ -67,7 +67,7 @@ class DiskStore:
         self._entries: dict[str, Entry] = {}
         self._regions = Regions()
         self._lock = threading.RLock()
-        self._finalizer = weakref.finalize(self, self._mover.close)
+        self._finalizer = weakref.finalize(self, self._mover.abandon)
 
     @property
     def directory(self) -> str:
@@ -138,7 +138,8 @@ class DiskStore:
 
     def close(self) -> None:
         """Finish what is under way and give the disk back."""
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            self._mover.close()
 
     def _new_entry(self, nbytes: int) -> Entry:
         self.reserve(nbytes)

@@ -6,6 +6,7 @@ its job alone.  An error in a job is raised where somebody waits for it.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable
@@ -89,12 +90,29 @@ def _urgency(job: _Job) -> tuple[bool, int, int]:
 
 
 def _close(shared: _Shared) -> None:
+    # no waiting here: the garbage collector may call this while the thread it interrupts holds any lock
     with shared.changed:
         shared.closed = True
         shared.changed.notify_all()
-    # the interpreter kills a thread that comes back from CUDA after its end, and C++ takes the whole process with it
-    if shared.thread is not None and shared.thread is not threading.current_thread():
-        shared.thread.join()
+
+
+_running: weakref.WeakSet[_Shared] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """At the end of the script; after it, C++ would end the whole process with a thread that comes back from CUDA."""
+    for shared in list(_running):
+        _close(shared)
+        if shared.thread is not None:
+            shared.thread.join()
+
+
+def _start(shared: _Shared) -> None:
+    atexit.unregister(_close_all)  # of an earlier one
+    atexit.register(_close_all)
+    _running.add(shared)
+    shared.thread = threading.Thread(target=_run, args=(shared,), name="gemini-update", daemon=True)
+    shared.thread.start()
 
 
 class Worker:
@@ -122,10 +140,7 @@ class Worker:
         """
         self._check()
         if self._shared.thread is None:
-            self._shared.thread = threading.Thread(
-                target=_run, args=(self._shared,), name="gemini-update", daemon=True
-            )
-            self._shared.thread.start()
+            _start(self._shared)
         with self._shared.changed:
             assert key not in self._shared.pending, name
             self._shared.pending.add(key)

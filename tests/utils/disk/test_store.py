@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -299,13 +300,31 @@ def test_wrong_arguments(store: DiskStore, tmp_path: Path) -> None:
         store.read("t", torch.ones(2))
 
 
-def test_a_forgotten_store_gives_everything_back(tmp_path: Path) -> None:
-    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+def test_a_forgotten_store_gives_everything_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But nobody waits for that: the garbage collector may have interrupted someone whom the threads of the store wait for."""
+    files, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
     store = DiskStore(tmp_path)
+    begun, gate, write = threading.Event(), threading.Event(), os.pwritev
+
+    def slow(*args: Any) -> int:
+        begun.set()
+        assert gate.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwritev", slow)
     store.write("t", _bytes(1 << 20))
+    assert begun.wait(30)
+    forgotten = weakref.ref(store)
+    file = weakref.ref(store._file)
     del store
+    assert forgotten() is None  # while a write is under way
+    assert file() is not None
+    gate.set()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(30)
+    assert file() is None
     assert len(os.listdir("/proc/self/fd")) == files
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) == threads
 
 
 ENDINGS = {
