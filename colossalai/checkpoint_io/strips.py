@@ -18,9 +18,7 @@ from torch import Tensor
 from colossalai.utils.host_memory import host_empty
 
 STRIP = 1 << 22  # bytes
-AHEAD = (
-    4 * STRIP
-)  # bytes that the disk is asked for before they are needed, and that it begins to write before all are there
+AHEAD = 4 * STRIP  # what the disk is asked for before it is needed, and begins to write before all is there
 THREADS = max(4, min(8, os.cpu_count() or 1))  # some of them wait for the disk
 
 _rooms = threading.local()
@@ -38,9 +36,8 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor as the bytes it consists of."""
     if tensor.numel() == 0:
         return tensor.new_empty(0, dtype=torch.uint8)
-    return tensor.as_strided((tensor.numel(),), (1,)).view(
-        torch.uint8
-    )  # a dim of one element may have any stride
+    # as_strided: a dim of one element may have any stride
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def memory_of(flat: Tensor) -> memoryview:
