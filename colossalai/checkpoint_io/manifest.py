@@ -209,9 +209,8 @@ def _shortened(value: Any) -> str:
 
 
 def _text(content: dict[str, Any]) -> str:
-    return json.dumps(
-        content, separators=(",", ":")
-    )  # dicts keep their order, as they do in a file that is read
+    # dicts keep their order, as they do in a file that is read
+    return json.dumps(content, separators=(",", ":"))
 
 
 def _sum(content: dict[str, Any]) -> int:
