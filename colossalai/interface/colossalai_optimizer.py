@@ -17,5 +17,5 @@ class ColossalaiOptimizer(OptimizerWrapper):
         torch.autograd.backward(tensor, grad)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        """``clip_grad_by_norm`` of what the optimizer trains; ``model`` is there for the eye."""
+        """``clip_grad_by_norm`` of what the optimizer trains; it knows its parameters, ``model`` is not asked."""
         return self.clip_grad_by_norm(max_norm)

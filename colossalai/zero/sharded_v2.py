@@ -29,7 +29,7 @@ SEED = "_colo_zero_seed"  # the attribute of a parameter that says from which se
 
 
 class ZeroInitContext:
-    """Models that are built inside take no memory until ``ShardedModelV2`` (or any ``GeminiDDP``) gives their weights a place.
+    """Models that are built inside take no memory until ``ShardedModelV2`` gives their weights a place.
 
     Args:
         target_device, shard_strategy, shard_param: where weights rest and how they are cut is said by ``ShardedModelV2``; here it changes
@@ -122,9 +122,7 @@ class ShardedModelV2(GeminiDDP):
                 f"ShardedModelV2 averages gradients in its dtype, {dtype}, and not in float32 as fp32_reduce_scatter=True asks for; leave it"
                 " out, or train in dtype=torch.float32"
             )
-        if isinstance(module, nn.Module):
-            seeds = {getattr(p, SEED) for p in module.parameters() if hasattr(p, SEED)}
-            options = {"seed": seeds.pop(), **options} if len(seeds) == 1 else options
+        options = {**_seed_of(module), **options}
         super().__init__(module, placement_policy=tensor_placement_policy, dtype=dtype, **options)
 
 
@@ -151,6 +149,16 @@ def convert_to_zero_v2(
     """The model and its optimizer, which may have been built from the parameters of ``model``, under ZeRO-3."""
     sharded = ShardedModelV2(model, **model_config)
     return sharded, ShardedOptimizerV2(sharded, optimizer, **optimizer_config)
+
+
+def _seed_of(module: Any) -> dict[str, int]:
+    params = list(module.parameters()) if isinstance(module, nn.Module) else []
+    seeds = {getattr(p, SEED) for p in params if hasattr(p, SEED)}
+    if len(seeds) > 1:
+        raise ValueError(
+            f"parts of {type(module).__name__} were built under ZeroInitContext with the seeds {sorted(seeds)}; build it under one"
+        )
+    return {"seed": seeds.pop()} if seeds else {}
 
 
 def check_strategy(strategy: Any) -> None:

@@ -89,6 +89,15 @@ def test_the_context_leaves_nothing_behind() -> None:
     assert not vars(layer.weight)
 
 
+def test_two_seeds() -> None:
+    with ZeroInitContext("cpu", TensorShardStrategy(), seed=1):
+        first = nn.Linear(2, 2)
+    with ZeroInitContext("cpu", TensorShardStrategy(), seed=2):
+        model = nn.Sequential(first, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"parts of Sequential were built .* with the seeds \[1, 2\]"):
+        ShardedModelV2(model, TensorShardStrategy())
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from colossalai.zero.gemini import ChunkManager, ChunkMemStatsCollector, MemStats, OutOfCapacity
 from colossalai.zero.gemini.memory_tracer import RuntimeMemTracer
@@ -69,3 +70,18 @@ def test_a_step_before_training() -> None:
     assert not any(name.startswith("unused") for name in order)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.gpu
+def test_activations_are_measured_on_a_gpu() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    needs = []
+    for rows in (1 << 10, 1 << 16):
+        tracer = RuntimeMemTracer(model, torch.bfloat16)
+        tracer.backward(tracer(torch.ones(rows, 64, device="cuda")).float().sum())
+        needs.append(tracer.memstats().non_model)
+    assert needs[1] >= 2 * (1 << 16) * 64 * 2  # two hidden activations in bf16
+    assert needs[1] > 8 * needs[0] > 0
+    manager = tracer.traced.gemini_manager
+    device = torch.cuda.get_device_properties(manager.chunk_manager.device)
+    assert 0 < manager.cuda_margin_mem <= device.total_memory - needs[1]
