@@ -167,7 +167,7 @@ class ZeroDDP(ModelWrapper):
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Inside, all parameters are on the compute device and can be read; the next training step refuses what was written to them."""
+        """Inside, all parameters are on the compute device and can be read; what is written to one that does not rest there, the next step refuses."""
         self.settle()
         chunks = [c for c in self.chunk_manager.chunks if not c.resident]
         slots = [slot for chunk in chunks for slot in chunk.slots]
