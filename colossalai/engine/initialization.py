@@ -32,6 +32,7 @@ from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.utils import get_current_device, is_using_pp, is_using_sequence
 from colossalai.utils.dataloader import check_not_empty
+from colossalai.utils.parallel import first_problem
 
 Initialized = tuple[Engine, Any, Any, Any]
 
@@ -167,13 +168,8 @@ def _check_stages(section: Mapping[str, Any], model: nn.Module) -> None:
     """Refuse the stages of a pipeline that ZeRO cannot divide, on all ranks of it: those of other stages would wait."""
     if not is_using_pp():
         return
-    problems: list[str | None] = [None] * gpc.pipeline_parallel_size
-    dist.all_gather_object(
-        problems, stage_problem(section, model), group=gpc.get_group(ParallelMode.PIPELINE)
-    )
-    for stage, problem in enumerate(problems):
-        if problem is not None:
-            raise ConfigException(f"{problem} (rank {stage} of the pipeline)")
+    if (problem := first_problem(stage_problem(section, model))) is not None:
+        raise ConfigException(problem)
 
 
 def handlers_of(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:

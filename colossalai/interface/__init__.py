@@ -1,5 +1,6 @@
 """What boosted models, optimizers and schedulers promise, whatever plan stands behind them, and what a loss must be."""
 
+from colossalai.interface.colossalai_optimizer import ColossalaiOptimizer
 from colossalai.interface.holding import Holding
 from colossalai.interface.loss import LossWatch, check_differentiable, check_loss
 from colossalai.interface.lr_scheduler import LRSchedulerWrapper
@@ -7,6 +8,7 @@ from colossalai.interface.model import ModelWrapper, below_compile, user_module
 from colossalai.interface.optimizer import OptimizerWrapper
 
 __all__ = [
+    "ColossalaiOptimizer",
     "Holding",
     "LRSchedulerWrapper",
     "LossWatch",

@@ -48,6 +48,19 @@ def is_using_pp() -> bool:
     return _is_using(ParallelMode.PIPELINE)
 
 
+def first_problem(problem: str | None) -> str | None:
+    """What is wrong with the first stage of the pipeline that has a problem, told to all of its ranks; None if nothing is.
+
+    Without a pipeline it is ``problem``.  To refuse a stage on its own ranks would leave the others waiting.
+    """
+    if not is_using_pp():
+        return problem
+    problems: list[str | None] = [None] * gpc.pipeline_parallel_size
+    dist.all_gather_object(problems, problem, group=gpc.get_group(ParallelMode.PIPELINE))
+    told = (f"{text} (rank {rank} of the pipeline)" for rank, text in enumerate(problems) if text is not None)
+    return next(told, None)
+
+
 def is_using_sequence() -> bool:
     """Whether sequences are divided over ranks (``mode='sequence'``)."""
     return _is_using(ParallelMode.SEQUENCE)

@@ -11,6 +11,12 @@ from colossalai.zero.gemini import (
 )
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from colossalai.zero.shard_utils import BucketTensorShardStrategy, TensorShardStrategy
+from colossalai.zero.sharded_v2 import (
+    ShardedModelV2,
+    ShardedOptimizerV2,
+    ZeroInitContext,
+    convert_to_zero_v2,
+)
 from colossalai.zero.wrapper import zero_model_wrapper, zero_optim_wrapper
 
 __all__ = [
@@ -20,9 +26,13 @@ __all__ = [
     "GeminiDDP",
     "GeminiOptimizer",
     "LowLevelZeroOptimizer",
+    "ShardedModelV2",
+    "ShardedOptimizerV2",
     "TensorShardStrategy",
     "ZeroDDP",
+    "ZeroInitContext",
     "ZeroOptimizer",
+    "convert_to_zero_v2",
     "get_static_torch_model",
     "post_process_colo_init_ctx",
     "zero_model_wrapper",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.interface import OptimizerWrapper
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
 from colossalai.zero.low_level import LowLevelZeroOptimizer
+from colossalai.zero.low_level.optimizer import replicas
+from colossalai.zero.renormalizing import renormalizing_on
 
 # The attribute of a model that tells ``zero_optim_wrapper`` its stage.
 STAGE = "_colo_zero_stage"
@@ -35,6 +38,9 @@ def zero_model_wrapper(
         raise ValueError(
             f"zero_model_wrapper takes a gemini_config for stage 3 only, got one for stage {zero_stage}"
         )
+    group = replicas()
+    if group is not None and (problem := renormalizing_on(dist.get_world_size(group), model)) is not None:
+        raise ValueError(problem)
     setattr(model, STAGE, zero_stage)
     return model
 

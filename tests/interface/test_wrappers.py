@@ -205,3 +205,40 @@ def test_a_negative_norm_is_refused_instead_of_turning_gradients_around() -> Non
     optimizer = OptimizerWrapper(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
     with pytest.raises(ValueError, match=r"max_norm of at least 0, got -1\.0"):
         optimizer.clip_grad_by_norm(-1.0)
+
+
+def test_the_names_of_the_older_interface() -> None:
+    from colossalai.interface import ColossalaiOptimizer
+    from colossalai.nn.optimizer import ColossalaiOptimizer as FromOldPlace
+
+    assert FromOldPlace is ColossalaiOptimizer
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.ones(4, 3)
+    twin = copy.deepcopy(model)
+    inner = Told(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = ColossalaiOptimizer(inner)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for clip in (0.01, 100.0):
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.square().sum() * 2, y, retain_graph=True)
+        optimizer.backward_by_grad(y, slope)
+        assert inner.expected, "a plan must know that gradients come"
+        norm = optimizer.clip_grad_norm(model, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        (twin(x).square().sum() * 2).backward()
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twin.parameters(), clip))
+        plain.step()
+        plain.zero_grad()
+        torch.testing.assert_close(model.weight, twin.weight)
+    assert optimizer.param_groups is inner.optim.param_groups
+    assert optimizer.unwrap() is inner.optim
+
+
+class Told(OptimizerWrapper):
+    """A plan that wants to know of gradients that come from elsewhere."""
+
+    expected = False
+
+    def expect_gradients(self) -> None:
+        self.expected = True

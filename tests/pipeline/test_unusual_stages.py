@@ -11,6 +11,7 @@ from torch import nn
 import colossalai
 from colossalai.amp import AMP_TYPE
 from colossalai.booster import Booster
+from colossalai.booster.plugin import LowLevelZeroPlugin
 from colossalai.builder import build_pipeline_model
 from colossalai.context import ParallelMode
 from colossalai.context.config import ConfigException
@@ -134,6 +135,24 @@ def check_zero(rank: int, world_size: int, port: int, level: int, kind: str) -> 
 
 def test_zero_refuses_it_on_every_rank() -> None:
     spawn(check_zero, 2)
+
+
+@parameterize("kind", ["none", "frozen"])
+def check_zero_plugin(rank: int, world_size: int, port: int, kind: str) -> None:
+    """The plugin itself, with an optimizer of nothing."""
+    settings = config("1f1b", 2, 4, 1)
+    if not gpc.is_initialized(ParallelMode.GLOBAL):
+        launch(settings)
+    gpc.load_config(settings)
+    model = _stages(kind, 1)[rank]
+    optimizer = torch.optim.SGD([{"params": list(model.parameters())}], lr=0.1)
+    told = r"cannot divide the model: there is an optimizer without parameters to train.*\(rank 1 of the pipeline\)"
+    with pytest.raises(ValueError, match=told):
+        Booster(device="cpu", plugin=LowLevelZeroPlugin(precision="fp32")).boost(model, optimizer)
+
+
+def test_the_plugin_of_zero_refuses_it_on_every_rank() -> None:
+    spawn(check_zero_plugin, 2)
 
 
 def check_tied(rank: int, world_size: int, port: int) -> None:

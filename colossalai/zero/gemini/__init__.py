@@ -5,7 +5,13 @@ from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.ddp import GeminiDDP, ZeroDDP
 from colossalai.zero.gemini.init_chunks import init_chunk_manager
 from colossalai.zero.gemini.manager import GeminiManager
-from colossalai.zero.gemini.memory import MemStats
+from colossalai.zero.gemini.memory import MemStats, MemStatsCollector
+from colossalai.zero.gemini.memory_tracer import (
+    AsyncMemoryMonitor,
+    ChunkMemStatsCollector,
+    RuntimeMemTracer,
+    SyncCudaMemoryMonitor,
+)
 from colossalai.zero.gemini.optimizer import GeminiAdamOptimizer, GeminiOptimizer, ZeroOptimizer
 from colossalai.zero.gemini.placement import (
     AutoPlacementPolicy,
@@ -21,20 +27,25 @@ from colossalai.zero.gemini.tiers import OutOfCapacity, Tier
 
 __all__ = [
     "STATE_TRANS",
+    "AsyncMemoryMonitor",
     "AutoPlacementPolicy",
     "CPUPlacementPolicy",
     "CUDAPlacementPolicy",
     "Chunk",
     "ChunkFullError",
     "ChunkManager",
+    "ChunkMemStatsCollector",
     "ConstPlacementPolicy",
     "GeminiAdamOptimizer",
     "GeminiDDP",
     "GeminiManager",
     "GeminiOptimizer",
     "MemStats",
+    "MemStatsCollector",
     "OutOfCapacity",
     "PlacementPolicyFactory",
+    "RuntimeMemTracer",
+    "SyncCudaMemoryMonitor",
     "TensorState",
     "Tier",
     "ZeroDDP",

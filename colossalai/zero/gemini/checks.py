@@ -5,6 +5,7 @@ Parameters show what lies in their chunks.  Whatever is written to them, or put 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from colossalai.amp._compat import changes
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.pieces import IN_CHUNKS
+from colossalai.zero.renormalizing import renormalizing
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -29,11 +31,8 @@ def check_model(module: Any, dtype: Any) -> None:
             raise ValueError(
                 f"Gemini averages gradients itself, but {name or 'the model'!r} is a DistributedDataParallel; give the model inside it"
             )
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            raise ValueError(
-                f"{name!r} has max_norm={part.max_norm}, so its forward pass writes to its weight, which would be lost; build it"
-                " without, and normalize what it returns"
-            )
+    if (problem := renormalizing(module, "which would be lost")) is not None:
+        raise ValueError(problem)
     for name, param in module.named_parameters():
         if getattr(param, IN_CHUNKS, False):
             raise ValueError(
@@ -70,3 +69,22 @@ class Untouched:
                     f"{slot.name!r} was written to in place, which does not reach {chunk.name}; write weights before, or by"
                     " load_state_dict"
                 )
+
+
+def compare_keys(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    """Refuse weights of another model; what torch returns about missing and unexpected names."""
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    own = module.state_dict(keep_vars=True)
+    missing = [name for name in own if name not in state_dict]
+    unexpected = [name for name in state_dict if name not in own]
+    wrong = [n for n, t in own.items() if n in state_dict and tuple(state_dict[n].shape) != tuple(t.shape)]
+    problems = [
+        f"{n} has shape {tuple(state_dict[n].shape)}, the model's is {tuple(own[n].shape)}" for n in wrong
+    ]
+    if strict:
+        problems += [f"missing: {', '.join(missing)}"] * bool(missing)
+        problems += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
+    if problems:
+        raise RuntimeError(f"cannot load the weights of {type(module).__name__}: {'; '.join(problems)}")
+    return _IncompatibleKeys(missing, unexpected)

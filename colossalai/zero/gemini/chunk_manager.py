@@ -154,6 +154,11 @@ class ChunkManager:
         self.chunks.append(chunk)
         return chunk
 
+    def add_extern_static_tensor(self, tensor: Tensor) -> None:
+        """Count a tensor that stays, beside the chunks, in the tier of its device: it has that much less room for them."""
+        tier = self.compute if tensor.device == self.device else self.host
+        tier.take(tensor.nbytes, f"a tensor of shape {tuple(tensor.shape)} beside the chunks")
+
     def close_all_groups(self) -> None:
         """No more parameters: the last chunk of each dtype is cut to what it holds."""
         for chunk in self._open.values():

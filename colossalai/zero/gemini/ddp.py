@@ -20,7 +20,7 @@ from colossalai.interface import ModelWrapper
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh
 from colossalai.utils.away import away
-from colossalai.zero.gemini.checks import Untouched, check_model
+from colossalai.zero.gemini.checks import Untouched, check_model, compare_keys
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks
 from colossalai.zero.gemini.fill import Replaced, fill, give_meta_storage, place_buffers, register
@@ -30,6 +30,7 @@ from colossalai.zero.gemini.manager import GeminiManager
 from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicyFactory
 from colossalai.zero.gemini.search import model_mesh
+from colossalai.zero.gemini.shards import state_shards
 from colossalai.zero.states import SlicedTensor
 
 
@@ -166,7 +167,7 @@ class ZeroDDP(ModelWrapper):
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Inside, the parameters of the model are all on the compute device and can be read; what is written to them is lost."""
+        """Inside, all parameters are on the compute device and can be read; what is written to one that does not rest there, the next step refuses."""
         self.settle()
         chunks = [c for c in self.chunk_manager.chunks if not c.resident]
         slots = [slot for chunk in chunks for slot in chunk.slots]
@@ -191,11 +192,13 @@ class ZeroDDP(ModelWrapper):
         """The name and the values of every parameter, on the CPU, chunk by chunk; without ``keep``, only help others to gather."""
         self.settle()
         for chunk in self.chunk_manager.chunks:
-            user = object()
-            self.gemini_manager.access([] if chunk.resident else [chunk], [], user, chunk.name)
-            for slot in chunk.slots:
-                yield slot.name, slot.view.to("cpu", dtype or chunk.dtype, copy=True) if keep else None
-            self.gemini_manager.release([] if chunk.resident else [chunk], [], user)
+            user, moving = object(), [] if chunk.resident else [chunk]
+            self.gemini_manager.access(moving, [], user, chunk.name)
+            try:
+                for slot in chunk.slots:
+                    yield slot.name, slot.view.to("cpu", dtype or chunk.dtype, copy=True) if keep else None
+            finally:  # also if nobody asks for the rest
+                self.gemini_manager.release(moving, [], user)
         self.gemini_manager.drop_all()
 
     def state_dict(  # type: ignore[override]
@@ -220,6 +223,21 @@ class ZeroDDP(ModelWrapper):
             own = values[names[id(tensor)]] if id(tensor) in names else tensor.detach().cpu()
             found[prefix + name] = own
         return found
+
+    def state_dict_shard(
+        self,
+        prefix: str = "",
+        keep_vars: bool = False,
+        max_shard_size: float = 1024,
+        only_rank_0: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> Iterator[OrderedDict[str, Any]]:
+        """What ``state_dict`` returns, in parts of at most ``max_shard_size`` MB (one tensor may be larger), each gathered when it is asked for.
+
+        Every rank must ask for all of them; those that keep nothing get empty ones.  Values are copies, whatever ``keep_vars`` says.
+        """
+        keep = not only_rank_0 or self.chunk_manager.ranks.rank == 0
+        return state_shards(self, prefix, max_shard_size, keep, dtype)
 
     def holdings(self) -> list[Holding]:
         self.settle()
@@ -266,7 +284,7 @@ class ZeroDDP(ModelWrapper):
     ) -> Any:
         """Load whole tensors under the names of the model; every rank needs those of its own shards, so all of them."""
         self.settle()
-        result = _compare_keys(self.unwrap(), state_dict, strict)
+        result = compare_keys(self.unwrap(), state_dict, strict)
         tied: dict[nn.Parameter, Tensor] = {}
         for name, tensor in self.unwrap().state_dict(keep_vars=True).items():
             if name not in state_dict:
@@ -297,24 +315,6 @@ class ZeroDDP(ModelWrapper):
             place = chunk.own_part(slot, shard)
             assert place is not None
             place.copy_(part)
-
-
-def _compare_keys(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
-    from torch.nn.modules.module import _IncompatibleKeys
-
-    own = module.state_dict(keep_vars=True)
-    missing = [name for name in own if name not in state_dict]
-    unexpected = [name for name in state_dict if name not in own]
-    wrong = [n for n, t in own.items() if n in state_dict and tuple(state_dict[n].shape) != tuple(t.shape)]
-    problems = [
-        f"{n} has shape {tuple(state_dict[n].shape)}, the model's is {tuple(own[n].shape)}" for n in wrong
-    ]
-    if strict:
-        problems += [f"missing: {', '.join(missing)}"] * bool(missing)
-        problems += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
-    if problems:
-        raise RuntimeError(f"cannot load the weights of {type(module).__name__}: {'; '.join(problems)}")
-    return _IncompatibleKeys(missing, unexpected)
 
 
 class GeminiDDP(ZeroDDP):

@@ -10,7 +10,6 @@ from colossalai.zero.gemini.accounts import Accounts
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.ddp import ZeroDDP
 from colossalai.zero.gemini.grads import IN_FLIGHT
-from colossalai.zero.gemini.placement import AutoPlacementPolicy
 from colossalai.zero.gemini.second import Second
 from colossalai.zero.gemini.state_kinds import is_large
 from colossalai.zero.gemini.stepping import Members
@@ -65,16 +64,7 @@ class Homes:
         return (self.manager.prefetch + 2 + IN_FLIGHT + 1) * largest
 
     def _budget(self, share: float) -> int:
-        compute = self.chunks.compute
-        total = compute.limit
-        if self.chunks.device.type == "cuda":
-            # a script may allow itself a part of the device only
-            share_of = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-            memory = torch.cuda.get_device_properties(self.chunks.device).total_memory
-            memory = int(memory * share_of(self.chunks.device))
-            usable = int(memory * AutoPlacementPolicy._steady_cuda_cap_ratio)
-            total = min(total, usable - self.manager.memstats().non_model)
-        budget = int((total - compute.used) * share)
+        budget = int(self.manager.cuda_margin_mem * share)
         if self.chunks.ranks.size > 1:  # ranks gather the same chunks
             budget = min(budget, UNLIMITED)
             number = torch.tensor([budget], dtype=torch.int64, device=self.model.gradients.meeting)

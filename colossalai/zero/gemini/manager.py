@@ -19,7 +19,7 @@ from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.disk import passing_bytes
 from colossalai.zero.gemini.grads import Gradients
-from colossalai.zero.gemini.memory import MemStats
+from colossalai.zero.gemini.memory import MemStats, MemStatsCollector
 from colossalai.zero.gemini.placement import PlacementPolicy, PlacementPolicyFactory
 from colossalai.zero.gemini.states import TensorState
 from colossalai.zero.gemini.tiers import UNLIMITED, OutOfCapacity, Tier, nowhere
@@ -63,7 +63,7 @@ class GeminiManager:
         self.timeline = Timeline(chunk_manager)
         self.agreement = Agreement(chunk_manager)
         self.gradients = Gradients(chunk_manager, self.make_room, self.worker.wait_any, host_buffers)
-        self._memstats = memstats or MemStats()
+        self.collector = MemStatsCollector(chunk_manager, memstats)
         self.strict = False  # chunks stay from the forward pass to the end of the backward pass
         self._stale: set[int] = set()
         self._present_bytes = 0
@@ -88,18 +88,36 @@ class GeminiManager:
         return self.policy.measures
 
     def memstats(self) -> MemStats:
-        return self._memstats
+        return self.collector.memstats
 
     def sample_overall_data(self) -> None:
-        """A sampling moment: the most memory since the last one, without model data, is what a step needs beside it."""
-        self._memstats.sample(self.chunk_manager.compute)
+        """In the first step: a sampling moment, see ``MemStatsCollector``."""
+        self.collector.sample_overall_data()
+
+    def record_model_data_volume(self) -> None:
+        """In the first step: what model data takes now is what a period begins with."""
+        self.collector.record_model_data_volume()
+
+    @property
+    def is_cuda_margin_mem_avail(self) -> bool:
+        """Whether it is known how much of the compute tier a step leaves free: from the end of the first one on."""
+        return not self.is_warmup()
+
+    @property
+    def cuda_margin_mem(self) -> int:
+        """Bytes of the compute tier that neither model data nor, by what the first step measured, anything else takes."""
+        if not self.is_cuda_margin_mem_avail:
+            raise RuntimeError(
+                "cuda_margin_mem is known when the first training step is over; ask is_cuda_margin_mem_avail before"
+            )
+        return self.collector.margin()
 
     def pre_iter(self, *args: Any) -> None:
         """A training step begins."""
         self.trace.begin()
         self.timeline.begin()
         if self.is_warmup():
-            self._memstats.restart(self.chunk_manager.compute)
+            self.collector.start_collection()
 
     def bring_all(self) -> None:
         """Before a pass that may use any chunk, also one that other ranks do not use."""
@@ -119,7 +137,7 @@ class GeminiManager:
     def post_iter(self) -> None:
         """The backward pass is over."""
         if self.is_warmup():
-            self.sample_overall_data()
+            self.collector.finish_collection()
             self.trace.close()
             self.gradients.agree_on_order()
 
@@ -160,8 +178,7 @@ class GeminiManager:
 
     def access(self, chunks: Sequence[Chunk], slots: Iterable[Slot], user: Any, who: str) -> None:
         """``who`` computes with ``slots`` until ``user`` releases their ``chunks``."""
-        if self.is_warmup():
-            self.sample_overall_data()
+        self.sample_overall_data()
         for chunk in chunks:
             chunk.users.add(user)
         for chunk in chunks:

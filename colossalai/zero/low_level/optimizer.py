@@ -81,7 +81,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     ) -> None:
         scaler = dynamic_scaler(locals())
         _check(optimizer, reduce_bucket_size, communication_dtype, forced_dtype)
-        group = process_group or _replicas()
+        group = process_group or replicas()
         parts, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         options = BucketOptions(
@@ -212,7 +212,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         )
 
 
-def _replicas() -> dist.ProcessGroup | None:
+def replicas() -> dist.ProcessGroup | None:
+    """The ranks with the same weights: the data-parallel ones of the launched job, or all; None for a process alone."""
     if gpc.is_initialized(ParallelMode.DATA):
         return gpc.get_group(ParallelMode.DATA)
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

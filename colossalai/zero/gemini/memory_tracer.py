@@ -1,0 +1,67 @@
+"""The documented place of what measures memory; and ``RuntimeMemTracer``, which measures a step before training begins."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.utils.memory_monitor import AsyncMemoryMonitor, SyncCudaMemoryMonitor
+from colossalai.zero.gemini.ddp import GeminiDDP
+from colossalai.zero.gemini.memory import MemStats, MemStatsCollector
+
+
+class ChunkMemStatsCollector(MemStatsCollector):
+    """The documented name; all collectors count in chunks."""
+
+
+class RuntimeMemTracer(nn.Module):
+    """One forward and backward pass of a copy of ``module``: what it needs beside weights, and in which order it uses these.
+
+    The copy computes on the current GPU, or the CPU, with one parameter there at a time as far as modules allow it; ``module`` stays as
+    it is.  Give ``memstats()`` to ``GeminiDDP``.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.half) -> None:
+        super().__init__()
+        self._params = dict(module.named_parameters())
+        # chunks so small that each takes one parameter
+        self.traced = GeminiDDP(
+            copy.deepcopy(module), dtype=dtype, prefetch=0, min_chunk_size_mb=0, search_range_mb=0
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.traced(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        self.traced.backward(loss)
+        self.traced.zero_grad()
+
+    def memstats(self) -> MemStats:
+        self._check_done("memstats")
+        return self.traced.gemini_manager.memstats()
+
+    def parameters_in_runtime_order(self) -> list[nn.Parameter]:
+        """The parameters of ``module`` as forward and backward pass use them, one after the other."""
+        self._check_done("parameters_in_runtime_order")
+        chunks = self.traced.chunk_manager.chunks
+        order = self.traced.gemini_manager.trace.order
+        return [self._params[slot.name] for index in order for slot in chunks[index].slots]
+
+    def _check_done(self, what: str) -> None:
+        if self.traced.gemini_manager.is_warmup():
+            raise RuntimeError(
+                f"RuntimeMemTracer.{what} is known after a forward and a backward pass: call the tracer, and its backward(loss)"
+            )
+
+
+__all__ = [
+    "AsyncMemoryMonitor",
+    "ChunkMemStatsCollector",
+    "MemStats",
+    "MemStatsCollector",
+    "RuntimeMemTracer",
+    "SyncCudaMemoryMonitor",
+]
