@@ -6,7 +6,6 @@ import copy
 import errno
 import os
 import pickle
-import resource
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ from colossalai.nn import optimizer as optim
 from colossalai.nn.optimizer import slot_pipeline, slots
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
 from colossalai.testing import check_state_dict_equal, parametrize_sample
+from tests.utils.disk.limits import small_files
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = ((9000,), (70, 90), (5, 3), (1,), (3, 8, 10, 10), (41, 101), (2500,))
@@ -311,16 +311,7 @@ def test_failed_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer.step()
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """No file may be larger than 64 KiB: to a program the same as a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.usefixtures("small_files")
+@small_files(1 << 16)
 def test_a_full_disk_is_refused_before_anything_changes(tmp_path: Path) -> None:
     parameters = _parameters(torch.float32)
     optimizer = _make(parameters, 1.0, tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch
 
 from colossalai.utils.disk import ALIGNMENT, DiskStore, aligned_empty
 from colossalai.utils.disk.regions import Regions
+from tests.utils.disk.limits import small_files
 
 SIZES = (1, ALIGNMENT - 1, ALIGNMENT, 3 * ALIGNMENT + 5, 5 * ALIGNMENT)
 
@@ -178,16 +178,7 @@ def test_errors_surface_in_wait_and_the_tensor_is_still_there(
     assert torch.equal(tensor, target)
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """No file may be larger than 1 MiB: to a program the same as a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.usefixtures("small_files")
+@small_files(1 << 20)
 def test_a_full_disk_is_known_before_anything_is_written(store: DiskStore, tmp_path: Path) -> None:
     kept = _bytes(ALIGNMENT)
     store.write("kept", kept).wait()
