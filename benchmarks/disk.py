@@ -1,11 +1,15 @@
 """Tensors to and from a disk, and an optimizer whose states are there, against dd and fio with direct I/O on the same disk.
 
 The disk is that of the directory for temporary files (``TMPDIR`` names another one).  The best of several tries counts, because
-others use disks too.  ``python -m benchmarks.disk`` also compares sizes and numbers of requests.
+others use disks too.
+
+    python -m benchmarks.disk               # beside dd, and fio where it is installed
+    python -m benchmarks.disk --requests    # before that, the speed at other sizes and numbers of requests
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -122,10 +126,19 @@ def rows() -> list[Row]:
         return [*found, Row(what, step * 1e3, transfers * 1e3, "dd reads and writes the states")]
 
 
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch:
+def compare_requests() -> None:
+    with tempfile.TemporaryDirectory() as folder:
         for threads in (4, 8, 16):
             for request in (1 << 20, 2 << 20, 4 << 20):
-                result = ", ".join(f"{k} {v:.2f} GB/s" for k, v in ours(scratch, threads, request).items())
+                result = ", ".join(f"{k} {v:.2f} GB/s" for k, v in ours(folder, threads, request).items())
                 print(f"{threads} threads, requests of {request >> 20} MiB: {result}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", action="store_true", help="compare sizes and numbers of requests first")
+    if parser.parse_args().requests:
+        compare_requests()
     print(show(rows()))

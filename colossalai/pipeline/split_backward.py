@@ -50,7 +50,7 @@ def split_backward(
     finally:
         for handle in handles:
             handle.remove()
-    return list(found), partial(_weight_grads, forks, reached)
+    return list(found), partial(_weight_grads, forks, reached, roots)
 
 
 def _nothing() -> None:
@@ -61,7 +61,12 @@ def _note(reached: dict[Node, Any], node: Node, grads: tuple[Tensor | None, ...]
     reached[node] = grads
 
 
-def _weight_grads(forks: dict[Node, list[Tensor]], reached: dict[Node, tuple[Tensor | None, ...]]) -> None:
+def _weight_grads(
+    forks: dict[Node, list[Tensor]],
+    reached: dict[Node, tuple[Tensor | None, ...]],
+    _graph: list[GradientEdge],
+) -> None:
+    """``_graph`` is held because before torch 2.13 the node of a function in Python does not keep itself alive."""
     for node, weights in forks.items():
         starts = [(GradientEdge(node, i), g) for i, g in enumerate(reached.pop(node, ())) if g is not None]
         if starts:

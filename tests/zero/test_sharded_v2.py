@@ -28,17 +28,17 @@ SMALL = {"min_chunk_size_mb": 0.0005, "search_range_mb": 0.0005, "dtype": torch.
 def check_training(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
     for policy in ("cpu", "cuda"):
-        model, serial = net(), Serial(Case(clip=0.5))
+        model, serial = net(), Serial(Case(clip=0.1))
         config = {"shard_strategy": TensorShardStrategy(), "tensor_placement_policy": policy, **SMALL}
         sharded, optimizer = convert_to_zero_v2(model, hybrid(model.parameters()), config, {})
         for step in range(3):
             words = batch(step)
             optimizer.backward(loss_of(sharded, words.chunk(world_size)[rank]))
-            norm = optimizer.clip_grad_norm(sharded, 0.5)
+            norm = optimizer.clip_grad_norm(sharded, 0.1)
             serial.step(words)
             optimizer.step()
             optimizer.zero_grad()
-            assert norm > 0.5, "a test of clipping needs something to clip"
+            assert norm > 0.1, "a test of clipping needs something to clip"
         found = sharded.state_dict(only_rank_0=False)
         for name, expected in serial.model.state_dict().items():
             if expected.is_floating_point():

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.inner = nn.Linear(WIDTH, 2 * WIDTH)
         self.outer = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scale = nn.Parameter(
+            torch.full((WIDTH,), 0.1)
+        )  # calm: what is chaotic has no parity after 100 steps
         self.idle = nn.Parameter(torch.ones(3))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
@@ -51,6 +54,7 @@ class Net(nn.Module):
         super().__init__()
         self.reentrant = reentrant
         self.embed = nn.Embedding(WORDS, WIDTH)
+        nn.init.normal_(self.embed.weight, std=0.3)
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
@@ -82,11 +86,11 @@ def batch(step: int, size: int = 16) -> Tensor:
 
 
 def hybrid(params: Iterable[Any]) -> torch.optim.Optimizer:
-    return HybridAdam(params, lr=1e-2, weight_decay=0.1, eps=1e-4)
+    return HybridAdam(params, lr=3e-3, weight_decay=0.1, eps=1e-4)
 
 
 def sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
-    return FusedSGD(params, lr=0.02, momentum=0.5)  # what diverges has no parity
+    return FusedSGD(params, lr=0.1, momentum=0.5)
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,37 @@ class Serial:
         return loss
 
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
+@dataclass(frozen=True)
+class Tolerance:
+    """Of losses, and of weights in parts of the largest of their tensor."""
+
+    loss: float
+    weights: float
+
+
+TOLERANCE = {torch.float32: Tolerance(1e-5, 1e-4), torch.bfloat16: Tolerance(1e-2, 1e-1)}
+BATCHES = 4  # again and again, to be learnt
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a training gave: the loss of every step, the weights after the last."""
+
+    losses: list[Tensor]
+    weights: dict[str, Tensor]
+
+
+@lru_cache(maxsize=8)  # of many cases in turn, most have the same serial training
+def serial_course(case: Case, steps: int, **options: Any) -> Course:
+    serial = Serial(case, **options)
+    return Course([serial.step(batch(step % BATCHES)) for step in range(steps)], serial.model.state_dict())
+
+
+@lru_cache(maxsize=2)
+def course(case: Case, steps: int) -> Course:
+    run = Training(case)
+    losses = [run.step(batch(step % BATCHES)) for step in range(steps)]
+    return Course(losses, run.model.state_dict(only_rank_0=False))
 
 
 def compare(case: Case, steps: int = 4, **options: Any) -> Training:
@@ -229,27 +263,30 @@ def compare(case: Case, steps: int = 4, **options: Any) -> Training:
         if case.nvme:
             return equal_to_memory(case, steps)
         options = {"optimizer": sgd, **options}
-    run, serial = Training(case, **options), Serial(case, **options)
+    run = Training(case, **options)
+    serial = serial_course(
+        Case(dtype=case.dtype, accumulate=case.accumulate, clip=case.clip), steps, **options
+    )
     limit = TOLERANCE[case.dtype]
-    for step in range(steps):
-        got, expected = run.step(batch(step)), serial.step(batch(step))
-        assert (got - expected).abs() <= limit * expected.abs(), (str(case), step, got, expected)
+    for step, expected in enumerate(serial.losses):
+        got = run.step(batch(step % BATCHES))
+        assert (got - expected).abs() <= limit.loss * expected.abs(), (str(case), step, got, expected)
     weights = run.model.state_dict(only_rank_0=False)
-    for name, expected in serial.model.state_dict().items():
+    for name, expected in serial.weights.items():
         if not expected.is_floating_point():
             continue
         error = (weights[name].float() - expected.float()).abs().max()
-        assert error <= limit * expected.float().abs().max(), (str(case), name, float(error))
+        assert error <= limit.weights * expected.float().abs().max(), (str(case), name, float(error))
     return run
 
 
 def equal_to_memory(case: Case, steps: int) -> Training:
     """The same to the last bit, whether states rest on the disk or not."""
-    run, other = Training(case), Training(replace(case, nvme=0.0))
-    for step in range(steps):
-        got, expected = run.step(batch(step)), other.step(batch(step))
+    run, other = Training(case), course(replace(case, nvme=0.0), steps)
+    for step, expected in enumerate(other.losses):
+        got = run.step(batch(step % BATCHES))
         assert torch.equal(got, expected), (str(case), step, got, expected)
     weights = run.model.state_dict(only_rank_0=False)
-    for name, expected in other.model.state_dict(only_rank_0=False).items():
+    for name, expected in other.weights.items():
         assert torch.equal(weights[name], expected), (str(case), name)
     return run

@@ -103,7 +103,7 @@ def _weights_and_states(run: Training, steps: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checkpoints_are_those_of_memory(tmp_path: Path, dtype: torch.dtype) -> None:
-    case = Case(dtype=dtype, clip=0.5)
+    case = Case(dtype=dtype, clip=0.1)
     on_disk = small_host(str(tmp_path), 1 / 2, case, build=shallow)
     weights, states = _weights_and_states(Training(case, shallow), 3)
     for got, expected in zip(

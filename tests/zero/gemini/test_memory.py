@@ -76,12 +76,14 @@ def test_a_step_before_training() -> None:
 def test_activations_are_measured_on_a_gpu() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     needs = []
-    for rows in (1 << 10, 1 << 16):
+    few, many = 1 << 10, 1 << 16
+    for rows in (few, many):
         tracer = RuntimeMemTracer(model, torch.bfloat16)
         tracer.backward(tracer(torch.ones(rows, 64, device="cuda")).float().sum())
         needs.append(tracer.memstats().non_model)
-    assert needs[1] >= 2 * (1 << 16) * 64 * 2  # two hidden activations in bf16
-    assert needs[1] > 8 * needs[0] > 0
+    hidden = 2 * (many - few) * 64 * 2  # two hidden activations in bf16
+    # what else lies on the GPU, the workspaces of cuBLAS say, is in both
+    assert hidden <= needs[1] - needs[0] <= 4 * hidden
     manager = tracer.traced.gemini_manager
     device = torch.cuda.get_device_properties(manager.chunk_manager.device)
     assert 0 < manager.cuda_margin_mem <= device.total_memory - needs[1]

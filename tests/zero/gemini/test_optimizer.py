@@ -78,7 +78,7 @@ def test_fp16_skips_steps_that_overflow() -> None:
     assert not run.optimizer.step_was_skipped
     for _ in range(10):
         last = float(run.step(batch(0)))
-    assert last < 0.9 * first
+    assert last < 0.95 * first
 
 
 def test_few_host_buffers_are_enough_when_updates_run_in_the_backward_pass() -> None:
