@@ -13,9 +13,9 @@ from collections import deque
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.mesh._compat import all_gather_single
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 
 BACKWARD, END = -1, -2
@@ -36,20 +36,20 @@ class Agreement:
         if ranks.size == 1 or not (by_cpu or is_first_step):
             return
         device = torch.device("cpu") if by_cpu else self.chunks.device
-        bounds = torch.tensor([number, -number], dtype=torch.int64, device=device)
-        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=ranks.gather, async_op=True)
-        self._asked.append((number, bounds, work))
+        own = torch.tensor([number], device=device)
+        numbers = own.new_empty(ranks.size)
+        work = all_gather_single(numbers, own, group=ranks.gather, async_op=True)  # half of what gloo's all_reduce takes
+        self._asked.append((number, numbers, work))
 
     def confirm(self) -> None:
         """Wait for what the others have asked for; an error on all ranks if that is something else."""
         while self._asked:
-            mine, bounds, work = self._asked.popleft()
+            mine, numbers, work = self._asked.popleft()
             work.wait()
-            most, least = bounds.tolist()
-            if most == -least:
+            other = next((number for number in numbers.tolist() if number != mine), mine)
+            if other == mine:
                 continue
             self._give_up()
-            other = most if most != mine else -least
             raise RuntimeError(
                 f"ranks that share chunks must use them in the same order, but this one {self._what(mine)} while another"
                 f" {self._what(other)}; with branches that not all ranks take (experts without tokens), use strict_ddp_mode=True,"
