@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ class Case:
     clip: float = 0.0
     recompute: str = ""
     offload: bool = False
+    nvme: float = 0.0
     optimizer: str = "hybrid"
     overlap: bool = True
     bucket: int = 100
@@ -115,7 +116,10 @@ def boost(case: Case, model: nn.Module, **options: Any) -> tuple[Booster, Any, A
         **options,
     )
     booster = Booster(device=case.device, plugin=plugin)
-    boosted = booster.boost(model, OPTIMIZERS[case.optimizer](model))
+    optimizer = OPTIMIZERS[case.optimizer](model)
+    if case.nvme:
+        optimizer.offload_states(case.nvme, None)  # type: ignore[attr-defined]
+    boosted = booster.boost(model, optimizer)
     return booster, boosted.model, boosted.optimizer
 
 
@@ -159,6 +163,23 @@ def close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
     error = (got.double() - expected.double()).abs().max().item()
     scale = max(expected.double().abs().max().item(), 1e-6)
     assert error <= tolerance * scale, f"{what}: off by {error:.2e} of {scale:.2e}"
+
+
+def check_equal_to_memory(case: Case) -> None:
+    """The same to the last bit, whether states rest on the disk or not."""
+    runs = []
+    for nvme in (case.nvme, 0.0):
+        booster, model, optimizer = boost(
+            replace(case, nvme=nvme), Net(case.recompute).to(DTYPES[case.precision])
+        )
+        losses = []
+        for batch in batches(case.steps):
+            losses.append(train_part(case, booster, model, optimizer, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append((torch.stack(losses), *model.parameters()))
+    for got, expected in zip(*runs, strict=True):
+        assert torch.equal(got, expected)
 
 
 def check_case(case: Case) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import pytest
-
 from colossalai.testing import parametrize_sample, spawn
-from tests.zero.low_level.problems import Case, check_case, launch
+from tests.zero.low_level.problems import Case, check_case, check_equal_to_memory, launch
 
 
 def check_cases(rank: int, world_size: int, port: int, cases: Sequence[Case]) -> None:
     launch()
     for case in cases:
+        # In bf16 ranks add in another order, and Adam makes whole steps of gradients that are nothing but rounding: SGD has parity there,
+        # and states on a disk, which only Adam has, are compared with those in memory.
+        by_bits = case.nvme and case.precision == "bf16" and world_size > 1
         try:
-            check_case(case)
+            (check_equal_to_memory if by_bits else check_case)(case)
         except Exception as error:
             raise AssertionError(f"{case} on {world_size} ranks: {error}") from error
 
@@ -44,13 +45,27 @@ def test_every_combination(ranks: int, part: int) -> None:
     spawn(check_cases, ranks, cases=COMBINATIONS[part::PARTS], timeout=120)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_hundred_steps(stage: int) -> None:
-    cases = [
-        Case(stage=stage, steps=100, clip=0.5),
-        Case(stage=stage, steps=100, precision="bf16", optimizer="sgd"),
-    ]
-    spawn(check_cases, 2, cases=cases, timeout=120)
+LONG = [
+    Case(
+        stage=stage,
+        precision=precision,
+        nvme=nvme,
+        accumulate=accumulate,
+        clip=clip,
+        recompute=("plain", "reentrant")[accumulate > 1] if recompute else "",
+        offload=(stage == 1) == (accumulate > 1),
+        optimizer="hybrid" if nvme or precision == "fp32" else "sgd",
+        steps=100,
+    )
+    for stage, precision, nvme, accumulate, clip, recompute in itertools.product(
+        (1, 2), ("fp32", "bf16"), (0.0, 0.5, 1.0), (1, 4), (0.0, 0.3), (False, True)
+    )
+]
+
+
+@parametrize_sample("ranks, part", list(itertools.product((1, 2, 4), range(PARTS))), n=3)
+def test_a_hundred_steps(ranks: int, part: int) -> None:
+    spawn(check_cases, ranks, cases=LONG[part::PARTS], timeout=300)
 
 
 def test_the_size_of_buckets_changes_nothing() -> None:
