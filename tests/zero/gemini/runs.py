@@ -35,9 +35,8 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.inner = nn.Linear(WIDTH, 2 * WIDTH)
         self.outer = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        self.scale = nn.Parameter(
-            torch.full((WIDTH,), 0.1)
-        )  # calm: what is chaotic has no parity after 100 steps
+        # small, so that training is calm: what is chaotic has no parity after 100 steps
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.1))
         self.idle = nn.Parameter(torch.ones(3))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
