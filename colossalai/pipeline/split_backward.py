@@ -66,7 +66,7 @@ def _weight_grads(
     reached: dict[Node, tuple[Tensor | None, ...]],
     _graph: list[GradientEdge],
 ) -> None:
-    """``_graph`` is held because before torch 2.13 the node of a function in Python does not keep itself alive."""
+    """``_graph`` is held because in torch 2.11 the node of a function in Python does not keep itself alive."""
     for node, weights in forks.items():
         starts = [(GradientEdge(node, i), g) for i, g in enumerate(reached.pop(node, ())) if g is not None]
         if starts:

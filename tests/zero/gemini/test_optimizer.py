@@ -76,9 +76,9 @@ def test_fp16_skips_steps_that_overflow() -> None:
     run.optimizer.scaler._scale = 2.0**8
     first = float(run.step(batch(0)))
     assert not run.optimizer.step_was_skipped
-    for _ in range(10):
+    for _ in range(25):
         last = float(run.step(batch(0)))
-    assert last < 0.95 * first
+    assert last < 0.9 * first
 
 
 def test_few_host_buffers_are_enough_when_updates_run_in_the_backward_pass() -> None:
