@@ -19,13 +19,16 @@ plain_torch = torch._C.DisableTorchFunctionSubclass
 def norms_of(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """The norm of each tensor, in few launches; in fp32 for tensors in half precision, whose own range is too small."""
     half = (torch.float16, torch.bfloat16)
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    norms: list[Tensor] = []
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
+    norms: dict[int, Tensor] = {}
     for (_, dtype), same in by_kind.items():
-        norms += torch._foreach_norm(same, norm_type, dtype=torch.float32 if dtype in half else None)
-    return norms
+        found = torch._foreach_norm(
+            [tensors[i] for i in same], norm_type, dtype=torch.float32 if dtype in half else None
+        )
+        norms.update(zip(same, found, strict=True))
+    return [norms[i] for i in range(len(tensors))]
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:

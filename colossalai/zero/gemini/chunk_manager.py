@@ -87,6 +87,7 @@ class ChunkManager:
         self._open: dict[torch.dtype, Chunk] = {}
         self._slots: dict[nn.Parameter, tuple[Chunk, Slot]] = {}
         self.bytes_up = self.bytes_down = 0
+        self._largest_moving: int | None = None
 
     @staticmethod
     def search_chunk_size(
@@ -191,6 +192,13 @@ class ChunkManager:
     def get_cuda_movable_chunks(self) -> list[Chunk]:
         """Chunks whose whole is on the compute tier and could leave it now."""
         return [c for c in self.chunks if c.present and not c.resident and not c.users]
+
+    @property
+    def largest_moving(self) -> int:
+        """Bytes of the largest chunk that comes and goes; asked at every release, so it is kept until a chunk gets another home."""
+        if self._largest_moving is None:
+            self._largest_moving = max((c.nbytes for c in self.chunks if not c.resident), default=0)
+        return self._largest_moving
 
     @property
     def total_mem(self) -> dict[str, int]:
@@ -324,6 +332,7 @@ class ChunkManager:
             chunk.shard = tier.empty(chunk.shard_size, chunk.dtype, chunk.name)
             chunk.shard.copy_(old)
         chunk.home = tier
+        self._largest_moving = None
         if was is self.compute and chunk.ranks.size == 1:
             return  # the whole stays where it is, as any other
         was.give(chunk.shard_nbytes)

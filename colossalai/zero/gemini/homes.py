@@ -42,7 +42,8 @@ class Homes:
             ),
             key=lambda c: (self.manager.trace.first_use(c.index), c.index),
         )
-        if sum(map(self._cost, order)) > budget:
+        others = sum(c.home is not self.chunks.compute for c in self.chunks.chunks) - len(order)
+        if others or sum(map(self._cost, order)) > budget:  # some will come and go
             budget -= self._window()
         moved = False
         for chunk in order:

@@ -244,11 +244,7 @@ class GeminiManager:
         """Bytes of whole chunks that come and go, beyond which those that nobody uses are let go."""
         if self.strict:
             return UNLIMITED
-        return max(self.policy.limit(), (self.prefetch + 2) * self._largest)
-
-    @property
-    def _largest(self) -> int:
-        return max((c.nbytes for c in self.chunk_manager.chunks if not c.resident), default=0)
+        return max(self.policy.limit(), (self.prefetch + 2) * self.chunk_manager.largest_moving)
 
     def make_room(self, nbytes: int, what: str) -> None:
         """Free ``nbytes`` of the compute tier."""

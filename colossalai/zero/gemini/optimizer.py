@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp.naive_amp.grad_scaler import dynamic_scaler
 from colossalai.mesh import placement
+from colossalai.mesh._compat import norms_of
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.zero.gemini.accounts import Accounts
 from colossalai.zero.gemini.chunk import Chunk, Slot
@@ -156,22 +157,29 @@ class GeminiOptimizer(ShardedOptimizer):
                 piece.value.grad = None if grad is None else like(grad, piece)
 
     def measured(self, norm_type: float) -> list[Tensor]:
+        """In the order of the pieces, wherever their chunks rest: so the sum of their norms is the same to the last bit."""
         gradients = self.model.gradients
-        known: dict[tuple[str, ...], list[Tensor]] = {}
-        rest: list[Tensor] = []
+        norms: dict[Piece, Tensor] = {}
+        unknown: list[Piece] = []
         for piece, (chunk, slot) in self._places.items():
-            if piece.value.grad is None:
+            if piece.value.grad is None or not piece.value.grad.numel():
                 continue
             if gradients.of[chunk.index].rows and norm_type != gradients.norm_type:
                 gradients.norm_type, gradients.of[chunk.index].norms = norm_type, None
             norm = gradients.norm(chunk, slot) if norm_type == gradients.norm_type else None
             if norm is None:
                 gradients.settle(chunk)
-                rest.append(piece.value)
+                unknown.append(piece)
             else:
-                known.setdefault(tuple(placement(piece.value).sharded), []).append(norm)
+                norms[piece] = norm
         gradients.norm_type = norm_type  # who asks for it asks again in the next step
-        return rest + [stand_in(axes, torch.stack(norms)) for axes, norms in known.items()]
+        norms.update(zip(unknown, norms_of([p.value.grad for p in unknown], norm_type), strict=True))
+        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        for piece in self._places:
+            if piece in norms:
+                axes = tuple(placement(piece.value).sharded)
+                by_axes.setdefault(axes, []).append(norms[piece].to(self.chunks.device))
+        return [stand_in(axes, torch.stack(own)) for axes, own in by_axes.items()]
 
     def unscale_grad(self) -> None:
         """Called by whoever looks at all gradients."""
