@@ -160,25 +160,27 @@ class GeminiOptimizer(ShardedOptimizer):
         """In the order of the pieces, wherever their chunks rest: so the sum of their norms is the same to the last bit."""
         gradients = self.model.gradients
         norms: dict[Piece, Tensor] = {}
-        unknown: list[Piece] = []
+        unknown: dict[Piece, Tensor] = {}
         for piece, (chunk, slot) in self._places.items():
-            if piece.value.grad is None or not piece.value.grad.numel():
+            grad = piece.value.grad
+            if grad is None or not grad.numel():
                 continue
             if gradients.of[chunk.index].rows and norm_type != gradients.norm_type:
                 gradients.norm_type, gradients.of[chunk.index].norms = norm_type, None
             norm = gradients.norm(chunk, slot) if norm_type == gradients.norm_type else None
             if norm is None:
                 gradients.settle(chunk)
-                unknown.append(piece)
+                unknown[piece] = grad
             else:
                 norms[piece] = norm
         gradients.norm_type = norm_type  # who asks for it asks again in the next step
-        norms.update(zip(unknown, norms_of([p.value.grad for p in unknown], norm_type), strict=True))
+        norms.update(zip(unknown, norms_of(list(unknown.values()), norm_type), strict=True))
+        is_on_cpu = all(norm.device.type == "cpu" for norm in norms.values())
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
         for piece in self._places:
             if piece in norms:
-                axes = tuple(placement(piece.value).sharded)
-                by_axes.setdefault(axes, []).append(norms[piece].to(self.chunks.device))
+                norm = norms[piece] if is_on_cpu else norms[piece].to(self.chunks.device)
+                by_axes.setdefault(tuple(placement(piece.value).sharded), []).append(norm)
         return [stand_in(axes, torch.stack(own)) for axes, own in by_axes.items()]
 
     def unscale_grad(self) -> None:

@@ -17,6 +17,7 @@ from colossalai.booster.plugin import LowLevelZeroPlugin
 from colossalai.mesh.collectives import count_communication
 from colossalai.nn.optimizer import FusedSGD, HybridAdam
 from colossalai.zero.states import sliced_states
+from tests import shared_memory
 
 SAMPLES = 16
 
@@ -101,6 +102,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def launch(backend: str = "gloo") -> None:
+    shared_memory.register()
     colossalai.launch_from_torch(config={}, backend=backend, verbose=False)
 
 

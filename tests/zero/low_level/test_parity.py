@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Sequence
 
 from colossalai.testing import parametrize_sample, spawn
+from tests import shared_memory
 from tests.zero.low_level.problems import Case, check_case, check_equal_to_memory, launch
 
 
-def check_cases(rank: int, world_size: int, port: int, cases: Sequence[Case]) -> None:
-    launch()
+def check_cases(rank: int, world_size: int, port: int, cases: Sequence[Case], backend: str = "gloo") -> None:
+    launch(backend)
     for case in cases:
         # In bf16 ranks add in another order, and Adam makes whole steps of gradients that are nothing but rounding: SGD has parity there,
         # and states on a disk, which only Adam has, are compared with those in memory.
@@ -68,7 +69,7 @@ LONG_PARTS = 48
 
 @parametrize_sample("ranks, part", list(itertools.product((1, 2, 4), range(LONG_PARTS))), n=2)
 def test_a_hundred_steps(ranks: int, part: int) -> None:
-    spawn(check_cases, ranks, cases=LONG[part::LONG_PARTS], timeout=300)
+    spawn(check_cases, ranks, cases=LONG[part::LONG_PARTS], backend=shared_memory.NAME, timeout=300)
 
 
 def test_the_size_of_buckets_changes_nothing() -> None:
