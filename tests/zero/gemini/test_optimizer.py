@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -234,3 +235,19 @@ def test_the_norm_after_clipping_by_value_is_that_of_the_clipped_gradients() -> 
     norm = run.optimizer.clip_grad_by_norm(1.0)
     count = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     assert 0 < float(norm) <= 1e-4 * count**0.5 * 1.0001
+
+
+def _norms(case: Case, steps: int = 12) -> list[float]:
+    run, norms = Training(case, partial(net, blocks=5)), []
+    for step in range(steps):
+        run.step(batch(step))
+        assert run.optimizer.grad_norm is not None
+        norms.append(float(run.optimizer.grad_norm))
+    return norms
+
+
+def test_the_norm_is_the_same_wherever_chunks_rest() -> None:
+    expected = _norms(Case("cuda", clip=0.1))
+    assert min(expected) > 0
+    for case in (Case("cpu", clip=0.1), Case("auto", share=0.5, clip=0.1), Case("auto", nvme=0.5, clip=0.1)):
+        assert _norms(case) == expected, str(case)
