@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,21 +30,28 @@ def test_the_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _output(*blocks: str) -> tuple[str, float]:
-    """The losses that a script prints, and its memory in MiB."""
+def _outputs(*scripts: Sequence[str]) -> list[tuple[str, float]]:
+    """The losses that each script prints, and its memory in MiB; they run beside each other."""
     # freed memory goes back to the system, so that what is measured is what is used
-    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.search(LINES, done.stdout)
-    assert found, done.stdout
-    return found[1], float(found[2])
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", "\n".join(blocks)],
+            env={**os.environ, **settings},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for blocks in scripts
+    ]
+    texts = [process.communicate() for process in running]
+    results = []
+    for process, (printed, errors) in zip(running, texts, strict=True):
+        assert process.returncode == 0, errors
+        found = re.search(LINES, printed)
+        assert found, printed
+        results.append((found[1], float(found[2])))
+    return results
 
 
 def test_a_gpt_on_the_cpu() -> None:
@@ -51,8 +59,7 @@ def test_a_gpt_on_the_cpu() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("psutil")
     script = (code("40.imports"), "torch.manual_seed(0)\n", *HELPERS, code("40.train_cpu", SMALLER))
-    in_memory = _output(*script, code("40.run_cpu"))
-    offloaded = _output(*script, code("40.run_cpu_offloaded"))
+    in_memory, offloaded = _outputs((*script, code("40.run_cpu")), (*script, code("40.run_cpu_offloaded")))
     assert in_memory[0] == offloaded[0]
     assert 0.95 <= _saved(in_memory[1], offloaded[1]) <= 1.05
 
@@ -88,8 +95,10 @@ def _saved_by_gemini(
         code("40.helpers", *helpers),
         code("40.train_gemini", SMALLER, *changes),
     )
-    in_memory = _output(_environment(), *script, code("40.run_gemini"))
-    offloaded = _output(_environment(), *script, code("40.run_gemini_offloaded"))
+    in_memory, offloaded = _outputs(
+        (_environment(), *script, code("40.run_gemini")),
+        (_environment(), *script, code("40.run_gemini_offloaded")),
+    )
     assert in_memory[0] == offloaded[0]
     return _saved(in_memory[1], offloaded[1], nbytes)
 

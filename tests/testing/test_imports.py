@@ -48,10 +48,19 @@ def packages(folder, name):
         elif "." not in name and not module.name.startswith("_"):
             yield inner
 
-failed = 0
+failed, running = 0, 0
+
+def reap():
+    global failed, running
+    failed += os.wait()[1] != 0
+    running -= 1
+
 for root in ("colossalai", "titans"):
     for name in packages(os.path.dirname(importlib.util.find_spec(root).origin), root):
         print(name, flush=True)
+        if running == 2:
+            reap()
+        running += 1
         pid = os.fork()
         if pid == 0:
             try:
@@ -61,7 +70,8 @@ for root in ("colossalai", "titans"):
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
-        failed += os.waitpid(pid, 0)[1] != 0
+while running:
+    reap()
 sys.exit(failed)
 """
 
