@@ -1,7 +1,8 @@
 """A process group whose ranks meet in shared memory, for grids of tiny models.
 
 Four ranks on two cores need 3 to 5 ms for a message by gloo, whatever its size, and a hundred steps of a tiny model under Gemini are
-ten thousand messages.  Here one takes a twentieth of that.  CI's samples run over gloo; the grids that nobody could wait for run over this.
+ten thousand messages.  Here one takes a twentieth of that.  Grids of many steps, which nobody could wait for, run over this;
+all else runs over gloo.
 
 [Note: a ring]
 A group is a file of ``RING`` rows with a cell for every rank.  A collective has a number: its row is that number modulo ``RING``.  A rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -126,8 +127,6 @@ def test_ranks_may_begin_the_collectives_of_two_groups_in_different_orders() -> 
 
 
 def _alone(rank: int, world_size: int, port: int) -> None:
-    from datetime import timedelta
-
     shared_memory.register()
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     ours = dist.new_group(backend=shared_memory.NAME, timeout=timedelta(seconds=1))
