@@ -112,8 +112,10 @@ def gemini(policy: str, args: argparse.Namespace, disk: bool = False) -> Side:
         disk_capacity=int(args.disk_gib * 2**30) if disk else None,
         verbose=True,
     )
-    early = args.clip == 0
-    optimizer = GeminiAdamOptimizer(wrapped, update_in_backward=early, clipping_norm=args.clip, **ADAM)
+    early = args.clip == 0 or not disk
+    optimizer = GeminiAdamOptimizer(
+        wrapped, update_in_backward=early, clipping_norm=args.clip, undo_ratio=args.undo_ratio, **ADAM
+    )
 
     def notes() -> str:
         tiers = wrapped.chunk_manager
@@ -273,6 +275,12 @@ def arguments() -> argparse.Namespace:
         "--capacity-gib", type=float, default=0.0, help="of model data on the GPU; 0: no limit"
     )
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument(
+        "--undo-ratio",
+        type=float,
+        default=0.25,
+        help="with --clip: the share of the chunks updated before the norm is known",
+    )
     parser.add_argument(
         "--host-gib", type=float, default=110.0, help="of the host, for gemini-disk and the search"
     )

@@ -60,6 +60,7 @@ OF_OPTIMIZER = (
     "max_norm",
     "norm_type",
     "update_in_backward",
+    "undo_ratio",
 )
 
 

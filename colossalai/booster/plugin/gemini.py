@@ -15,6 +15,7 @@ from colossalai.interface import OptimizerWrapper
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer, MemStats, PlacementPolicyFactory
 from colossalai.zero.gemini.chunk_manager import check_disk, default_device
 from colossalai.zero.gemini.tiers import check_capacity
+from colossalai.zero.gemini.trials import UNDO_RATIO
 
 
 class GeminiPlugin(OwnPrecisionPlugin):
@@ -33,7 +34,8 @@ class GeminiPlugin(OwnPrecisionPlugin):
         max_norm, norm_type: the largest norm of all gradients, 0 does not clip; and which norm.
         verbose: tell the chunk size, and changes of the loss scale.
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``, of weights, gradients and operations.
-        update_in_backward: update chunks on the host while the backward pass goes on (without clipping, not in fp16).
+        update_in_backward: update chunks on the host while the backward pass goes on; with ``max_norm`` and in fp16 on trial.
+        undo_ratio: the share of the chunks that may be on trial: the host holds them twice.
         compute_capacity, host_capacity: bytes that model data may take of the device and of the host.
         prefetch: chunks to fetch ahead.
         host_buffers: gradient buffers on the host; by default as many as there are chunks.
@@ -68,6 +70,7 @@ class GeminiPlugin(OwnPrecisionPlugin):
         *,
         precision: str = "fp16",
         update_in_backward: bool = False,
+        undo_ratio: float = UNDO_RATIO,
         compute_capacity: int | None = None,
         host_capacity: int | None = None,
         prefetch: int = 2,
@@ -116,6 +119,7 @@ class GeminiPlugin(OwnPrecisionPlugin):
             "norm_type": norm_type,
             "verbose": verbose,
             "update_in_backward": update_in_backward,
+            "undo_ratio": undo_ratio,
         }
 
     def control_device(self) -> bool:

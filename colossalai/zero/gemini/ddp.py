@@ -94,6 +94,7 @@ class ZeroDDP(ModelWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         trains = torch.is_grad_enabled() and self.training and not self._hooks.in_backward
         if not self._hooks.in_backward:
+            self._take_back()
             self.gemini_manager.drop_stale()
         if trains:
             self._untouched.check()
@@ -134,8 +135,14 @@ class ZeroDDP(ModelWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; an update that has been asked for has taken its own."""
+        self._take_back()
         for index in self.gradients.of:
             self.gradients.clear(self.chunk_manager.chunks[index])
+
+    def _take_back(self) -> None:
+        """What was updated in the backward pass on trial, and not stepped, has not happened."""
+        if self.optimizer is not None:
+            self.optimizer.take_back()
 
     def _take_gradient(self, chunk: Chunk, slot: Slot) -> None:
         gradients = self.gradients

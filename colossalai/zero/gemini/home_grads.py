@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -22,19 +23,30 @@ class HomeGradients:
         self.host = HostBuffers(chunks, host_buffers, wait, self._spill_to_disk)
         self.spilled = Spilled(chunks)
         self.of: dict[int, ChunkGradients] = {}
+        self._settling = threading.Lock()  # an update on trial may ask for the same sum as the script
         self.norm_type: float | None = None  # the norm to take of gradients before they leave for the host
 
     @torch.no_grad()
-    def settle(self, chunk: Chunk) -> None:
-        """Wait on the CPU until the sum is complete in ``shard``."""
+    def settle(self, chunk: Chunk) -> Tensor | None:
+        """Wait on the CPU until the sum is complete in ``shard``, and return it."""
         state = self.of[chunk.index]
-        state.move.finish()
-        for more, move in state.extra:
-            move.finish()
-            assert state.shard is not None
-            state.shard.add_(more)
-            self.host.put(more)
-        state.extra.clear()
+        with self._settling:
+            state.move.finish()
+            for more, move in state.extra:
+                move.finish()
+                assert state.shard is not None
+                state.shard.add_(more)
+                self.host.put(more)
+            state.extra.clear()
+            return state.shard
+
+    def look(self, chunk: Chunk) -> Taken | None:
+        """What ``take`` would hand over, which stays here; None if there is nothing, or something of it on the disk."""
+        state = self.of[chunk.index]
+        if state.shard is None or state.rows or chunk.home is self.chunks.compute:
+            return None
+        moves = [state.move, *(move for _, move in state.extra)]
+        return Taken(state.shard, moves, [], frozenset(state.used), [])
 
     def take(self, chunk: Chunk) -> Taken | None:
         """Hand the gradients of a chunk that rests on the host over to its update; None if there are none."""

@@ -5,9 +5,9 @@ thread: wait for the gradient, update weights and states on the host.  The next 
 needs the chunk, and jobs are done in the order in which it will.
 
 With ``update_in_backward`` the job of a chunk begins as soon as its gradient has left the device, while the backward pass goes on; of several
-that wait, the one that the next forward pass needs first is next.  This is for training without clipping and loss scale, since
-both need all gradients before the first update; and for one backward pass in each step, or several of which all but the last are
-under ``no_sync``.
+that wait, the one that the next forward pass needs first is next.  This is for one backward pass in each step, or several of which all
+but the last are under ``no_sync``.  Clipping and a loss scale need all gradients before the first update; with them, updates in the
+backward pass are on trial (``colossalai.zero.gemini.trials``).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from colossalai.zero.gemini.homes import Homes
 from colossalai.zero.gemini.loading import install_states, make_resting, share_on_disk
 from colossalai.zero.gemini.second import Options, Second, options_of
 from colossalai.zero.gemini.stepping import Members, check_params, like, make_pieces
+from colossalai.zero.gemini.trials import UNDO_RATIO, Trials, can_be_tried
 from colossalai.zero.gemini.updates import Updates
 from colossalai.zero.pieces import Piece
 from colossalai.zero.sharded import ShardedOptimizer, stand_in
@@ -47,6 +48,8 @@ class GeminiOptimizer(ShardedOptimizer):
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss scale, in fp16.
         clipping_norm: the largest norm of all gradients; 0 does not clip.
         update_in_backward: see the module.
+        undo_ratio: with clipping or in fp16, the share of the chunks that may be updated in the backward pass and taken back; the
+            host holds their weights and states a second time.  0 lets all updates wait for the norm of all gradients.
     """
 
     def __init__(
@@ -66,21 +69,21 @@ class GeminiOptimizer(ShardedOptimizer):
         verbose: bool = False,
         *,
         update_in_backward: bool = False,
+        undo_ratio: float = UNDO_RATIO,
     ) -> None:
         _check_model(module)
         if not 0 <= gpu_margin_mem_ratio <= 1:
             raise ValueError(f"gpu_margin_mem_ratio is a share from 0 to 1, got {gpu_margin_mem_ratio!r}")
         self.model, self.chunks, self.manager = module, module.chunk_manager, module.gemini_manager
         scaler = dynamic_scaler(locals()) if module.dtype is torch.float16 else None
-        if update_in_backward and (scaler is not None or clipping_norm):
-            why = "fp16, whose loss scale" if scaler is not None else "clipping, which"
-            raise ValueError(
-                f"update_in_backward=True cannot be combined with {why} needs all gradients before the first update; train in"
-                " bf16 or fp32 without clipping, or leave it out"
-            )
+        if not 0 <= undo_ratio <= 1:
+            raise ValueError(f"undo_ratio is a share from 0 to 1, got {undo_ratio!r}")
         self.update_in_backward = update_in_backward
         check_params(optim, module)
         share = share_on_disk(optim, module)
+        needs_trials = update_in_backward and (scaler is not None or clipping_norm > 0)
+        if needs_trials:
+            _check_trials(optim, module, "a loss scale" if scaler is not None else "clipping")
         self._places = make_pieces(optim, module)
         super().__init__(
             optim,
@@ -99,6 +102,8 @@ class GeminiOptimizer(ShardedOptimizer):
         self._accounts = Accounts(module, optim, members, self._resting)
         self._updates = Updates(module, optim, members, self._second, self._resting, self._accounts)
         self._homes = Homes(module, members, self._second, self._accounts, gpu_margin_mem_ratio)
+        self._trials = Trials(self._updates, undo_ratio, self._accounts.room) if needs_trials else None
+        self._expects_good = True  # that the next step will neither be clipped nor overflow
         self._early: set[int] = set()  # chunks whose update began in the backward pass
         self._early_options: Options | None = None
         self._promoted = False
@@ -130,10 +135,25 @@ class GeminiOptimizer(ShardedOptimizer):
         state = self.model.gradients.of[chunk.index]
         if chunk.ranks.size > 1 and len(state.used) < len(self.model.gradients.trained[chunk.index]):
             return  # other ranks may have the missing ones: known at the end
+        if self._trials is not None and not self._expects_good:
+            return
         if self._early_options is None:
             self._early_options = options_of(self.optim)
+        if self._trials is not None:
+            self._trials.begin(chunk, self._early_options, self._good_factor())
+            return
         self._early.add(chunk.index)
         self._updates.submit(chunk, self._early_options, 1.0)
+
+    def _good_factor(self) -> float:
+        """What gradients are multiplied by if they are not clipped."""
+        factor = torch.tensor(1.0) if self._max_norm > 0 else 1.0
+        return float(self.scaler.inv_scale * factor if self.is_scaled else factor)
+
+    def take_back(self) -> None:
+        """Somebody looks at weights or gradients, or drops them, before the step: updates on trial have not happened."""
+        if self._trials:
+            self._trials.take_back()
 
     def collect(self) -> None:
         # their norms are known: nobody looks at those that are still on their way to the host
@@ -186,6 +206,8 @@ class GeminiOptimizer(ShardedOptimizer):
     def unscale_grad(self) -> None:
         """Called by whoever looks at all gradients."""
         before = self._unscaled
+        if not self._stepping:
+            self.take_back()  # whoever asks may write to them
         super().unscale_grad()
         if not before and self._unscaled and not self._stepping:
             self.give_gradients(everywhere=True)
@@ -235,6 +257,7 @@ class GeminiOptimizer(ShardedOptimizer):
             self._stepping = False
         self.manager.drop_all()
         if self.step_was_skipped:
+            self._expects_good = False
             self.model.zero_grad()
         self._early.clear()
         self._early_options = None
@@ -261,8 +284,11 @@ class GeminiOptimizer(ShardedOptimizer):
         result = super().update(None, factor)  # what rests on the compute device
         if hosted:
             now = float(self._factor if factor is None else factor)
+            self._expects_good = now == self._good_factor()
+            tried = self._trials.judge(options, now) if self._trials is not None else set()
             for chunk in sorted(hosted, key=lambda c: self.manager.trace.first_use(c.index)):
-                self._updates.submit(chunk, options, now)
+                if chunk.index not in tried:
+                    self._updates.submit(chunk, options, now)
         for i in gradients.of:
             chunk = self.chunks.chunks[i]
             if chunk.home is self.chunks.compute:
@@ -274,6 +300,7 @@ class GeminiOptimizer(ShardedOptimizer):
         return result
 
     def settle(self) -> None:
+        self.take_back()
         self.manager.worker.wait_all()
 
     @torch.no_grad()
@@ -355,6 +382,20 @@ class GeminiAdamOptimizer(GeminiOptimizer):
 
 
 _OWN = [name for name in inspect.signature(GeminiOptimizer).parameters if name not in ("optim", "module")]
+
+
+def _check_trials(optim: Optimizer, module: ZeroDDP, why: str) -> None:
+    """Refuse updates in the backward pass that could not be taken back."""
+    if module.chunk_manager.shelf is not None:
+        raise ValueError(
+            f"update_in_backward=True with {why} keeps on the host what it may have to take back, for which there is no room beside a"
+            " disk tier; leave update_in_backward out"
+        )
+    if not can_be_tried(optim):
+        raise ValueError(
+            f"update_in_backward=True with {why} may have to take updates back, and those of {type(optim).__name__} cannot be; use"
+            " HybridAdam, or leave update_in_backward out"
+        )
 
 
 def _check_model(module: Any) -> None:

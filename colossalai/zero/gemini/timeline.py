@@ -22,7 +22,7 @@ INTERVALS = {"present": ("fetch", "drop"), "update": ("update", "updated")}
 
 @dataclass(frozen=True)
 class Event:
-    """``kind``: fetch, drop, grads (sent home), update or updated; ``when`` in seconds since the step began."""
+    """``kind``: fetch, drop, grads (sent home), update, updated, try (an update on trial) or undo; ``when`` in seconds since the step began."""
 
     when: float
     kind: str
@@ -44,6 +44,10 @@ class Numbers:
     """Seconds in which the host updated chunks."""
     blocked: float = 0.0
     """Seconds in which the script waited for an update."""
+    tried: int = 0
+    """Updates on trial in the backward pass."""
+    undone: int = 0
+    """Of these, those that were taken back."""
 
     @property
     def hidden(self) -> float | None:
@@ -53,9 +57,11 @@ class Numbers:
     def __str__(self) -> str:
         shares = "not measured" if self.hidden is None else f"{self.hidden:.0%} hidden"
         tiers = ", ".join(f"{name} {nbytes / 2**20:,.1f} MB" for name, nbytes in self.peak.items())
+        trials = f" ({self.tried} on trial, {self.undone} of them taken back)" if self.tried else ""
         return (
             f"{self.seconds:.3f} s; {self.bytes_up / 2**20:,.1f} MB to the compute tier, {self.bytes_down / 2**20:,.1f} MB back ({shares});"
-            f" host updates {self.updating:.3f} s, of which the script waited {self.blocked:.3f} s; most in use: {tiers}"
+            f" host updates {self.updating:.3f} s, of which the script waited {self.blocked:.3f} s{trials};"
+            f" most in use: {tiers}"
         )
 
 
@@ -104,6 +110,8 @@ class Timeline:
             waiting=waiting,
             updating=sum(b - a for _, a, b in _intervals(self.events, "update", seconds)),
             blocked=self.blocked,
+            tried=sum(event.kind == "try" for event in self.events),
+            undone=sum(event.kind == "undo" for event in self.events),
         )
 
     def numbers(self) -> Numbers:

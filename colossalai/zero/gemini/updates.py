@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from colossalai.kernel.lists import row
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.zero.gemini.accounts import Accounts
-from colossalai.zero.gemini.chunk import Chunk
+from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
 from colossalai.zero.gemini.grad_buffers import Taken
 from colossalai.zero.gemini.resting import Part, Resting, small_of
@@ -47,17 +47,29 @@ class Updates:
         taken = self.model.gradients.take(chunk)
         assert taken is not None
         self.manager.mark_stale(chunk)
-        work = partial(self._update, chunk, taken, options, factor)
+        work = partial(self.run, chunk, taken, options, factor)
         priority = self.manager.trace.first_use(chunk.index)
         prepare = partial(self.resting.prepare, chunk) if self.resting is not None else nothing
         self.manager.worker.submit(chunk.index, priority, chunk.name, work, taken.is_here, prepare)
 
     @torch.no_grad()
-    def _update(self, chunk: Chunk, taken: Taken, options: Options, factor: float) -> None:
+    def run(self, chunk: Chunk, taken: Taken, options: Options, factor: float) -> None:
         """The job."""
         shard = self.model.gradients.sum_up(chunk, taken)
+        self.apply(chunk, shard, taken.used, options, factor)
+        self.model.gradients.put(shard)
+
+    def stepped(self, chunk: Chunk, used: Collection[Slot]) -> list[Piece]:
+        """The pieces that an update changes if ``used`` have gradients."""
+        return [m.piece for m in self.members.of(chunk) if m.slot in used and not m.piece.is_empty]
+
+    @torch.no_grad()
+    def apply(
+        self, chunk: Chunk, shard: Tensor, used: Collection[Slot], options: Options, factor: float
+    ) -> None:
+        """Update ``chunk`` now; ``shard`` has the gradients of ``used``."""
         self.manager.timeline.note("update", chunk)
-        members = [m for m in self.members.of(chunk) if m.slot in taken.used and not m.piece.is_empty]
+        members = [m for m in self.members.of(chunk) if m.slot in used and not m.piece.is_empty]
         grads = {m.piece: like(m.piece.in_shard(shard), m.piece) for m in members}
         resting = self.resting
         if resting is None:
@@ -70,7 +82,6 @@ class Updates:
             _AtRest(self, resting, members, grads, options, factor).run()
             resting.put(chunk, weights)
         self.accounts.count(chunk)
-        self.model.gradients.put(shard)
         self.manager.timeline.note("updated", chunk)
 
     def _in_memory(

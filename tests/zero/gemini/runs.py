@@ -107,13 +107,12 @@ class Case:
     reentrant: bool | None = None
     early: bool = False
     nvme: float = 0.0
+    undo: float = 1.0
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def is_possible(self) -> bool:
-        if self.policy == "cuda" and (self.share is not None or self.nvme):
-            return False
-        return not (self.early and self.clip)
+        return not (self.policy == "cuda" and (self.share is not None or self.nvme))
 
     def __str__(self) -> str:
         return (
@@ -148,7 +147,12 @@ class Training:
             model, "cpu", case.policy, dtype=case.dtype, compute_capacity=self.capacity, **options
         )
         self.optimizer = GeminiOptimizer(
-            inner, self.model, clipping_norm=case.clip, update_in_backward=case.early, initial_scale=2**4
+            inner,
+            self.model,
+            clipping_norm=case.clip,
+            update_in_backward=case.early,
+            undo_ratio=case.undo,
+            initial_scale=2**4,
         )
         self.rank, self.ranks = self.model.chunk_manager.ranks.rank, self.model.chunk_manager.ranks.size
 
@@ -266,7 +270,7 @@ def compare(case: Case, steps: int = 4, **options: Any) -> Training:
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if case.dtype is not torch.float32 and not is_alone:
         if case.nvme:
-            return equal_to_memory(case, steps, **options)
+            return equal_courses(case, replace(case, nvme=0.0), steps, **options)
         options = {"optimizer": sgd, **options}
     run = Training(case, **options)
     serial = serial_course(
@@ -285,9 +289,9 @@ def compare(case: Case, steps: int = 4, **options: Any) -> Training:
     return run
 
 
-def equal_to_memory(case: Case, steps: int, **options: Any) -> Training:
-    """The same to the last bit, whether states rest on the disk or not."""
-    run, other = Training(case, **options), course(replace(case, nvme=0.0), steps, **options)
+def equal_courses(case: Case, known: Case, steps: int, **options: Any) -> Training:
+    """The same to the last bit, as whether states rest on the disk or not."""
+    run, other = Training(case, **options), course(known, steps, **options)
     for step, expected in enumerate(other.losses):
         got = run.step(batch(step % BATCHES))
         assert torch.equal(got, expected), (str(case), step, got, expected)

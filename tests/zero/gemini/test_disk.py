@@ -63,7 +63,7 @@ GRID = [
             )
         ),
     )
-    if case.is_possible
+    if not (case.early and case.clip)  # what might be taken back has no room
 ]
 
 

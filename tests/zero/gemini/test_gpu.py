@@ -12,6 +12,7 @@ from colossalai.testing import check_state_dict_equal
 from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
 from tests.zero.gemini.runs import SMALL, batch, hybrid, loss_of, net, sgd
 from tests.zero.gemini.test_disk import BYTES
+from tests.zero.gemini.test_trials import SCALES, loud
 
 pytestmark = pytest.mark.gpu
 
@@ -95,6 +96,12 @@ def test_the_disk_tier_with_large_chunks(tmp_path: Path) -> None:
     got, model = train(disk_dir=str(tmp_path), host_capacity=36 * 2**20, host_buffers=2)
     assert any(map(model.chunk_manager.is_on_disk, model.chunk_manager.chunks))
     check_state_dict_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_updates_on_trial(dtype: torch.dtype) -> None:
+    assert loud(SCALES, dtype, True, device="cuda").undone > 0
+    loud(SCALES, dtype, False, device="cuda")
 
 
 def test_movement_is_measured() -> None:

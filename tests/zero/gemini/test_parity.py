@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from colossalai.testing import sample_cases, spawn
 from tests import shared_memory
-from tests.zero.gemini.runs import Case, Serial, Training, batch, compare, launch, net
+from tests.zero.gemini.runs import Case, Serial, Training, batch, compare, equal_courses, launch, net
 
 DIMENSIONS = (
     ("cpu", "cuda", "auto", "const"),
@@ -69,6 +70,46 @@ def test_the_whole_grid(ranks: int, part: int) -> None:
     size = -(-len(LONG[ranks]) // PARTS)  # neighbours: they have one serial training
     cases = LONG[ranks][part * size : (part + 1) * size]
     spawn(_train, ranks, cases=cases, steps=100, backend=shared_memory.NAME, timeout=3600)
+
+
+def _trial(*at: int) -> Case:
+    """Updates in the backward pass on trial; with this norm about a quarter of the steps are clipped."""
+    return replace(_case(*at), clip=0.3, early=True)
+
+
+ON_TRIAL = {
+    is_whole: [
+        _trial(*at)
+        for at in PLACES
+        if DIMENSIONS[0][at[0]] != "cuda"
+        and (at[4], at[6]) == (0, 0)  # clipping has its own norm, nothing is on the disk
+        and (is_whole or _takes_turn(*at))
+    ]
+    for is_whole in (False, True)
+}
+
+
+def _try(rank: int, world_size: int, port: int, cases: list[Case], steps: int, backend: str) -> None:
+    launch(rank, world_size, port, backend)
+    for case in cases:
+        if world_size == 1:
+            compare(case, steps, build=NETS[case.share])
+        else:
+            equal_courses(case, replace(case, undo=0.0), steps, build=NETS[case.share])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_updates_on_trial(ranks: int) -> None:
+    cases = sample_cases(ON_TRIAL[True], 4 if ranks == 1 else 2)
+    spawn(_try, ranks, cases=cases, steps=6, backend="gloo", timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_updates_on_trial(ranks: int, part: int) -> None:
+    cases = ON_TRIAL[ranks == 1][part::4]
+    spawn(_try, ranks, cases=cases, steps=100, backend=shared_memory.NAME, timeout=3600)
 
 
 @pytest.mark.parametrize("share", [1 / 2, 1 / 4, 1 / 8])

@@ -1,0 +1,200 @@
+"""Updates on trial: begun in the backward pass, before it is known what clipping or the loss scale will say.
+
+Most steps are not clipped and do not overflow.  So the host, which has nothing else to do in the backward pass, updates chunks whose
+gradients have come as if this step were one of these, and keeps what they were before.  When the norm of all gradients is known, the
+updates stand; or, in a bad step, they are taken back and done again with the right factor, or not at all.  What is taken back is what
+was, to the last bit.
+
+An update that the step finds still waiting is an ordinary one from then on.  Somebody who looks at the weights or at the gradients between the
+backward pass and the step takes all trials back first: to him nothing has happened yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+
+from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
+from colossalai.zero.gemini.chunk import Chunk
+from colossalai.zero.gemini.grad_buffers import Taken
+from colossalai.zero.gemini.second import Options
+from colossalai.zero.gemini.state_kinds import Kinds
+from colossalai.zero.gemini.undo import Undo, UndoBuffers, padded
+from colossalai.zero.gemini.updates import Updates
+
+UNDO_RATIO = 0.25
+SMALL = 4096  # bytes beside weights and states of a piece: its number of steps
+
+
+class Verdict(Enum):
+    OPEN = "nobody knows"
+    STANDS = "it was right"
+    PLAIN = "the step came before it began"
+    OFF = "it shall not begin"
+
+
+@dataclass
+class Trial:
+    """The update of ``chunk`` with ``factor``, which may turn out to be another."""
+
+    chunk: Chunk
+    taken: Taken
+    options: Options
+    factor: float
+    buffer: Any
+    undo: Undo | None = None
+    is_begun: bool = False
+    is_done: bool = False
+    verdict: Verdict = Verdict.OPEN
+
+
+class Trials:
+    """Those of one step; of at most ``share`` of the chunks.
+
+    ``room()`` says how many bytes of the host nobody else needs.
+    """
+
+    def __init__(self, updates: Updates, share: float, room: Callable[[], int]) -> None:
+        self.updates, self.share, self.room = updates, share, room
+        self.gradients, self.manager = updates.model.gradients, updates.manager
+        self._buffers: UndoBuffers | None = None
+        self._open: dict[int, Trial] = {}
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def begin(self, chunk: Chunk, options: Options, factor: float) -> None:
+        """Update ``chunk`` with the gradients that it has now, if it can be taken back."""
+        taken = self.gradients.look(chunk)
+        if chunk.index in self._open or taken is None or not self._has_states(chunk, taken):
+            return
+        buffer = self._some().get()
+        if buffer is None:
+            return
+        trial = Trial(chunk, taken, options, factor, buffer)
+        self._open[chunk.index] = trial
+        priority = self.manager.trace.first_use(chunk.index)
+        self.manager.worker.submit(
+            chunk.index, priority, chunk.name, partial(self._run, trial), taken.is_here
+        )
+
+    def _has_states(self, chunk: Chunk, taken: Taken) -> bool:
+        """Whether its last update left everything as this one will: not before the first, and not after loading."""
+        state, second = self.updates.optim.state, self.updates.second
+        return all(
+            state.get(p.value) and (p.value.dtype not in HALVES or second.is_followed(p))
+            for p in self.updates.stepped(chunk, taken.used)
+        )
+
+    def _some(self) -> UndoBuffers:
+        if self._buffers is None:
+            updates, chunks = self.updates, self.gradients.chunks
+            hosted = [chunks.chunks[i] for i in self.gradients.of if chunks.chunks[i].home is chunks.host]
+            kinds = Kinds(updates.optim)
+            sizes = [
+                sum(padded(p.value.nbytes) + kinds.nbytes(p) + SMALL for p in updates.members.pieces(chunk))
+                for chunk in hosted
+            ]
+            most = max(int(self.share * len(hosted)), 1) if self.share else 0
+            self._buffers = UndoBuffers(chunks.host, max(sizes, default=0), most, self.room)
+        return self._buffers
+
+    @torch.no_grad()
+    def _run(self, trial: Trial) -> None:
+        """The job."""
+        with self._lock:
+            if trial.verdict is Verdict.OFF:
+                return
+            trial.is_begun = trial.verdict is Verdict.OPEN
+        updates, chunk = self.updates, trial.chunk
+        if not trial.is_begun:
+            updates.run(chunk, trial.taken, trial.options, trial.factor)
+            return
+        shard = self.gradients.settle(chunk)
+        assert shard is not None
+        self.manager.timeline.note("try", chunk)
+        pieces = updates.stepped(chunk, trial.taken.used)
+        values, states = [p.value for p in pieces], [updates.optim.state[p.value] for p in pieces]
+        trial.undo = Undo(trial.buffer, values, states)
+        updates.apply(chunk, shard, trial.taken.used, trial.options, trial.factor)
+        with self._lock:
+            trial.is_done = True
+            if trial.verdict is Verdict.STANDS:
+                self._close(trial)
+
+    def _close(self, trial: Trial) -> None:
+        """Nobody will go back."""
+        assert trial.taken.shard is not None
+        self.gradients.put(trial.taken.shard)
+        self._some().put(trial.buffer)
+        trial.undo = None
+
+    def judge(self, options: Options, factor: float) -> set[int]:
+        """The step is to be made with these: returns the chunks whose update is done or under way; others have none."""
+        decided: set[int] = set()
+        for index, trial in self._open.items():
+            with self._lock:
+                if not trial.is_begun:
+                    trial.verdict, trial.options, trial.factor = Verdict.PLAIN, options, factor
+                    self._some().put(trial.buffer)
+                elif trial.factor == factor and same(trial.options, options):
+                    trial.verdict = Verdict.STANDS
+                else:
+                    continue
+                taken = self.gradients.take(trial.chunk)
+                assert taken is not None
+                trial.taken = taken
+                if trial.is_done:
+                    self._close(trial)
+            decided.add(index)
+        self._open = {i: trial for i, trial in self._open.items() if i not in decided}
+        self.take_back()
+        return decided
+
+    def take_back(self) -> None:
+        """Let everything be as if no update had begun."""
+        trials, self._open = list(self._open.values()), {}
+        for trial in trials:
+            with self._lock:
+                if not trial.is_begun:
+                    trial.verdict = Verdict.OFF
+        for trial in trials:
+            self.manager.worker.wait(trial.chunk.index)
+            if trial.undo is not None:
+                self._restore(trial)
+            self._some().put(trial.buffer)
+
+    def _restore(self, trial: Trial) -> None:
+        assert trial.undo is not None
+        self.manager.timeline.note("undo", trial.chunk)
+        trial.undo.restore()
+        trial.undo = None
+        second = self.updates.second
+        for piece in self.updates.stepped(trial.chunk, trial.taken.used):
+            second.follows(second.twin(piece))
+
+
+def can_be_tried(optim: Any) -> bool:
+    """Whether an update leaves the gradients as they are, and takes a factor for them."""
+    return isinstance(optim, MultiTensorOptimizer) and optim.divides
+
+
+def same(some: Options, others: Options) -> bool:
+    """Whether two options of all groups have the same values."""
+    return len(some) == len(others) and all(
+        a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if torch.is_tensor(a) or torch.is_tensor(b):
+        return torch.is_tensor(a) and torch.is_tensor(b) and torch.equal(a, b)
+    return bool(a == b)

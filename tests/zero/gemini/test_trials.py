@@ -1,0 +1,361 @@
+"""Updates on trial in the backward pass, with clipping and loss scale: they stand, or are taken back to the last bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colossalai.nn.optimizer import HybridAdam
+from colossalai.testing import spawn
+from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
+from colossalai.zero.gemini.trials import Trials, same
+from colossalai.zero.gemini.undo import Undo
+from tests.zero.gemini.runs import SMALL, batch, hybrid, launch, loss_of
+from tests.zero.gemini.test_model import small
+from tests.zero.gemini.test_optimizer import adamw, tower
+
+CLIP = 1.0
+LOUD = 200.0  # a loss times this is clipped
+SCALES = [1.0, 1.0, LOUD, 1.0, 1.0, 1.0, LOUD, LOUD, 1.0, 1.0]
+
+
+class Trained:
+    """A tower whose losses are multiplied so that some steps are clipped."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        undo_ratio: float = 1.0,
+        device: str = "cpu",
+        **options: Any,
+    ) -> None:
+        chunk = SMALL * dtype.itemsize
+        model = tower()
+        inner = options.pop("optimizer", hybrid)(model.parameters())
+        self.model = GeminiDDP(
+            model, device, dtype=dtype, min_chunk_size_mb=chunk, search_range_mb=chunk, prefetch=1, **options
+        )
+        self.optimizer = GeminiOptimizer(
+            inner,
+            self.model,
+            clipping_norm=CLIP,
+            update_in_backward=True,
+            undo_ratio=undo_ratio,
+            initial_scale=2**4,
+        )
+        self.tried = self.undone = 0
+
+    def backward(self, words: Tensor, scale: float = 1.0, wait: bool = True) -> Tensor:
+        ranks = self.model.chunk_manager.ranks
+        own = words.chunk(ranks.size)[ranks.rank].to(self.model.chunk_manager.device)
+        loss = loss_of(self.model, own) * scale
+        self.optimizer.backward(loss)
+        if wait:
+            self.worker.wait_all()  # so that updates on trial have been made
+        return loss.detach()
+
+    def step(self, words: Tensor, scale: float = 1.0, wait: bool = True) -> Tensor:
+        loss = self.backward(words, scale, wait)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        kinds = [event.kind for event in self.model.gemini_manager.timeline.events]
+        self.tried += kinds.count("try")
+        self.undone += kinds.count("undo")
+        return loss
+
+    @property
+    def worker(self) -> Any:
+        return self.model.gemini_manager.worker
+
+    def everything(self) -> dict[str, Tensor]:
+        """Weights and states of the serial model and optimizer."""
+        found = dict(self.model.state_dict(only_rank_0=False))
+        for number, state in self.optimizer.state_dict()["state"].items():
+            found.update({f"{number} {name}": value for name, value in state.items()})
+        return found
+
+
+def assert_equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    assert some.keys() == others.keys()
+    for name, value in some.items():
+        assert torch.equal(value, others[name]), name
+
+
+def loud(scales: list[float], dtype: torch.dtype, wait: bool, **options: Any) -> Trained:
+    """Train on trial and beside it with updates that wait for the norm; both must be the same to the last bit."""
+    run, other = Trained(dtype, **options), Trained(dtype, undo_ratio=0.0, **options)
+    for step, scale in enumerate(scales):
+        got, expected = run.step(batch(step), scale, wait), other.step(batch(step), scale, wait)
+        assert torch.allclose(got, expected, rtol=0, atol=0, equal_nan=True), step
+        assert run.optimizer.step_was_skipped == other.optimizer.step_was_skipped
+    assert_equal(run.everything(), other.everything())
+    assert other.tried == 0
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wait", [True, False])
+def test_good_steps_stand_and_clipped_ones_are_taken_back(dtype: torch.dtype, wait: bool) -> None:
+    run = loud(SCALES, dtype, wait)
+    if wait:  # otherwise the step may come before any of them has begun
+        assert run.undone > 0
+        assert run.tried > 2 * run.undone
+
+
+def test_it_is_the_serial_training() -> None:
+    run, serial = Trained(torch.float32), tower()
+    optimizer = hybrid(serial.parameters())
+    for step, scale in enumerate(SCALES):
+        got = run.step(batch(step), scale)
+        loss = loss_of(serial, batch(step)) * scale
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(serial.parameters(), CLIP)
+        optimizer.step()
+        assert torch.allclose(got, loss.detach(), rtol=1e-5), step
+    assert run.undone > 0
+
+
+def test_steps_that_overflow_are_taken_back() -> None:
+    run = loud([1.0, 1.0, float("inf"), 1.0, 1.0, float("nan"), 1.0], torch.float16, True)
+    assert run.undone > 0
+
+
+def test_without_going_back_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Undo, "restore", lambda self: None)
+    with pytest.raises(AssertionError):
+        loud(SCALES, torch.bfloat16, True)
+
+
+def test_the_digits_beside_bf16_weights_are_taken_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    restore = Trials._restore
+
+    def forgetful(trials: Trials, trial: Any) -> None:
+        restore(trials, trial)
+        trials.updates.second.hold.versions.clear()  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Trials, "_restore", forgetful)
+    with pytest.raises(AssertionError):
+        loud(SCALES, torch.bfloat16, True)
+
+
+def test_after_a_clipped_step_nothing_is_tried_until_one_is_not() -> None:
+    run = Trained()
+    tried = []
+    for step, scale in enumerate([1.0, 1.0, LOUD, LOUD, 1.0, 1.0]):
+        before = run.tried
+        run.step(batch(step), scale)
+        tried.append(run.tried > before)
+    assert tried == [False, True, True, False, False, True]  # the first step makes the states
+
+
+def test_what_the_step_finds_waiting_is_updated_once() -> None:
+    run, other = Trained(), Trained(undo_ratio=0.0)
+    for step, scale in enumerate(SCALES):
+        hold = threading.Event()
+        run.model.settle()
+        run.worker.submit(-1, -1, "a long update", partial(hold.wait, 20))
+        run.step(batch(step), scale, wait=False)
+        hold.set()
+        other.step(batch(step), scale)
+    assert run.tried == 0
+    assert_equal(run.everything(), other.everything())
+
+
+def by_norm(run: Trained) -> None:
+    run.optimizer.clip_grad_by_norm(0.01)
+
+
+def by_value(run: Trained) -> None:
+    run.optimizer.clip_grad_by_value(1e-3)
+
+
+def other_rate(run: Trained) -> None:
+    run.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def look(run: Trained) -> None:
+    run.everything()
+
+
+def forward(run: Trained) -> None:
+    run.model.eval()
+    with torch.no_grad():
+        run.model(batch(9))
+    run.model.train()
+
+
+def whole(run: Trained) -> None:
+    with run.model.whole_parameters():
+        pass
+
+
+def forget(run: Trained) -> None:
+    run.optimizer.zero_grad()
+    run.backward(batch(7))
+
+
+def forget_the_model_s(run: Trained) -> None:
+    run.model.zero_grad()
+    run.backward(batch(7))
+
+
+def again(run: Trained) -> None:
+    """Adds to the gradients."""
+    run.backward(batch(7))
+
+
+def fail(run: Trained) -> None:
+    """In the backward pass of another batch."""
+    loss = loss_of(run.model, batch(7))
+    loss.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.optimizer.backward(loss)
+
+
+BETWEEN = [by_norm, by_value, other_rate, look, forward, whole, forget, forget_the_model_s, again, fail]
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_who_comes_between_the_backward_pass_and_the_step_sees_no_trial(
+    between: Callable[[Trained], None],
+) -> None:
+    run, other = Trained(), Trained(undo_ratio=0.0)
+    for step in range(5):
+        run.backward(batch(step))
+        other.backward(batch(step))
+        assert bool(run.optimizer._trials) or step not in (1, 3)
+        for one in (run, other):
+            if step in (1, 3):
+                between(one)
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+        assert not run.optimizer._trials
+    assert_equal(run.everything(), other.everything())
+
+
+def test_before_the_step_a_checkpoint_has_the_weights_of_before() -> None:
+    run = Trained()
+    for step in range(3):
+        run.step(batch(step))
+    before = run.everything()
+    run.backward(batch(3))
+    assert run.optimizer._trials
+    assert_equal(run.everything(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_several_passes(dtype: torch.dtype) -> None:
+    run, other = Trained(dtype), Trained(dtype, undo_ratio=0.0)
+    for step in range(4):
+        for one in (run, other):
+            with one.model.no_sync():
+                one.backward(batch(step))
+            one.step(batch(10 + step), LOUD if step == 2 else 1.0)
+    assert run.undone > 0
+    assert_equal(run.everything(), other.everything())
+
+
+def test_after_loading_the_first_update_waits() -> None:
+    run, other = Trained(), Trained(undo_ratio=0.0)
+    for one in (run, other):
+        for step in range(2):
+            one.step(batch(step))
+        saved = one.model.state_dict(), one.optimizer.state_dict()
+        one.step(batch(2))
+        one.model.load_state_dict(saved[0])
+        one.optimizer.load_state_dict(saved[1])
+        one.tried = 0
+        one.step(batch(3))
+        assert one.tried == 0
+        one.step(batch(4))
+    assert run.tried > 0
+    assert_equal(run.everything(), other.everything())
+
+
+def on_ranks(rank: int, world_size: int, port: int, dtypes: list[torch.dtype]) -> None:
+    launch(rank, world_size, port)
+    for dtype in dtypes:
+        assert loud(SCALES, dtype, True).undone > 0
+
+
+def test_on_two_ranks() -> None:
+    spawn(on_ranks, 2, dtypes=[torch.float32, torch.bfloat16, torch.float16])
+
+
+def test_on_four_ranks() -> None:
+    spawn(on_ranks, 4, dtypes=[torch.bfloat16])
+
+
+def with_room_on_one(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    run, other = Trained(undo_ratio=float(rank == 0)), Trained(undo_ratio=0.0)
+    for step, scale in enumerate(SCALES):
+        assert torch.equal(run.step(batch(step), scale), other.step(batch(step), scale)), step
+    assert (run.tried > 0) == (rank == 0)
+    assert_equal(run.everything(), other.everything())
+
+
+def test_ranks_need_not_try_the_same_chunks() -> None:
+    spawn(with_room_on_one, 2)
+
+
+@pytest.mark.parametrize(("ratio", "most"), [(0.25, 2), (0.01, 1), (1.0, 8)])
+def test_the_host_holds_a_share_of_the_chunks_twice(ratio: float, most: int) -> None:
+    run = Trained(undo_ratio=ratio)
+    for step in range(3):
+        run.step(batch(step))
+    assert len(run.model.chunk_manager.chunks) == 8
+    assert run.optimizer._trials is not None
+    assert run.optimizer._trials._some().made == most
+
+
+def test_without_room_on_the_host_nothing_is_tried() -> None:
+    plain = Trained(undo_ratio=0.0)
+    plain.step(batch(0))
+    plain.step(batch(1))
+    plain.model.settle()
+    used = plain.model.chunk_manager.host.peak
+    run = Trained(host_capacity=used + 64)
+    for step in range(4):
+        run.step(batch(step))
+    assert run.tried == 0
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="undo_ratio is a share from 0 to 1, got 2"):
+        GeminiAdamOptimizer(small(tower()), undo_ratio=2)
+    with pytest.raises(
+        ValueError,
+        match="with clipping may have to take updates back, and those of AdamW cannot be; use HybridAdam",
+    ):
+        Trained(optimizer=adamw)
+    with pytest.raises(
+        ValueError, match=r"with clipping keeps on the host .* there is no room beside a disk tier"
+    ):
+        Trained(optimizer=partial(HybridAdam, nvme_offload_fraction=0.5))
+    model = small(tower(), dtype=torch.float16)
+    with pytest.raises(ValueError, match="with a loss scale may have to take updates back"):
+        GeminiOptimizer(adamw(model.parameters()), model, update_in_backward=True)
+
+
+def test_the_numbers_of_a_step_tell_of_trials() -> None:
+    run = Trained()
+    for step in range(4):
+        run.step(batch(step))
+    numbers = run.model.gemini_manager.timeline.numbers()
+    assert numbers.tried == 8
+    assert "(8 on trial, 0 of them taken back)" in str(numbers)
+
+
+def test_options_are_compared() -> None:
+    assert same([{"lr": torch.tensor(1.0)}], [{"lr": torch.tensor(1.0)}])
+    assert not same([{"lr": torch.tensor(1.0)}], [{"lr": torch.tensor(2.0)}])
+    assert not same([{"lr": torch.tensor(1.0)}], [{"lr": 1.0}])
+    assert not same([{"lr": 1.0}], [{"lr": 1.0, "eps": 0.1}])
