@@ -42,6 +42,8 @@ class ChunkGradients:
     """Of the sum, taken on the compute tier before it left; None where they are not known."""
     rows: list[str] = field(default_factory=list)
     """Summands that wait on the disk."""
+    parts: int = 0
+    """How many summands have been sent to the host since the last step."""
 
     @property
     def is_begun(self) -> bool:

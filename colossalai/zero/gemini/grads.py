@@ -263,6 +263,7 @@ class Gradients(HomeGradients):
             return
         if state.extra:
             self.settle(chunk)
+        state.parts += 1
         target = self.host.get(chunk)
         state.norms = self._norms_of(chunk, state, own, move)
         copy = self._download(target, own, move)
@@ -275,7 +276,8 @@ class Gradients(HomeGradients):
         if state.shard is None:
             state.shard, state.move = target, done
         else:
-            state.extra.append((target, done))
+            with self.settling:
+                state.extra.append((target, done))
 
     def _norms_of(
         self, chunk: Chunk, state: ChunkGradients, own: Tensor, move: Move
@@ -373,7 +375,7 @@ class Gradients(HomeGradients):
                 self.host.put(state.shard)
             state.shard, state.move = None, Move()
         self.spilled.free(state.rows)
-        state.rows, state.norms = [], None
+        state.rows, state.norms, state.parts = [], None, 0
         state.arrived.clear()
         state.used.clear()
         state.sent = False

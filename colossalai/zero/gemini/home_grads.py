@@ -23,14 +23,14 @@ class HomeGradients:
         self.host = HostBuffers(chunks, host_buffers, wait, self._spill_to_disk)
         self.spilled = Spilled(chunks)
         self.of: dict[int, ChunkGradients] = {}
-        self._settling = threading.Lock()  # an update on trial may ask for the same sum as the script
+        self.settling = threading.Lock()  # an update on trial may ask for the same sum as the script
         self.norm_type: float | None = None  # the norm to take of gradients before they leave for the host
 
     @torch.no_grad()
-    def settle(self, chunk: Chunk) -> Tensor | None:
-        """Wait on the CPU until the sum is complete in ``shard``, and return it."""
+    def settle(self, chunk: Chunk) -> None:
+        """Wait on the CPU until the sum is complete in ``shard``."""
         state = self.of[chunk.index]
-        with self._settling:
+        with self.settling:
             state.move.finish()
             for more, move in state.extra:
                 move.finish()
@@ -38,7 +38,6 @@ class HomeGradients:
                 state.shard.add_(more)
                 self.host.put(more)
             state.extra.clear()
-            return state.shard
 
     def look(self, chunk: Chunk) -> Taken | None:
         """What ``take`` would hand over, which stays here; None if there is nothing, or something of it on the disk."""
@@ -53,12 +52,12 @@ class HomeGradients:
         state = self.of[chunk.index]
         if not state.is_begun or chunk.home is self.chunks.compute:
             return None
-        moves = [state.move, *(move for _, move in state.extra)]
-        taken = Taken(
-            state.shard, moves, [more for more, _ in state.extra], frozenset(state.used), state.rows
-        )
-        state.shard, state.move, state.norms, state.rows = None, Move(), None, []
-        state.extra.clear()
+        with self.settling:
+            moves = [state.move, *(move for _, move in state.extra)]
+            more = [more for more, _ in state.extra]
+            taken = Taken(state.shard, moves, more, frozenset(state.used), state.rows)
+            state.shard, state.move, state.norms, state.rows, state.parts = None, Move(), None, [], 0
+            state.extra.clear()
         state.used.clear()
         return taken
 

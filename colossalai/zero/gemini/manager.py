@@ -7,7 +7,7 @@ this is the same on every rank, since bringing a chunk that ranks share is a col
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -28,6 +28,10 @@ from colossalai.zero.gemini.trace import NEVER, Trace
 from colossalai.zero.gemini.worker import Worker
 
 GRADIENTS = 2  # buffers at least that wait on the host, where there is a disk for the others
+
+
+def _nothing(chunk: Chunk) -> None:
+    pass
 
 
 class GeminiManager:
@@ -65,6 +69,7 @@ class GeminiManager:
         self.gradients = Gradients(chunk_manager, self.make_room, self.worker.wait_any, host_buffers)
         self.collector = MemStatsCollector(chunk_manager, memstats)
         self.strict = False  # chunks stay from the forward pass to the end of the backward pass
+        self.before_fetch: Callable[[Chunk], None] = _nothing  # the weights at home will be read
         self._stale: set[int] = set()
         self._present_bytes = 0
 
@@ -226,6 +231,7 @@ class GeminiManager:
 
     def _fetch(self, chunk: Chunk) -> None:
         self.agreement.ask(chunk.index, self.is_warmup())
+        self.before_fetch(chunk)
         self.chunk_manager.access_chunk(chunk)
         self._present_bytes += chunk.nbytes
         self.timeline.note("fetch", chunk)

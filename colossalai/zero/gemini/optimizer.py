@@ -103,6 +103,8 @@ class GeminiOptimizer(ShardedOptimizer):
         self._updates = Updates(module, optim, members, self._second, self._resting, self._accounts)
         self._homes = Homes(module, members, self._second, self._accounts, gpu_margin_mem_ratio)
         self._trials = Trials(self._updates, undo_ratio, self._accounts.room) if needs_trials else None
+        if self._trials is not None:
+            self.manager.before_fetch = self._trials.take_back_one
         self._expects_good = True  # that the next step will neither be clipped nor overflow
         self._early: set[int] = set()  # chunks whose update began in the backward pass
         self._early_options: Options | None = None

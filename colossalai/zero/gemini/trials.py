@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
 from colossalai.zero.gemini.chunk import Chunk
@@ -44,11 +45,16 @@ class Trial:
     """The update of ``chunk`` with ``factor``, which may turn out to be another."""
 
     chunk: Chunk
-    taken: Taken
     options: Options
     factor: float
-    buffer: Any
+    seen: Taken
+    """Its gradients, which are not handed over yet."""
+    parts: int
+    """How many summands they had."""
+    buffer: Tensor
     undo: Undo | None = None
+    taken: Taken | None = None
+    """Its gradients, handed over by the step."""
     is_begun: bool = False
     is_done: bool = False
     verdict: Verdict = Verdict.OPEN
@@ -72,25 +78,24 @@ class Trials:
 
     def begin(self, chunk: Chunk, options: Options, factor: float) -> None:
         """Update ``chunk`` with the gradients that it has now, if it can be taken back."""
-        taken = self.gradients.look(chunk)
-        if chunk.index in self._open or taken is None or not self._has_states(chunk, taken):
+        seen = self.gradients.look(chunk)
+        if chunk.index in self._open or seen is None or not self._has_states(chunk, seen):
             return
         buffer = self._some().get()
         if buffer is None:
             return
-        trial = Trial(chunk, taken, options, factor, buffer)
+        parts = self.gradients.of[chunk.index].parts
+        trial = Trial(chunk, options, factor, seen, parts, buffer)
         self._open[chunk.index] = trial
         priority = self.manager.trace.first_use(chunk.index)
-        self.manager.worker.submit(
-            chunk.index, priority, chunk.name, partial(self._run, trial), taken.is_here
-        )
+        self.manager.worker.submit(chunk.index, priority, chunk.name, partial(self._run, trial), seen.is_here)
 
-    def _has_states(self, chunk: Chunk, taken: Taken) -> bool:
+    def _has_states(self, chunk: Chunk, seen: Taken) -> bool:
         """Whether its last update left everything as this one will: not before the first, and not after loading."""
         state, second = self.updates.optim.state, self.updates.second
         return all(
             state.get(p.value) and (p.value.dtype not in HALVES or second.is_followed(p))
-            for p in self.updates.stepped(chunk, taken.used)
+            for p in self.updates.stepped(chunk, seen.used)
         )
 
     def _some(self) -> UndoBuffers:
@@ -115,15 +120,19 @@ class Trials:
             trial.is_begun = trial.verdict is Verdict.OPEN
         updates, chunk = self.updates, trial.chunk
         if not trial.is_begun:
+            assert trial.taken is not None
             updates.run(chunk, trial.taken, trial.options, trial.factor)
             return
-        shard = self.gradients.settle(chunk)
+        shard, used = trial.seen.shard, trial.seen.used
         assert shard is not None
+        for move in trial.seen.arriving:
+            move.finish()
+        self.gradients.settle(chunk)
         self.manager.timeline.note("try", chunk)
-        pieces = updates.stepped(chunk, trial.taken.used)
+        pieces = updates.stepped(chunk, used)
         values, states = [p.value for p in pieces], [updates.optim.state[p.value] for p in pieces]
         trial.undo = Undo(trial.buffer, values, states)
-        updates.apply(chunk, shard, trial.taken.used, trial.options, trial.factor)
+        updates.apply(chunk, shard, used, trial.options, trial.factor)
         with self._lock:
             trial.is_done = True
             if trial.verdict is Verdict.STANDS:
@@ -131,6 +140,7 @@ class Trials:
 
     def _close(self, trial: Trial) -> None:
         """Nobody will go back."""
+        assert trial.taken is not None
         assert trial.taken.shard is not None
         self.gradients.put(trial.taken.shard)
         self._some().put(trial.buffer)
@@ -144,13 +154,11 @@ class Trials:
                 if not trial.is_begun:
                     trial.verdict, trial.options, trial.factor = Verdict.PLAIN, options, factor
                     self._some().put(trial.buffer)
-                elif trial.factor == factor and same(trial.options, options):
+                elif trial.factor == factor and same(trial.options, options) and self._was_all(trial):
                     trial.verdict = Verdict.STANDS
                 else:
                     continue
-                taken = self.gradients.take(trial.chunk)
-                assert taken is not None
-                trial.taken = taken
+                trial.taken = self.gradients.take(trial.chunk)
                 if trial.is_done:
                     self._close(trial)
             decided.add(index)
@@ -158,9 +166,21 @@ class Trials:
         self.take_back()
         return decided
 
+    def _was_all(self, trial: Trial) -> bool:
+        """Whether no more gradients came for the chunk after its trial had been asked for."""
+        return self.gradients.of[trial.chunk.index].parts == trial.parts
+
     def take_back(self) -> None:
         """Let everything be as if no update had begun."""
         trials, self._open = list(self._open.values()), {}
+        self._take_back(trials)
+
+    def take_back_one(self, chunk: Chunk) -> None:
+        """The backward pass needs the weights of ``chunk`` again."""
+        if chunk.index in self._open:
+            self._take_back([self._open.pop(chunk.index)])
+
+    def _take_back(self, trials: list[Trial]) -> None:
         for trial in trials:
             with self._lock:
                 if not trial.is_begun:
@@ -177,7 +197,7 @@ class Trials:
         trial.undo.restore()
         trial.undo = None
         second = self.updates.second
-        for piece in self.updates.stepped(trial.chunk, trial.taken.used):
+        for piece in self.updates.stepped(trial.chunk, trial.seen.used):
             second.follows(second.twin(piece))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import spawn
@@ -36,7 +37,7 @@ class Trained:
         **options: Any,
     ) -> None:
         chunk = SMALL * dtype.itemsize
-        model = tower()
+        model = options.pop("build", tower)()
         inner = options.pop("optimizer", hybrid)(model.parameters())
         self.model = GeminiDDP(
             model, device, dtype=dtype, min_chunk_size_mb=chunk, search_range_mb=chunk, prefetch=1, **options
@@ -168,6 +169,32 @@ def test_what_the_step_finds_waiting_is_updated_once() -> None:
     assert_equal(run.everything(), other.everything())
 
 
+def test_the_step_may_come_while_a_trial_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, other = Trained(), Trained(undo_ratio=0.0)
+    began, hold = threading.Event(), threading.Event()
+    settle = run.model.gradients.settle
+
+    def slow(chunk: Any) -> None:
+        if threading.current_thread().name == "gemini-update":
+            began.set()
+            assert hold.wait(20)
+        settle(chunk)
+
+    monkeypatch.setattr(run.model.gradients, "settle", slow)
+    for step in range(4):
+        run.model.settle()
+        began.clear()
+        hold.clear()
+        loss = loss_of(run.model, batch(step))
+        run.optimizer.backward(loss)
+        assert step == 0 or began.wait(20)
+        run.optimizer.step()
+        hold.set()
+        run.optimizer.zero_grad()
+        other.step(batch(step))
+    assert_equal(run.everything(), other.everything())
+
+
 def by_norm(run: Trained) -> None:
     run.optimizer.clip_grad_by_norm(0.01)
 
@@ -276,6 +303,33 @@ def test_after_loading_the_first_update_waits() -> None:
         assert one.tried == 0
         one.step(batch(4))
     assert run.tried > 0
+    assert_equal(run.everything(), other.everything())
+
+
+class Winding(nn.Module):
+    """From some step on, a layer is used by several segments of activation checkpointing: gradients come in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(24, 12), nn.Linear(12, 24)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(6))  # each has its own chunk
+        self.times = 1
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in list(self.layers) + [self.layers[-1]] * (self.times - 1):
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.head(x)
+
+
+def test_gradients_that_come_after_a_trial_are_not_lost() -> None:
+    run, other = Trained(build=Winding), Trained(undo_ratio=0.0, build=Winding)
+    for step in range(6):
+        for one in (run, other):
+            one.model.unwrap().times = 1 if step < 3 else 3
+            one.step(batch(step))
+    assert run.undone > 0
     assert_equal(run.everything(), other.everything())
 
 
