@@ -13,6 +13,7 @@ import torch
 from colossalai.kernel import adam
 from colossalai.kernel.native import adam as native
 from colossalai.kernel.native import build
+from colossalai.kernel.native.copy import copy_past_cache
 
 
 def lists(weights: torch.Tensor) -> adam.AdamLists:
@@ -49,6 +50,27 @@ def test_rounding_of_special_numbers() -> None:
     assert one.halves[0].isnan().tolist() == [False, False, True, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
+@pytest.mark.parametrize("offset", [0, 1, 32])  # also where nothing is aligned
+@pytest.mark.parametrize("numel", [0, 3, 40_000, 3_000_001])
+def test_copies_past_the_cache(dtype: torch.dtype, offset: int, numel: int) -> None:
+    sources = [torch.randint(100, (numel + offset,)).to(dtype)[offset:], torch.tensor(7.0)]
+    room = [torch.full((numel + offset + 8,), 5).to(dtype), torch.tensor(0.0)]
+    targets = [room[0][offset : offset + numel], room[1]]
+    copy_past_cache(targets, sources)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source)
+    assert room[0][offset + numel :].eq(5).all()  # and nothing else
+    assert room[0][:offset].eq(5).all()
+
+
+def test_copies_of_tensors_with_strides() -> None:
+    source = torch.rand(300, 400).t()
+    target = torch.zeros(400, 300)
+    copy_past_cache([target], [source])
+    assert torch.equal(target, source)
+
+
 def run_without_compiler(folder: Path, code: str) -> str:
     """Run ``code`` in a process that has an empty cache and no compiler."""
     env = {**os.environ, "PATH": str(folder), "CC": "", "COLOSSALAI_CACHE": str(folder / "cache")}
@@ -60,7 +82,8 @@ def run_without_compiler(folder: Path, code: str) -> str:
 def test_without_a_compiler_torch_does_it(tmp_path: Path) -> None:
     code = (
         "import torch, tests.kernel.test_native as t; from colossalai.kernel import adam\n"
-        "one = t.lists(torch.ones(5)); print(adam.choose(one)); adam.adam_(one, 1, t.OPTIONS)"
+        "one = t.lists(torch.ones(5)); print(adam.choose(one)); adam.adam_(one, 1, t.OPTIONS)\n"
+        "t.test_copies_past_the_cache(torch.float32, 0, 40_000)"
     )
     printed = run_without_compiler(tmp_path, code)
     assert "blocks" in printed

@@ -7,13 +7,10 @@
  *   f16    float32 weights, and a copy rounded to float16
  *   split  bfloat16 weights and the 16 bits that they lack (see colossalai/kernel/split.py)
  *
- * The formula is at the top of colossalai/kernel/adam.py.  adam_on_threads runs one of these functions on many blocks, on threads of its
- * own: threads of Python would wait for the interpreter between two blocks, which a training script keeps busy.
+ * The formula is at the top of colossalai/kernel/adam.py.  adam_on_threads runs one of these functions on many blocks.
  */
 #include <math.h>
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdint.h>
+#include "threads.h"
 
 typedef struct {
     float beta1, beta2, eps;
@@ -108,29 +105,16 @@ typedef void (*Kernel)(void *, void *, void *, void *, const void *, int64_t, co
 typedef struct {
     Kernel kernel;
     const Block *blocks;
-    int64_t count;
     const Options *options;
-    atomic_llong next;
 } Work;
 
-static void *take_blocks(void *shared) {
-    Work *work = shared;
-    int64_t i;
-    while ((i = atomic_fetch_add(&work->next, 1)) < work->count) {
-        const Block *b = &work->blocks[i];
-        work->kernel(b->w, b->other, b->m, b->v, b->g, b->n, work->options);
-    }
-    return 0;
+static void update_block(const void *what, int64_t i) {
+    const Work *work = what;
+    const Block *b = &work->blocks[i];
+    work->kernel(b->w, b->other, b->m, b->v, b->g, b->n, work->options);
 }
 
-#define MOST_THREADS 256
-
-/* Whoever is free takes the next block; a thread that cannot be started leaves more to the others. */
 void adam_on_threads(Kernel kernel, const Block *blocks, int64_t count, const Options *options, int64_t threads) {
-    Work work = {kernel, blocks, count, options, 0};
-    pthread_t started[MOST_THREADS];
-    int64_t running = 0, wanted = threads - 1 < MOST_THREADS ? threads - 1 : MOST_THREADS;
-    while (running < wanted && running < count - 1 && !pthread_create(&started[running], 0, take_blocks, &work)) ++running;
-    take_blocks(&work);
-    for (int64_t i = 0; i < running; ++i) pthread_join(started[i], 0);
+    const Work work = {kernel, blocks, options};
+    on_threads(update_block, &work, count, threads);
 }

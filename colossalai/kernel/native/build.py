@@ -1,4 +1,4 @@
-"""Compile a C file of this folder, once for each machine and source, and load it.
+"""Compile a C file of this folder, once for each machine and source (with the headers beside it), and load it.
 
 The library is kept in ``$COLOSSALAI_CACHE``, or ``~/.cache/colossalai``.  It is built under another name and put in place by a
 rename, so that ranks that start together may all build it.
@@ -41,7 +41,8 @@ def compiler() -> str:
 def load(name: str) -> ctypes.CDLL:
     """The library of ``<name>.c``."""
     source = Path(__file__).with_name(f"{name}.c")
-    key = hashlib.sha256(source.read_bytes() + repr((FLAGS, _machine())).encode()).hexdigest()[:16]
+    texts = [source.read_bytes(), *(path.read_bytes() for path in sorted(source.parent.glob("*.h")))]
+    key = hashlib.sha256(b"".join(texts) + repr((FLAGS, _machine())).encode()).hexdigest()[:16]
     target = cache_folder() / f"{name}-{key}.so"
     if not target.exists():
         _compile(source, target)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossalai.kernel.native.copy import copy_past_cache
 from colossalai.zero.gemini.tiers import OutOfCapacity, Tier
 
 ALIGNED = 64  # bytes: where each copy begins
@@ -59,17 +60,17 @@ class Undo:
             *tensors,
             *(v for _, entries in self._entries for v in entries.values() if torch.is_tensor(v)),
         ]
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._now, self._before = [t.detach() for t in found], []
         start = 0
         for tensor in found:
-            place = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            self._kept.append((tensor, place.copy_(tensor.detach())))
+            self._before.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             start += padded(tensor.nbytes)
+        copy_past_cache(self._before, self._now)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write everything back."""
-        for tensor, before in self._kept:
+        for tensor, before in zip(self._now, self._before, strict=True):
             tensor.copy_(before)
         for state, entries in self._entries:
             state.clear()
