@@ -35,7 +35,7 @@ class GeminiPlugin(OwnPrecisionPlugin):
         verbose: tell the chunk size, and changes of the loss scale.
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``, of weights, gradients and operations.
         update_in_backward: update chunks on the host while the backward pass goes on; with ``max_norm`` and in fp16 on trial.
-        undo_ratio: the share of the chunks that may be on trial: the host holds them twice.
+        undo_ratio: the share of the weights and states on the host that it may hold twice, to take such updates back.
         compute_capacity, host_capacity: bytes that model data may take of the device and of the host.
         prefetch: chunks to fetch ahead.
         host_buffers: gradient buffers on the host; by default as many as there are chunks.

@@ -139,6 +139,10 @@ class ZeroDDP(ModelWrapper):
         for index in self.gradients.of:
             self.gradients.clear(self.chunk_manager.chunks[index])
 
+    @property
+    def is_in_backward(self) -> bool:
+        return self._hooks.in_backward
+
     def _take_back(self) -> None:
         """What was updated in the backward pass on trial, and not stepped, has not happened."""
         if self.optimizer is not None:

@@ -31,11 +31,17 @@ from colossalai.zero.gemini.homes import Homes
 from colossalai.zero.gemini.loading import install_states, make_resting, share_on_disk
 from colossalai.zero.gemini.second import Options, Second, options_of
 from colossalai.zero.gemini.stepping import Members, check_params, like, make_pieces
-from colossalai.zero.gemini.trials import UNDO_RATIO, Trials, can_be_tried
+from colossalai.zero.gemini.trace import NEVER
+from colossalai.zero.gemini.trials import UNDO_RATIO, Trials, can_take_back
 from colossalai.zero.gemini.updates import Updates
 from colossalai.zero.pieces import Piece
 from colossalai.zero.sharded import ShardedOptimizer, stand_in
 from colossalai.zero.states import cut_state
+
+ONE_PASS = (
+    "update_in_backward=True is for one backward pass in each step, which uses no weights after their gradients have come: put all"
+    " passes but the last under no_sync, or leave it out"
+)
 
 
 class GeminiOptimizer(ShardedOptimizer):
@@ -48,8 +54,8 @@ class GeminiOptimizer(ShardedOptimizer):
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss scale, in fp16.
         clipping_norm: the largest norm of all gradients; 0 does not clip.
         update_in_backward: see the module.
-        undo_ratio: with clipping or in fp16, the share of the chunks that may be updated in the backward pass and taken back; the
-            host holds their weights and states a second time.  0 lets all updates wait for the norm of all gradients.
+        undo_ratio: with clipping or in fp16, the share of the weights and states on the host that it may hold a second time, to take
+            updates in the backward pass back.  0 lets all updates wait for the norm of all gradients.
     """
 
     def __init__(
@@ -102,10 +108,10 @@ class GeminiOptimizer(ShardedOptimizer):
         self._accounts = Accounts(module, optim, members, self._resting)
         self._updates = Updates(module, optim, members, self._second, self._resting, self._accounts)
         self._homes = Homes(module, members, self._second, self._accounts, gpu_margin_mem_ratio)
-        self._trials = Trials(self._updates, undo_ratio, self._accounts.room) if needs_trials else None
-        if self._trials is not None:
-            self.manager.before_fetch = self._trials.take_back_one
+        self._trials = Trials(self._updates, undo_ratio) if needs_trials else None
+        self._by_hand = False  # somebody looked at the gradients of this step, and will again
         self._expects_good = True  # that the next step will neither be clipped nor overflow
+        self.manager.before_fetch = self._before_fetch
         self._early: set[int] = set()  # chunks whose update began in the backward pass
         self._early_options: Options | None = None
         self._promoted = False
@@ -128,10 +134,9 @@ class GeminiOptimizer(ShardedOptimizer):
         if self.manager.is_warmup() and gradients.host.most is None:
             return  # nobody knows yet which gradients come in parts; with few buffers there is no choice
         if chunk.index in self._early:
-            raise RuntimeError(
-                f"a second gradient came for {chunk.name} whose update had begun; update_in_backward=True is for one backward pass"
-                " in each step: put all but the last under no_sync, or leave it out"
-            )
+            raise RuntimeError(f"a second gradient came for {chunk.name} whose update had begun; {ONE_PASS}")
+        if self.manager.trace.complete and self.manager.trace.next_use(chunk.index) != NEVER:
+            return  # the backward pass needs its weights again
         if chunk.home is self.chunks.compute or chunk.index in self.model.gradients.late:
             return
         state = self.model.gradients.of[chunk.index]
@@ -152,10 +157,20 @@ class GeminiOptimizer(ShardedOptimizer):
         factor = torch.tensor(1.0) if self._max_norm > 0 else 1.0
         return float(self.scaler.inv_scale * factor if self.is_scaled else factor)
 
+    def _before_fetch(self, chunk: Chunk) -> None:
+        """The weights of ``chunk`` at home are about to be read: in the backward pass these must be those of the forward pass."""
+        if self._trials is not None:
+            self._trials.take_back_one(chunk)
+        elif chunk.index in self._early and self.model.is_in_backward:
+            raise RuntimeError(
+                f"the backward pass needs {chunk.name} again, whose update had begun; {ONE_PASS}"
+            )
+
     def take_back(self) -> None:
         """Somebody looks at weights or gradients, or drops them, before the step: updates on trial have not happened."""
-        if self._trials:
+        if self._trials is not None and self._trials.has_open:
             self._trials.take_back()
+            self._early_options = None  # they may be changed now
 
     def collect(self) -> None:
         # their norms are known: nobody looks at those that are still on their way to the host
@@ -210,6 +225,7 @@ class GeminiOptimizer(ShardedOptimizer):
         before = self._unscaled
         if not self._stepping:
             self.take_back()  # whoever asks may write to them
+            self._by_hand = True
         super().unscale_grad()
         if not before and self._unscaled and not self._stepping:
             self.give_gradients(everywhere=True)
@@ -239,7 +255,8 @@ class GeminiOptimizer(ShardedOptimizer):
         if self._early:
             raise RuntimeError(
                 f"{who} comes too late: with update_in_backward=True {len(self._early)} chunks have been updated in the backward"
-                " pass; leave update_in_backward out"
+                " pass; give the norm to the optimizer (clipping_norm, max_norm of GeminiPlugin, clip_grad of a zero section), or leave"
+                " update_in_backward out"
             )
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -260,9 +277,10 @@ class GeminiOptimizer(ShardedOptimizer):
         self.manager.drop_all()
         if self.step_was_skipped:
             self._expects_good = False
-            self.model.zero_grad()
+            self.zero_grad()
         self._early.clear()
         self._early_options = None
+        self._by_hand = False
         if self._resting is not None:
             self._resting.shelf.raise_failures()
         if not self._promoted and not self.manager.is_warmup():
@@ -286,7 +304,7 @@ class GeminiOptimizer(ShardedOptimizer):
         result = super().update(None, factor)  # what rests on the compute device
         if hosted:
             now = float(self._factor if factor is None else factor)
-            self._expects_good = now == self._good_factor()
+            self._expects_good = now == self._good_factor() and not self._by_hand
             tried = self._trials.judge(options, now) if self._trials is not None else set()
             for chunk in sorted(hosted, key=lambda c: self.manager.trace.first_use(c.index)):
                 if chunk.index not in tried:
@@ -361,10 +379,11 @@ class GeminiOptimizer(ShardedOptimizer):
         if piece is None or piece.is_empty:
             return False
         buffer = None if self._resting is None else self._resting.bring(chunk)
-        piece.value.copy_(part.view(piece.value.shape))
-        if not piece.is_shared:
-            piece.weight.copy_(part.view(piece.weight.shape))
-        self._second.was_written(piece)
+        with self._second.steady(p for p in self._members.pieces(chunk) if p is not piece):
+            piece.value.copy_(part.view(piece.value.shape))
+            if not piece.is_shared:
+                piece.weight.copy_(part.view(piece.weight.shape))
+            self._second.was_written(piece)
         if self._resting is not None:
             self._resting.put(chunk, buffer)
         return True
@@ -393,7 +412,7 @@ def _check_trials(optim: Optimizer, module: ZeroDDP, why: str) -> None:
             f"update_in_backward=True with {why} keeps on the host what it may have to take back, for which there is no room beside a"
             " disk tier; leave update_in_backward out"
         )
-    if not can_be_tried(optim):
+    if not can_take_back(optim):
         raise ValueError(
             f"update_in_backward=True with {why} may have to take updates back, and those of {type(optim).__name__} cannot be; use"
             " HybridAdam, or leave update_in_backward out"

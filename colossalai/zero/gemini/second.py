@@ -7,7 +7,8 @@ parameters with the memory of the pieces, but gradients of their own, in groups 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,6 +92,17 @@ class Second:
         """The digits of this twin are those of its weights."""
         if isinstance(self.hold, MultiTensorOptimizer):
             self.hold.versions[value] = value._version
+
+    @contextmanager
+    def steady(self, pieces: Iterable[Piece]) -> Iterator[None]:
+        """Inside, we write to some pieces of a chunk, and the digits of ``pieces`` stay with their weights.
+
+        The pieces of a chunk are parts of one tensor, so a change of one counts as a change of all.
+        """
+        followed = [piece for piece in pieces if self.is_followed(piece)]
+        yield
+        for piece in followed:
+            self.follows(self.twins[piece])
 
     def was_written(self, piece: Piece) -> None:
         """Somebody gave ``piece`` other values."""

@@ -11,7 +11,7 @@ the CPU.  A ``Move`` is a copy under way; elsewhere it is done when it begins.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,7 @@ class Tier:
     used: int = 0
     peak: int = 0
     below: Tier | None = None  # what does not fit here might rest there
+    reclaim: Callable[[], None] | None = None  # frees what is here only for speed
     _lock: Any = field(default_factory=threading.Lock, repr=False)  # updates run on a thread of their own
 
     def __post_init__(self) -> None:
@@ -61,16 +62,25 @@ class Tier:
 
     def take(self, nbytes: int, what: str) -> None:
         """Count ``nbytes`` for ``what``, which is about to be allocated."""
-        with self._lock:
-            if nbytes <= self.free:
-                self.used += nbytes
-                self.peak = max(self.peak, self.used)
+        if self._takes(nbytes):
+            return
+        if self.reclaim is not None:
+            self.reclaim()
+            if self._takes(nbytes):
                 return
         raise OutOfCapacity(
             f"{self} and has no room for {what}"
             f" ({nbytes:,} bytes){self._elsewhere()}; give the tier more capacity, use smaller chunks (min_chunk_size_mb,"
             " search_range_mb), or let more of the model rest elsewhere (placement_policy)"
         )
+
+    def _takes(self, nbytes: int) -> bool:
+        with self._lock:
+            if nbytes > self.free:
+                return False
+            self.used += nbytes
+            self.peak = max(self.peak, self.used)
+            return True
 
     def _elsewhere(self) -> str:
         if self.below is None:

@@ -6,13 +6,17 @@ updates stand; or, in a bad step, they are taken back and done again with the ri
 was, to the last bit.
 
 An update that the step finds still waiting is an ordinary one from then on.  Somebody who looks at the weights or at the gradients between the
-backward pass and the step takes all trials back first: to him nothing has happened yet.
+backward pass and the step takes all trials back first: to him nothing has happened yet.  So does the backward pass itself with a chunk
+whose weights it needs again.
+
+[Note: what is not tried]
+A chunk without states, or with states that were loaded: its first update makes others in their place.  With a loss scale, a chunk of float32
+(weights of batch norm): torch's kernel leaves divided gradients behind, which could not be divided again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -25,12 +29,12 @@ from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.grad_buffers import Taken
 from colossalai.zero.gemini.second import Options
-from colossalai.zero.gemini.state_kinds import Kinds
+from colossalai.zero.gemini.state_kinds import MASTER, Kinds
 from colossalai.zero.gemini.undo import Undo, UndoBuffers, padded
 from colossalai.zero.gemini.updates import Updates
 
 UNDO_RATIO = 0.25
-SMALL = 4096  # bytes beside weights and states of a piece: its number of steps
+STEP_BYTES = 4  # the number of steps, which every state has
 
 
 class Verdict(Enum):
@@ -61,27 +65,29 @@ class Trial:
 
 
 class Trials:
-    """Those of one step; of at most ``share`` of the chunks.
+    """Those of one step; ``share`` of the weights and states on the host may be kept at the same time."""
 
-    ``room()`` says how many bytes of the host nobody else needs.
-    """
-
-    def __init__(self, updates: Updates, share: float, room: Callable[[], int]) -> None:
-        self.updates, self.share, self.room = updates, share, room
+    def __init__(self, updates: Updates, share: float) -> None:
+        self.updates, self.share = updates, share
         self.gradients, self.manager = updates.model.gradients, updates.manager
+        self.chunks = self.gradients.chunks
+        self._kinds = Kinds(updates.optim)
         self._buffers: UndoBuffers | None = None
         self._open: dict[int, Trial] = {}
         self._lock = threading.Lock()
+        self.chunks.host.reclaim = self.make_room
 
-    def __bool__(self) -> bool:
+    @property
+    def has_open(self) -> bool:
+        """Whether something has been tried that no step has judged."""
         return bool(self._open)
 
     def begin(self, chunk: Chunk, options: Options, factor: float) -> None:
         """Update ``chunk`` with the gradients that it has now, if it can be taken back."""
         seen = self.gradients.look(chunk)
-        if chunk.index in self._open or seen is None or not self._has_states(chunk, seen):
+        if chunk.index in self._open or seen is None or not self._can_be_tried(chunk, seen, factor):
             return
-        buffer = self._some().get()
+        buffer = self.buffers.get(self._bytes(chunk))
         if buffer is None:
             return
         parts = self.gradients.of[chunk.index].parts
@@ -90,26 +96,59 @@ class Trials:
         priority = self.manager.trace.first_use(chunk.index)
         self.manager.worker.submit(chunk.index, priority, chunk.name, partial(self._run, trial), seen.is_here)
 
-    def _has_states(self, chunk: Chunk, seen: Taken) -> bool:
-        """Whether its last update left everything as this one will: not before the first, and not after loading."""
+    def _can_be_tried(self, chunk: Chunk, seen: Taken, factor: float) -> bool:
+        """[Note: what is not tried]"""
+        if factor != 1.0 and chunk.dtype == torch.float32:
+            return False
         state, second = self.updates.optim.state, self.updates.second
-        return all(
-            state.get(p.value) and (p.value.dtype not in HALVES or second.is_followed(p))
-            for p in self.updates.stepped(chunk, seen.used)
-        )
+        pieces = self.updates.stepped(chunk, seen.used)
+        for piece in pieces:
+            held = state.get(piece.value)
+            if not held or (MASTER in held and self._kinds.splits(piece.value)):
+                return False
+            if piece.value.dtype in HALVES and not second.is_followed(piece):
+                return False
+        return bool(pieces)  # other ranks may have all of it
 
-    def _some(self) -> UndoBuffers:
+    # Memory
+
+    @property
+    def buffers(self) -> UndoBuffers:
         if self._buffers is None:
-            updates, chunks = self.updates, self.gradients.chunks
-            hosted = [chunks.chunks[i] for i in self.gradients.of if chunks.chunks[i].home is chunks.host]
-            kinds = Kinds(updates.optim)
-            sizes = [
-                sum(padded(p.value.nbytes) + kinds.nbytes(p) + SMALL for p in updates.members.pieces(chunk))
-                for chunk in hosted
-            ]
-            most = max(int(self.share * len(hosted)), 1) if self.share else 0
-            self._buffers = UndoBuffers(chunks.host, max(sizes, default=0), most, self.room)
+            most = int(self.share * sum(map(self._bytes, self._hosted())))
+            self._buffers = UndoBuffers(self.chunks.host, most, self._room)
         return self._buffers
+
+    def _hosted(self) -> list[Chunk]:
+        every = (self.chunks.chunks[i] for i in self.gradients.of)
+        return [chunk for chunk in every if chunk.home is self.chunks.host]
+
+    def _bytes(self, chunk: Chunk) -> int:
+        """Of its weights and states, each where a copy may begin."""
+        total = 0
+        for piece in self.updates.members.pieces(chunk):
+            dtypes = [piece.value.dtype, *(dtype for _, dtype in self._kinds.of(piece))]
+            total += sum(padded(piece.value.numel() * dtype.itemsize) for dtype in dtypes)
+            total += padded(STEP_BYTES)
+        return total
+
+    def _room(self) -> int:
+        """Bytes of the host that nobody else will need: not for states that have not been made yet."""
+        accounts = self.updates.accounts
+        pieces = self.updates.members.pieces
+        coming = sum(
+            max(sum(map(self._kinds.nbytes, pieces(chunk))) - accounts.of(chunk), 0)
+            for chunk in self._hosted()
+        )
+        return accounts.room() - coming
+
+    def make_room(self) -> None:
+        """The host has no room for something that must be there."""
+        if not self.manager.worker.is_current_thread:  # which cannot wait for itself
+            self.take_back()
+        self.buffers.release()
+
+    # The update
 
     @torch.no_grad()
     def _run(self, trial: Trial) -> None:
@@ -143,8 +182,10 @@ class Trials:
         assert trial.taken is not None
         assert trial.taken.shard is not None
         self.gradients.put(trial.taken.shard)
-        self._some().put(trial.buffer)
+        self.buffers.put(trial.buffer)
         trial.undo = None
+
+    # The verdict
 
     def judge(self, options: Options, factor: float) -> set[int]:
         """The step is to be made with these: returns the chunks whose update is done or under way; others have none."""
@@ -153,7 +194,7 @@ class Trials:
             with self._lock:
                 if not trial.is_begun:
                     trial.verdict, trial.options, trial.factor = Verdict.PLAIN, options, factor
-                    self._some().put(trial.buffer)
+                    self.buffers.put(trial.buffer)
                 elif trial.factor == factor and same(trial.options, options) and self._was_all(trial):
                     trial.verdict = Verdict.STANDS
                 else:
@@ -189,20 +230,18 @@ class Trials:
             self.manager.worker.wait(trial.chunk.index)
             if trial.undo is not None:
                 self._restore(trial)
-            self._some().put(trial.buffer)
+            self.buffers.put(trial.buffer)
 
     def _restore(self, trial: Trial) -> None:
         assert trial.undo is not None
         self.manager.timeline.note("undo", trial.chunk)
-        trial.undo.restore()
+        with self.updates.second.steady(self.updates.members.pieces(trial.chunk)):
+            trial.undo.restore()
         trial.undo = None
-        second = self.updates.second
-        for piece in self.updates.stepped(trial.chunk, trial.seen.used):
-            second.follows(second.twin(piece))
 
 
-def can_be_tried(optim: Any) -> bool:
-    """Whether an update leaves the gradients as they are, and takes a factor for them."""
+def can_take_back(optim: Any) -> bool:
+    """Whether updates take a factor for the gradients, and leave them as they are [Note: what is not tried]."""
     return isinstance(optim, MultiTensorOptimizer) and optim.divides
 
 
@@ -217,4 +256,7 @@ def same(some: Options, others: Options) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     if torch.is_tensor(a) or torch.is_tensor(b):
         return torch.is_tensor(a) and torch.is_tensor(b) and torch.equal(a, b)
-    return bool(a == b)
+    try:
+        return bool(a == b)
+    except (ValueError, TypeError):  # an array of somebody
+        return False

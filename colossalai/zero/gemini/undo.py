@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -20,31 +20,45 @@ def padded(nbytes: int) -> int:
 
 
 class UndoBuffers:
-    """At most ``most`` buffers of ``nbytes`` in the memory of ``tier``, as long as ``room()`` has so many bytes; used again and again."""
+    """Buffers of ``most`` bytes in all, in the memory of ``tier``, as long as ``room()`` has so many; used again and again.
 
-    def __init__(self, tier: Tier, nbytes: int, most: int, room: Callable[[], int]) -> None:
-        self.tier, self.nbytes, self.most, self.room = tier, nbytes, most, room
-        self.made = 0
+    One thread gets them, any may put them back.
+    """
+
+    def __init__(self, tier: Tier, most: int, room: Callable[[], int]) -> None:
+        self.tier, self.most, self.room = tier, most, room
+        self.made = 0  # bytes
         self._free: list[Tensor] = []
-        self._lock = threading.Lock()  # updates give theirs back on a thread of their own
+        self._lock = threading.Lock()
 
-    def get(self) -> Tensor | None:
-        """A buffer; None if there is none left."""
+    def get(self, nbytes: int) -> Tensor | None:
+        """A buffer of at least ``nbytes``; None if there is none left."""
         with self._lock:
-            if self._free:
-                return self._free.pop()
-        if self.made >= self.most or self.nbytes > self.room():
+            fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+            if fitting:
+                best = min(fitting, key=lambda buffer: buffer.nbytes)
+                self._free = [buffer for buffer in self._free if buffer is not best]
+                return best
+        if self.made + nbytes > self.most or nbytes > self.room():
             return None
         try:
-            self.tier.take(self.nbytes, "what updates in the backward pass may have to go back to")
+            self.tier.take(nbytes, "what updates in the backward pass may have to go back to")
         except OutOfCapacity:  # an update took the room meanwhile
             return None
-        self.made += 1
-        return torch.empty(self.nbytes, dtype=torch.uint8)  # only the CPU touches it: not page-locked
+        self.made += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)  # only the CPU touches it: not page-locked
 
     def put(self, buffer: Tensor) -> None:
         with self._lock:
             self._free.append(buffer)
+
+    def release(self) -> None:
+        """Somebody needs the memory: give back what is not in use."""
+        with self._lock:
+            free, self._free = self._free, []
+            self.made -= sum(buffer.nbytes for buffer in free)
+        for buffer in free:
+            self.tier.give(buffer.nbytes)
 
 
 class Undo:
@@ -52,17 +66,14 @@ class Undo:
 
     @torch.no_grad()
     def __init__(
-        self, buffer: Tensor, tensors: Iterable[Tensor], states: Iterable[MutableMapping[str, Any]]
+        self, buffer: Tensor, tensors: Sequence[Tensor], states: Iterable[MutableMapping[str, Any]]
     ) -> None:
-        self.buffer = buffer
         self._entries = [(state, dict(state)) for state in states]
-        found = [
-            *tensors,
-            *(v for _, entries in self._entries for v in entries.values() if torch.is_tensor(v)),
-        ]
-        self._now, self._before = [t.detach() for t in found], []
+        held = [v for _, entries in self._entries for v in entries.values() if torch.is_tensor(v)]
+        self._now = [tensor.detach() for tensor in (*tensors, *held)]
+        self._before: list[Tensor] = []
         start = 0
-        for tensor in found:
+        for tensor in self._now:
             self._before.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             start += padded(tensor.nbytes)
         copy_past_cache(self._before, self._now)

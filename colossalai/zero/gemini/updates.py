@@ -61,7 +61,7 @@ class Updates:
 
     def stepped(self, chunk: Chunk, used: Collection[Slot]) -> list[Piece]:
         """The pieces that an update changes if ``used`` have gradients."""
-        return [m.piece for m in self.members.of(chunk) if m.slot in used and not m.piece.is_empty]
+        return [member.piece for member in self._used_members(chunk, used)]
 
     @torch.no_grad()
     def apply(
@@ -69,7 +69,17 @@ class Updates:
     ) -> None:
         """Update ``chunk`` now; ``shard`` has the gradients of ``used``."""
         self.manager.timeline.note("update", chunk)
-        members = [m for m in self.members.of(chunk) if m.slot in used and not m.piece.is_empty]
+        with self.second.steady(self.members.pieces(chunk)):
+            self._apply(chunk, shard, self._used_members(chunk, used), options, factor)
+        self.accounts.count(chunk)
+        self.manager.timeline.note("updated", chunk)
+
+    def _used_members(self, chunk: Chunk, used: Collection[Slot]) -> list[Member]:
+        return [m for m in self.members.of(chunk) if m.slot in used and not m.piece.is_empty]
+
+    def _apply(
+        self, chunk: Chunk, shard: Tensor, members: Sequence[Member], options: Options, factor: float
+    ) -> None:
         grads = {m.piece: like(m.piece.in_shard(shard), m.piece) for m in members}
         resting = self.resting
         if resting is None:
@@ -81,8 +91,6 @@ class Updates:
             self._in_memory(chunk, ordinary, grads, options, factor)
             _AtRest(self, resting, members, grads, options, factor).run()
             resting.put(chunk, weights)
-        self.accounts.count(chunk)
-        self.manager.timeline.note("updated", chunk)
 
     def _in_memory(
         self,

@@ -148,6 +148,11 @@ class Worker:
             self._shared.jobs.append(_Job(priority, key, self._count, name, work, is_ready, prepare))
             self._shared.changed.notify_all()
 
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether a job asks."""
+        return threading.current_thread() is self._shared.thread
+
     def is_done(self, key: int) -> bool:
         return key not in self._shared.pending
 

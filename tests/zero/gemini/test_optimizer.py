@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import colossalai.kernel.native.adam as native
 from colossalai.nn.optimizer import FusedLAMB, HybridAdam, Lamb
 from colossalai.testing import RankError, spawn
 from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
@@ -80,6 +81,80 @@ def test_fp16_skips_steps_that_overflow() -> None:
     for _ in range(25):
         last = float(run.step(batch(0)))
     assert last < 0.9 * first
+
+
+def test_a_second_step_after_one_that_overflowed_does_nothing() -> None:
+    run = Training(Case(dtype=torch.float16))
+    run.step(batch(0))
+    before = run.model.state_dict()
+    run.optimizer.scaler._scale = 2.0**40
+    run.optimizer.backward(loss_of(run.model, batch(1)))
+    run.optimizer.step()
+    assert run.optimizer.step_was_skipped
+    run.optimizer.step()  # there are no gradients any more
+    after = run.model.state_dict()
+    assert all(torch.equal(before[n], t) for n, t in after.items() if t.is_floating_point())
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_digits_of_parameters_that_only_some_steps_use(
+    monkeypatch: pytest.MonkeyPatch, is_native: bool
+) -> None:
+    """Those beside their bf16 weights must not be lost when others of the same chunk are updated."""
+    monkeypatch.setattr(native, "native_works", lambda: is_native)
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.maybe, self.head = nn.Embedding(24, 8), nn.Linear(8, 8), nn.Linear(8, 24)
+            self.is_used = True
+
+        def forward(self, words: torch.Tensor) -> Any:
+            x = self.embed(words)
+            return self.head(self.maybe(x) if self.is_used else x)
+
+    case = Case(dtype=torch.bfloat16)
+    build: Any = lambda reentrant: Sometimes()  # noqa: E731
+    run, serial = Training(case, build=build), Serial(case, build=build)
+    for step in range(8):
+        run.model.unwrap().is_used = serial.model.is_used = step % 3 != 2
+        assert torch.equal(run.step(batch(step)), serial.step(batch(step))), step
+    for number, state in serial.optimizer.state_dict()["state"].items():
+        assert torch.equal(run.optimizer.state_dict()["state"][number]["master"], state["master"]), number
+
+
+class Reader(nn.Module):
+    """A layer, and another one's weights as they are."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(16, 16), [other]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.tanh(self.own(nn.functional.linear(x, self.other[0].weight.detach())))
+
+
+class Stopped(nn.Module):
+    """Weights are used again in the backward pass when their gradients have come and gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.first, self.late = nn.Embedding(24, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.reader = Reader(self.late)
+        self.middle = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.head = nn.Linear(16, 24)
+
+    def forward(self, words: torch.Tensor) -> Any:
+        x = self.reader(torch.tanh(self.first(self.embed(words))))
+        for layer in self.middle:
+            x = torch.tanh(layer(x))
+        return self.head(self.late(x))
+
+
+def test_weights_that_the_backward_pass_needs_again_are_not_updated_yet() -> None:
+    compare(Case(early=True), 5, build=lambda reentrant: Stopped())
 
 
 def test_few_host_buffers_are_enough_when_updates_run_in_the_backward_pass() -> None:
