@@ -10,8 +10,9 @@ from colossalai.utils.away import is_away
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.ddp import ZeroDDP
 from colossalai.zero.gemini.resting import Resting
-from colossalai.zero.gemini.state_kinds import is_large
+from colossalai.zero.gemini.state_kinds import Kinds, is_large
 from colossalai.zero.gemini.stepping import Members
+from colossalai.zero.pieces import Piece
 
 
 class Accounts:
@@ -24,6 +25,7 @@ class Accounts:
             set()
         )  # chunks of which something rests on a disk, on some rank: they do not move
         self._counted: dict[int, int] = {}
+        self._kinds = Kinds(optim)
 
     def of(self, chunk: Chunk) -> int:
         """What has been counted."""
@@ -43,6 +45,15 @@ class Accounts:
         """The states of ``chunk`` are replaced by others."""
         assert chunk.home is not None
         chunk.home.give(self._counted.pop(chunk.index, 0))
+
+    def expected(self) -> dict[int, int]:
+        """Bytes of the states of every chunk when all of them have been made, the same on all ranks: the most of any."""
+        chunks = self.chunks.chunks
+        found = self._most([sum(map(self._expected_of, self.members.pieces(chunk))) for chunk in chunks])
+        return {chunk.index: nbytes for chunk, nbytes in zip(chunks, found, strict=True)}
+
+    def _expected_of(self, piece: Piece) -> int:
+        return self._kinds.nbytes(piece) + (0 if piece.is_shared else piece.value.nbytes)
 
     def agree(self) -> None:
         """Count the same on all ranks, the most of any: what is brought and let go must not differ."""

@@ -26,6 +26,7 @@ class Homes:
         self.model, self.chunks, self.manager = model, model.chunk_manager, model.gemini_manager
         self.members, self.second, self.accounts = members, second, accounts
         self.margin = margin
+        self._expected: dict[int, int] = {}
 
     def promote(self) -> None:
         """Let as many chunks as fit rest on the compute device."""
@@ -33,6 +34,7 @@ class Homes:
         if not share or self.manager.policy.rests_on_compute:
             return
         self.manager.worker.wait_all()
+        self._expected = self.accounts.expected()
         budget = self._budget(share)
         order = sorted(
             (
@@ -56,8 +58,9 @@ class Homes:
             self.model._hooks.refresh()
 
     def _cost(self, chunk: Chunk) -> int:
-        """Bytes that ``chunk`` takes of the compute tier when it rests there: weights, gradients, states."""
-        return chunk.shard_nbytes * (2 if chunk.trained else 1) + self.accounts.of(chunk)
+        """Bytes that ``chunk`` takes of the compute tier when it rests there: weights, gradients, states, also those to come."""
+        states = max(self.accounts.of(chunk), self._expected[chunk.index])
+        return chunk.shard_nbytes * (2 if chunk.trained else 1) + states
 
     def _window(self) -> int:
         """Bytes for the chunks that come and go."""

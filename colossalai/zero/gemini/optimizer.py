@@ -283,7 +283,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._by_hand = False
         if self._resting is not None:
             self._resting.shelf.raise_failures()
-        if not self._promoted and not self.manager.is_warmup():
+        if not self._promoted and not self.manager.is_warmup() and not self.step_was_skipped:
             self._promoted = True
             self._accounts.agree()
             self._homes.promote()
@@ -309,6 +309,7 @@ class GeminiOptimizer(ShardedOptimizer):
             for chunk in sorted(hosted, key=lambda c: self.manager.trace.first_use(c.index)):
                 if chunk.index not in tried:
                     self._updates.submit(chunk, options, now)
+        self.manager.drop_all()  # states that were made now take the room that was left to chunks that come and go
         for i in gradients.of:
             chunk = self.chunks.chunks[i]
             if chunk.home is self.chunks.compute:

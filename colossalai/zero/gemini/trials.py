@@ -10,7 +10,7 @@ backward pass and the step takes all trials back first: to him nothing has happe
 whose weights it needs again.
 
 [Note: what is not tried]
-A chunk without states, or with states that were loaded: its first update makes others in their place.  With a loss scale, a chunk of float32
+A chunk without states, or with weights that were loaded: its first update makes states for them.  With a loss scale, a chunk of float32
 (weights of batch norm): torch's kernel leaves divided gradients behind, which could not be divided again.
 """
 
@@ -29,7 +29,7 @@ from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.grad_buffers import Taken
 from colossalai.zero.gemini.second import Options
-from colossalai.zero.gemini.state_kinds import MASTER, Kinds
+from colossalai.zero.gemini.state_kinds import Kinds
 from colossalai.zero.gemini.undo import Undo, UndoBuffers, padded
 from colossalai.zero.gemini.updates import Updates
 
@@ -103,8 +103,7 @@ class Trials:
         state, second = self.updates.optim.state, self.updates.second
         pieces = self.updates.stepped(chunk, seen.used)
         for piece in pieces:
-            held = state.get(piece.value)
-            if not held or (MASTER in held and self._kinds.splits(piece.value)):
+            if not state.get(piece.value):
                 return False
             if piece.value.dtype in HALVES and not second.is_followed(piece):
                 return False

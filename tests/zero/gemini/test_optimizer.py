@@ -83,6 +83,46 @@ def test_fp16_skips_steps_that_overflow() -> None:
     assert last < 0.9 * first
 
 
+@pytest.mark.parametrize("share", [2.0, 4.0])
+def test_auto_after_first_steps_that_overflow(share: float) -> None:
+    """Nobody has made states yet: chunks that move to the compute tier need room for them nevertheless."""
+    losses = []
+    for case in (Case("auto", torch.float16, share=share), Case("cpu", torch.float16)):
+        run = Training(case)
+        losses.append([])
+        for step in range(6):
+            run.optimizer.scaler._scale = 2.0 ** (40 if step < 2 else 8)
+            losses[-1].append(run.step(batch(step)))
+            assert run.optimizer.step_was_skipped == (step < 2)
+        homes = {c.home.name for c in run.model.chunk_manager.chunks if c.home}
+        assert ("compute" in homes) == (case.policy == "auto")
+    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+
+
+def test_auto_leaves_room_for_states_of_layers_that_are_used_later() -> None:
+    run, other = (
+        Training(Case(policy, share=share), build=sleeper) for policy, share in (("auto", 4.0), ("cpu", None))
+    )
+    for step in range(6):
+        for one in (run, other):
+            one.model.unwrap().is_awake = step >= 3
+        assert torch.equal(run.step(batch(step)), other.step(batch(step))), step
+
+
+def sleeper(reentrant: bool | None = None) -> nn.Module:
+    """Half of its layers sleep at first."""
+
+    class Sleeper(nn.Sequential):
+        is_awake = False
+
+        def forward(self, words: torch.Tensor) -> Any:
+            for i, layer in enumerate(self):
+                words = layer(words) if self.is_awake or i % 2 == 0 or i > 9 else words
+            return words
+
+    return Sleeper(*tower())
+
+
 def test_a_second_step_after_one_that_overflowed_does_nothing() -> None:
     run = Training(Case(dtype=torch.float16))
     run.step(batch(0))

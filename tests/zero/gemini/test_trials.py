@@ -386,8 +386,9 @@ def test_difficult_models(kind: str, then: str) -> None:
     assert_equal(run.everything(), other.everything())
 
 
-def test_two_backward_passes_after_two_forward_passes() -> None:
-    run, other = Trained(), Trained(undo_ratio=0.0)
+@pytest.mark.parametrize("stays", [False, True])  # whether weights are fetched again
+def test_two_backward_passes_after_two_forward_passes(stays: bool) -> None:
+    run, other = Trained(strict_ddp_mode=stays), Trained(undo_ratio=0.0, strict_ddp_mode=stays)
     for step in range(4):
         for one in (run, other):
             losses = [loss_of(one.model, batch(10 * step + i)) for i in range(2)]
@@ -399,7 +400,7 @@ def test_two_backward_passes_after_two_forward_passes() -> None:
     assert_equal(run.everything(), other.everything())
 
 
-def test_after_loading_states_alone_the_first_update_waits() -> None:
+def test_after_loading_states_alone() -> None:
     """Masters wait there in the place of the digits beside bf16 weights, and are larger."""
 
     def large() -> nn.Module:
