@@ -45,7 +45,7 @@ SMALL = [case for case in CASES if ranks_of(case) <= 8]  # ranks that a laptop s
 LARGE = [case for case in CASES if ranks_of(case) > 8]
 
 
-@parametrize_sample(NAMES, SMALL, n=4)
+@parametrize_sample(NAMES, SMALL, n=3)
 def test_tied_gpt_trains_as_the_serial_one(
     schedule: str, stages: int, microbatches: int, chunks: int, mode: str | None, data: int
 ) -> None:

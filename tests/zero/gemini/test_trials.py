@@ -455,11 +455,12 @@ def on_ranks(rank: int, world_size: int, port: int, dtypes: list[torch.dtype]) -
 
 
 def test_on_two_ranks() -> None:
-    spawn(on_ranks, 2, dtypes=[torch.float32, torch.bfloat16, torch.float16])
+    spawn(on_ranks, 2, dtypes=[torch.bfloat16, torch.float16])
 
 
+@pytest.mark.slow
 def test_on_four_ranks() -> None:
-    spawn(on_ranks, 4, dtypes=[torch.bfloat16])
+    spawn(on_ranks, 4, dtypes=[torch.float32, torch.bfloat16, torch.float16])
 
 
 def with_room_on_one(rank: int, world_size: int, port: int) -> None:
