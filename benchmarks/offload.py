@@ -279,7 +279,7 @@ def arguments() -> argparse.Namespace:
         "--undo-ratio",
         type=float,
         default=0.25,
-        help="with --clip: the share of the chunks updated before the norm is known",
+        help="with --clip: the share of weights and states on the host held twice, to update before the norm is known",
     )
     parser.add_argument(
         "--host-gib", type=float, default=110.0, help="of the host, for gemini-disk and the search"

@@ -111,3 +111,20 @@ def _refusals(rank: int, world_size: int, port: int) -> None:
 
 def test_refusals() -> None:
     spawn(_refusals, 1)
+
+
+def _on_trial(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    found = []
+    for ratio in (1.0, 0.0):
+        booster, model, optimizer = _boost(max_norm=100.0, update_in_backward=True, undo_ratio=ratio)
+        _train(booster, model, optimizer, range(4), rank, world_size)
+        numbers = model.gemini_manager.timeline.numbers()
+        found.append((numbers.tried + numbers.undone, model.state_dict(only_rank_0=False)))
+        assert optimizer._trials.share == ratio
+    assert found[1][0] == 0
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+def test_updates_in_the_backward_pass_with_clipping() -> None:
+    spawn(_on_trial, 1)

@@ -23,28 +23,26 @@ class _Block(ctypes.Structure):
 def _library() -> ctypes.CDLL | None:
     try:
         return build.load("copy")
-    except Exception:  # no compiler, or no place to write to: PyTorch does the same
+    except (RuntimeError, OSError):  # no compiler, or no place to write to: PyTorch does the same
         return None
 
 
 @torch.no_grad()
 def copy_past_cache(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each of ``sources`` to its target; pairs have one dtype and shape."""
-    pairs = list(zip(targets, sources, strict=True))
-    native = [pair for pair in pairs if _is_plain(*pair)] if _library() is not None else []
-    taken = {id(target) for target, _ in native}
-    for target, source in pairs:
-        if id(target) not in taken:
-            target.copy_(source)
     library = _library()
-    if not native or library is None:
-        return
-    blocks = [block for target, source in native for block in _blocks(target, source)]
-    library.copy_on_threads(
-        (_Block * len(blocks))(*blocks),
-        ctypes.c_int64(len(blocks)),
-        ctypes.c_int64(torch.get_num_threads()),
-    )
+    blocks: list[_Block] = []
+    for target, source in zip(targets, sources, strict=True):
+        if library is not None and _is_plain(target, source):
+            blocks += _blocks(target, source)
+        else:
+            target.copy_(source)
+    if library is not None:
+        library.copy_on_threads(
+            (_Block * len(blocks))(*blocks),
+            ctypes.c_int64(len(blocks)),
+            ctypes.c_int64(torch.get_num_threads()),
+        )
 
 
 def _is_plain(target: Tensor, source: Tensor) -> bool:

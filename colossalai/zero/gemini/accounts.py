@@ -12,7 +12,6 @@ from colossalai.zero.gemini.ddp import ZeroDDP
 from colossalai.zero.gemini.resting import Resting
 from colossalai.zero.gemini.state_kinds import Kinds, is_large
 from colossalai.zero.gemini.stepping import Members
-from colossalai.zero.pieces import Piece
 
 
 class Accounts:
@@ -49,11 +48,17 @@ class Accounts:
     def expected(self) -> dict[int, int]:
         """Bytes of the states of every chunk when all of them have been made, the same on all ranks: the most of any."""
         chunks = self.chunks.chunks
-        found = self._most([sum(map(self._expected_of, self.members.pieces(chunk))) for chunk in chunks])
+        found = self._most([self._expected_of(chunk) for chunk in chunks])
         return {chunk.index: nbytes for chunk, nbytes in zip(chunks, found, strict=True)}
 
-    def _expected_of(self, piece: Piece) -> int:
-        return self._kinds.nbytes(piece) + (0 if piece.is_shared else piece.value.nbytes)
+    def coming(self, chunk: Chunk) -> int:
+        """Bytes of states of ``chunk`` that have not been made yet."""
+        return max(self._expected_of(chunk) - self.of(chunk), 0)
+
+    def _expected_of(self, chunk: Chunk) -> int:
+        pieces = self.members.pieces(chunk)
+        masters = sum(piece.value.nbytes for piece in pieces if not piece.is_shared)
+        return masters + sum(map(self._kinds.nbytes, pieces))
 
     def agree(self) -> None:
         """Count the same on all ranks, the most of any: what is brought and let go must not differ."""

@@ -78,12 +78,10 @@ class GeminiOptimizer(ShardedOptimizer):
         undo_ratio: float = UNDO_RATIO,
     ) -> None:
         _check_model(module)
-        if not 0 <= gpu_margin_mem_ratio <= 1:
-            raise ValueError(f"gpu_margin_mem_ratio is a share from 0 to 1, got {gpu_margin_mem_ratio!r}")
+        _check_share("gpu_margin_mem_ratio", gpu_margin_mem_ratio)
+        _check_share("undo_ratio", undo_ratio)
         self.model, self.chunks, self.manager = module, module.chunk_manager, module.gemini_manager
         scaler = dynamic_scaler(locals()) if module.dtype is torch.float16 else None
-        if not 0 <= undo_ratio <= 1:
-            raise ValueError(f"undo_ratio is a share from 0 to 1, got {undo_ratio!r}")
         self.update_in_backward = update_in_backward
         check_params(optim, module)
         share = share_on_disk(optim, module)
@@ -404,6 +402,11 @@ class GeminiAdamOptimizer(GeminiOptimizer):
 
 
 _OWN = [name for name in inspect.signature(GeminiOptimizer).parameters if name not in ("optim", "module")]
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is a share from 0 to 1, got {value!r}")
 
 
 def _check_trials(optim: Optimizer, module: ZeroDDP, why: str) -> None:

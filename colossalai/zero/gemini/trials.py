@@ -30,7 +30,7 @@ from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.grad_buffers import Taken
 from colossalai.zero.gemini.second import Options
 from colossalai.zero.gemini.state_kinds import Kinds
-from colossalai.zero.gemini.undo import Undo, UndoBuffers, padded
+from colossalai.zero.gemini.undo import Undo, UndoBuffers, aligned
 from colossalai.zero.gemini.updates import Updates
 
 UNDO_RATIO = 0.25
@@ -127,19 +127,14 @@ class Trials:
         total = 0
         for piece in self.updates.members.pieces(chunk):
             dtypes = [piece.value.dtype, *(dtype for _, dtype in self._kinds.of(piece))]
-            total += sum(padded(piece.value.numel() * dtype.itemsize) for dtype in dtypes)
-            total += padded(STEP_BYTES)
+            total += sum(aligned(piece.value.numel() * dtype.itemsize) for dtype in dtypes)
+            total += aligned(STEP_BYTES)
         return total
 
     def _room(self) -> int:
         """Bytes of the host that nobody else will need: not for states that have not been made yet."""
         accounts = self.updates.accounts
-        pieces = self.updates.members.pieces
-        coming = sum(
-            max(sum(map(self._kinds.nbytes, pieces(chunk))) - accounts.of(chunk), 0)
-            for chunk in self._hosted()
-        )
-        return accounts.room() - coming
+        return accounts.room() - sum(map(accounts.coming, self._hosted()))
 
     def make_room(self) -> None:
         """The host has no room for something that must be there."""

@@ -15,7 +15,7 @@ from colossalai.zero.gemini.tiers import OutOfCapacity, Tier
 ALIGNED = 64  # bytes: where each copy begins
 
 
-def padded(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNED) * ALIGNED
 
 
@@ -75,7 +75,7 @@ class Undo:
         start = 0
         for tensor in self._now:
             self._before.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            start += padded(tensor.nbytes)
+            start += aligned(tensor.nbytes)
         copy_past_cache(self._before, self._now)
 
     @torch.no_grad()
