@@ -27,6 +27,7 @@ from torch import Tensor
 
 from colossalai.kernel import private
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
+from colossalai.kernel.kept import Kept
 from colossalai.kernel.lists import row
 from colossalai.kernel.native import adam as native
 from colossalai.kernel.probe import triton_works
@@ -37,11 +38,17 @@ BLOCK = (
 )  # elements: 1 MiB of float32, so that a block's gradient and weights are still in L2 when used again
 
 
-def adam_(lists: AdamLists, step: int, options: AdamOptions) -> None:
-    """One update in place; ``step`` counts from 1."""
+def adam_(lists: AdamLists, step: int, options: AdamOptions, kept: Kept | None = None) -> None:
+    """One update in place; ``step`` counts from 1.  What the tensors were before goes to ``kept``."""
     if lists.device.type == "meta":
         return  # there are no values, and the kernels of a GPU need no memory of their own
-    ADAM[choose(lists)](lists, step, options)
+    way = choose(lists)
+    if way == "native":  # which copies what it reads, in the same pass
+        native.adam_native_(lists, step, options, kept)
+        return
+    if kept is not None:
+        kept.copy([tensor for column in lists.changed for tensor in column])
+    ADAM[way](lists, step, options)
 
 
 def choose(lists: AdamLists) -> str:

@@ -31,3 +31,8 @@ class AdamOptions:
 class AdamLists(Lists):
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
+
+    @property
+    def changed(self) -> list[list[Tensor]]:
+        """The columns that an update writes to: weights, their other form if they have one, and moments."""
+        return [self.weights, self.tails or self.halves, self.exp_avgs, self.exp_avg_sqs]

@@ -7,9 +7,11 @@
  *   f16    float32 weights, and a copy rounded to float16
  *   split  bfloat16 weights and the 16 bits that they lack (see colossalai/kernel/split.py)
  *
- * The formula is at the top of colossalai/kernel/adam.py.  adam_on_threads runs one of these functions on many blocks.
+ * The formula is at the top of colossalai/kernel/adam.py.  adam_on_threads runs one of these functions on many blocks, and
+ * keeps what was there before, if it is asked to.
  */
 #include <math.h>
+#include "past_cache.h"
 #include "threads.h"
 
 typedef struct {
@@ -94,9 +96,12 @@ DEFINE_ALL(f32)
 DEFINE_ALL(bf16)
 DEFINE_ALL(f16)
 
+enum { ARRAYS = 4 }; /* w, other, m, v */
+
 typedef struct {
-    void *w, *other, *m, *v;
-    const void *g;
+    char *arrays[ARRAYS];
+    char *before[ARRAYS]; /* where what the arrays were is to be kept; 0: nowhere */
+    const char *grads;
     int64_t n;
 } Block;
 
@@ -106,15 +111,37 @@ typedef struct {
     Kernel kernel;
     const Block *blocks;
     const Options *options;
+    const int64_t *sizes; /* bytes of an element of each array, and of the gradients */
 } Work;
+
+/* Elements between two copies: in a part so long, what was copied is still in the cache when it is updated. */
+#define PART 4096
+
+static void update_part(const Work *work, const Block *b, int64_t start, int64_t n) {
+    void *at[ARRAYS];
+    for (int k = 0; k < ARRAYS; ++k) {
+        int64_t skipped = start * work->sizes[k];
+        at[k] = b->arrays[k] + skipped;
+        if (b->before[k]) copy_past_cache(b->before[k] + skipped, at[k], n * work->sizes[k]);
+    }
+    work->kernel(at[0], at[1], at[2], at[3], b->grads + start * work->sizes[ARRAYS], n, work->options);
+}
 
 static void update_block(const void *what, int64_t i) {
     const Work *work = what;
     const Block *b = &work->blocks[i];
-    work->kernel(b->w, b->other, b->m, b->v, b->g, b->n, work->options);
+    int64_t length = b->n;
+    for (int k = 0; k < ARRAYS; ++k) {
+        if (b->before[k]) length = PART;
+    }
+    for (int64_t start = 0; start < b->n; start += length) {
+        update_part(work, b, start, b->n - start < length ? b->n - start : length);
+    }
+    finish_copies();
 }
 
-void adam_on_threads(Kernel kernel, const Block *blocks, int64_t count, const Options *options, int64_t threads) {
-    const Work work = {kernel, blocks, options};
+void adam_on_threads(Kernel kernel, const Block *blocks, int64_t count, const Options *options, const int64_t *sizes,
+                     int64_t threads) {
+    const Work work = {kernel, blocks, options, sizes};
     on_threads(update_block, &work, count, threads);
 }

@@ -10,33 +10,32 @@ from __future__ import annotations
 import ctypes
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
+from torch import Tensor
 
 import colossalai.kernel.native.build as build
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
+from colossalai.kernel.kept import Kept
 from colossalai.kernel.lists import row
 
 # Elements of a block: 2^18 to 2^20 are equally fast on 16 cores.  Less work is cut finer, so that threads end together.
 BLOCK = 1 << 19
 LEAST = 1 << 15
 ROUNDS = 8  # blocks for each thread
+UNIT = 64  # elements: blocks are multiples of it, so that copies of aligned tensors are aligned
+BLOCK_FIELDS = 10  # addresses of 4 arrays and of what they were, and of gradients; the number of elements
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+Columns = Sequence[Sequence[Tensor | None]]
 
 
 class _Options(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_float)
         for name in ("beta1", "beta2", "eps", "rate", "root", "shrink", "decay", "grad_scale")
-    ]
-
-
-class _Block(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("w", "other", "m", "v", "g")),
-        ("n", ctypes.c_int64),
     ]
 
 
@@ -72,8 +71,8 @@ def takes(lists: AdamLists) -> bool:
     return lists.weights[0].dtype == weights and lists.grads[0].dtype in NAMES
 
 
-def adam_native_(lists: AdamLists, step: int, options: AdamOptions) -> None:
-    """One update in place, on as many threads as torch may use."""
+def adam_native_(lists: AdamLists, step: int, options: AdamOptions, kept: Kept | None = None) -> None:
+    """One update in place, on as many threads as torch may use; what was there before is copied to where ``kept`` says."""
     c1, c2 = options.corrections(step)
     decay = options.lr * options.weight_decay if options.decoupled else 0.0
     packed = _Options(
@@ -88,22 +87,29 @@ def adam_native_(lists: AdamLists, step: int, options: AdamOptions) -> None:
     )
     library, threads = _library(), torch.get_num_threads()
     share = sum(w.numel() for w in lists.weights) // (threads * ROUNDS)
-    blocks = list(_blocks(lists, min(max(share, LEAST), BLOCK)))
+    length = -(-min(max(share, LEAST), BLOCK) // UNIT) * UNIT
+    nowhere: list[Tensor | None] = [None] * len(lists.weights)
+    before = [kept.places(column) if kept is not None and column else nowhere for column in lists.changed]
+    columns = [column or lists.weights for column in lists.changed]
+    blocks = [number for block in _blocks(columns, before, lists.grads, length) for number in block]
+    sizes = [column[0].element_size() for column in (*columns, lists.grads)]
     library.adam_on_threads(
         getattr(library, _kind(lists)),
-        (_Block * len(blocks))(*blocks),
-        ctypes.c_int64(len(blocks)),
+        (ctypes.c_int64 * len(blocks))(*blocks),
+        ctypes.c_int64(len(blocks) // BLOCK_FIELDS),
         ctypes.byref(packed),
+        (ctypes.c_int64 * len(sizes))(*sizes),
         ctypes.c_int64(threads),
     )
 
 
-def _blocks(lists: AdamLists, length: int) -> Iterator[_Block]:
-    """The work in blocks of at most ``length`` elements."""
-    others = lists.tails or lists.halves or lists.weights
-    columns = zip(lists.weights, others, lists.exp_avgs, lists.exp_avg_sqs, lists.grads, strict=True)
-    for tensors in columns:
-        rows = [row(tensor) for tensor in tensors]
-        for start in range(0, rows[0].numel(), length):
-            count = min(length, rows[0].numel() - start)
-            yield _Block(*(r.data_ptr() + start * r.element_size() for r in rows), count)
+def _blocks(
+    columns: Columns, before: Columns, grads: Sequence[Tensor], length: int
+) -> Iterator[tuple[int, ...]]:
+    """The work in blocks of at most ``length`` elements: the fields of a ``Block`` in C, which are all of 8 bytes."""
+    for tensors in zip(*columns, *before, grads, strict=True):
+        # where each begins, and bytes of an element
+        rows = [(0, 0) if t is None else (row(t).data_ptr(), t.element_size()) for t in tensors]
+        total = tensors[-1].numel()
+        for start in range(0, total, length):
+            yield *(address + start * size for address, size in rows), min(length, total - start)

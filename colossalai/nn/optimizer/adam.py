@@ -10,6 +10,7 @@ from torch import Tensor
 
 from colossalai.kernel.adam import adam_
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
+from colossalai.kernel.kept import Kept
 from colossalai.nn.optimizer.base import Bucket
 from colossalai.nn.optimizer.moments import MomentsOptimizer
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
@@ -19,6 +20,8 @@ from colossalai.registry import OPTIMIZERS
 class _Adam(MomentsOptimizer):
     splits = True
     divides = True
+    _div_scale = -1.0
+    _kept: Kept | None = None
 
     def __init__(
         self,
@@ -33,7 +36,6 @@ class _Adam(MomentsOptimizer):
     ) -> None:
         modes = {"bias_correction": bias_correction, "adamw_mode": adamw_mode}
         super().__init__(params, lr, betas, eps, weight_decay, **modes, **defaults)
-        self._div_scale = -1.0
 
     def step(self, closure: Callable[[], Any] | None = None, div_scale: float = -1) -> Any:
         """Update all parameters that have a gradient; ``closure`` computes the loss again, and is called first.
@@ -44,9 +46,13 @@ class _Adam(MomentsOptimizer):
         self._div_scale = div_scale
         return super().step(closure)
 
-    def step_on(self, parameters: Iterable[Tensor], div_scale: float = -1) -> None:
-        self._div_scale = div_scale
-        super().step_on(parameters)
+    def step_on(self, parameters: Iterable[Tensor], div_scale: float = -1, kept: Kept | None = None) -> None:
+        """The base class's; what parameters and moments were before goes to ``kept``."""
+        self._div_scale, self._kept = div_scale, kept
+        try:
+            super().step_on(parameters)
+        finally:
+            self._kept = None
 
     def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
         options = AdamOptions(
@@ -55,7 +61,7 @@ class _Adam(MomentsOptimizer):
             bias_correction=group["bias_correction"],
             div_scale=self._div_scale,
         )
-        adam_(AdamLists(**self.columns(bucket)), bucket.step, options)
+        adam_(AdamLists(**self.columns(bucket)), bucket.step, options, self._kept)
 
 
 @OPTIMIZERS.register_module

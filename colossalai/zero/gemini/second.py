@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from colossalai.kernel.kept import Kept
 from colossalai.mesh._compat import multiply_all
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.zero.pieces import Piece
@@ -112,8 +113,17 @@ class Second:
     # The step
 
     @torch.no_grad()
-    def step(self, twins: Sequence[tuple[int, nn.Parameter]], options: Options, factor: float) -> None:
-        """Step ``twins``, given with the numbers of their groups; gradients are multiplied by ``factor``."""
+    def step(
+        self,
+        twins: Sequence[tuple[int, nn.Parameter]],
+        options: Options,
+        factor: float,
+        kept: Kept | None = None,
+    ) -> None:
+        """Step ``twins``, given with the numbers of their groups; gradients are multiplied by ``factor``.
+
+        What was before goes to ``kept``, if the optimizer ``divides``.
+        """
         groups: dict[int, list[nn.Parameter]] = {}
         for number, twin in twins:
             groups.setdefault(number, []).append(twin)
@@ -122,8 +132,9 @@ class Second:
         values = [twin for _, twin in twins]
         ours = isinstance(hold, MultiTensorOptimizer)
         if ours and hold.divides and factor > 0:
-            hold.step_on(values, **({} if factor == 1.0 else {"div_scale": 1.0 / factor}))
+            hold.step_on(values, -1.0 if factor == 1.0 else 1.0 / factor, kept)
             return
+        assert kept is None
         if factor != 1.0:
             multiply_all([v.grad for v in values if v.grad is not None], torch.tensor(factor))
         if ours:

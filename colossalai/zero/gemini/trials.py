@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossalai.kernel.kept import aligned
 from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.grad_buffers import Taken
 from colossalai.zero.gemini.second import Options
 from colossalai.zero.gemini.state_kinds import Kinds
-from colossalai.zero.gemini.undo import Undo, UndoBuffers, aligned
+from colossalai.zero.gemini.undo import Undo, UndoBuffers
 from colossalai.zero.gemini.updates import Updates
 
 UNDO_RATIO = 0.25
@@ -165,7 +166,7 @@ class Trials:
         pieces = updates.stepped(chunk, used)
         values, states = [p.value for p in pieces], [updates.optim.state[p.value] for p in pieces]
         trial.undo = Undo(trial.buffer, values, states)
-        updates.apply(chunk, shard, used, trial.options, trial.factor)
+        updates.apply(chunk, shard, used, trial.options, trial.factor, trial.undo.kept)
         with self._lock:
             trial.is_done = True
             if trial.verdict is Verdict.STANDS:

@@ -1,4 +1,4 @@
-"""What a chunk was before an update: copies of its weights and optimizer states, to go back to."""
+"""What a chunk was before an update: its weights and optimizer states, to go back to."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.kernel.native.copy import copy_past_cache
+from colossalai.kernel.kept import Kept
+from colossalai.zero.gemini.state_kinds import is_large
 from colossalai.zero.gemini.tiers import OutOfCapacity, Tier
-
-ALIGNED = 64  # bytes: where each copy begins
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
 
 
 class UndoBuffers:
@@ -62,27 +57,19 @@ class UndoBuffers:
 
 
 class Undo:
-    """Copies of ``tensors`` and of the entries of ``states`` in ``buffer``."""
+    """Memory in ``buffer`` for what ``tensors`` and the entries of ``states`` are before an update, which writes the copies (``kept``)."""
 
-    @torch.no_grad()
     def __init__(
         self, buffer: Tensor, tensors: Sequence[Tensor], states: Iterable[MutableMapping[str, Any]]
     ) -> None:
         self._entries = [(state, dict(state)) for state in states]
         held = [v for _, entries in self._entries for v in entries.values() if torch.is_tensor(v)]
-        self._now = [tensor.detach() for tensor in (*tensors, *held)]
-        self._before: list[Tensor] = []
-        start = 0
-        for tensor in self._now:
-            self._before.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            start += aligned(tensor.nbytes)
-        copy_past_cache(self._before, self._now)
+        self.kept = Kept(buffer, (*tensors, *held))
+        self.kept.copy([tensor for tensor in held if not is_large(tensor)])  # counters of steps go up first
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Write everything back."""
-        for tensor, before in zip(self._now, self._before, strict=True):
-            tensor.copy_(before)
+        self.kept.restore()
         for state, entries in self._entries:
             state.clear()
             state.update(entries)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colossalai.kernel.kept import Kept
 from colossalai.kernel.lists import row
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.zero.gemini.accounts import Accounts
@@ -65,12 +66,18 @@ class Updates:
 
     @torch.no_grad()
     def apply(
-        self, chunk: Chunk, shard: Tensor, used: Collection[Slot], options: Options, factor: float
+        self,
+        chunk: Chunk,
+        shard: Tensor,
+        used: Collection[Slot],
+        options: Options,
+        factor: float,
+        kept: Kept | None = None,
     ) -> None:
-        """Update ``chunk`` now; ``shard`` has the gradients of ``used``."""
+        """Update ``chunk`` now; ``shard`` has the gradients of ``used``.  What was before goes to ``kept``."""
         self.manager.timeline.note("update", chunk)
         with self.second.steady(self.members.pieces(chunk)):
-            self._apply(chunk, shard, self._used_members(chunk, used), options, factor)
+            self._apply(chunk, shard, self._used_members(chunk, used), options, factor, kept)
         self.accounts.count(chunk)
         self.manager.timeline.note("updated", chunk)
 
@@ -78,13 +85,20 @@ class Updates:
         return [m for m in self.members.of(chunk) if m.slot in used and not m.piece.is_empty]
 
     def _apply(
-        self, chunk: Chunk, shard: Tensor, members: Sequence[Member], options: Options, factor: float
+        self,
+        chunk: Chunk,
+        shard: Tensor,
+        members: Sequence[Member],
+        options: Options,
+        factor: float,
+        kept: Kept | None,
     ) -> None:
         grads = {m.piece: like(m.piece.in_shard(shard), m.piece) for m in members}
         resting = self.resting
         if resting is None:
-            self._in_memory(chunk, members, grads, options, factor)
+            self._in_memory(chunk, members, grads, options, factor, kept)
         else:
+            assert kept is None
             resting.place(chunk, list(grads), self.accounts.room())
             weights = resting.bring(chunk)
             ordinary = [m for m in members if not resting.has_states(m.piece)]
@@ -99,6 +113,7 @@ class Updates:
         grads: dict[Piece, Tensor],
         options: Options,
         factor: float,
+        kept: Kept | None = None,
     ) -> None:
         if not members:
             return
@@ -107,7 +122,7 @@ class Updates:
         twins = [(m.group, self.second.with_states(m.piece)) for m in members]
         for member, (_, twin) in zip(members, twins, strict=True):
             twin.grad = grads[member.piece]
-        self.second.step(twins, options, factor)
+        self.second.step(twins, options, factor, kept)
         for member, (_, twin) in zip(members, twins, strict=True):
             twin.grad = None
             if not member.piece.is_shared:
