@@ -23,6 +23,7 @@ from colossalai.dry_run.estimate import Played, play_step, played_alike, stored_
 from colossalai.dry_run.link import Way
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.dry_run.zero import estimate_zero, zero_plan
+from colossalai.engine.zero_section import with_clipping
 from colossalai.mesh import full_shape, mesh_coordinates, placement
 from colossalai.pipeline.stage import pipeline_rank
 
@@ -59,7 +60,7 @@ def dry_run(
     ``build`` is called for each rank, as in a launched job, with the meta device as the default.  A ``zero`` section is
     priced by a formula.
     """
-    zero = config.get("zero")
+    zero, _ = with_clipping(config)
     launched = {key: value for key, value in config.items() if key != "zero"}
     axes = ParallelConfig.parse(config.get("parallel")).fit(world_size).axes
     ranks = [rank for rank in range(world_size) if mesh_coordinates(axes, rank)[DATA_AXIS] == 0]
@@ -98,7 +99,7 @@ class _Player:
     def _estimate(self, parts: Parts) -> MemoryEstimate:
         if self._zero is not None:
             model, _, criterion, batch = parts
-            return estimate_zero(model, criterion, batch, gpc.data_parallel_size, *zero_plan(self._zero))
+            return estimate_zero(model, criterion, batch, gpc.data_parallel_size, zero_plan(self._zero))
         place = tuple(c for axis, c in gpc.mesh.coord.items() if axis not in (DATA_AXIS, PIPELINE_AXIS))
         specs = self._specs.setdefault(place, {})
         stage, stored = pipeline_rank(gpc.mesh), stored_microbatches()

@@ -3,15 +3,15 @@
 Under ZeRO-3 ranks hold a part of the model each and fetch the rest in turn.
 
 With N ranks and P parameters, a rank holds 2 P / N bytes of weights in half precision, as many of gradients, and 12 P / N of
-masters and optimizer states; on the device or, with ``tensor_placement_policy='cpu'``, in the memory of the host.  The
-device also holds the unit (a block of the model) that is being computed, whole, the next one, which is fetched meanwhile, and
+masters and optimizer states; on the device or, with ``tensor_placement_policy='cpu'``, in the memory of the host, where ``undo_ratio`` of
+weights, masters and states is there twice if updates in the backward pass are on trial.  The device also holds the unit (a block of the model) that is being computed, whole, the next one, which is fetched meanwhile, and
 the unit's gradients.  ZeRO-1 and 2 keep the weights whole.  The activations are those of a rank that holds everything, found as in ``estimate``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,27 +20,36 @@ from torch.utils._pytree import tree_map_only
 from colossalai.context.config import ConfigException
 from colossalai.dry_run.meta import MetaBytes, gpu_kernels
 from colossalai.dry_run.watch import MemoryEstimate
+from colossalai.engine.gemini_section import read_gemini
 from colossalai.interface.batch import call_with, loss_of
+from colossalai.zero.gemini.trials import UNDO_RATIO
 
 HALF_BYTES, MASTER_AND_STATES_BYTES = 2, 12
 UNITS_WHOLE = 2  # the one that is computed and the one that is fetched
 POLICIES = ("cpu", "cuda")
 
 
-def zero_plan(zero: Mapping[str, Any]) -> tuple[int, bool]:
-    """The level that a ``zero`` section means, and whether what rests does so in the memory of the host."""
+class ZeroPlan(NamedTuple):
+    """What a ``zero`` section means: its level, whether what rests does so in the memory of the host, and how much of it is there twice."""
+
+    level: int
+    on_host: bool
+    undo_ratio: float = 0.0
+
+
+def zero_plan(zero: Mapping[str, Any]) -> ZeroPlan:
     level = zero.get("level", 3)
     if level != 3:
-        return level, bool(zero.get("cpu_offload"))
-    model = zero.get("model_config") or {}
-    offload = any(zero.get(f"offload_{part}_config") for part in ("optimizer", "param"))
-    default = "cpu" if offload or zero.get("cpu_offload") else "cuda"
-    policy = zero.get("placement_policy", model.get("tensor_placement_policy", default))
+        return ZeroPlan(level, bool(zero.get("cpu_offload")))
+    options = read_gemini(zero).options
+    policy = options.get("placement_policy", "cuda")
     if policy not in POLICIES:
         raise ConfigException(
             f"a dry run knows zero.model_config.tensor_placement_policy {' and '.join(map(repr, POLICIES))}, got {policy!r}"
         )
-    return level, policy == "cpu"
+    may_be_bad = options.get("max_norm") or options.get("precision", "fp16") == "fp16"
+    on_trial = options.get("update_in_backward") and may_be_bad
+    return ZeroPlan(level, policy == "cpu", options.get("undo_ratio", UNDO_RATIO) if on_trial else 0.0)
 
 
 def estimate_zero(
@@ -48,10 +57,10 @@ def estimate_zero(
     criterion: Callable[..., Any],
     batch: tuple[Any, Any],
     ranks: int,
-    level: int,
-    on_host: bool,
+    plan: ZeroPlan,
 ) -> MemoryEstimate:
     """What one of ``ranks`` data-parallel ranks needs.  ``model`` is the whole one, on the meta device."""
+    level, on_host, undo_ratio = plan
     model.to(torch.half)
     parameters = sum(p.numel() for p in model.parameters())
     part = -(-parameters // ranks)
@@ -62,6 +71,7 @@ def estimate_zero(
     gradients = HALF_BYTES * parameters if level == 1 else unit + HALF_BYTES * rests
     weights = UNITS_WHOLE * unit + HALF_BYTES * rests if level == 3 else HALF_BYTES * parameters
     host = (2 * HALF_BYTES if level == 3 else HALF_BYTES) + MASTER_AND_STATES_BYTES
+    kept = undo_ratio * (HALF_BYTES + MASTER_AND_STATES_BYTES)
     return MemoryEstimate(
         weights=weights,
         masters=4 * rests,
@@ -70,7 +80,7 @@ def estimate_zero(
         activations=stored,
         workspace=workspace,
         moment="backward",
-        host=host * part if on_host else 0,
+        host=int((host + kept) * part) if on_host else 0,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from colossalai.amp import AMP_TYPE
 from colossalai.booster.mixed_precision import PRECISIONS, MixedPrecision, mixed_precision_factory
 from colossalai.context.config import ConfigException
-from colossalai.engine.zero_section import check_zero
+from colossalai.engine.zero_section import check_zero, with_clipping
 
 # The mixed precision of a config, by the name it has for Booster.
 PRECISION_OF = {AMP_TYPE.TORCH: "fp16", AMP_TYPE.NAIVE: "fp16_naive", AMP_TYPE.APEX: "fp16_apex"}
@@ -32,13 +32,14 @@ class Features:
     def from_config(cls, config: Mapping[str, Any], pipeline_size: int = 1) -> Features:
         """Read ``config``, whose reserved words ``launch`` has checked one by one; here they must fit each other."""
         _check_combination(config, pipeline_size)
+        zero, clip_grad_norm = with_clipping(config)
         return cls(
             precision=_precision(config.get("fp16")),
-            zero=config.get("zero"),
+            zero=zero,
             ddp_options=config.get("torch_ddp") or {},
             handlers=tuple(config.get("gradient_handler") or config.get("gradient_handlers") or ()),
             accumulate=config.get("gradient_accumulation") or 1,
-            clip_grad_norm=config.get("clip_grad_norm") or 0.0,
+            clip_grad_norm=clip_grad_norm,
             cudnn_benchmark=bool(config.get("cudnn_benchmark")),
             cudnn_deterministic=config.get("cudnn_deterministic") in (None, True),
         )

@@ -45,6 +45,24 @@ def check_zero(section: Mapping[str, Any]) -> None:
             )
 
 
+def with_clipping(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, float]:
+    """The section ``zero``, and the norm to which the engine clips.
+
+    A plan that updates in the backward pass must know of clipping before it: there ``clip_grad_norm`` is the section's.
+    """
+    zero, norm = config.get("zero"), float(config.get("clip_grad_norm") or 0.0)
+    if zero is None or norm == 0 or not means_gemini(zero):
+        return zero, norm
+    options = read_gemini(zero).options
+    if not options.get("update_in_backward"):
+        return zero, norm
+    if options.get("max_norm", norm) != norm:
+        raise ConfigException(
+            f"config has clip_grad_norm={norm!r} and a section 'zero' with max_norm {options['max_norm']!r}; keep one"
+        )
+    return {**zero, "max_norm": norm}, 0.0
+
+
 def zero_plugin(
     section: Mapping[str, Any], group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer
 ) -> Plugin:

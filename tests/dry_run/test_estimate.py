@@ -114,6 +114,21 @@ def test_the_levels_of_zero() -> None:
     assert disk.peak == zero(model_config={"tensor_placement_policy": "cpu"}).peak < offloaded.peak
 
 
+def test_updates_on_trial_hold_a_part_twice() -> None:
+    def host(clip: float = 0.0, **section: object) -> int:
+        config = {"zero": {"level": 3, "cpu_offload": True, **section}, "clip_grad_norm": clip}
+        (report,) = dry_run(config, 4, functools.partial(build, True))
+        return report.memory.host
+
+    count = sum(p.numel() for p in build(True).model.parameters())
+    waiting = host(clip=1.0)
+    assert waiting == host(update_in_backward=True, precision="bf16")
+    early = functools.partial(host, update_in_backward=True)
+    assert early() == early(1.0) == early(max_norm=1.0, precision="bf16") == early(1.0, precision="bf16")
+    assert early() - waiting == pytest.approx(14 * count / 4 / 4, rel=1e-3)
+    assert early(undo_ratio=0.5) - waiting == pytest.approx(14 * count / 4 / 2, rel=1e-3)
+
+
 def test_a_model_with_memory_is_refused() -> None:
     with imagined_launch({}, 0, 1):
         parts = build(False)

@@ -26,6 +26,7 @@ DOCUMENTED = {
     },
     "optimizer_config": {"gpu_margin_mem_ratio": 0.8, "initial_scale": 2**14, "clipping_norm": 1.0},
 }
+NORM = 0.8
 NVME = {"device": "nvme", "nvme_path": "/fast"}
 
 
@@ -168,6 +169,51 @@ def check_engine(rank: int, world_size: int, port: int, folder: Path) -> None:
     assert 0 < tiers[1].peak <= tiers[1].limit == capacity
     with pytest.raises(ConfigException, match=r"which CPUAdam and HybridAdam can do, got SGD"):
         initialize({"zero": {"level": 3, "offload_optimizer_config": {"nvme_path": str(folder)}}})
+
+
+def check_clipping(rank: int, world_size: int, port: int) -> None:
+    """The norm of a config is known to updates in the backward pass, and clips as it does without these."""
+    launch(port, rank=rank, world_size=world_size)
+    chunk = 64 * 4 / 2**20
+    section = {
+        "level": 3,
+        "placement_policy": "cpu",
+        "precision": "bf16",
+        "min_chunk_size_mb": chunk,
+        "search_range_mb": chunk,
+    }
+    weights, tried, norms = [], {False: 0, True: 0}, []
+    for early in (False, True):
+        model = mlp()
+        engine, train, _, _ = initialize(
+            {"zero": {**section, "update_in_backward": early, "undo_ratio": 1.0}, "clip_grad_norm": NORM},
+            model=model,
+            optimizer=HybridAdam(model.parameters(), lr=1e-2),
+            train_dataloader=loader(64, 4),
+        )
+        manager = engine.model.gemini_manager
+        for x, y in train:
+            engine.zero_grad()
+            x, y = on_device(x, y)
+            engine.backward(engine.criterion(engine(x), y))
+            manager.worker.wait_all()  # so that updates on trial have been made
+            engine.step()
+            tried[early] += [event.kind for event in manager.timeline.events].count("try")
+            norms.append(engine.optimizer.grad_norm)
+        weights.append(engine.model.state_dict(only_rank_0=False))
+    assert tried[False] == 0 < tried[True]
+    bad = [bool(norm > NORM) for norm in norms if norm is not None]
+    assert any(bad)
+    assert not all(bad)
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+    twice = {**section, "update_in_backward": True, "clip_grad": 1.0}
+    with pytest.raises(ConfigException, match=r"clip_grad_norm=0\.8 and a section 'zero' with max_norm 1\.0"):
+        initialize({"zero": twice, "clip_grad_norm": NORM})
+
+
+def test_clipping_of_updates_in_the_backward_pass() -> None:
+    spawn(check_clipping, 2)
 
 
 def test_in_an_engine(tmp_path: Path) -> None:
