@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from colossalai.kernel.lists import covers_its_memory
@@ -50,9 +49,7 @@ class Kept:
         ]
         copy_past_cache([place for _, place in pairs], [tensor for tensor, _ in pairs])
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Let everything that was copied be what it was."""
-        for address in self._copied:
-            tensor, place = self._places[address]
-            tensor.copy_(place)
+        pairs = [self._places[address] for address in self._copied]
+        copy_past_cache([tensor for tensor, _ in pairs], [place for _, place in pairs])
