@@ -23,7 +23,7 @@ from colossalai.dry_run.estimate import Played, play_step, played_alike, stored_
 from colossalai.dry_run.link import Way
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.dry_run.zero import estimate_zero, zero_plan
-from colossalai.engine.zero_section import with_clipping
+from colossalai.engine.features import Features
 from colossalai.mesh import full_shape, mesh_coordinates, placement
 from colossalai.pipeline.stage import pipeline_rank
 
@@ -60,12 +60,11 @@ def dry_run(
     ``build`` is called for each rank, as in a launched job, with the meta device as the default.  A ``zero`` section is
     priced by a formula.
     """
-    zero, _ = with_clipping(config)
     launched = {key: value for key, value in config.items() if key != "zero"}
     axes = ParallelConfig.parse(config.get("parallel")).fit(world_size).axes
     ranks = [rank for rank in range(world_size) if mesh_coordinates(axes, rank)[DATA_AXIS] == 0]
     reports: list[RankReport] = []
-    player = _Player(build, zero)
+    player = _Player(build, config)
     for rank in progress(ranks):
         coord = mesh_coordinates(axes, rank)
         last = reports[-1] if reports else None
@@ -83,8 +82,8 @@ class _Player:
     ``last_was_even``: the other tensor-parallel ranks of the last one have pieces of the same sizes.
     """
 
-    def __init__(self, build: Callable[[], Parts], zero: Mapping[str, Any] | None) -> None:
-        self._build, self._zero = build, zero
+    def __init__(self, build: Callable[[], Parts], config: Mapping[str, Any]) -> None:
+        self._build, self._config = build, config
         self._specs: dict[tuple[int, ...], dict[Way, Any]] = {}
         self._played: dict[Any, Played] = {}
         self.last_was_even = False
@@ -97,9 +96,11 @@ class _Player:
         return RankReport(rank, coord, parameters, self._estimate(parts))
 
     def _estimate(self, parts: Parts) -> MemoryEstimate:
-        if self._zero is not None:
+        if self._config.get("zero") is not None:
+            zero = Features.from_config(self._config, gpc.pipeline_parallel_size).zero
+            assert zero is not None
             model, _, criterion, batch = parts
-            return estimate_zero(model, criterion, batch, gpc.data_parallel_size, zero_plan(self._zero))
+            return estimate_zero(model, criterion, batch, gpc.data_parallel_size, zero_plan(zero))
         place = tuple(c for axis, c in gpc.mesh.coord.items() if axis not in (DATA_AXIS, PIPELINE_AXIS))
         specs = self._specs.setdefault(place, {})
         stage, stored = pipeline_rank(gpc.mesh), stored_microbatches()

@@ -10,6 +10,7 @@ the unit's gradients.  ZeRO-1 and 2 keep the weights whole.  The activations are
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,16 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from colossalai.booster.plugin import GeminiPlugin
 from colossalai.context.config import ConfigException
 from colossalai.dry_run.meta import MetaBytes, gpu_kernels
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.engine.gemini_section import read_gemini
 from colossalai.interface.batch import call_with, loss_of
-from colossalai.zero.gemini.trials import UNDO_RATIO
+from colossalai.zero.gemini.checks import check_share
 
 HALF_BYTES, MASTER_AND_STATES_BYTES = 2, 12
 UNITS_WHOLE = 2  # the one that is computed and the one that is fetched
 POLICIES = ("cpu", "cuda")
+DEFAULTS = {name: option.default for name, option in inspect.signature(GeminiPlugin).parameters.items()}
 
 
 class ZeroPlan(NamedTuple):
@@ -41,15 +44,16 @@ def zero_plan(zero: Mapping[str, Any]) -> ZeroPlan:
     level = zero.get("level", 3)
     if level != 3:
         return ZeroPlan(level, bool(zero.get("cpu_offload")))
-    options = read_gemini(zero).options
-    policy = options.get("placement_policy", "cuda")
+    options = {**DEFAULTS, **read_gemini(zero).options}
+    check_share("undo_ratio", options["undo_ratio"])
+    policy = options["placement_policy"]
     if policy not in POLICIES:
         raise ConfigException(
             f"a dry run knows zero.model_config.tensor_placement_policy {' and '.join(map(repr, POLICIES))}, got {policy!r}"
         )
-    may_be_bad = options.get("max_norm") or options.get("precision", "fp16") == "fp16"
-    on_trial = options.get("update_in_backward") and may_be_bad
-    return ZeroPlan(level, policy == "cpu", options.get("undo_ratio", UNDO_RATIO) if on_trial else 0.0)
+    may_be_bad = options["max_norm"] or options["precision"] == "fp16"
+    on_trial = options["update_in_backward"] and may_be_bad
+    return ZeroPlan(level, policy == "cpu", options["undo_ratio"] if on_trial else 0.0)
 
 
 def estimate_zero(

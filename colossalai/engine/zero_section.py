@@ -58,7 +58,13 @@ def with_clipping(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, 
         return zero, norm
     if options.get("max_norm", norm) != norm:
         raise ConfigException(
-            f"config has clip_grad_norm={norm!r} and a section 'zero' with max_norm {options['max_norm']!r}; keep one"
+            f"config has clip_grad_norm={norm!r}, and its section 'zero' has {options['max_norm']!r} (clip_grad, max_norm or"
+            " clipping_norm); keep one"
+        )
+    if options.get("norm_type", 2.0) != 2.0:
+        raise ConfigException(
+            f"config has clip_grad_norm={norm!r}, which is a 2-norm, and its section 'zero' norm_type={options['norm_type']!r}; give the"
+            " norm as clip_grad in the section"
         )
     return {**zero, "max_norm": norm}, 0.0
 

@@ -43,7 +43,9 @@ class Kept:
         self._copied.update(known)
         return [self._places.get(tensor.data_ptr(), (None, None))[1] for tensor in tensors]
 
-    def copy(self, tensors: Sequence[Tensor]) -> None:
+    def copy(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Copy ``tensors``, or all."""
+        tensors = [tensor for tensor, _ in self._places.values()] if tensors is None else tensors
         pairs = [
             (t, place) for t, place in zip(tensors, self.places(tensors), strict=True) if place is not None
         ]

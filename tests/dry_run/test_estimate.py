@@ -129,6 +129,27 @@ def test_updates_on_trial_hold_a_part_twice() -> None:
     assert early(undo_ratio=0.5) - waiting == pytest.approx(14 * count / 4 / 2, rel=1e-3)
 
 
+def test_zero3_rests_on_the_host_unless_it_is_told_otherwise() -> None:
+    (report,) = dry_run({"zero": {"level": 3}}, 4, functools.partial(build, True))
+    (other,) = dry_run({"zero": {"level": 3, "placement_policy": "cpu"}}, 4, functools.partial(build, True))
+    assert report.memory == other.memory
+    assert report.memory.host > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero": {"level": 3}, "clip_grad_norm": "abc"}, "'clip_grad_norm' must be a number"),
+        ({"zero": {"level": 7}}, "needs level=1, level=2 or level=3"),
+        ({"zero": {"level": 3}, "fp16": {"mode": AMP_TYPE.NAIVE}}, "both 'fp16' and 'zero'"),
+        ({"zero": {"level": 3, "undo_ratio": 7}}, "undo_ratio is a share from 0 to 1, got 7"),
+    ],
+)
+def test_zero_sections_that_a_job_would_refuse(config: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigException, ValueError), match=message):
+        dry_run(config, 4, functools.partial(build, True))
+
+
 def test_a_model_with_memory_is_refused() -> None:
     with imagined_launch({}, 0, 1):
         parts = build(False)

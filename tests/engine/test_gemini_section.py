@@ -208,8 +208,17 @@ def check_clipping(rank: int, world_size: int, port: int) -> None:
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]), name
     twice = {**section, "update_in_backward": True, "clip_grad": 1.0}
-    with pytest.raises(ConfigException, match=r"clip_grad_norm=0\.8 and a section 'zero' with max_norm 1\.0"):
+    with pytest.raises(
+        ConfigException, match=r"clip_grad_norm=0\.8, and its section 'zero' has 1\.0 .*; keep one"
+    ):
         initialize({"zero": twice, "clip_grad_norm": NORM})
+    other = {**section, "update_in_backward": True, "norm_type": float("inf")}
+    with pytest.raises(
+        ConfigException, match=r"a 2-norm, and its section 'zero' norm_type=inf; give the norm as"
+    ):
+        initialize({"zero": other, "clip_grad_norm": NORM})
+    with pytest.raises(ConfigException, match=r"'zero': undo_ratio is a share from 0 to 1, got 'all'"):
+        initialize({"zero": {**section, "undo_ratio": "all"}})
 
 
 def test_clipping_of_updates_in_the_backward_pass() -> None:

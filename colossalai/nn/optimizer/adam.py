@@ -23,6 +23,12 @@ class _Adam(MomentsOptimizer):
     _div_scale = -1.0
     _kept: Kept | None = None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.keeps = (
+            cls.__module__ == __name__
+        )  # one of somebody else may change more than the kernel knows of
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -68,7 +68,8 @@ class MultiTensorOptimizer(Optimizer):
 
     elementwise = True  # every element of a parameter is updated without knowing the others
     splits = False  # ``update`` takes the weights of a bfloat16 parameter as the parameter and its tail
-    divides = False  # ``step`` and ``step_on`` take a ``div_scale``, and ``step_on`` memory for what was before (``kept``)
+    divides = False  # ``step`` and ``step_on`` take a ``div_scale``
+    keeps = False  # ``step_on`` takes memory for what was before (``kept``)
     devices: tuple[str, ...] = ()  # where parameters may be; empty: anywhere
 
     @abstractmethod

@@ -33,13 +33,13 @@ class ChunkFullError(Exception):
 class Slot:
     """A parameter's place in its chunk."""
 
-    param: nn.Parameter
+    param: nn.Parameter = field(repr=False)  # tensors that have given their memory away cannot be printed
     name: str
     offset: int
     numel: int
     shape: torch.Size
-    view: Tensor = field(default_factory=lambda: torch.empty(0))
-    blank: Tensor = field(default_factory=lambda: torch.empty(0))
+    view: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    blank: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     state: TensorState = TensorState.FREE
 
     @property

@@ -122,7 +122,7 @@ class Second:
     ) -> None:
         """Step ``twins``, given with the numbers of their groups; gradients are multiplied by ``factor``.
 
-        What was before goes to ``kept``, if the optimizer ``divides``.
+        What was before goes to ``kept``, if the optimizer ``keeps``.
         """
         groups: dict[int, list[nn.Parameter]] = {}
         for number, twin in twins:
@@ -132,7 +132,8 @@ class Second:
         values = [twin for _, twin in twins]
         ours = isinstance(hold, MultiTensorOptimizer)
         if ours and hold.divides and factor > 0:
-            hold.step_on(values, -1.0 if factor == 1.0 else 1.0 / factor, kept)
+            scale = {} if factor == 1.0 else {"div_scale": 1.0 / factor}
+            hold.step_on(values, **scale, **({} if kept is None else {"kept": kept}))
             return
         assert kept is None
         if factor != 1.0:

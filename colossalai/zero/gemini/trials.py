@@ -17,6 +17,8 @@ A chunk without states, or with weights that were loaded: its first update makes
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -73,10 +75,11 @@ class Trials:
         self.gradients, self.manager = updates.model.gradients, updates.manager
         self.chunks = self.gradients.chunks
         self._kinds = Kinds(updates.optim)
+        self._keeps = getattr(updates.optim, "keeps", False)
         self._buffers: UndoBuffers | None = None
         self._open: dict[int, Trial] = {}
         self._lock = threading.Lock()
-        self.chunks.host.reclaim = self.make_room
+        self.chunks.host.reclaim = _weakly(self.make_room)
 
     @property
     def has_open(self) -> bool:
@@ -166,7 +169,10 @@ class Trials:
         pieces = updates.stepped(chunk, used)
         values, states = [p.value for p in pieces], [updates.optim.state[p.value] for p in pieces]
         trial.undo = Undo(trial.buffer, values, states)
-        updates.apply(chunk, shard, used, trial.options, trial.factor, trial.undo.kept)
+        kept = trial.undo.kept if self._keeps else None
+        if kept is None:
+            trial.undo.kept.copy()
+        updates.apply(chunk, shard, used, trial.options, trial.factor, kept)
         with self._lock:
             trial.is_done = True
             if trial.verdict is Verdict.STANDS:
@@ -233,6 +239,17 @@ class Trials:
         with self.updates.second.steady(self.updates.members.pieces(trial.chunk)):
             trial.undo.restore()
         trial.undo = None
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """``method``, as long as somebody else holds its object: hooks of parameters, which no garbage collector sees into, hold tiers."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (found := held()) is not None:
+            found()
+
+    return call
 
 
 def can_take_back(optim: Any) -> bool:

@@ -34,13 +34,18 @@ class UndoBuffers:
                 best = min(fitting, key=lambda buffer: buffer.nbytes)
                 self._free = [buffer for buffer in self._free if buffer is not best]
                 return best
-        if self.made + nbytes > self.most or nbytes > self.room():
+        if nbytes > self.room():
             return None
+        with self._lock:
+            if self.made + nbytes > self.most:
+                return None
+            self.made += nbytes
         try:
             self.tier.take(nbytes, "what updates in the backward pass may have to go back to")
         except OutOfCapacity:  # an update took the room meanwhile
+            with self._lock:
+                self.made -= nbytes
             return None
-        self.made += nbytes
         return torch.empty(nbytes, dtype=torch.uint8)  # only the CPU touches it: not page-locked
 
     def put(self, buffer: Tensor) -> None:

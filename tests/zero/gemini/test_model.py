@@ -227,3 +227,10 @@ def test_hugging_face_gradient_checkpointing() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert torch.allclose(loss, expected, rtol=1e-4)
+
+
+def test_chunks_can_be_printed_while_their_weights_are_away() -> None:
+    model = small(net())
+    for chunk in model.chunk_manager.chunks:
+        for slot in chunk.slots:
+            assert slot.name in repr(slot)

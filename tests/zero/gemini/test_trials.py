@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -524,6 +526,64 @@ def test_what_it_cannot_do_is_refused() -> None:
     model = small(tower(), dtype=torch.float16)
     with pytest.raises(ValueError, match="with a loss scale may have to take updates back"):
         GeminiOptimizer(adamw(model.parameters()), model, update_in_backward=True)
+
+
+def test_without_memory_for_it_all_updates_wait() -> None:
+    """So everything may be had: there is nothing to take back."""
+    for options in ({"optimizer": adamw}, {"optimizer": partial(HybridAdam, nvme_offload_fraction=0.5)}):
+        run = Trained(undo_ratio=0.0, **options)
+        for step in range(3):
+            run.step(batch(step), LOUD)
+        assert run.tried == 0
+
+
+class _Before(HybridAdam):
+    """Changes weights before the kernel."""
+
+    def update(self, bucket: Any, group: dict[str, Any]) -> None:
+        for weight in bucket.weights:
+            weight.mul_(0.9)
+        super().update(bucket, group)
+
+
+class _Sign(HybridAdam):
+    """Has a kernel of its own."""
+
+    def update(self, bucket: Any, group: dict[str, Any]) -> None:
+        for weight, grad, mean in zip(bucket.weights, bucket.grads, bucket.states["exp_avg"], strict=True):
+            mean.lerp_(grad.float(), 0.1)
+            weight.sub_(mean.sign() * group["lr"])
+
+
+class _Counting(HybridAdam):
+    """Has one more state."""
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return (*super().state_names(group), "seen")
+
+    def update(self, bucket: Any, group: dict[str, Any]) -> None:
+        for seen in bucket.states["seen"]:
+            seen.add_(1)
+        super().update(bucket, group)
+
+
+@pytest.mark.parametrize("kind", [_Before, _Sign, _Counting])
+def test_optimizers_made_of_ours(kind: type[HybridAdam]) -> None:
+    run = loud(SCALES, torch.bfloat16, True, optimizer=partial(kind, lr=1e-2))
+    assert run.undone > 0
+
+
+def test_a_model_that_nobody_holds_is_freed() -> None:
+    def train() -> weakref.ref[nn.Module]:
+        run = Trained()
+        for step in range(3):
+            run.step(batch(step))
+        assert run.tried > 0
+        return weakref.ref(run.model)
+
+    model = train()
+    gc.collect()
+    assert model() is None
 
 
 def test_the_numbers_of_a_step_tell_of_trials() -> None:
