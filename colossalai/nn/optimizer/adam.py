@@ -25,9 +25,8 @@ class _Adam(MomentsOptimizer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.keeps = (
-            cls.__module__ == __name__
-        )  # one of somebody else may change more than the kernel knows of
+        # one of somebody else may change more than the kernel knows of
+        cls.keeps = cls.__module__ == __name__
 
     def __init__(
         self,
