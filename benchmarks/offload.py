@@ -274,7 +274,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--capacity-gib", type=float, default=0.0, help="of model data on the GPU; 0: no limit"
     )
-    parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument(
+        "--clip", type=float, default=0.0, help="the largest norm of gradients; 0: do not clip"
+    )
     parser.add_argument(
         "--undo-ratio",
         type=float,
@@ -325,7 +327,8 @@ def main() -> None:
             continue
         results.append(Result(**json.loads(found.stdout.decode().strip().splitlines()[-1])))
         print(show(results[-1:]), flush=True)
-    print(show(results))
+    if len(results) > 1:
+        print(show(results))
 
 
 if __name__ == "__main__":
