@@ -192,3 +192,34 @@ def test_split_backward_is_refused(schedule: str) -> None:
             partial(GeminiPipelineRun, schedule=schedule, chunks=2 if schedule == "zbv" else 1, policy="cpu"),
             2,
         )
+
+
+def check_trials(rank: int, world_size: int, port: int, schedule: str) -> None:
+    """Every micro-batch needs the weights again, and brings a gradient: trials are taken back in time."""
+    launch(config(schedule, 2, 4))
+    found, tried = [], []
+    for early in (False, True):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
+        options = {"max_norm": 1.0, "update_in_backward": early, "undo_ratio": 1.0}
+        booster = Booster(device="cpu", plugin=plugin("cpu", **options))
+        stage, optimizer, criterion, *_ = booster.boost(
+            model, HybridAdam(model.parameters(), lr=1e-2), nn.MSELoss()
+        )
+        tried.append(0)
+        for step in range(6):
+            draws = torch.Generator().manual_seed(step)
+            batch = torch.randn(8, 4, generator=draws), torch.randn(8, 4, generator=draws)
+            booster.execute_pipeline(iter([batch]), stage, criterion, optimizer)
+            stage.gemini_manager.worker.wait_all()  # so that updates on trial have been made
+            optimizer.step()
+            optimizer.zero_grad()
+            tried[-1] += [event.kind for event in stage.gemini_manager.timeline.events].count("try")
+        found.append(stage.state_dict(only_rank_0=False))
+    assert tried[0] == 0 < tried[1]
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_updates_on_trial_in_a_pipeline(schedule: str) -> None:
+    spawn(check_trials, 2, schedule=schedule)
