@@ -48,10 +48,10 @@ class Played(NamedTuple):
     """Micro-batches that were stored at one time."""
     buckets: int
 
-    def estimate(self, stored: int) -> MemoryEstimate:
-        """The memory of a rank that stores ``stored`` micro-batches at one time."""
+    def estimate(self, stored: int, with_step: bool = True) -> MemoryEstimate:
+        """The memory of a rank that stores ``stored`` micro-batches at one time, in its passes and the optimizer's step."""
         more = (stored - self.stored) * self.watch.first_stored
-        return replace(self.watch.estimate(more), buckets=self.buckets)
+        return replace(self.watch.estimate(more, with_step), buckets=self.buckets)
 
 
 def estimate_memory(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colossalai.amp import AMP_TYPE
 from colossalai.context.imagined import imagined_launch
 from colossalai.context.parallel_config import ParallelConfig
 from colossalai.context.tensor_modes import DATA_AXIS, PIPELINE_AXIS
@@ -22,7 +23,7 @@ from colossalai.core import global_context as gpc
 from colossalai.dry_run.estimate import Played, play_step, played_alike, stored_microbatches
 from colossalai.dry_run.link import Way
 from colossalai.dry_run.watch import MemoryEstimate
-from colossalai.dry_run.zero import estimate_zero, zero_plan
+from colossalai.dry_run.zero import divided, estimate_zero, zero_plan
 from colossalai.engine.features import Features
 from colossalai.mesh import full_shape, mesh_coordinates, placement
 from colossalai.pipeline.stage import pipeline_rank
@@ -61,6 +62,10 @@ def dry_run(
     priced by a formula.
     """
     launched = {key: value for key, value in config.items() if key != "zero"}
+    if config.get("zero") is not None and "fp16" not in config:
+        launched["fp16"] = {
+            "mode": AMP_TYPE.NAIVE
+        }  # in what ZeRO computes; stages of a pipeline are played with it
     axes = ParallelConfig.parse(config.get("parallel")).fit(world_size).axes
     ranks = [rank for rank in range(world_size) if mesh_coordinates(axes, rank)[DATA_AXIS] == 0]
     reports: list[RankReport] = []
@@ -96,11 +101,17 @@ class _Player:
         return RankReport(rank, coord, parameters, self._estimate(parts))
 
     def _estimate(self, parts: Parts) -> MemoryEstimate:
-        if self._config.get("zero") is not None:
-            zero = Features.from_config(self._config, gpc.pipeline_parallel_size).zero
-            assert zero is not None
-            model, _, criterion, batch = parts
-            return estimate_zero(model, criterion, batch, gpc.data_parallel_size, zero_plan(zero))
+        if self._config.get("zero") is None:
+            return self._play(parts)
+        zero = Features.from_config(self._config, gpc.pipeline_parallel_size).zero
+        assert zero is not None
+        model, _, criterion, batch = parts
+        ranks, plan = gpc.data_parallel_size, zero_plan(zero)
+        if gpc.pipeline_parallel_size == 1:
+            return estimate_zero(model, criterion, batch, ranks, plan)
+        return divided(self._play(parts, with_step=False), model, ranks, plan)
+
+    def _play(self, parts: Parts, with_step: bool = True) -> MemoryEstimate:
         place = tuple(c for axis, c in gpc.mesh.coord.items() if axis not in (DATA_AXIS, PIPELINE_AXIS))
         specs = self._specs.setdefault(place, {})
         stage, stored = pipeline_rank(gpc.mesh), stored_microbatches()
@@ -112,7 +123,7 @@ class _Player:
             self._played[key] = play_step(*parts, specs=specs)
         elif received is not None:
             specs[stage, stage + 1] = received  # stages of the same layers send what they get
-        return self._played[key].estimate(stored)
+        return self._played[key].estimate(stored, with_step)
 
 
 def _is_even(parameter: Tensor) -> bool:

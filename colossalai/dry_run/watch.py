@@ -118,11 +118,10 @@ class Watch:
             if is_step not in self._seen or seen.total > self._seen[is_step].total:
                 self._seen[is_step] = seen
 
-    def estimate(self, more_stored: int = 0) -> MemoryEstimate:
+    def estimate(self, more_stored: int = 0, with_step: bool = True) -> MemoryEstimate:
         """The worse of the passes, with ``more_stored`` bytes of activations, and the optimizer's step."""
-        return max(
-            (self._as_estimate(seen, more_stored) for seen in self._seen.values()), key=lambda e: e.peak
-        )
+        seen = self._seen.values() if with_step else [self._seen[False]]
+        return max((self._as_estimate(one, more_stored) for one in seen), key=lambda e: e.peak)
 
     def _as_estimate(self, seen: _Seen, more_stored: int) -> MemoryEstimate:
         rest = seen.total - self._fixed - seen.gradients

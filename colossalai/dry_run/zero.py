@@ -5,13 +5,15 @@ Under ZeRO-3 ranks hold a part of the model each and fetch the rest in turn.
 With N ranks and P parameters, a rank holds 2 P / N bytes of weights in half precision, as many of gradients, and 12 P / N of
 masters and optimizer states; on the device or, with ``tensor_placement_policy='cpu'``, in the memory of the host, where ``undo_ratio`` of
 weights, masters and states is there twice if updates in the backward pass are on trial.  The device also holds the unit (a block of the model) that is being computed, whole, the next one, which is fetched meanwhile, and
-the unit's gradients.  ZeRO-1 and 2 keep the weights whole.  The activations are those of a rank that holds everything, found as in ``estimate``.
+the unit's gradients.  ZeRO-1 and 2 keep the weights whole.  The activations are those of a rank that holds everything, found as in ``estimate``;
+a stage of a pipeline is played as a whole, in half precision.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,26 +66,31 @@ def estimate_zero(
     plan: ZeroPlan,
 ) -> MemoryEstimate:
     """What one of ``ranks`` data-parallel ranks needs.  ``model`` is the whole one, on the meta device."""
-    level, on_host, undo_ratio = plan
     model.to(torch.half)
+    stored, workspace = _passes(model, criterion, batch)
+    played = MemoryEstimate(activations=stored, workspace=workspace, moment="backward")
+    return divided(played, model, ranks, plan)
+
+
+def divided(played: MemoryEstimate, model: nn.Module, ranks: int, plan: ZeroPlan) -> MemoryEstimate:
+    """The memory of a rank that was played in half precision with all of ``model``, if it has a part: one of ``ranks``."""
+    level, on_host, undo_ratio = plan
     parameters = sum(p.numel() for p in model.parameters())
     part = -(-parameters // ranks)
     unit = HALF_BYTES * _largest_unit(model)
-    stored, workspace = _passes(model, criterion, batch)
     rests = 0 if on_host else part  # elements whose masters and states lie on the device
     # gradients are whole until they are averaged, which level 1 does for all at the end
     gradients = HALF_BYTES * parameters if level == 1 else unit + HALF_BYTES * rests
     weights = UNITS_WHOLE * unit + HALF_BYTES * rests if level == 3 else HALF_BYTES * parameters
     host = (2 * HALF_BYTES if level == 3 else HALF_BYTES) + MASTER_AND_STATES_BYTES
     kept = undo_ratio * (HALF_BYTES + MASTER_AND_STATES_BYTES)
-    return MemoryEstimate(
+    return replace(
+        played,
         weights=weights,
         masters=4 * rests,
         states=8 * rests,
         gradients=gradients,
-        activations=stored,
-        workspace=workspace,
-        moment="backward",
+        buckets=0,
         host=int((host + kept) * part) if on_host else 0,
     )
 

@@ -136,6 +136,21 @@ def test_zero3_rests_on_the_host_unless_it_is_told_otherwise() -> None:
     assert report.memory.host > 0
 
 
+def test_stages_of_a_pipeline_are_divided_by_zero() -> None:
+    pipeline = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 4}
+    plain = dry_run({**pipeline, "fp16": {"mode": AMP_TYPE.NAIVE}}, 2, functools.partial(build, True))
+    divided = dry_run({**pipeline, "zero": {"level": 3}}, 4, functools.partial(build, True))
+    whole = dry_run({**pipeline, "zero": {"level": 1}}, 4, functools.partial(build, True))
+    for one, other, first in zip(plain, divided, whole, strict=True):
+        assert other.parameters == first.parameters == one.parameters
+        assert other.memory.activations == first.memory.activations > 0
+        assert other.memory.activations >= one.memory.activations  # none, where the step needs most
+        assert other.memory.host == pytest.approx(16 * other.parameters / 2, rel=1e-3)
+        assert other.memory.masters == other.memory.states == 0
+        assert first.memory.weights == 2 * first.parameters == one.memory.weights
+        assert first.memory.masters == pytest.approx(one.memory.masters / 2, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

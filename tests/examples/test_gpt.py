@@ -109,6 +109,12 @@ def test_gpt3_at_full_size_without_a_gpu(config: str) -> None:
     assert f"needs most: {gib} GiB" in done.stdout, done.stdout
 
 
+def test_zero_in_a_pipeline_at_full_size() -> None:
+    done = dry_run("--config", "gpt2_configs/gpt2_zero3_pp1d.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "host MiB" in done.stdout
+
+
 README = (FOLDER / "README.md").read_text()
 
 

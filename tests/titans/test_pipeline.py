@@ -237,9 +237,10 @@ def test_names_of_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, depth in (("GPT2_small", 12), ("GPT2_exlarge", 48), ("GPT3", 96)):
         for mode in ("1D", "hybrid"):
             getattr(pipeline_gpt, f"{name}_pipeline_{mode}")(
-                checkpoint=True, embed_split_hidden=True, fused=True
+                checkpoint=True, embed_split_hidden=True, fused=True, tied=False
             )
             assert built["depth"] == depth
+            assert not built["tied"]
             assert all(
                 built[word] for word in ("checkpoint", "embed_split_hidden", "fuse_scale_mask_softmax")
             )

@@ -49,7 +49,13 @@ _SIZES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def _build(
-    size: str, num_chunks: int, checkpoint: Checkpoint, dtype: torch.dtype, split: bool, fused: bool
+    size: str,
+    num_chunks: int,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    split: bool,
+    fused: bool,
+    tied: bool,
 ) -> nn.Module:
     depth, sizes = _SIZES[size]
     # the documents' pipelines train without dropout
@@ -61,6 +67,7 @@ def _build(
         dtype=dtype,
         embed_split_hidden=split,
         fuse_scale_mask_softmax=fused,
+        tied=tied,
         **sizes,
         **plain,
     )
@@ -72,9 +79,10 @@ def GPT2_small_pipeline_1D(
     dtype: torch.dtype = torch.float,
     embed_split_hidden: bool = False,
     fused: bool = False,
+    tied: bool = True,
 ) -> nn.Module:
     """This rank's stages of GPT-2 with 124 million parameters."""
-    return _build("gpt2_small", num_chunks, checkpoint, dtype, embed_split_hidden, fused)
+    return _build("gpt2_small", num_chunks, checkpoint, dtype, embed_split_hidden, fused, tied)
 
 
 def GPT2_exlarge_pipeline_1D(
@@ -83,9 +91,10 @@ def GPT2_exlarge_pipeline_1D(
     dtype: torch.dtype = torch.float,
     embed_split_hidden: bool = False,
     fused: bool = False,
+    tied: bool = True,
 ) -> nn.Module:
     """This rank's stages of GPT-2 with 1.6 billion parameters, and 32 heads."""
-    return _build("gpt2_exlarge", num_chunks, checkpoint, dtype, embed_split_hidden, fused)
+    return _build("gpt2_exlarge", num_chunks, checkpoint, dtype, embed_split_hidden, fused, tied)
 
 
 def GPT3_pipeline_1D(
@@ -94,9 +103,10 @@ def GPT3_pipeline_1D(
     dtype: torch.dtype = torch.float,
     embed_split_hidden: bool = False,
     fused: bool = False,
+    tied: bool = True,
 ) -> nn.Module:
     """This rank's stages of GPT-3 with 175 billion parameters."""
-    return _build("gpt3", num_chunks, checkpoint, dtype, embed_split_hidden, fused)
+    return _build("gpt3", num_chunks, checkpoint, dtype, embed_split_hidden, fused, tied)
 
 
 GPT2_small_pipeline_hybrid = GPT2_small_pipeline_1D
