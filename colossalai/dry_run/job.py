@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colossalai.amp import AMP_TYPE
+from colossalai.context.config import ConfigException
 from colossalai.context.imagined import imagined_launch
 from colossalai.context.parallel_config import ParallelConfig
 from colossalai.context.tensor_modes import DATA_AXIS, PIPELINE_AXIS
@@ -25,6 +26,7 @@ from colossalai.dry_run.link import Way
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.dry_run.zero import divided, estimate_zero, zero_plan
 from colossalai.engine.features import Features
+from colossalai.engine.zero_section import stage_problem
 from colossalai.mesh import full_shape, mesh_coordinates, placement
 from colossalai.pipeline.stage import pipeline_rank
 
@@ -62,10 +64,9 @@ def dry_run(
     priced by a formula.
     """
     launched = {key: value for key, value in config.items() if key != "zero"}
-    if config.get("zero") is not None and "fp16" not in config:
-        launched["fp16"] = {
-            "mode": AMP_TYPE.NAIVE
-        }  # in what ZeRO computes; stages of a pipeline are played with it
+    if config.get("zero") is not None:
+        # what ZeRO computes in: stages of a pipeline are played with it; an fp16 of the config's own is refused below
+        launched["fp16"] = {"mode": AMP_TYPE.NAIVE}
     axes = ParallelConfig.parse(config.get("parallel")).fit(world_size).axes
     ranks = [rank for rank in range(world_size) if mesh_coordinates(axes, rank)[DATA_AXIS] == 0]
     reports: list[RankReport] = []
@@ -109,6 +110,8 @@ class _Player:
         ranks, plan = gpc.data_parallel_size, zero_plan(zero)
         if gpc.pipeline_parallel_size == 1:
             return estimate_zero(model, criterion, batch, ranks, plan)
+        if (problem := stage_problem(zero, model)) is not None:
+            raise ConfigException(problem)
         return divided(self._play(parts, with_step=False), model, ranks, plan)
 
     def _play(self, parts: Parts, with_step: bool = True) -> MemoryEstimate:

@@ -3,10 +3,11 @@
 Under ZeRO-3 ranks hold a part of the model each and fetch the rest in turn.
 
 With N ranks and P parameters, a rank holds 2 P / N bytes of weights in half precision, as many of gradients, and 12 P / N of
-masters and optimizer states; on the device or, with ``tensor_placement_policy='cpu'``, in the memory of the host, where ``undo_ratio`` of
-weights, masters and states is there twice if updates in the backward pass are on trial.  The device also holds the unit (a block of the model) that is being computed, whole, the next one, which is fetched meanwhile, and
-the unit's gradients.  ZeRO-1 and 2 keep the weights whole.  The activations are those of a rank that holds everything, found as in ``estimate``;
-a stage of a pipeline is played as a whole, in half precision.
+masters and optimizer states; on the device or, with ``tensor_placement_policy='cpu'``, in the memory of the host.  There
+``undo_ratio`` of weights, masters and states lies twice, if updates in the backward pass are on trial.  The device also holds the
+unit (a block of the model) that is being computed, whole, the next one, which is fetched meanwhile, and the unit's gradients.  ZeRO-1
+and 2 keep the weights whole.  The activations are those of a rank that holds everything, found as in ``estimate``; so are those
+of a stage of a pipeline, in half precision.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from colossalai.dry_run.meta import MetaBytes, gpu_kernels
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.engine.gemini_section import read_gemini
 from colossalai.interface.batch import call_with, loss_of
-from colossalai.zero.gemini.checks import check_share
+from colossalai.zero.gemini.checks import check_shares
 
 HALF_BYTES, MASTER_AND_STATES_BYTES = 2, 12
 UNITS_WHOLE = 2  # the one that is computed and the one that is fetched
@@ -47,7 +48,7 @@ def zero_plan(zero: Mapping[str, Any]) -> ZeroPlan:
     if level != 3:
         return ZeroPlan(level, bool(zero.get("cpu_offload")))
     options = {**DEFAULTS, **read_gemini(zero).options}
-    check_share("undo_ratio", options["undo_ratio"])
+    check_shares(undo_ratio=options["undo_ratio"])
     policy = options["placement_policy"]
     if policy not in POLICIES:
         raise ConfigException(

@@ -48,9 +48,9 @@ PLANS: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
-def build(checkpoint: bool) -> Parts:
+def build(checkpoint: bool, tied: bool = True) -> Parts:
     """The parts of a training in the launched plan, on the default device."""
-    kwargs = {**SIZES, "checkpoint": checkpoint}
+    kwargs = {**SIZES, "checkpoint": checkpoint, "tied": tied}
     if gpc.pipeline_parallel_size > 1:
         model = build_gpt_pipeline(DEPTH, gpc.config.get("NUM_CHUNKS") or 1, **kwargs)
     else:

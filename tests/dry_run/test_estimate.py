@@ -138,9 +138,10 @@ def test_zero3_rests_on_the_host_unless_it_is_told_otherwise() -> None:
 
 def test_stages_of_a_pipeline_are_divided_by_zero() -> None:
     pipeline = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 4}
-    plain = dry_run({**pipeline, "fp16": {"mode": AMP_TYPE.NAIVE}}, 2, functools.partial(build, True))
-    divided = dry_run({**pipeline, "zero": {"level": 3}}, 4, functools.partial(build, True))
-    whole = dry_run({**pipeline, "zero": {"level": 1}}, 4, functools.partial(build, True))
+    parts = functools.partial(build, True, tied=False)
+    plain = dry_run({**pipeline, "fp16": {"mode": AMP_TYPE.NAIVE}}, 2, parts)
+    divided = dry_run({**pipeline, "zero": {"level": 3}}, 4, parts)
+    whole = dry_run({**pipeline, "zero": {"level": 1}}, 4, parts)
     for one, other, first in zip(plain, divided, whole, strict=True):
         assert other.parameters == first.parameters == one.parameters
         assert other.memory.activations == first.memory.activations > 0
@@ -149,6 +150,8 @@ def test_stages_of_a_pipeline_are_divided_by_zero() -> None:
         assert other.memory.masters == other.memory.states == 0
         assert first.memory.weights == 2 * first.parameters == one.memory.weights
         assert first.memory.masters == pytest.approx(one.memory.masters / 2, rel=1e-3)
+    with pytest.raises(ConfigException, match=r"is shared by several pipeline stages.* tied=False"):
+        dry_run({**pipeline, "zero": {"level": 3}}, 4, functools.partial(build, True))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from colossalai.booster.plugin.dp import check_backend
 from colossalai.booster.plugin.own_precision import OwnPrecisionPlugin, loss_scale
 from colossalai.interface import OptimizerWrapper
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer, MemStats, PlacementPolicyFactory
-from colossalai.zero.gemini.checks import check_share
+from colossalai.zero.gemini.checks import check_shares
 from colossalai.zero.gemini.chunk_manager import check_disk, default_device
 from colossalai.zero.gemini.tiers import check_capacity
 from colossalai.zero.gemini.trials import UNDO_RATIO
@@ -82,8 +82,7 @@ class GeminiPlugin(OwnPrecisionPlugin):
     ) -> None:
         super().__init__(precision, max_norm, norm_type)
         PlacementPolicyFactory.create(placement_policy)
-        check_share("gpu_margin_mem_ratio", gpu_margin_mem_ratio)
-        check_share("undo_ratio", undo_ratio)
+        check_shares(gpu_margin_mem_ratio=gpu_margin_mem_ratio, undo_ratio=undo_ratio)
         check_disk(disk_dir, disk_capacity, host_capacity)
         for tier, capacity in (
             ("compute", compute_capacity),

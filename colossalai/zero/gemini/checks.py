@@ -40,9 +40,10 @@ def check_model(module: Any, dtype: Any) -> None:
             )
 
 
-def check_share(name: str, value: Any) -> None:
-    if not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name} is a share from 0 to 1, got {value!r}")
+def check_shares(**shares: Any) -> None:
+    for name, value in shares.items():
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(f"{name} is a share from 0 to 1, got {value!r}")
 
 
 class Untouched:

@@ -25,7 +25,7 @@ from colossalai.mesh import placement
 from colossalai.mesh._compat import norms_of
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.zero.gemini.accounts import Accounts
-from colossalai.zero.gemini.checks import check_share
+from colossalai.zero.gemini.checks import check_shares
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
 from colossalai.zero.gemini.homes import Homes
@@ -79,16 +79,15 @@ class GeminiOptimizer(ShardedOptimizer):
         undo_ratio: float = UNDO_RATIO,
     ) -> None:
         _check_model(module)
-        check_share("gpu_margin_mem_ratio", gpu_margin_mem_ratio)
-        check_share("undo_ratio", undo_ratio)
+        check_shares(gpu_margin_mem_ratio=gpu_margin_mem_ratio, undo_ratio=undo_ratio)
         self.model, self.chunks, self.manager = module, module.chunk_manager, module.gemini_manager
         scaler = dynamic_scaler(locals()) if module.dtype is torch.float16 else None
-        self.update_in_backward = update_in_backward
         check_params(optim, module)
         share = share_on_disk(optim, module)
-        needs_trials = update_in_backward and (scaler is not None or clipping_norm > 0)
-        if needs_trials and undo_ratio == 0:
-            needs_trials = self.update_in_backward = False  # all updates wait
+        # a step that may be clipped or skipped: without memory for a way back, updates wait for it
+        may_be_bad = scaler is not None or clipping_norm > 0
+        self.update_in_backward = update_in_backward and not (may_be_bad and undo_ratio == 0)
+        needs_trials = self.update_in_backward and may_be_bad
         if needs_trials:
             _check_trials(optim, module, "a loss scale" if scaler is not None else "clipping")
         self._places = make_pieces(optim, module)
