@@ -23,7 +23,7 @@ REPORT = "torchrun.json"
 
 
 def main() -> None:
-    parent, grace, *arguments = sys.argv[1:]
+    parent, grace, count, *arguments = sys.argv[1:]
     _rank.die_with_parent(int(parent), signal.SIGTERM)
     # until torch installs its own handlers there are no ranks to end, so a signal may end us at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -39,7 +39,7 @@ def main() -> None:
     _limit_closing(float(grace), stopped, restarts)
     if "LOGLEVEL" not in os.environ:  # torch's variable: whoever sets it wants to read the messages
         logging.disable(logging.ERROR)
-    options = torchrun.parse_args(arguments)
+    options = _options(arguments[: int(count)], *arguments[int(count) :])
     _warn_about_shared_gpus(options)
     _start_ranks_through_our_runner(options)
     report = notes / REPORT
@@ -53,6 +53,18 @@ def main() -> None:
     except Exception as error:
         report.write_text(json.dumps({"message": f"torchrun: {type(error).__name__}: {error}"}))
         sys.exit(1)
+
+
+def _options(arguments: list[str], script: str, *script_arguments: str) -> Namespace:
+    """What torchrun is told.  Its parser never sees what is meant for the script.
+
+    It would look at those words too, and take ``--n`` for an abbreviation of several of its own options, or drop a ``--``.
+    """
+    from torch.distributed import run as torchrun
+
+    options: Namespace = torchrun.parse_args([*arguments, "--", script])
+    options.training_script_args = list(script_arguments)
+    return options
 
 
 def _limit_closing(grace: float, stopped: set[int], restarts: Restarts) -> None:

@@ -70,7 +70,8 @@ class Job:
     def order(self, node_rank: int, *, remote: bool, capture: bool) -> dict[str, Any]:
         """What the agent of this node is told (see ``node_agent``)."""
         return {
-            "arguments": self.torchrun_arguments(node_rank),
+            "torchrun_options": self.torchrun_options(node_rank),
+            "command": [self.script, *self.script_args],
             "script": self.script if self.launch_args.runs_a_script else None,
             "cwd": os.getcwd(),
             "env": portable_environment(os.environ) if remote else None,
@@ -83,7 +84,7 @@ class Job:
             "max_restarts": self.max_restarts or self.launch_args.max_restarts,
         }
 
-    def torchrun_arguments(self, node_rank: int) -> list[str]:
+    def torchrun_options(self, node_rank: int) -> list[str]:
         # [Note: static rendezvous] torchrun's other rendezvous, c10d, numbers nodes by their own host names and
         # decides by name lookups who hosts the store: ranks would not follow the order of the hosts, and two
         # loopback addresses of one machine would both want to be the host.  The static one takes our numbers.
@@ -97,22 +98,20 @@ class Job:
             f"--master_port={self.master_port}",
             *([f"--max_restarts={self.max_restarts}"] if self.max_restarts else []),
             *self.launch_args.arguments,
-            self.script,
-            *self.script_args,
         ]
 
 
-def parse_launch_args(text: str | None) -> LaunchArgs:
-    """``a=1,b`` becomes ``--a=1 --b``, checked by the parser of torchrun itself."""
-    if not text:
+def parse_launch_args(text: str | None, *, as_module: bool = False) -> LaunchArgs:
+    """``a=1,b`` becomes ``--a=1 --b``, checked by the parser of torchrun itself; ``as_module`` adds ``--module``."""
+    if not text and not as_module:
         return LaunchArgs()
-    items = [item.strip() for item in text.split(",")]
+    items = [item.strip() for item in text.split(",")] if text else []
     for item in items:
         if not re.fullmatch(r"[A-Za-z][\w-]*(=.*)?", item):
             raise ClickException(
                 f"--extra_launch_args takes torchrun options as name=value or name, separated by commas, got {text!r}"
             )
-    arguments = tuple(f"--{item}" for item in items)
+    arguments = tuple(f"--{item}" for item in (*items, *(["module"] if as_module else [])))
     untouched, options = _torchrun_options([]), _torchrun_options(arguments)
     for name, instead in _OURS.items():
         if getattr(options, name) != getattr(untouched, name):

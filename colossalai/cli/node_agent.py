@@ -251,8 +251,9 @@ def listen(port: int) -> socket.socket:
 
 def torchrun_command(job: dict[str, Any], notes: Path) -> list[str]:
     # torch would leave a folder in /tmp after every run; a --log_dir of the user comes later and wins
-    ours = [str(os.getpid()), str(job["stop_timeout"]), f"--log_dir={notes / 'torchrun'}"]
-    return module_command("colossalai.cli._torchrun", [*ours, *job["arguments"]])
+    options = [f"--log_dir={notes / 'torchrun'}", *job["torchrun_options"]]
+    ours = [str(os.getpid()), str(job["stop_timeout"]), str(len(options))]
+    return module_command("colossalai.cli._torchrun", [*ours, *options, *job["command"]])
 
 
 def module_command(module: str, arguments: list[str]) -> list[str]:

@@ -70,6 +70,13 @@ _PORT = click.IntRange(1, 65535)
     help="If a process fails, start all of them again, up to N times. A script that begins with booster.load goes on.",
 )
 @click.option(
+    "-m",
+    "--module",
+    "as_module",
+    is_flag=True,
+    help="USER_SCRIPT is the name of a module, as for python -m.",
+)
+@click.option(
     "--extra_launch_args",
     metavar="ARGS",
     help='More options for torchrun: "tee=3,redirects=3" becomes --tee=3 --redirects=3.',
@@ -127,6 +134,7 @@ def _job(
     master_port: int,
     ssh_port: int | None,
     max_restarts: int,
+    as_module: bool,
     extra_launch_args: str | None,
     user_script: str,
     user_args: tuple[str, ...],
@@ -148,7 +156,7 @@ def _job(
         master_port=master_port,
         script=user_script,
         script_args=user_args,
-        launch_args=parse_launch_args(extra_launch_args),
+        launch_args=parse_launch_args(extra_launch_args, as_module=as_module),
         ssh_port=ssh_port,
         stop_timeout=stop_timeout(os.environ),
         max_restarts=max_restarts,

@@ -60,14 +60,16 @@ def test_one_machine(jobs: list[Job]) -> None:
     (job,) = jobs
     assert (job.hosts, job.nproc_per_node, job.master_addr, job.master_port) == ((), 4, "127.0.0.1", 29500)
     assert (job.script, job.script_args) == ("train.py", ("--config", "c.py", "-s", "--host", "x"))
-    assert job.torchrun_arguments(0) == [
+    assert job.torchrun_options(0) == [
         "--nnodes=1",
         "--node_rank=0",
         "--nproc_per_node=4",
         "--rdzv_backend=static",
         "--master_addr=127.0.0.1",
         "--master_port=29500",
-        *("train.py", "--config", "c.py", "-s", "--host", "x"),
+    ]
+    assert job.order(0, remote=False, capture=False)["command"] == [
+        *("train.py", "--config", "c.py", "-s", "--host", "x")
     ]
 
 
@@ -86,8 +88,8 @@ def test_hosts_keep_their_order(jobs: list[Job], option: str) -> None:
     )
     (job,) = jobs
     assert (job.hosts, job.ssh_port) == (("b", "a", "c"), 2222)
-    assert "--node_rank=2" in job.torchrun_arguments(2)
-    assert "--nnodes=3" in job.torchrun_arguments(2)
+    assert "--node_rank=2" in job.torchrun_options(2)
+    assert "--nnodes=3" in job.torchrun_options(2)
 
 
 @pytest.mark.parametrize(
@@ -191,11 +193,19 @@ def test_launch_args() -> None:
     assert parse_launch_args(None).arguments == ()
 
 
+def test_a_module(jobs: list[Job]) -> None:
+    assert invoke("--nproc_per_node", "2", "-m", "package.train", "-m", "x", "--n", "6").exit_code == 0
+    order = jobs[0].order(0, remote=False, capture=False)
+    assert order["command"] == ["package.train", "-m", "x", "--n", "6"]
+    assert order["script"] is None, "no file has to be there"
+    assert order["torchrun_options"][-1] == "--module"
+
+
 def test_restarts(jobs: list[Job]) -> None:
     for option, expected in (("--max-restarts=3", 3), ("--extra_launch_args=max_restarts=2", 2)):
         assert invoke("--nproc_per_node", "2", option, "train.py").exit_code == 0
         assert jobs[-1].order(0, remote=False, capture=False)["max_restarts"] == expected
-    assert "--max_restarts=3" in jobs[0].torchrun_arguments(0)
+    assert "--max_restarts=3" in jobs[0].torchrun_options(0)
 
 
 def test_master_first() -> None:

@@ -31,7 +31,7 @@ def start(
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """One job per kind of failure.  They run side by side: most of their time is torch's import and waiting."""
     folder = tmp_path_factory.mktemp("failed")
-    module = ("--extra_launch_args", "module,max_restarts=0", "tests.cli.worker")
+    module = ("--extra_launch_args", "max_restarts=0", "-m", "tests.cli.worker")
     jobs = {
         action: start(folder / action, action, script=module if action == "exit" else (WORKER,))
         for action in ("raise", "exit", "kill", "linger")
@@ -57,7 +57,9 @@ def test_script_sees_the_same_world_as_under_python(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = tmp_path / "inspect_me.py"
     script.write_text((HERE / "inspect_me.py").read_text())
-    arguments = ["--lr", "0.1", "--host=x", "-s", "two words", "--", "--nproc_per_node"]
+    arguments = ["--", "--lr", "0.1", "--host=x", "-s", "two words", "--", "--nproc_per_node"]
+    # torchrun would take these for its own options
+    arguments += ["--n", "6", "--m=3", "-m", "no_module", "--no", "-h"]
     environment = {"TMPDIR": str(tmp_path)}
     options = ["--nproc-per-node", 1, "--master_port", free_port()]
     result = run("run", *options, "inspect_me.py", *arguments, cwd=tmp_path, env=environment)
