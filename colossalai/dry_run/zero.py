@@ -27,6 +27,7 @@ from colossalai.dry_run.meta import MetaBytes, gpu_kernels
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.engine.gemini_section import read_gemini
 from colossalai.interface.batch import call_with, loss_of
+from colossalai.mesh.parameter import SHARED_GROUP
 from colossalai.zero.gemini.checks import check_shares
 
 HALF_BYTES, MASTER_AND_STATES_BYTES = 2, 12
@@ -82,6 +83,8 @@ def divided(played: MemoryEstimate, model: nn.Module, ranks: int, plan: ZeroPlan
     rests = 0 if on_host else part  # elements whose masters and states lie on the device
     # gradients are whole until they are averaged, which level 1 does for all at the end
     gradients = HALF_BYTES * parameters if level == 1 else unit + HALF_BYTES * rests
+    if level == 3:  # those of weights that stages share are whole until the step
+        gradients += HALF_BYTES * sum(p.numel() for p in model.parameters() if hasattr(p, SHARED_GROUP))
     weights = UNITS_WHOLE * unit + HALF_BYTES * rests if level == 3 else HALF_BYTES * parameters
     host = (2 * HALF_BYTES if level == 3 else HALF_BYTES) + MASTER_AND_STATES_BYTES
     kept = undo_ratio * (HALF_BYTES + MASTER_AND_STATES_BYTES)

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from colossalai.context.config import ConfigException
 from colossalai.engine.gemini_section import means_gemini, read_gemini, send_to_disk
-from colossalai.mesh.parameter import SHARED_GROUP
 
 # The names of the documents, by that of the plugin.
 NAMES = {"overlap_comm": "overlap_communication", "clip_grad": "max_norm"}
@@ -93,13 +92,6 @@ def stage_problem(section: Mapping[str, Any], model: nn.Module) -> str | None:
         return (
             "config section 'zero' needs parameters to train on every rank of the pipeline, but a stage has none; cut the model"
             " in another way, or leave the section out"
-        )
-    # chunks give gradients away as soon as they are there; nobody could add those of another stage
-    shared = [name for name, p in model.named_parameters() if hasattr(p, SHARED_GROUP)]
-    if shared and means_gemini(section):
-        return (
-            f"config section 'zero' asks for level 3, and {shared[0]!r} is shared by several pipeline stages, whose gradients must"
-            " be added; build the model with tied=False, so that each stage has its own, or use level 1 or 2"
         )
     return None
 

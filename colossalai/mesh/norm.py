@@ -134,7 +134,7 @@ def _over_model(
     """The ``p``-norm of the numbers that ``measure`` finds in the gradients of the whole model."""
     grads: dict[_Where, list[Tensor]] = {}
     for param in params:
-        if param.grad is not None and _counts_here(param):
+        if param.grad is not None and counts_here(param):
             grads.setdefault(_where(param, mesh), []).append(own_part(param.grad))
     home = _home([part for parts in grads.values() for part in parts], mesh)
     joined = []
@@ -148,7 +148,8 @@ def _over_model(
     return _over_ranks(_join(joined, p, home), _Where(stages, tuple(others)), mesh, p)
 
 
-def _counts_here(param: Tensor) -> bool:
+def counts_here(param: Tensor) -> bool:
+    """Whether the norm of the whole model takes ``param`` from this rank: of stages that share it, from the first alone."""
     group = getattr(param, SHARED_GROUP, None)
     return group is None or dist.get_rank(group) == 0
 

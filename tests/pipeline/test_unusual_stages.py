@@ -16,7 +16,6 @@ from colossalai.builder import build_pipeline_model
 from colossalai.context import ParallelMode
 from colossalai.context.config import ConfigException
 from colossalai.core import global_context as gpc
-from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.stage import Placement, launched_shape
 from colossalai.testing import parameterize, spawn
 from colossalai.testing.pipelined import cut
@@ -153,22 +152,6 @@ def check_zero_plugin(rank: int, world_size: int, port: int, kind: str) -> None:
 
 def test_the_plugin_of_zero_refuses_it_on_every_rank() -> None:
     spawn(check_zero_plugin, 2)
-
-
-def check_tied(rank: int, world_size: int, port: int) -> None:
-    """The stage between those that share a weight hears of it, too."""
-    launch(config("1f1b", 3, 2, 1, zero={"level": 3}))
-    model = nn.Linear(HIDDEN, HIDDEN)
-    wrapper = PipelineSharedModuleWrapper([0, 2])
-    if rank != 1:
-        wrapper.register_module(model)
-    told = r"'weight' is shared by several pipeline stages.* tied=False.*\(rank 0 of the pipeline\)"
-    with pytest.raises(ConfigException, match=told):
-        colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
-
-
-def test_tied_stages_under_gemini_are_refused_on_every_rank() -> None:
-    spawn(check_tied, 3)
 
 
 def check_warning(rank: int, world_size: int, port: int) -> list[str]:

@@ -136,6 +136,7 @@ class ZeroDDP(ModelWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; an update that has been asked for has taken its own."""
         self._take_back()
+        self.gradients.shared.clear()
         for index in self.gradients.of:
             self.gradients.clear(self.chunk_manager.chunks[index])
 
@@ -150,6 +151,10 @@ class ZeroDDP(ModelWrapper):
 
     def _take_gradient(self, chunk: Chunk, slot: Slot) -> None:
         gradients = self.gradients
+        if slot in gradients.shared.slots:
+            gradients.shared.keep(slot)
+            self._hooks.gradient_taken(slot)
+            return
         gradients.collect(chunk, slot)
         self._hooks.gradient_taken(slot)
         if gradients.is_complete(chunk):

@@ -28,6 +28,7 @@ from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.grad_buffers import ChunkGradients
 from colossalai.zero.gemini.home_grads import HomeGradients
+from colossalai.zero.gemini.shared_grads import SharedGradients
 from colossalai.zero.gemini.states import TensorState
 from colossalai.zero.gemini.tiers import Move, Tier
 
@@ -49,6 +50,7 @@ class Gradients(HomeGradients):
     ) -> None:
         super().__init__(chunks, wait, host_buffers)
         self.make_room = make_room
+        self.shared = SharedGradients(chunks.compute, make_room)
         self.order: list[int] = []
         self.late: set[int] = set()
         self.turn = 0
@@ -61,10 +63,12 @@ class Gradients(HomeGradients):
     def start(self, chunks: Iterable[Chunk]) -> None:
         """Take part in the averaging of ``chunks``, those with trained parameters."""
         self.of = {chunk.index: ChunkGradients() for chunk in chunks}
-        self.order = sorted(self.of, reverse=True)
         self.trained = {
             i: frozenset(slot for slot in self.chunks.chunks[i].slots if slot.trained) for i in self.of
         }
+        self.shared.find(self.chunks.chunks[i] for i in self.of)
+        self.awaited = {i: slots - self.shared.slots.keys() for i, slots in self.trained.items()}
+        self.order = sorted((i for i in self.of if self.awaited[i]), reverse=True)
 
     # From the backward pass into the buffer
 
@@ -106,7 +110,7 @@ class Gradients(HomeGradients):
         return make(chunk.size, dtype=chunk.dtype, device=self.chunks.device)
 
     def is_complete(self, chunk: Chunk) -> bool:
-        return len(self.of[chunk.index].arrived) == len(self.trained[chunk.index])
+        return len(self.of[chunk.index].arrived) == len(self.awaited[chunk.index])
 
     # From the buffer to the home
 
@@ -151,6 +155,21 @@ class Gradients(HomeGradients):
         for state in self.of.values():
             state.sent = False
         self.turn = 0
+
+    def take_shared(self) -> None:
+        """The gradients of shared weights have been added up over the stages: send them, on every rank of the stage."""
+        if not self.shared.slots:
+            return
+        self.resolve()
+        for chunk, slot in self.shared.release():
+            self.collect(chunk, slot)
+        sync, self.sync = self.sync, True  # a step follows
+        for chunk in dict.fromkeys(self.shared.slots.values()):
+            self._send(chunk)
+            self.of[chunk.index].sent = False
+        self.sync = sync
+        if self.chunks.ranks.size > 1:
+            self._share_used()
 
     def _agree_on(self, again: list[Chunk]) -> list[Chunk]:
         """The chunks that some rank must average a second time [Note: late parts]; asked in the first step only."""

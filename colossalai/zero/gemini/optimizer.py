@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from colossalai.amp.naive_amp.grad_scaler import dynamic_scaler
 from colossalai.mesh import placement
 from colossalai.mesh._compat import norms_of
+from colossalai.mesh.norm import counts_here
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.zero.gemini.accounts import Accounts
 from colossalai.zero.gemini.checks import check_shares
@@ -137,7 +138,7 @@ class GeminiOptimizer(ShardedOptimizer):
             raise RuntimeError(f"a second gradient came for {chunk.name} whose update had begun; {ONE_PASS}")
         if self.manager.trace.complete and self.manager.trace.next_use(chunk.index) != NEVER:
             return  # the backward pass needs its weights again
-        if chunk.home is self.chunks.compute or chunk.index in self.model.gradients.late:
+        if chunk.home is self.chunks.compute or chunk.index in gradients.late or gradients.shared.has(chunk):
             return
         state = self.model.gradients.of[chunk.index]
         if chunk.ranks.size > 1 and len(state.used) < len(self.model.gradients.trained[chunk.index]):
@@ -173,6 +174,7 @@ class GeminiOptimizer(ShardedOptimizer):
             self._early_options = None  # they may be changed now
 
     def collect(self) -> None:
+        self.model.gradients.take_shared()
         # their norms are known: nobody looks at those that are still on their way to the host
         self.give_gradients(everywhere=self.is_scaled or self._max_norm > 0, wait=False)
 
@@ -215,7 +217,7 @@ class GeminiOptimizer(ShardedOptimizer):
         is_on_cpu = all(norm.device.type == "cpu" for norm in norms.values())
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
         for piece in self._places:
-            if piece in norms:
+            if piece in norms and counts_here(piece.value):
                 norm = norms[piece] if is_on_cpu else norms[piece].to(self.chunks.device)
                 by_axes.setdefault(tuple(placement(piece.value).sharded), []).append(norm)
         return [stand_in(axes, torch.stack(own)) for axes, own in by_axes.items()]
@@ -264,7 +266,8 @@ class GeminiOptimizer(ShardedOptimizer):
         self.model.zero_grad()
 
     def _has_grad(self) -> bool:
-        return bool(self._early) or self.model.gradients.has_any()
+        gradients = self.model.gradients
+        return bool(self._early) or gradients.has_any() or gradients.shared.has_any()
 
     # The step
 
