@@ -4,59 +4,113 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alike
-from colossalai.interface import ModelWrapper, user_module
+from colossalai.booster.plugin.gradient_watch import GradientWatch
+from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
 from colossalai.logging import get_dist_logger
+
+# torch 2.13 renamed the option
+_KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
+BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
 
 
 class TorchDDPModel(ModelWrapper):
     """A model inside torch's ``DistributedDataParallel``.
 
     A model without parameters to train has no gradients to average, and DDP refuses it; it only gets rank 0's values.
+    Gradients that DDP does not see are averaged by ``GradientWatch``.
     """
 
     def __init__(
         self, module: nn.Module, process_group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
         super().__init__(module)
-        self.gradients_are_local = False
+        self.watch: GradientWatch | None = None  # of several replicas
+        ddp = None
         if any(p.requires_grad for p in module.parameters()):
-            self.module = DistributedDataParallel(module, process_group=process_group, **options)
+            self.module = ddp = DistributedDataParallel(module, process_group=process_group, **options)
         else:
             start_alike(module, process_group)
+        if dist.get_world_size(process_group) > 1:
+            everyone: Any = dist.group.WORLD
+            buffers = options.get(BUFFERS, True)
+            self.watch = GradientWatch(module, ddp, process_group or everyone, broadcast_buffers=buffers)
 
     def unwrap(self) -> nn.Module:
         inner = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
         return user_module(inner)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # here DDP decides whether the backward pass will average, so here we can tell
-        if torch.is_grad_enabled() and isinstance(self.module, DistributedDataParallel):
-            self.gradients_are_local = not self.module.require_backward_grad_sync
-        return super().forward(*args, **kwargs)
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        watch = self.watch
+        with self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext():
+            if watch is not None:
+                watch.no_sync_depth += 1
+            try:
+                yield
+            finally:
+                if watch is not None:
+                    watch.no_sync_depth -= 1
 
-    def warn_of_local_gradients(self, optimizer: Optimizer, *_: Any) -> None:
-        """Before a step: replicas that step with gradients of their own are replicas no more."""
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        if self.gradients_are_local and any(p.grad is not None for p in params):
-            get_dist_logger().warning_once(
-                "optimizer.step() with gradients that were not averaged: every pass since the last step was under no_sync, so"
-                " the replicas drift apart. Let the last pass of each group, also of a shorter last one, run outside of"
-                " no_sync",
-                ranks=[0],
+    def gradients_were_averaged(self) -> None:
+        """Somebody else, such as a pipeline, has averaged all gradients."""
+        if self.watch is not None:
+            self.watch.all_averaged()
+
+
+class TorchDDPOptimizer(OptimizerWrapper):
+    """An optimizer of the parameters of replicas: what it steps must have been averaged.
+
+    Parameters that are not in the model (of a criterion, of a layer added later) start alike and are averaged too.
+    """
+
+    def __init__(self, optim: Optimizer, watch: GradientWatch) -> None:
+        super().__init__(optim)
+        self._watch = watch
+        self._watch.add(self.trained_parameters())
+        optim.register_step_pre_hook(partial(_warn_of_local_gradients, watch))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._watch.add(self.trained_parameters())
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        if missing := self._watch.missing():
+            raise RuntimeError(
+                f"optimizer.step() before all gradients are there: {len(missing)} parameters have got none in the backward pass"
+                f" ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)}), and DDP averages when it has all. Pass"
+                " TorchDDPPlugin(find_unused_parameters=True) if a part of the model may take no part in a step, or freeze it"
+                " before boost"
             )
+        for p in self.trained_parameters():
+            if p.grad is not None and not self._watch.knows(p):
+                raise RuntimeError(
+                    f"optimizer.step() with a gradient of a parameter of shape {tuple(p.shape)} that came into the groups after"
+                    " boost, so nobody has averaged it; add it with add_param_group of the boosted optimizer"
+                )
+        return super().step(*args, **kwargs)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
+
+def _warn_of_local_gradients(watch: GradientWatch, optimizer: Optimizer, *_: Any) -> None:
+    """Before a step: replicas that step with gradients of their own are replicas no more."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    if watch.local and any(p.grad is not None for p in params):
+        get_dist_logger().warning_once(
+            "optimizer.step() with gradients that were not averaged: every pass since the last step was under no_sync, so"
+            " the replicas drift apart. Let the last pass of each group, also of a shorter last one, run outside of"
+            " no_sync",
+            ranks=[0],
+        )
 
 
 class TorchDDPPlugin(DPPluginBase):
@@ -91,11 +145,8 @@ class TorchDDPPlugin(DPPluginBase):
         super().__init__(process_group)
         if check_reduction:
             warnings.warn("check_reduction has no effect: torch ignores it", stacklevel=2)
-        # torch 2.13 renamed the option
-        known = inspect.signature(DistributedDataParallel.__init__).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         self.ddp_options: dict[str, Any] = {
-            buffers: broadcast_buffers,
+            BUFFERS: broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -110,6 +161,6 @@ class TorchDDPPlugin(DPPluginBase):
         # with its device named, DDP also moves the inputs there
         device_ids = [device] if device is not None and device.type == "cuda" else None
         ddp_model = TorchDDPModel(model, device_ids=device_ids, **self.ddp_options)
-        if optimizer is not None and self.world_size > 1:
-            optimizer.register_step_pre_hook(ddp_model.warn_of_local_gradients)
+        if optimizer is not None and ddp_model.watch is not None:
+            optimizer = TorchDDPOptimizer(optimizer, ddp_model.watch)
         return ddp_model, optimizer

@@ -1,0 +1,272 @@
+"""``GradientWatch``: gradients that came past torch's DDP are averaged as well.
+
+DDP averages the gradients of one backward pass for each call of the model that it wraps.  What comes otherwise stays as
+this rank has computed it, and the replicas drift apart: gradients of a method other than ``forward``, of the user's own
+module (``model.unwrap()(x)``), of a second backward pass through one forward pass, of parameters that were frozen when
+DDP looked at them or that are not in the model.  A hook on each parameter sees every gradient, and which of them DDP
+will average is known; the others are averaged at the end of the backward pass.
+
+Nothing is lost if DDP has averaged a part of a gradient before: the mean of (mean + own part) over the ranks is the mean
+plus the mean of the own parts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from colossalai.interface.nest import tensors
+from colossalai.logging import get_dist_logger
+from colossalai.utils.bucket import bucket_allreduce
+
+
+class Expected(Enum):
+    """What DDP will do with the gradients that come next."""
+
+    AVERAGED = "it averages one gradient of each of its parameters: a forward pass has told it to"
+    LOCAL = "nothing, and that is meant: the forward pass was under no_sync"
+    NOTHING = "nothing: it has averaged what it expected"
+
+
+class GradientWatch:
+    """The gradients of the replicas' parameters, on their way into ``.grad``.
+
+    It holds no reference to the model, whose parameters hold references to it.
+
+    Args:
+        model: the model inside of ``ddp``.
+        ddp: None where there was nothing to train yet.
+        group: the replicas.
+        broadcast_buffers: together with averaged gradients, buffers are those of the first replica.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ddp: DistributedDataParallel | None,
+        group: dist.ProcessGroup,
+        *,
+        broadcast_buffers: bool,
+    ) -> None:
+        self._group = group
+        self._words: dist.ProcessGroup | None = None
+        self._model, self._ddp = weakref.ref(model), weakref.ref(ddp) if ddp is not None else None
+        self._broadcast_buffers = broadcast_buffers
+        self._expected = Expected.NOTHING
+        self._params: list[weakref.ref[Tensor]] = []
+        self._number: dict[int, int] = {}
+        self._by_ddp: set[int] = set()  # by numbers, as the sets below
+        self._late: set[int] = set()
+        self._local: set[int] = set()
+        self._covered: set[int] = set()
+        self._task = self._begun_by = -1
+        self._told = False
+        self.no_sync_depth = 0
+        ignored = ddp.parameters_to_ignore if ddp is not None else set()
+        for name, p in model.named_parameters():
+            if name not in ignored:
+                self._add(p)
+                if ddp is not None and p.requires_grad:
+                    self._by_ddp.add(self._number[id(p)])
+        if ddp is not None:
+            ddp.register_forward_hook(partial(_after_forward, weakref.ref(self)))
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()  # hooks are not copied with parameters, so a copy of the model is without
+
+    @property
+    def local(self) -> bool:
+        """Whether gradients came under ``no_sync`` that nobody has averaged since."""
+        return bool(self._local)
+
+    def watches(self, ddp: nn.Module) -> bool:
+        """Whether ``ddp`` is the one that averages most of the gradients."""
+        return self._ddp is not None and self._ddp() is ddp
+
+    def knows(self, p: Tensor) -> bool:
+        """Whether the gradients of ``p`` are seen."""
+        number = self._number.get(id(p))
+        return number is not None and self._params[number]() is p
+
+    def add(self, params: Iterable[Tensor]) -> None:
+        """See the gradients of further parameters too, which get the values of the first replica; every rank calls this."""
+        for p in params:
+            if not self.knows(p):
+                self._add(p)
+                dist.broadcast(p.detach(), group=self._group, group_src=0)
+
+    def all_averaged(self) -> None:
+        """Somebody else has averaged all gradients."""
+        self._late.clear()
+        self._local.clear()
+
+    def _add(self, p: Tensor) -> None:
+        number = len(self._params)
+        self._params.append(weakref.ref(p))
+        self._number[id(p)] = number
+        _register(p, partial(_came, weakref.ref(self), number))
+
+    # What the hooks tell
+
+    def after_forward(self, output: Any, *, sync: bool, static_graph: bool) -> None:
+        """DDP has called the model, with gradients to come."""
+        if sync:
+            self._expected, self._covered, self._begun_by = Expected.AVERAGED, set(), -1
+            if static_graph:  # its backward pass may contain others, of reentrant checkpoints
+                for tensor in tensors(output):
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(partial(_begins, weakref.ref(self)))
+        elif self._expected is not Expected.AVERAGED:  # which no_sync does not revoke
+            self._expected = Expected.LOCAL
+
+    def begins(self) -> None:
+        """The backward pass of an output of DDP begins."""
+        self._begun_by = torch._C._current_graph_task_id()
+        self._see_to_the_end()
+
+    def came(self, number: int) -> None:
+        """A gradient is in ``.grad``."""
+        if self._expected is Expected.AVERAGED and number in self._by_ddp:
+            self._covered.add(number)
+            if len(self._covered) in (1, len(self._by_ddp)):
+                self._see_to_the_end()
+            return
+        if self._expected is Expected.LOCAL or self._is_no_sync():
+            self._local.add(number)
+        else:
+            self._late.add(number)
+        self._see_to_the_end()
+
+    def _is_no_sync(self) -> bool:
+        ddp = self._ddp() if self._ddp is not None else None
+        return self.no_sync_depth > 0 or (ddp is not None and not ddp.require_backward_grad_sync)
+
+    def _see_to_the_end(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_ends, weakref.ref(self), task))
+
+    def ends(self, task: int) -> None:
+        """A backward pass has ended, and DDP is done with it."""
+        self._task = -1
+        if self._expected is Expected.AVERAGED:
+            if not self._ddp_is_done(task):
+                return
+            self._local -= self._by_ddp
+        elif self._expected is Expected.LOCAL or self._is_no_sync():
+            self._expected = Expected.NOTHING
+            return
+        self._expected = Expected.NOTHING
+        if self._late or self._local:
+            self._average()
+
+    def _ddp_is_done(self, task: int) -> bool:
+        ddp = self._ddp() if self._ddp is not None else None
+        if ddp is None or not self._covered or self._begun_by not in (-1, task):
+            return False
+        return not _waits_for_all(ddp) or len(self._covered) == len(self._by_ddp)
+
+    def missing(self) -> list[str]:
+        """The parameters without which DDP does not end what a backward pass has begun."""
+        ddp, model = self._ddp() if self._ddp is not None else None, self._model()
+        waits = self._expected is Expected.AVERAGED and self._covered and ddp is not None
+        if not waits or not _waits_for_all(ddp) or model is None:
+            return []
+        left = {id(self._params[i]()) for i in self._by_ddp - self._covered}
+        return [name for name, p in model.named_parameters() if id(p) in left]
+
+    def _average(self) -> None:
+        late = torch.zeros(len(self._params), dtype=torch.uint8)
+        late[sorted(self._late | self._local)] = 1
+        dist.all_reduce(late, dist.ReduceOp.MAX, group=self._group_of_words())
+        self.all_averaged()
+        params = [p for i in late.nonzero().flatten().tolist() if (p := self._params[i]()) is not None]
+        self._tell(params)
+        bucket_allreduce(params, self._group)
+        model = self._model()
+        if self._broadcast_buffers and model is not None:
+            for buffer in model.buffers():
+                # not detach(): the graph may be needed once more, and holds these buffers
+                dist.broadcast(buffer.data, group=self._group, group_src=0)
+
+    def _group_of_words(self) -> dist.ProcessGroup:
+        """A group of its own, so that a rank which is alone in this waits here and does not meet DDP's messages."""
+        if self._words is None:
+            ranks = dist.get_process_group_ranks(self._group)
+            self._words = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert self._words is not None
+        return self._words
+
+    def _tell(self, params: list[Tensor]) -> None:
+        if self._told:
+            return
+        self._told, model = True, self._model()
+        names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
+        first = names.get(id(params[0]), f"of shape {tuple(params[0].shape)}, not in the model")
+        get_dist_logger().warning(
+            f"gradients of {len(params)} parameters (the first: {first}) came past DDP, so they are averaged after the backward"
+            " pass and not during it, which takes longer. DDP sees one backward pass for each call of the boosted model,"
+            " model(...), and the parameters that were not frozen at boost; not other methods, and not the module inside",
+            ranks=[0],
+        )
+
+
+# Hooks live as long as parameters do, and must not keep a watch, nor a process group, alive.
+
+
+def _register(p: Tensor, hook: Callable[[Tensor], None]) -> None:
+    if not (p.is_floating_point() or p.is_complex()):
+        return  # it can never get a gradient
+    frozen = not p.requires_grad
+    if frozen:
+        p.requires_grad_(True)  # the hook stays when it is frozen again, and works once it is not
+    try:
+        p.register_post_accumulate_grad_hook(hook)
+    finally:
+        if frozen:
+            p.requires_grad_(False)
+
+
+def _came(watch: weakref.ref[GradientWatch], number: int, p: Tensor) -> None:
+    if (alive := watch()) is not None:
+        if p.grad is None:
+            raise RuntimeError(
+                f"a hook of a parameter of shape {tuple(p.shape)} has used up its gradient in the backward pass, before it was"
+                " averaged over the replicas, which would drift apart; step and clear gradients after the backward pass,"
+                " or register the hook on a model that is not boosted with TorchDDPPlugin"
+            )
+        alive.came(number)
+
+
+def _begins(watch: weakref.ref[GradientWatch], grad: Tensor) -> None:
+    if (alive := watch()) is not None:
+        alive.begins()
+
+
+def _ends(watch: weakref.ref[GradientWatch], task: int) -> None:
+    if (alive := watch()) is not None:
+        alive.ends(task)
+
+
+def _after_forward(watch: weakref.ref[GradientWatch], ddp: Any, args: Any, output: Any) -> None:
+    alive = watch()
+    # a copy of the model has this hook, but not the watch
+    if alive is not None and alive.watches(ddp) and torch.is_grad_enabled():
+        alive.after_forward(output, sync=ddp.require_backward_grad_sync, static_graph=ddp.static_graph)
+
+
+def _waits_for_all(ddp: Any) -> bool:
+    return not (ddp.find_unused_parameters or ddp.static_graph)
+
+
+def _nothing() -> None:
+    return None
