@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from colossalai.booster.plugin.ddp import TorchDDPModel
 from colossalai.core import global_context as gpc
-from colossalai.interface import OptimizerWrapper
+from colossalai.interface import OptimizerWrapper, below_compile
 from colossalai.interface.batch import next_batch, split_batch
 from colossalai.interface.nest import to_device
 from colossalai.pipeline.options import PipelineOptions
@@ -42,7 +43,10 @@ class Pipelines:
         data, label = split_batch(
             batch if device is None else to_device(batch, device), None, criterion is not None, "Booster"
         )
-        with nullcontext() if optimizer is None else shared_gradients(model.parameters()):
+        replica = below_compile(model)
+        # DDP would average after each micro-batch, and knows one backward pass for each forward pass
+        averages_later = replica.no_sync() if isinstance(replica, TorchDDPModel) else nullcontext()
+        with averages_later, nullcontext() if optimizer is None else shared_gradients(model.parameters()):
             outputs, loss = pipeline.step(
                 data,
                 label,
@@ -53,6 +57,8 @@ class Pipelines:
             )
         if optimizer is not None and not optimizer.averages_gradients and gpc.data_parallel_size > 1:
             bucket_allreduce(model.parameters(), gpc.mesh.group("dp"))
+            if isinstance(replica, TorchDDPModel):
+                replica.gradients_were_averaged()
         return {"loss": loss if return_loss else None, "outputs": outputs}
 
     def _pipeline(self, model: nn.Module) -> Pipeline:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import colossalai
 from colossalai.amp import AMP_TYPE
 from colossalai.booster import Booster
-from colossalai.booster.plugin import TorchDDPPlugin
+from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule import InterleavedPipelineSchedule, PipelineSchedule
@@ -23,6 +23,7 @@ from colossalai.testing import parameterize, spawn
 from colossalai.testing.pipelined import cut
 from colossalai.trainer import Trainer, hooks
 from colossalai.utils import is_no_pp_or_last_stage
+from tests.engine.plans import logged
 from tests.pipeline.plans import HIDDEN, build, config, launch, problem
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}  # with their chunks
@@ -306,3 +307,57 @@ def check_naive_amp_under_a_plugin(rank: int, world_size: int, port: int) -> Non
 
 def test_naive_amp_under_a_plugin() -> None:
     spawn(check_naive_amp_under_a_plugin, 2)
+
+
+@parameterize("schedule", list(SCHEDULES))
+def check_ddp(rank: int, world_size: int, port: int, schedule: str) -> None:
+    """DDP around the stages of two replicas: gradients of two calls add up, and are averaged once for all micro-batches."""
+    chunks = SCHEDULES[schedule]
+    settings = config(schedule, 2, 2, chunks)
+    if not gpc.is_initialized(ParallelMode.GLOBAL):
+        launch(settings)
+    gpc.load_config(settings)
+    gpc.check_sanity()
+    serial = build()
+    assert isinstance(serial, nn.Sequential)
+    placement = Placement(2, chunks, launched_shape())
+    stages = cut(serial, placement, gpc.get_local_rank(ParallelMode.PIPELINE))
+    stage = stages[0] if chunks == 1 else nn.ModuleList(stages)
+    booster = Booster(device="cpu", plugin=TorchDDPPlugin())
+    model, optimizer, criterion, *_ = booster.boost(
+        stage, torch.optim.SGD(stage.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    )
+    own = gpc.get_local_rank(ParallelMode.DATA)
+    serial = build()
+    reference = torch.optim.SGD(serial.parameters(), lr=0.1)
+    with logged() as messages:
+        for i, (x, y) in enumerate(problem().batches[:4]):
+            half = x.chunk(2)[own], y.chunk(2)[own]
+            booster.execute_pipeline(iter([half]), model, criterion, optimizer)
+            nn.functional.cross_entropy(serial(x), y).backward()
+            if i % 2:
+                for one in (optimizer, reference):
+                    one.step()
+                    one.zero_grad()
+    assert not any("averaged" in message for message in messages)
+    theirs = dict(serial.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, theirs[_serial_name(name, chunks)], rtol=1e-5, atol=1e-6)
+
+
+def test_ddp_around_stages() -> None:
+    spawn(check_ddp, 4)
+
+
+def check_fsdp(rank: int, world_size: int, port: int) -> None:
+    launch(config("1f1b", 2, 2))
+    serial = build()
+    assert isinstance(serial, nn.Sequential)
+    (stage,) = cut(serial, Placement(2), rank)
+    booster = Booster(device="cpu", plugin=TorchFSDPPlugin())
+    with pytest.raises(ValueError, match=r"TorchFSDPPlugin does not go with a pipeline.*TorchDDPPlugin"):
+        booster.boost(stage, torch.optim.SGD(stage.parameters(), lr=0.1))
+
+
+def test_fsdp_is_refused() -> None:
+    spawn(check_fsdp, 2)

@@ -27,6 +27,7 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
 from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh import placement
 from colossalai.mesh.norm import own_part
+from colossalai.utils import is_using_pp
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -160,6 +161,12 @@ class TorchFSDPPlugin(DPPluginBase):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         module = user_module(model)
+        if is_using_pp():
+            raise ValueError(
+                "TorchFSDPPlugin does not go with a pipeline: it would gather and let go the weights of a stage for every"
+                " micro-batch, and cuts over ranks that hold other stages; use TorchDDPPlugin, LowLevelZeroPlugin or"
+                " GeminiPlugin for the replicas of a stage"
+            )
         if cut := [name for name, p in module.named_parameters() if placement(p).sharded]:
             raise ValueError(
                 f"TorchFSDPPlugin cuts whole parameters, but {cut[0]} is cut already, by tensor parallelism; use TorchDDPPlugin"
