@@ -24,7 +24,7 @@ from colossalai.zero.gemini.checks import Untouched, check_model, compare_keys
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks
 from colossalai.zero.gemini.fill import Replaced, fill, give_meta_storage, place_buffers, register
-from colossalai.zero.gemini.hooks import ModuleHooks, tensors_of
+from colossalai.zero.gemini.hooks import ModuleHooks
 from colossalai.zero.gemini.init_chunks import init_chunk_manager
 from colossalai.zero.gemini.manager import GeminiManager
 from colossalai.zero.gemini.memory import MemStats
@@ -107,14 +107,10 @@ class ZeroDDP(ModelWrapper):
         except BaseException:
             self._hooks.reset()
             raise
-        for tensor in tensors_of(output):
-            tensor.register_hook(self._begin_backward)
+        self._hooks.watch(output)
         if not torch.is_grad_enabled() and self.scatter_after_inference and not self._hooks.in_backward:
             self.gemini_manager.drop_all()
         return cast_floats(output, torch.float32) if self.force_outputs_fp32 else output
-
-    def _begin_backward(self, grad: Tensor) -> None:
-        self._hooks.begin_backward()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The backward pass of ``loss``."""

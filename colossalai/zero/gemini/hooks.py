@@ -1,7 +1,7 @@
 """How a manager learns what a model is about to do: hooks around the forward and the backward pass of its modules.
 
-A module's own parameters are accessed before its forward pass and released after it; again before its backward pass, which begins when the
-gradient of one of its outputs is known, and released when it is over.  Recomputation (activation checkpointing, in both of its forms) is a
+A module's own parameters are accessed before its forward pass and released after it; again before its backward pass, which begins with the
+first node behind its outputs (see ``graph``), and released when it is over.  Recomputation (activation checkpointing, in both of its forms) is a
 forward pass as any other.  A module that reads a parameter of another one, as ``nn.MultiheadAttention`` does, is found out when it asks the
 other for it: the dict in which modules keep their parameters tells us.
 
@@ -18,17 +18,25 @@ The backward pass of a call is over, and its weights can go, at the first of the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from colossalai.zero.gemini._compat import at_end_of_task, current_task
 from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.zero.gemini.graph import (
+    before_backward,
+    put_away,
+    tensors_in,
+    tensors_of,
+    when_known,
+    without_weights,
+)
 from colossalai.zero.gemini.manager import GeminiManager
 
 
@@ -63,6 +71,9 @@ class Call:
     begin: int
     end: int = 0
     inputs: int = 0  # whose gradients are not known yet; counted only where some parameters are frozen
+    given: list[tuple[Tensor, int]] = field(
+        default_factory=list
+    )  # the inputs, and how often each had been written to
     waiting: set[Slot] = field(default_factory=set)
     task: int = -1  # the backward pass for which its weights are held
 
@@ -142,31 +153,38 @@ class ModuleHooks:
         self._clock += 1
         call = Call(unit, self._clock)
         self.stack.append(call)
+        if torch.is_grad_enabled():
+            call.given = [(tensor, tensor._version) for tensor in tensors_in(inputs)]
         if not unit.moving:
             return
         self.manager.access(unit.moving, unit.slots, call, unit.name)
-        if torch.is_grad_enabled() and (unit.simple or not all(slot.trained for slot in unit.slots)):
-            for tensor in tensors_of(inputs):
-                call.inputs += 1
-                tensor.register_hook(partial(_input_done, weakref.ref(self), call))
+        if unit.simple or not all(slot.trained for slot in unit.slots):
+            for tensor, _ in call.given:
+                if tensor.requires_grad:
+                    call.inputs += 1
+                    when_known(tensor, partial(_input_done, weakref.ref(self), call))
 
-    def after_forward(self, unit: Unit, output: Any) -> None:
+    def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
+        """Let weights go, and know when the backward pass will need them; returns what the module returns."""
         while self.stack:  # a call that an exception ended has been left on top
             call = self.stack.pop()
             if call.unit is unit:
                 break
             self._release(call)
         else:
-            return
+            return output
         self._clock += 1
         call.end = self._clock
+        given, call.given = call.given, []
         if not unit.moving:
-            return
-        if torch.is_grad_enabled() and output is not None:
-            hook = partial(_before_backward, weakref.ref(self), call)
-            for tensor in tensors_of(output):
-                tensor.register_hook(hook)
+            return output
+        output = without_weights(output, unit.moving)
+        if torch.is_grad_enabled():
+            written = [tensor for tensor, version in given if tensor._version != version]
+            found = tensors_of((output, written)), put_away(module)
+            before_backward(chain(*found), partial(_before_backward, weakref.ref(self), call))
         self._release(call)
+        return output
 
     def _release(self, call: Call) -> None:
         self.manager.release(call.unit.moving, call.unit.slots, call)
@@ -184,6 +202,10 @@ class ModuleHooks:
         self.manager.access([chunk], [slot], call, call.unit.name)
 
     # Backward
+
+    def watch(self, output: Any) -> None:
+        """Know when a backward pass of ``output``, that of the whole model, begins."""
+        before_backward(tensors_of(output), partial(_begin_backward, weakref.ref(self)))
 
     def begin_backward(self) -> None:
         if not self.in_backward:
@@ -275,10 +297,6 @@ def without_hooks(copied: nn.Module) -> nn.Module:
     return copied
 
 
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    return (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.requires_grad)
-
-
 # Hooks hold the model's parts, which hold us: they know us by a weak reference, so that a model goes when nobody wants it.
 
 Weak = Callable[[], "ModuleHooks | None"]
@@ -290,19 +308,24 @@ def _before_forward(weak: Weak, unit: Unit, module: nn.Module, args: Any, kwargs
         hooks.before_forward(unit, (args, kwargs))
 
 
-def _after_forward(weak: Weak, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+def _after_forward(weak: Weak, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+    hooks = weak()
+    return output if hooks is None else hooks.after_forward(unit, module, output)
+
+
+def _begin_backward(weak: Weak, grads: Any) -> None:
     hooks = weak()
     if hooks is not None:
-        hooks.after_forward(unit, output)
+        hooks.begin_backward()
 
 
-def _before_backward(weak: Weak, call: Call, grad: Tensor) -> None:
+def _before_backward(weak: Weak, call: Call, grads: Any) -> None:
     hooks = weak()
     if hooks is not None:
         hooks.before_backward(call)
 
 
-def _input_done(weak: Weak, call: Call, grad: Tensor) -> None:
+def _input_done(weak: Weak, call: Call, grads: Any) -> None:
     hooks = weak()
     if hooks is not None:
         hooks.input_done(call)
