@@ -49,6 +49,8 @@ class Entry:
     """The pipeline stage, if no other stage may have another tensor of this name."""
     aliases: list[str] = field(default_factory=list)
     """Further names of the same tensor (tied weights)."""
+    by_first: bool = False
+    """Ranks may hold different values (statistics of BatchNorm), so that those of the first are stored."""
 
 
 def is_dtensor(tensor: Any) -> bool:

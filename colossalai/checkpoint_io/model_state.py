@@ -81,6 +81,7 @@ class ModelState:
             shared_mark(tensor),
             self.stage if is_param else None,
             aliases,
+            by_first=not is_param,
         )
 
     def wants(self, manifest: Manifest, optimizer_section: str) -> tuple[list[Want], list[str]]:

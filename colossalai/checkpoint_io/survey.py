@@ -1,7 +1,7 @@
 """Who writes what: each rank tells what it holds, and all come to the same plan.
 
 Nobody needs to know why a box is on several ranks (data parallelism, an axis that does not cut it, tied stages): whoever has the
-least to write so far writes it.  The same look finds what would make a checkpoint wrong, before anything is written.
+least to write so far writes it; of buffers, whose copies may differ, the first rank that has it.  The same look finds what would make a checkpoint wrong, before anything is written.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Described(NamedTuple):
     shared: tuple[int, int] | None
     stage: int | None
     aliases: tuple[str, ...]
+    by_first: bool
 
 
 class Logical(NamedTuple):
@@ -53,7 +54,14 @@ class Survey:
 def describe(entries: Sequence[Entry]) -> list[Described]:
     return [
         Described(
-            e.name, e.shape, e.dtype, tuple(p.box for p in e.pieces), e.shared, e.stage, tuple(e.aliases)
+            e.name,
+            e.shape,
+            e.dtype,
+            tuple(p.box for p in e.pieces),
+            e.shared,
+            e.stage,
+            tuple(e.aliases),
+            e.by_first,
         )
         for e in entries
     ]
@@ -78,7 +86,10 @@ def survey(held: Sequence[Sequence[Described]]) -> Survey:
     load = [0] * len(held)
     for name, (first, _, holders) in found.items():
         _check_cover(name, first.shape, list(holders))
-        writers = {box: _lightest(ranks, load, box, first.dtype) for box, ranks in sorted(holders.items())}
+        writers = {
+            box: _lightest(ranks[:1] if first.by_first else ranks, load, box, first.dtype)
+            for box, ranks in sorted(holders.items())
+        }
         result.tensors[name] = Logical(first.shape, first.dtype, writers, holders)
     result.ties = {alias: name for alias, name in result.ties.items() if alias not in result.tensors}
     return result

@@ -187,3 +187,24 @@ def _collide(rank: int, world_size: int, port: int, folder: Path) -> None:
 
 def test_stages_with_names_of_their_own_are_refused(tmp_path: Path) -> None:
     spawn(_collide, 2, folder=tmp_path)
+
+
+def _statistics(rank: int, world_size: int, port: int, folder: Path) -> dict[str, Tensor]:
+    launch(rank, world_size, port)
+    booster = Booster("cpu", plugin=TorchDDPPlugin())
+    torch.manual_seed(0)
+    model, optimizer, *_ = booster.boost(model := nn.BatchNorm1d(3), torch.optim.SGD(model.parameters(), 0.1))
+    booster.backward(model(torch.randn(4, 3) * (rank + 1) + rank).square().mean(), optimizer)
+    booster.save(folder / "c")
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_statistics_that_differ_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    """Ranks share the writing of what they hold alike; a mixture of their statistics would belong to no model."""
+    first, second = spawn(_statistics, 2, folder=tmp_path)
+    assert not torch.equal(first["running_mean"], second["running_mean"])
+    booster = Booster("cpu")
+    model = booster.boost(model := nn.BatchNorm1d(3), torch.optim.SGD(model.parameters(), 0.1)).model
+    booster.load(tmp_path / "c")
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, first[name]), name
