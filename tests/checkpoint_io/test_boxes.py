@@ -126,7 +126,13 @@ def test_a_mark_without_a_layout_is_refused() -> None:
 
 
 def _described(name: str, boxes: list[Box], shape: tuple[int, ...] = (4,), **options: object) -> Described:
-    fields = {"dtype": torch.float32, "shared": None, "stage": None, "aliases": (), "by_first": False} | options
+    fields = {
+        "dtype": torch.float32,
+        "shared": None,
+        "stage": None,
+        "aliases": (),
+        "by_first": False,
+    } | options
     return Described(name=name, shape=shape, boxes=tuple(boxes), **fields)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,125 @@
+"""A case: a model, an optimizer, habits, a plan, and maybe a second plan that goes on from the first one's checkpoint.
+
+A case is plain data and follows from a seed and a number, so it can be repeated, stored and made smaller.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Any
+
+from colossalai.testing.fuzz.habits import Habit, random_habits
+from colossalai.testing.fuzz.models import Block, ModelSpec, random_model
+from colossalai.testing.fuzz.plans import Plan, random_plan
+
+ROWS = 24  # of a batch: 1, 2, 3 and 4 ranks and as many parts divide it
+
+
+@dataclass
+class OptimizerSpec:
+    """An optimizer: the expression of its class and its options."""
+
+    kind: str = "torch.optim.SGD"
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.1})
+    groups: bool = False  # matrices and the rest in two groups
+    trainable_only: bool = False
+
+
+@dataclass
+class Case:
+    """What is trained, how, and in which order."""
+
+    model: ModelSpec
+    a: Plan
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    steps: int = 3
+    accumulate: int = 1
+    scheduler: bool = False
+    squares: bool = False  # the loss: squared errors in the place of cross entropy
+    habits: list[Habit] = field(default_factory=list)
+    save_at: int | None = None
+    b: Plan | None = None
+    seed: int = 0
+    index: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        data = json.loads(text)
+        model = data.pop("model")
+        model["blocks"] = [Block(**block) for block in model["blocks"]]
+        b = data.pop("b")
+        return cls(
+            model=ModelSpec(**model),
+            a=Plan(**data.pop("a")),
+            b=None if b is None else Plan(**b),
+            optimizer=OptimizerSpec(**data.pop("optimizer")),
+            habits=[Habit(**habit) for habit in data.pop("habits")],
+            **data,
+        )
+
+    @property
+    def plans(self) -> list[Plan]:
+        return [self.a] if self.b is None else [self.a, self.b]
+
+    @property
+    def half(self) -> bool:
+        return any(plan.precision != "fp32" for plan in self.plans)
+
+    def describe(self) -> str:
+        """The case in one line."""
+        inner = " ".join(b.kind for b in self.model.blocks)
+        extras = [h.name for h in self.habits] + [f"accumulate {self.accumulate}"] * (self.accumulate > 1)
+        plans = " -> ".join(f"{p.name} x{p.ranks} {p.precision}" for p in self.plans)
+        habits = f"; {', '.join(extras)}" if extras else ""
+        return f"{plans}; {self.optimizer.kind.split('.')[-1]}; {inner}{habits}"
+
+
+def random_case(seed: int, index: int, ranks: list[int]) -> Case:
+    """The case ``index`` of ``seed``."""
+    r = Random(f"{seed}:{index}")
+    model = random_model(r)
+    steps = r.randint(2, 5)
+    case = Case(
+        model=model,
+        a=random_plan(r, model, ranks),
+        optimizer=_random_optimizer(r),
+        steps=steps,
+        accumulate=r.choices([1, 2, 3], [6, 2, 1])[0],
+        scheduler=r.random() < 0.25,
+        squares=r.random() < 0.3,
+        habits=random_habits(r, steps),
+        seed=seed,
+        index=index,
+    )
+    if r.random() < 0.5:
+        case.save_at = r.randint(1, steps - 1)
+        case.b = copy.deepcopy(case.a) if r.random() < 0.3 else random_plan(r, model, ranks)
+    return case
+
+
+def _random_optimizer(r: Random) -> OptimizerSpec:
+    # A large eps: Adam would blow the rounding errors of gradients that are zero in theory up to full-sized steps.
+    adam = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
+    kind, options = r.choice(
+        [
+            ("torch.optim.SGD", {"lr": 0.1}),
+            ("torch.optim.SGD", {"lr": 0.1, "momentum": 0.9}),
+            ("torch.optim.SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}),
+            ("torch.optim.AdamW", adam),
+            ("torch.optim.Adam", {"lr": 0.02, "eps": 1e-3, "amsgrad": True}),
+            ("colossalai.nn.optimizer.HybridAdam", adam),
+            ("colossalai.nn.optimizer.HybridAdam", adam),
+            ("colossalai.nn.optimizer.FusedAdam", adam),
+            ("colossalai.nn.optimizer.FusedSGD", {"lr": 0.1, "momentum": 0.9}),
+            ("colossalai.nn.optimizer.Lamb", {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}),
+            ("torch.optim.RMSprop", {"lr": 0.01, "eps": 1e-2}),
+            ("torch.optim.Adagrad", {"lr": 0.05, "eps": 1e-2}),
+        ]
+    )
+    return OptimizerSpec(kind, dict(options), groups=r.random() < 0.25, trainable_only=r.random() < 0.4)

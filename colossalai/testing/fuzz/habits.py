@@ -1,0 +1,181 @@
+"""What users do around a step, as lines of Python: once for the serial model, once for the boosted one.
+
+The two must mean the same.  A habit is *every* step's, or happens once, ``at`` a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+Lines = list[str]
+
+
+@dataclass
+class Habit:
+    """One habit of a case: its name in ``HABITS``, when, and a number that it needs."""
+
+    name: str
+    at: int | None = None
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a habit is written.  ``{v}`` is its value; ``place`` is where in the step it belongs."""
+
+    place: str  # before, clip, zero, after
+    serial: str
+    boosted: str
+    once: bool = False
+    value: Callable[[Random], Any] = lambda r: None
+    lasting: bool = False  # must be done again by a run that begins later
+    weight: float = 1.0
+
+
+_EVALUATE = """
+model.eval()
+with torch.no_grad():
+    log("evaluation", step, loss_of(model, {data}).item())
+model.train()
+"""
+
+HABITS: dict[str, Kind] = {
+    "clip norm": Kind(
+        "clip",
+        'log("norm", step, torch.nn.utils.clip_grad_norm_(model.parameters(), {v}).item())',
+        'log("norm", step, optimizer.clip_grad_by_norm({v}).item())',
+        value=lambda r: r.choice([0.05, 0.5, 100.0]),
+        weight=3,
+    ),
+    "clip value": Kind(
+        "clip",
+        "torch.nn.utils.clip_grad_value_(model.parameters(), {v})",
+        "optimizer.clip_grad_by_value({v})",
+        value=lambda r: r.choice([0.01, 0.1]),
+    ),
+    "torch clips": Kind(
+        "clip",
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), {v})",
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), {v})",
+        value=lambda r: r.choice([0.05, 0.5]),
+        weight=0.5,
+    ),
+    "zero to zero": Kind(
+        "zero", "optimizer.zero_grad(set_to_none=False)", "optimizer.zero_grad(set_to_none=False)"
+    ),
+    "zero the model": Kind("zero", "model.zero_grad()", "model.zero_grad()"),
+    "evaluate": Kind(
+        "after", _EVALUATE.format(data="evaluation()"), _EVALUATE.format(data="evaluation()"), weight=2
+    ),
+    "read weights": Kind(
+        "after",
+        'log("weights", step, weights(model))',
+        'log("weights", step, weights(model))',
+        once=True,
+        weight=2,
+    ),
+    "optimizer to itself": Kind(
+        "after",
+        "optimizer.load_state_dict(optimizer.state_dict())",
+        "optimizer.load_state_dict(optimizer.state_dict())",
+        once=True,
+    ),
+    "model to itself": Kind(
+        "after",
+        "model.load_state_dict(model.state_dict())",
+        "model.load_state_dict(model.state_dict())",
+        once=True,
+    ),
+    "model by a file": Kind(
+        "after",
+        "",
+        'booster.save_model(model, f"{folder}/model.pt")\nbooster.load_model(model, f"{folder}/model.pt")',
+        once=True,
+    ),
+    "optimizer by a file": Kind(
+        "after",
+        "",
+        'booster.save_optimizer(optimizer, f"{folder}/optimizer.pt")\n'
+        'booster.load_optimizer(optimizer, f"{folder}/optimizer.pt")',
+        once=True,
+    ),
+    "other weights": Kind(
+        "before",
+        "model.load_state_dict(build(77).state_dict())",
+        'torch.save(build(77).state_dict(), f"{folder}/other{rank}.pt")\n'
+        'booster.load_model(model, f"{folder}/other{rank}.pt")',
+        once=True,
+    ),
+    "edit weights": Kind(
+        "after",
+        "with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.9)",
+        "with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.9)",
+        once=True,
+    ),
+    "edit rate": Kind(
+        "after",
+        'for group in optimizer.param_groups:\n    group["lr"] *= 0.5',
+        'for group in optimizer.param_groups:\n    group["lr"] *= 0.5',
+        once=True,
+    ),
+    "freeze": Kind(
+        "before",
+        "freeze(model)",
+        "freeze(model)",
+        once=True,
+        lasting=True,
+    ),
+    "skip a step": Kind(
+        "before",
+        "loss_of(model, parts(batch(step), cuts[step][0])[0]).backward()\noptimizer.zero_grad()",
+        "booster.backward(loss_of(model, mine(batch(step))), optimizer)\noptimizer.zero_grad()",
+        once=True,
+    ),
+    "forward only": Kind(
+        "before",
+        "loss_of(model, parts(batch(step), cuts[step][0])[0])",
+        "loss_of(model, mine(batch(step)))",
+        once=True,
+    ),
+    "save in between": Kind("after", "", 'booster.save(f"{folder}/between")', once=True),
+    "save in the background": Kind(
+        "after", "", 'booster.save(f"{folder}/background", background=True)', once=True
+    ),
+    "back to a save": Kind(
+        "after", "", 'booster.save(f"{folder}/back")\nbooster.load(f"{folder}/back")', once=True
+    ),
+}
+_PLACES = ("before", "clip", "zero", "after")
+
+
+def random_habits(r: Random, steps: int) -> list[Habit]:
+    """Draw a few habits, at most one way to clip and one to clear gradients."""
+    names = sorted(HABITS)
+    weights = [HABITS[name].weight for name in names]
+    chosen: list[Habit] = []
+    for _ in range(r.choices([0, 1, 2, 3], [3, 4, 3, 1])[0]):
+        name = r.choices(names, weights)[0]
+        kind = HABITS[name]
+        if kind.place in ("clip", "zero") and any(HABITS[h.name].place == kind.place for h in chosen):
+            continue
+        chosen.append(Habit(name, r.randrange(steps) if kind.once else None, kind.value(r)))
+    return chosen
+
+
+def lines_of(habits: list[Habit], place: str, *, serial: bool) -> Lines:
+    """What the habits of ``place`` write into the body of the loop over ``step``."""
+    found: Lines = []
+    for habit in habits:
+        kind = HABITS[habit.name]
+        text = (kind.serial if serial else kind.boosted).replace("{v}", repr(habit.value)).strip("\n")
+        if kind.place != place or not text:
+            continue
+        body = text.split("\n")
+        if habit.at is None:
+            found += body
+        else:
+            found += [f"if step == {habit.at}:", *(f"    {line}" for line in body)]
+    return found

@@ -1,0 +1,336 @@
+"""Whether a plan did what the serial model does: references, comparisons, and the verdict of a case."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossalai.booster import Booster
+from colossalai.testing.fuzz.cases import Case
+from colossalai.testing.fuzz.plans import Plan
+from colossalai.testing.fuzz.pool import Answer, RankPool, Result, Task, load_text
+from colossalai.testing.fuzz.script import case_text
+
+Log = list[tuple[str, int, Any]]
+EQUAL, REFUSED, DIFFERENT, CRASHED, HANG, DISAGREE, BROKEN = (
+    "equal",
+    "refused",
+    "different",
+    "crashed",
+    "hang",
+    "disagree",
+    "broken",  # the serial model itself raises: the fault of the fuzzer
+)
+FAILURES = (DIFFERENT, CRASHED, HANG, DISAGREE, BROKEN)
+
+
+@dataclass
+class Verdict:
+    """What became of a case, and the evidence."""
+
+    outcome: str
+    message: str = ""
+    details: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome in FAILURES
+
+    @property
+    def headline(self) -> str:
+        """The message without its numbers, for counting."""
+        return _kind(self.message)[:160]
+
+    @property
+    def kind(self) -> str:
+        """What stays the same while a failure is made smaller: how it failed, and for exceptions which one."""
+        if self.outcome in (DIFFERENT, HANG):
+            return self.outcome
+        return f"{self.outcome}: {_kind(self.message.partition(': ')[2])[:40]}"
+
+
+@dataclass
+class Reference:
+    """What the serial model logged, and its states at the saves."""
+
+    log: Log = field(default_factory=list)
+    snaps: dict[str, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
+
+
+class Pools:
+    """A pool for each number of ranks, made when it is needed and renewed after failures."""
+
+    def __init__(self, prepare: Any = None, limit: float = 30.0) -> None:
+        self.limit = limit
+        self._prepare = prepare
+        self._pools: dict[int, RankPool] = {}
+
+    def run(self, ranks: int, task: Task) -> Result:
+        if ranks not in self._pools:
+            self._pools[ranks] = RankPool(ranks, self._prepare)
+        pool = self._pools[ranks]
+        result = pool.run(task, self.limit)
+        clean = all(answer is not None and answer.error is None for answer in result.answers)
+        if not clean or pool.tasks >= 40:
+            self.drop(ranks)
+        return result
+
+    def drop(self, ranks: int) -> None:
+        if ranks in self._pools:
+            self._pools.pop(ranks).close()
+
+    def close(self) -> None:
+        for ranks in list(self._pools):
+            self.drop(ranks)
+
+
+def run_case(case: Case, pools: Pools) -> Verdict:
+    """Train the serial model and the plans of ``case``, and compare."""
+    text = case_text(case)
+    functions = load_text(text)
+    folder = tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    try:
+        try:
+            noise, references = _references(case, functions)
+        except Exception as error:
+            return Verdict(BROKEN, f"the serial model raises {type(error).__name__}: {error}", text)
+        logs: dict[str, list[Log]] = {}
+        for name, plan in zip(("plan_a", "plan_b"), case.plans, strict=False):
+            result = pools.run(plan.ranks, Task(text, name, folder))
+            verdict = _end_of(result, name)
+            if verdict is not None:
+                return verdict
+            logs[name] = [answer.log for answer in result.answers if answer is not None]
+            problem = _compare(case, name, plan, logs, references[name], noise, functions, folder)
+            if problem:
+                return Verdict(DIFFERENT, f"{name}: {problem}", result.output)
+        return Verdict(EQUAL)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_of(result: Result, name: str) -> Verdict | None:
+    """The verdict of a run that did not end well."""
+    answers = result.answers
+    raised = [answer for answer in answers if answer is not None and answer.error is not None]
+    if not raised and None not in answers:
+        return None
+    details = "\n".join(_told(rank, answer) for rank, answer in enumerate(answers))
+    details += f"\n{result.stuck}\n{result.output}"
+    if not raised:
+        return Verdict(HANG, f"{name}: {sum(a is None for a in answers)} ranks did not end", details)
+    crash = next((answer for answer in raised if not answer.refusal), None)
+    if None in answers or len(raised) < len(answers):
+        waiting = "did not end" if None in answers else "went on"
+        return Verdict(DISAGREE, f"{name}: {raised[0].error}, while other ranks {waiting}", details)
+    if crash is not None:
+        told_by_another = any(a.refusal for a in raised) and "pipeline stage" in str(crash.error)
+        if not told_by_another:
+            return Verdict(CRASHED, f"{name}: {crash.error}", details)
+    refusals = [a for a in raised if a.refusal]
+    if len({_kind(str(a.error)) for a in refusals}) > 1 and not any("stage" in str(a.error) for a in raised):
+        texts = " | ".join(str(a.error) for a in refusals)
+        return Verdict(DISAGREE, f"{name}: ranks refuse differently: {texts}", details)
+    return Verdict(REFUSED, str(refusals[0].error), details)
+
+
+def _told(rank: int, answer: Answer | None) -> str:
+    if answer is None:
+        return f"rank {rank} did not answer"
+    return f"rank {rank}: {answer.error or 'done'}\n{answer.traceback}"
+
+
+def _kind(message: str) -> str:
+    return re.sub(r"[0-9]+", "#", message.split("\n")[0])
+
+
+# Comparisons
+
+
+def _references(case: Case, functions: dict[str, Any]) -> tuple[float, dict[str, Reference]]:
+    """The serial run that each plan is compared with; and how far rounding alone takes two serial runs apart."""
+    replicas = {"plan_a": [case.a.replicas] * case.steps}
+    if case.b is not None:
+        first = case.save_at or 0
+        replicas["plan_b"] = [case.a.replicas] * first + [case.b.replicas] * (case.steps - first)
+    by_parts = {
+        name: _serial(functions, [(count, case.accumulate) for count in counts])
+        for name, counts in replicas.items()
+    }
+    if case.model.by_parts:
+        return 0.0, by_parts
+    whole = _serial(functions, [(1, 1)] * case.steps)
+    noise = max(_distance(whole, other) for other in by_parts.values())
+    return noise, dict.fromkeys(by_parts, whole)
+
+
+def _serial(functions: dict[str, Any], cuts: list[tuple[int, int]]) -> Reference:
+    found = Reference()
+
+    def log(name: str, step: int, value: Any) -> None:
+        found.log.append((name, step, value))
+
+    def snap(name: str, model: Any, optimizer: Any) -> None:
+        found.snaps[name] = _states(model, optimizer)
+
+    functions["serial"](log, snap, cuts)
+    return found
+
+
+def _states(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Copies of the weights, and of the states of the optimizer by the number of the parameter."""
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    states = optimizer.state_dict()["state"]
+    copied = {
+        key: {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+        for key, state in states.items()
+    }
+    return weights, copied
+
+
+def _distance(one: Reference, other: Reference) -> float:
+    """The largest difference between two serial runs, relative to what is compared."""
+    worst = 0.0
+    for name, (weights, _) in one.snaps.items():
+        for key, value in weights.items():
+            worst = max(worst, _off(other.snaps[name][0][key], value))
+    for (_, _, a), (_, _, b) in zip(one.log, other.log, strict=True):
+        if isinstance(a, float):
+            worst = max(worst, abs(a - b) / (1 + abs(b)))
+    return worst
+
+
+def _off(value: Tensor, expected: Tensor) -> float:
+    """How far ``value`` is from ``expected``: the largest difference, relative to 1 and to the expected element."""
+    if value.shape != expected.shape:
+        return float("inf")
+    a, b = value.detach().double(), expected.detach().double()
+    worst = ((a - b).abs() / (1 + b.abs())).max().item() if a.numel() else 0.0
+    return float("inf") if worst != worst else worst
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How far a plan may be off: relative to the values, or in half precision relative to how far training moved them."""
+
+    fine: float
+    half: bool
+
+    def problem(self, value: Tensor, expected: Tensor, start: Tensor | None) -> str | None:
+        if not self.half:
+            off = _off(value, expected)
+            return None if off <= self.fine else f"off by {off:.3g} (allowed {self.fine:.3g})"
+        if value.shape != expected.shape:
+            return f"shape {tuple(value.shape)} in the place of {tuple(expected.shape)}"
+        a, b = value.detach().double(), expected.detach().double()
+        moved = (b - start.double()).norm().item() if start is not None else b.norm().item()
+        off, allowed = (a - b).norm().item(), 0.35 * moved + 0.01 * b.norm().item() + 2e-3 * b.numel() ** 0.5
+        return None if off <= allowed else f"off by {off:.3g} (norm), where training moved it by {moved:.3g}"
+
+
+def _compare(
+    case: Case,
+    name: str,
+    plan: Plan,
+    logs: dict[str, list[Log]],
+    reference: Reference,
+    noise: float,
+    functions: dict[str, Any],
+    folder: str,
+) -> str | None:
+    """The first difference between a plan and its reference."""
+    if noise > 1e-3:
+        return None  # rounding alone takes this training apart
+    half = plan.precision != "fp32" or (name == "plan_b" and case.half)
+    measure = Measure(5e-5 + 30 * noise, half)
+    first = 0 if name == "plan_a" else case.save_at or 0
+    start = functions["build"](0).state_dict()
+    expected = [entry for entry in reference.log if entry[1] >= first]
+    if problem := _compare_logs(case, logs[name], expected, measure, start):
+        return problem
+    saves = [("mid", "mid")] if name == "plan_a" and case.save_at is not None else []
+    for file, snap in [*saves, (name, "end")]:
+        if problem := _compare_save(f"{folder}/{file}", reference.snaps[snap], measure, start, functions):
+            return f"checkpoint {file!r}: {problem}"
+    if name == "plan_b" and case.b == case.a:
+        # on three ranks DDP adds in another order after its first pass
+        return None if plan.plugin == "ddp" and plan.ranks > 2 else _same_bits(logs, first, folder, functions)
+    return None
+
+
+def _compare_logs(
+    case: Case, logs: list[Log], expected: Log, measure: Measure, start: dict[str, Tensor]
+) -> str | None:
+    if any(len(log) != len(expected) for log in logs):
+        return f"logged {[len(log) for log in logs]} values where the serial model has {len(expected)}"
+    for i, (what, step, value) in enumerate(expected):
+        told = [log[i] for log in logs]
+        if any(entry[:2] != (what, step) for entry in told):
+            return f"logged {[e[:2] for e in told]} in the place of {(what, step)}"
+        found = [entry[2] for entry in told if entry[2] is not None]
+        if what == "weights":
+            for key, tensor in value.items():
+                if problem := measure.problem(found[0].get(key, torch.empty(0)), tensor, start.get(key)):
+                    return f"weight {key!r} read after step {step} {problem}"
+            continue
+        # replicas have parts of a batch; of layers with statistics of their own, the first is the one that counts
+        number = sum(found) / len(found) if what == "loss" else found[0]
+        allowed = (measure.fine if not measure.half else 5e-2) * (1 + abs(value))
+        if not abs(number - value) <= allowed:
+            return f"{what} of step {step} is {number:.7g}, serial {value:.7g}"
+    return None
+
+
+def _compare_save(
+    path: str, expected: Any, measure: Measure, start: dict[str, Tensor], functions: dict[str, Any]
+) -> str | None:
+    weights, states = read_save(path, functions)
+    for key, value in expected[0].items():
+        if problem := measure.problem(weights[key], value, start.get(key)):
+            return f"weight {key!r} {problem}"
+    if sorted(states) != sorted(expected[1]):
+        return f"optimizer states of the parameters {sorted(states)}, serial {sorted(expected[1])}"
+    for number, state in expected[1].items():
+        if sorted(states[number]) != sorted(state):
+            return f"states of parameter {number}: {sorted(states[number])}, serial {sorted(state)}"
+        for key, value in state.items():
+            found = states[number][key]
+            if isinstance(value, Tensor) and key != "step":
+                if problem := measure.problem(found, value, None):
+                    return f"state {key!r} of parameter {number} {problem}"
+            elif value is not None and found is not None and float(found) != float(value):
+                return f"state {key!r} of parameter {number} is {found}, serial {value}"
+    return None
+
+
+def read_save(path: str, functions: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint of ``booster.save``, loaded by a run without a plan."""
+    model = functions["build"](9)
+    booster = Booster(device="cpu")
+    boosted = booster.boost(model, functions["make_optimizer"](model))
+    booster.load(path, strict=True)
+    return _states(boosted.model, boosted.optimizer)
+
+
+def _same_bits(logs: dict[str, list[Log]], first: int, folder: str, functions: dict[str, Any]) -> str | None:
+    """Under the same plan, a run that went on from a checkpoint has the numbers of the one that was not interrupted."""
+    for a, b in zip(logs["plan_a"], logs["plan_b"], strict=True):
+        later = [entry for entry in a if entry[1] >= first]
+        for (what, step, x), (_, _, y) in zip(later, b, strict=True):
+            if isinstance(x, float) and x != y:
+                return f"resumed under the same plan, {what} of step {step} is {y!r}, without a break {x!r}"
+    one, other = read_save(f"{folder}/plan_a", functions), read_save(f"{folder}/plan_b", functions)
+    for key, value in one[0].items():
+        if not torch.equal(value, other[0][key]):
+            off = (value.double() - other[0][key].double()).abs().max().item()
+            return (
+                f"resumed under the same plan, weight {key!r} ends {off:.3g} away from a run without a break"
+            )
+    return None

@@ -1,0 +1,185 @@
+"""Ranks that stay alive from case to case, and what became of a case on them.
+
+A pool is made of the processes of ``spawn``.  Tasks and answers travel through the store that the parent hosts.  After anything
+but a clean end, its owner closes the pool: what is left in a process group must not reach the next case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import colossalai
+from colossalai.core import global_context as gpc
+from colossalai.testing._handle import RankHandle, ask_all, pump
+from colossalai.testing._rank import Assignment, Raised
+from colossalai.testing._spawn import _fork_server, _pickled, _store
+from colossalai.utils.watchdog import explain
+
+_PACKAGE = str(Path(colossalai.__file__).parent)
+_OURS = str(Path(__file__).parent.parent)  # errors of the test helpers are not refusals
+_NOT_REFUSALS = (
+    AssertionError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    NameError,
+    UnboundLocalError,
+    ZeroDivisionError,
+)
+_POLL = 0.004
+_GRACE = 5.0  # how long the other ranks may take to raise as well
+
+
+@dataclass(frozen=True)
+class Task:
+    """One function of a text that every rank runs."""
+
+    text: str
+    function: str
+    folder: str
+
+
+@dataclass
+class Answer:
+    """What one rank says of a task: what it logged, and what it raised."""
+
+    log: list[tuple[str, int, Any]] = field(default_factory=list)
+    error: str | None = None  # class and message
+    refusal: bool = False  # raised by a line of the package, with words of its own
+    traceback: str = ""
+
+
+@dataclass
+class Result:
+    """What became of a task: the answers of all ranks, None where there was none; and why, where there was none."""
+
+    answers: list[Answer | None]
+    stuck: str = ""  # where the ranks were, if some did not answer
+    output: str = ""
+
+
+class RankPool:
+    """``ranks`` processes that run tasks one after another."""
+
+    def __init__(self, ranks: int, prepare: Callable[[], None] | None = None) -> None:
+        self.ranks, self.tasks = ranks, 0
+        self._store = _store(86_400.0)
+        self._output = io.StringIO()
+        context = _fork_server()
+        call = _pickled(_serve, {"prepare": prepare})
+        environment = dict(os.environ)
+        self._handles: list[RankHandle] = []
+        for rank in range(ranks):
+            self._handles.append(
+                RankHandle(context, Assignment(rank, ranks, self._store.port, call, environment))
+            )
+
+    def run(self, task: Task, limit: float) -> Result:
+        """Let every rank do ``task``; stop waiting ``limit`` seconds from now, or a little after a rank has raised."""
+        number, self.tasks = self.tasks, self.tasks + 1
+        self._output.seek(0)
+        self._output.truncate()
+        self._store.set(f"task/{number}", pickle.dumps(task))  # type: ignore[arg-type]
+        answers: list[Answer | None] = [None] * self.ranks
+        deadline = time.monotonic() + limit
+        while None in answers and time.monotonic() < deadline:
+            self._pump(_POLL)
+            for rank, answer in enumerate(answers):
+                if answer is None and self._store.check([f"answer/{number}/{rank}"]):
+                    answers[rank] = found = pickle.loads(self._store.get(f"answer/{number}/{rank}"))
+                    if found.error is not None:
+                        deadline = min(deadline, time.monotonic() + _GRACE)
+            for handle in self._handles:
+                if answers[handle.rank] is None and isinstance(handle.outcome, Raised):
+                    answers[handle.rank] = Answer(
+                        error=handle.failure.headline, traceback=handle.failure.traceback
+                    )
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        stuck = self._where() if None in answers else ""
+        return Result(answers, stuck, self._output.getvalue()[-4000:])
+
+    def close(self) -> None:
+        """End all ranks."""
+        for handle in self._handles:
+            handle.kill()
+        with self._captured():
+            for handle in self._handles:
+                handle.close()
+
+    def _where(self) -> str:
+        with self._captured():
+            return explain(ask_all(self._handles, seconds=3.0))
+
+    def _pump(self, seconds: float) -> None:
+        with self._captured():
+            pump(self._handles, seconds)
+
+    @contextlib.contextmanager
+    def _captured(self) -> Any:
+        with contextlib.redirect_stdout(self._output), contextlib.redirect_stderr(self._output):
+            yield
+
+
+def _serve(rank: int, world_size: int, port: int, prepare: Callable[[], None] | None) -> None:
+    """The life of a rank: do tasks until the parent kills it."""
+    if prepare is not None:
+        prepare()
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(days=1))
+    number = 0
+    while True:
+        store.wait([f"task/{number}"])
+        task = pickle.loads(store.get(f"task/{number}"))
+        answer = _do(task, rank, world_size, port)
+        store.set(f"answer/{number}/{rank}", pickle.dumps(answer))  # type: ignore[arg-type]
+        number += 1
+
+
+def _do(task: Task, rank: int, world_size: int, port: int) -> Answer:
+    answer = Answer()
+
+    def log(name: str, step: int, value: Any) -> None:
+        answer.log.append((name, step, value))
+
+    try:
+        gpc.destroy()
+        load_text(task.text)[task.function](rank, world_size, port, task.folder, log)
+    except Exception as error:
+        answer.error = f"{type(error).__name__}: {error}"
+        answer.refusal = _is_refusal(error)
+        answer.traceback = traceback.format_exc()
+    return answer
+
+
+def load_text(text: str, name: str = "<case>") -> dict[str, Any]:
+    """The functions of a generated text; its lines appear in tracebacks."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    space: dict[str, Any] = {"__name__": "case"}
+    exec(compile(text, name, "exec"), space)
+    return space
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a line of this package raised ``error`` on purpose."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or isinstance(error, _NOT_REFUSALS):
+        return False
+    file = trace.tb_frame.f_code.co_filename
+    if not file.startswith(_PACKAGE) or file.startswith(_OURS):
+        return False
+    # an operator of torch that raises below a line of ours has no frame of its own
+    return linecache.getline(file, trace.tb_lineno).lstrip().startswith("raise ")

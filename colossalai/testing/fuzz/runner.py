@@ -1,0 +1,140 @@
+"""Many cases in a row: counts, refusals, failures made smaller, and the report."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from colossalai.testing.fuzz.cases import Case, random_case
+from colossalai.testing.fuzz.judge import EQUAL, FAILURES, REFUSED, Pools, Verdict, run_case
+from colossalai.testing.fuzz.script import script_text
+from colossalai.testing.fuzz.shrink import shrink
+
+RANKS = (1, 2, 2, 2, 3, 4)  # two ranks most often: there most is seen, and they are quick
+
+
+@dataclass
+class Failure:
+    """A case that failed, as small as it could be made."""
+
+    case: Case
+    verdict: Verdict
+    script: str
+    first: Case
+
+
+@dataclass
+class Summary:
+    """What became of all cases."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    by_plan: dict[str, Counter[str]] = field(default_factory=dict)
+    refusals: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, case: Case, verdict: Verdict) -> None:
+        self.outcomes[verdict.outcome] += 1
+        for name in {plan.name for plan in case.plans}:
+            self.by_plan.setdefault(name, Counter())[verdict.outcome] += 1
+        if verdict.outcome == REFUSED:
+            self.refusals[verdict.headline] += 1
+
+    @property
+    def cases(self) -> int:
+        return sum(self.outcomes.values())
+
+    @property
+    def failed(self) -> int:
+        return sum(self.outcomes[name] for name in FAILURES)
+
+    def text(self) -> str:
+        """The report of a run."""
+        lines = [f"{self.cases} cases in {self.seconds:.0f} s: {_counts(self.outcomes)}"]
+        for name in sorted(self.by_plan):
+            lines.append(f"  {name:12} {_counts(self.by_plan[name])}")
+        if self.refusals:
+            lines.append("refusals:")
+            lines += [f"  {count:4} {text}" for text, count in self.refusals.most_common()]
+        return "\n".join(lines)
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {counter[name]}" for name in (EQUAL, REFUSED, *FAILURES) if counter[name])
+
+
+def fuzz(
+    cases: Iterable[Case],
+    *,
+    minutes: float | None = None,
+    limit: float = 30.0,
+    shrink_seconds: float = 60.0,
+    most_failures: int = 5,
+    prepare: Callable[[], None] | None = None,
+    out: TextIO | None = None,
+    folder: Path | None = None,
+) -> Summary:
+    """Run ``cases`` until they end, ``minutes`` are over, or ``most_failures`` have failed.
+
+    Args:
+        limit: the seconds that a run may take before it counts as a hang.
+        shrink_seconds: how long a failure is made smaller; 0 leaves it as it is.
+        prepare: is called in every rank first (tests plant bugs in this way).
+        out: where the progress is told; None tells nothing.
+        folder: where the scripts of failures are written, too.
+    """
+    summary, pools, start = Summary(), Pools(prepare, limit), time.monotonic()
+    try:
+        for case in cases:
+            if minutes is not None and time.monotonic() - start > 60 * minutes:
+                break
+            verdict = run_case(case, pools)
+            summary.add(case, verdict)
+            summary.seconds = time.monotonic() - start
+            if verdict.failed:
+                summary.failures.append(_report(case, verdict, pools, shrink_seconds, out, folder))
+                if len(summary.failures) >= most_failures:
+                    break
+            elif out is not None and (summary.cases % 20 == 0):
+                print(f"{summary.seconds:6.0f} s  {_counts(summary.outcomes)}", file=out, flush=True)
+    finally:
+        pools.close()
+    summary.seconds = time.monotonic() - start
+    return summary
+
+
+def _report(
+    case: Case, verdict: Verdict, pools: Pools, seconds: float, out: TextIO | None, folder: Path | None
+) -> Failure:
+    small, found = shrink(case, verdict, pools, seconds=seconds) if seconds else (case, verdict)
+    failure = Failure(small, found, script_text(small), case)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"case-{case.seed}-{case.index}"
+        (folder / f"{stem}.py").write_text(failure.script)
+        (folder / f"{stem}.json").write_text(small.to_json())
+        (folder / f"{stem}.txt").write_text(
+            f"{case.describe()}\n{small.describe()}\n{found.message}\n{found.details}"
+        )
+    if out is not None:
+        bar = "-" * 100
+        print(
+            f"\n{bar}\n{found.outcome}: case {case.seed}:{case.index}: {case.describe()}\n{found.message}\n\n"
+            f"smaller: {small.describe()}\nagain: python -m colossalai.testing.fuzz --case '{small.to_json()}'\n{bar}\n"
+            f"{failure.script}{bar}\n{found.details}\n{bar}",
+            file=out,
+            flush=True,
+        )
+    return failure
+
+
+def seeded_cases(seed: int, count: int | None, ranks: Iterable[int] = RANKS) -> Iterable[Case]:
+    """The cases of ``seed``, ``count`` of them or without end."""
+    allowed, index = list(ranks), 0
+    while count is None or index < count:
+        yield random_case(seed, index, allowed)
+        index += 1
