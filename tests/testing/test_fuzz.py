@@ -88,7 +88,7 @@ def _found(case: Case, bug: Callable[[], None], **options: Any) -> Failure:
 
 
 def test_a_lost_reduction_is_found_and_made_small(tmp_path: Path) -> None:
-    failure = _found(_large(), _forget_to_reduce, shrink_seconds=40, folder=tmp_path)
+    failure = _found(_large(), _forget_to_reduce, shrink_seconds=300, folder=tmp_path)
     assert failure.verdict.outcome == "different"
     small = failure.case
     assert not small.habits
@@ -118,7 +118,7 @@ def test_a_rank_that_raises_alone_is_found() -> None:
 
 
 def test_a_hang_is_found_with_the_place() -> None:
-    verdict = _found(_large(), _never_ends, shrink_seconds=0, limit=8).verdict
+    verdict = _found(_large(), _never_ends, shrink_seconds=0, limit=15).verdict
     assert verdict.outcome == "hang"
     assert "in waiting" in verdict.details
 
