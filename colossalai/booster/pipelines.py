@@ -17,7 +17,7 @@ from colossalai.interface.nest import to_device
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import Pipeline
 from colossalai.pipeline.tied import shared_gradients
-from colossalai.utils import is_using_pp
+from colossalai.utils import is_ddp_ignored, is_using_pp
 from colossalai.utils.bucket import bucket_allreduce
 
 
@@ -44,9 +44,10 @@ class Pipelines:
             batch if device is None else to_device(batch, device), None, criterion is not None, "Booster"
         )
         replica = below_compile(model)
-        # DDP would average after each micro-batch, and knows one backward pass for each forward pass
-        averages_later = replica.no_sync() if isinstance(replica, TorchDDPModel) else nullcontext()
-        with averages_later, nullcontext() if optimizer is None else shared_gradients(model.parameters()):
+        with (
+            nullcontext() if optimizer is None else shared_gradients(model.parameters()),
+            replica.in_pipeline() if isinstance(replica, TorchDDPModel) else nullcontext(),
+        ):
             outputs, loss = pipeline.step(
                 data,
                 label,
@@ -56,7 +57,8 @@ class Pipelines:
                 return_outputs=return_outputs,
             )
         if optimizer is not None and not optimizer.averages_gradients and gpc.data_parallel_size > 1:
-            bucket_allreduce(model.parameters(), gpc.mesh.group("dp"))
+            averaged = [p for p in model.parameters() if not is_ddp_ignored(p)]
+            bucket_allreduce(averaged, gpc.mesh.group("dp"))
             if isinstance(replica, TorchDDPModel):
                 replica.gradients_were_averaged()
         return {"loss": loss if return_loss else None, "outputs": outputs}

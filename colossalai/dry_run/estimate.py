@@ -99,7 +99,7 @@ def play_step(
 ) -> Played:
     """``estimate_memory`` before the last step: what a stage with the same layers and another place needs follows from it."""
     _check_on_meta(model)
-    features = Features.from_config(gpc.config, gpc.pipeline_parallel_size)
+    features = Features.from_config(gpc.config)
     watch = Watch(model)
     memory = MetaBytes(watch.at_peak)
     watch.memory = memory

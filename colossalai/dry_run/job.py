@@ -104,7 +104,7 @@ class _Player:
     def _estimate(self, parts: Parts) -> MemoryEstimate:
         if self._config.get("zero") is None:
             return self._play(parts)
-        zero = Features.from_config(self._config, gpc.pipeline_parallel_size).zero
+        zero = Features.from_config(self._config).zero
         assert zero is not None
         model, _, criterion, batch = parts
         ranks, plan = gpc.data_parallel_size, zero_plan(zero)

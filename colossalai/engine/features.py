@@ -29,9 +29,9 @@ class Features:
     cudnn_deterministic: bool = True
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], pipeline_size: int = 1) -> Features:
+    def from_config(cls, config: Mapping[str, Any]) -> Features:
         """Read ``config``, whose reserved words ``launch`` has checked one by one; here they must fit each other."""
-        _check_combination(config, pipeline_size)
+        _check_combination(config)
         zero, clip_grad_norm = with_clipping(config)
         return cls(
             precision=_precision(config.get("fp16")),
@@ -45,7 +45,7 @@ class Features:
         )
 
 
-def _check_combination(config: Mapping[str, Any], pipeline_size: int) -> None:
+def _check_combination(config: Mapping[str, Any]) -> None:
     fp16, zero = config.get("fp16"), config.get("zero")
     if fp16 is not None and zero is not None:
         raise ConfigException(
@@ -62,10 +62,6 @@ def _check_combination(config: Mapping[str, Any], pipeline_size: int) -> None:
             raise ConfigException(
                 "config has 'zero', which averages gradients itself, and the handler DataParallelGradientHandler; remove one"
             )
-    if pipeline_size > 1 and fp16 is not None and _mode(fp16) is not AMP_TYPE.NAIVE:
-        raise ConfigException(
-            f"config has a pipeline and fp16 mode {_mode(fp16)}; a pipeline works with AMP_TYPE.NAIVE only"
-        )
 
 
 def _mode(fp16: Mapping[str, Any]) -> AMP_TYPE:

@@ -57,7 +57,7 @@ def initialize(
         raise RuntimeError(
             "colossalai.initialize needs a launched job; call colossalai.launch_from_torch first"
         )
-    features = Features.from_config(gpc.config, gpc.pipeline_parallel_size)
+    features = Features.from_config(gpc.config)
     _check_arguments(features, train_dataloader, test_dataloader, lr_scheduler)
     _set_cudnn(features)
     if verbose:

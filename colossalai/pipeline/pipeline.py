@@ -62,7 +62,7 @@ class Pipeline:
         if self.timetable.splits_backward and getattr(model, "releases_weights", False):
             raise ValueError(
                 f"the schedule {schedule!r} computes the gradients of weights after the backward pass of a stage, when {type(model).__name__}"
-                " (Gemini) may have let the weights go; use gpipe, 1f1b or interleaved"
+                " may have let the weights go; use gpipe, 1f1b or interleaved"
             )
         self._evaluations: dict[int, Timetable] = {}
         self._mesh, self.rank = mesh, pipeline_rank(mesh)

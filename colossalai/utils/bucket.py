@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.mesh.norm import own_part
+
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -58,18 +60,19 @@ def _buckets(params: list[Tensor]) -> Iterator[list[Tensor]]:
 def _allreduce(bucket: list[Tensor], group: dist.ProcessGroup | None, divisor: int) -> None:
     first = bucket[0]
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+    parts = [own_part(grad) for grad in grads]  # of a DTensor, what this rank holds of it
     present = torch.tensor([p.grad is not None for p in bucket], dtype=first.dtype).to(
         first.device, non_blocking=True
     )
-    flat = torch.cat([*(g.reshape(-1).to(first.dtype) for g in grads), present])
+    flat = torch.cat([*(part.reshape(-1).to(first.dtype) for part in parts), present])
     flat[: -len(bucket)].div_(divisor)  # before the sum, which could overflow in fp16
     dist.all_reduce(flat, group=group)
     used = flat[-len(bucket) :]
     # the flags are read, which waits for the device, only where a gradient is missing
     used_anywhere = (used > 0).tolist() if any(p.grad is None for p in bucket) else [True] * len(bucket)
     offset = 0
-    for p, grad, keep in zip(bucket, grads, used_anywhere, strict=True):
+    for p, grad, part, keep in zip(bucket, grads, parts, used_anywhere, strict=True):
         if keep:
-            grad.copy_(flat[offset : offset + p.numel()].view_as(p))
+            part.copy_(flat[offset : offset + part.numel()].view_as(part))
             p.grad = grad
-        offset += p.numel()
+        offset += part.numel()

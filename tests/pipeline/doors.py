@@ -11,6 +11,11 @@ from torch import Tensor, nn
 import colossalai
 from colossalai.amp import AMP_TYPE
 from colossalai.booster import Booster
+from colossalai.booster.mixed_precision import (
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+)
 from colossalai.booster.plugin import (
     GeminiPlugin,
     LowLevelZeroPlugin,
@@ -26,6 +31,13 @@ from tests.pipeline.plans import Block, config, launch
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}  # with their chunks
 WORDS, WIDTH, STEPS, CLIP = 16, 8, 3, 0.5
+SCALE = 2.0**8  # of losses: no gradient overflows
+# what a config says of fp16, what a booster is given, and how both say SCALE
+HALVES: dict[str, tuple[AMP_TYPE, Any, dict[str, Any]]] = {
+    "fp16": (AMP_TYPE.TORCH, FP16TorchMixedPrecision, {"init_scale": SCALE}),
+    "fp16_naive": (AMP_TYPE.NAIVE, FP16NaiveMixedPrecision, {"initial_scale": SCALE}),
+    "fp16_apex": (AMP_TYPE.APEX, FP16ApexMixedPrecision, {"opt_level": "O2", "loss_scale": SCALE}),
+}
 REFUSALS = (ValueError, TypeError, RuntimeError)
 
 
@@ -77,11 +89,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @functools.cache
-def serial(tied: bool) -> dict[str, Tensor]:
-    """The weights after the training of the serial model."""
+def serial(tied: bool, skipped: int = 0) -> dict[str, Tensor]:
+    """The weights after the training of the serial model, without its first ``skipped`` steps."""
     model = Words(tied)
     optimizer = optimizer_of(model)
-    for batch in batches():
+    for batch in batches()[skipped:]:
         optimizer.zero_grad()
         model(**batch)["loss"].backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -101,14 +113,10 @@ def settings_of(case: Case, door: str) -> dict[str, Any]:
         return settings
     level = {"zero1": 1, "zero2": 2, "gemini": 3}.get(case.plugin)
     if level is not None:
-        settings["zero"] = {"level": level, "precision": case.precision}
+        settings["zero"] = {"level": level, "precision": case.precision, "initial_scale": SCALE}
     elif case.precision != "fp32":
-        modes = {
-            "fp16": AMP_TYPE.TORCH,
-            "fp16_naive": AMP_TYPE.NAIVE,
-            "fp16_apex": AMP_TYPE.APEX,
-        }
-        settings["fp16"] = {"mode": modes[case.precision]}
+        mode, _, options = HALVES[case.precision]
+        settings["fp16"] = {"mode": mode, **options}
     return settings | {"clip_grad_norm": CLIP}
 
 
@@ -117,21 +125,23 @@ def plugin_of(case: Case) -> Plugin | None:
         "none": lambda: None,
         "ddp": TorchDDPPlugin,
         "fsdp": TorchFSDPPlugin,
-        "zero1": functools.partial(LowLevelZeroPlugin, 1, case.precision),
-        "zero2": functools.partial(LowLevelZeroPlugin, 2, case.precision),
-        "gemini": functools.partial(GeminiPlugin, precision=case.precision),
+        "zero1": functools.partial(LowLevelZeroPlugin, 1, case.precision, SCALE),
+        "zero2": functools.partial(LowLevelZeroPlugin, 2, case.precision, SCALE),
+        "gemini": functools.partial(GeminiPlugin, precision=case.precision, initial_scale=SCALE),
     }
     return makers[case.plugin]()
 
 
-def run(case: Case, door: str) -> Outcome:
-    """Train ``case`` through ``door``; every rank calls it."""
+def run(case: Case, door: str, overflow: bool = False) -> Outcome:
+    """Train ``case`` through ``door``; every rank calls it.  With ``overflow``, the first stage has infinite gradients in the first step."""
     settings = settings_of(case, door)
     if not gpc.is_initialized(ParallelMode.GLOBAL):
         launch(settings)
     gpc.load_config(settings)
     gpc.check_sanity()
     model = split_model(Words(case.tied), policy=POLICY)
+    if overflow:
+        _overflow_once(model)
     try:
         trained = (_by_engine if door == "engine" else _by_booster)(case, model)
     except REFUSALS as error:
@@ -139,6 +149,18 @@ def run(case: Case, door: str) -> Outcome:
     whole = {"only_rank_0": False} if case.plugin == "gemini" else {}
     state = trained.state_dict(**whole)
     return Outcome({_serial_name(n, case): _whole(t).float() for n, t in state.items()})
+
+
+def _overflow_once(model: nn.Module) -> None:
+    embed = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if embed is None:
+        return
+    left = iter(range(4))  # the micro-batches of a step
+
+    def infinite(grad: Tensor) -> Tensor:
+        return grad * float("inf") if next(left, None) is not None else grad
+
+    embed.weight.register_hook(infinite)
 
 
 def _by_engine(case: Case, model: nn.Module) -> nn.Module:
@@ -151,9 +173,12 @@ def _by_engine(case: Case, model: nn.Module) -> nn.Module:
 
 
 def _by_booster(case: Case, model: nn.Module) -> nn.Module:
-    precision = (
+    precision: Any = (
         None if case.plugin in ("zero1", "zero2", "gemini") or case.precision == "fp32" else case.precision
     )
+    if precision in HALVES:
+        _, kind, options = HALVES[precision]
+        precision = kind(**options)
     booster = Booster(mixed_precision=precision, plugin=plugin_of(case))
     boosted, optimizer, *_ = booster.boost(model, optimizer_of(model))
     for batch in own_batches():

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import colossalai
 from colossalai.amp import AMP_TYPE
 from colossalai.booster import Booster
-from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
+from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule import InterleavedPipelineSchedule, PipelineSchedule
@@ -347,17 +347,3 @@ def check_ddp(rank: int, world_size: int, port: int, schedule: str) -> None:
 
 def test_ddp_around_stages() -> None:
     spawn(check_ddp, 4)
-
-
-def check_fsdp(rank: int, world_size: int, port: int) -> None:
-    launch(config("1f1b", 2, 2))
-    serial = build()
-    assert isinstance(serial, nn.Sequential)
-    (stage,) = cut(serial, Placement(2), rank)
-    booster = Booster(device="cpu", plugin=TorchFSDPPlugin())
-    with pytest.raises(ValueError, match=r"TorchFSDPPlugin does not go with a pipeline.*TorchDDPPlugin"):
-        booster.boost(stage, torch.optim.SGD(stage.parameters(), lr=0.1))
-
-
-def test_fsdp_is_refused() -> None:
-    spawn(check_fsdp, 2)

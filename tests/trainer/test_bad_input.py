@@ -145,9 +145,6 @@ def test_sections_of_a_config_that_exclude_each_other() -> None:
     for mode in AMP_TYPE:
         with pytest.raises(ConfigException, match=r"both 'fp16' and 'zero'.* keep one of them"):
             Features.from_config({"fp16": {"mode": mode}, "zero": {}})
-    for mode in (AMP_TYPE.TORCH, AMP_TYPE.APEX):
-        with pytest.raises(ConfigException, match=rf"pipeline and fp16 mode {mode}; .* AMP_TYPE.NAIVE only"):
-            Features.from_config({"fp16": {"mode": mode}}, pipeline_size=2)
 
 
 def _plugins(rank: int, world_size: int, port: int) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alike
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend, share_values, start_alike
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
 from colossalai.logging import get_dist_logger
@@ -36,6 +36,8 @@ class TorchDDPModel(ModelWrapper):
     ) -> None:
         super().__init__(module)
         self.watch: GradientWatch | None = None  # of several replicas
+        self._in_pipeline = False
+        self._group, self._shares_buffers = process_group, options.get(BUFFERS, True)
         ddp = None
         if any(p.requires_grad for p in module.parameters()):
             self.module = ddp = DistributedDataParallel(module, process_group=process_group, **options)
@@ -43,12 +45,34 @@ class TorchDDPModel(ModelWrapper):
             start_alike(module, process_group)
         if dist.get_world_size(process_group) > 1:
             everyone: Any = dist.group.WORLD
-            buffers = options.get(BUFFERS, True)
-            self.watch = GradientWatch(module, ddp, process_group or everyone, broadcast_buffers=buffers)
+            self.watch = GradientWatch(
+                module, ddp, process_group or everyone, broadcast_buffers=self._shares_buffers
+            )
 
     def unwrap(self) -> nn.Module:
         inner = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
         return user_module(inner)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._in_pipeline and isinstance(self.module, DistributedDataParallel):
+            return self.module.module(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+    @contextmanager
+    def in_pipeline(self) -> Iterator[None]:
+        """Inside, calls pass DDP by, and nothing is averaged: whoever runs the pipeline does so, and says ``gradients_were_averaged``.
+
+        DDP averages after every backward pass, and wants all gradients from each.  A step of a pipeline has a pass for every
+        micro-batch and chunk, and some schedules do it in two halves.
+        """
+        if self._shares_buffers:
+            share_values(self.buffers(), self._group)
+        self._in_pipeline = True
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            self._in_pipeline = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -147,8 +147,13 @@ class DPPluginBase(Plugin):
 
 def start_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Let all ranks of ``group`` begin with the values of its first."""
+    share_values((*module.parameters(), *module.buffers()), group)
+
+
+def share_values(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of ``group`` the values of its first."""
     if dist.get_world_size(group) > 1:
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in tensors:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 

@@ -27,7 +27,7 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
 from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh import placement
 from colossalai.mesh.norm import own_part
-from colossalai.utils import is_using_pp
+from colossalai.utils import copy_tensor_parallel_attributes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +47,8 @@ class TorchFSDPModel(ModelWrapper):
     FSDP2 leaves the weights of the outermost unit gathered after a forward pass, for the backward pass that will follow.
     If none does, it would compute with them again after they have changed; so they are freed in time.
     """
+
+    releases_weights = True  # after the backward pass of a unit: no pass may come in parts
 
     def __init__(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
         super().__init__(module)
@@ -80,6 +82,10 @@ class TorchFSDPOptimizer(OptimizerWrapper):
         super().__init__(optim)
         self._model = model
 
+    @property
+    def averages_gradients(self) -> bool:
+        return True
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         self._model.reshard()  # what is gathered would not change with the parts
         return self.optim.step(*args, **kwargs)
@@ -99,7 +105,7 @@ class TorchFSDPPlugin(DPPluginBase):
     The arguments are those of FSDP1's ``FullyShardedDataParallel``; one that FSDP2 has no meaning for is refused.
 
     Args:
-        process_group: the ranks to cut over, by default all; or a ``DeviceMesh``, with two dims for copies of the
+        process_group: the ranks to cut over, by default the data-parallel ones of the launched config; or a ``DeviceMesh``, with two dims for copies of the
             model, each cut over the ranks of the second dim.
         sharding_strategy: ``FULL_SHARD`` (default); ``SHARD_GRAD_OP`` keeps the weights whole between the forward and
             the backward pass; ``HYBRID_SHARD`` cuts within a node and holds a copy on each node.
@@ -161,12 +167,6 @@ class TorchFSDPPlugin(DPPluginBase):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         module = user_module(model)
-        if is_using_pp():
-            raise ValueError(
-                "TorchFSDPPlugin does not go with a pipeline: it would gather and let go the weights of a stage for every"
-                " micro-batch, and cuts over ranks that hold other stages; use TorchDDPPlugin, LowLevelZeroPlugin or"
-                " GeminiPlugin for the replicas of a stage"
-            )
         if cut := [name for name, p in module.named_parameters() if placement(p).sharded]:
             raise ValueError(
                 f"TorchFSDPPlugin cuts whole parameters, but {cut[0]} is cut already, by tensor parallelism; use TorchDDPPlugin"
@@ -183,6 +183,8 @@ class TorchFSDPPlugin(DPPluginBase):
         _make_alike(module, mesh, self.sync_module_states)
         before = dict(module.named_parameters())
         self._cut(module, units, mesh, ignored)
+        for old, new in _pairs(before, module):
+            copy_tensor_parallel_attributes(old, new)
         boosted = TorchFSDPModel(model, [*units, module])
         if raw is not None and optimizer is not None:
             _point_to(raw, {old: new for old, new in _pairs(before, module) if old is not new})
@@ -242,8 +244,7 @@ class TorchFSDPPlugin(DPPluginBase):
                 )
             return group
         if not self.options.hybrid:
-            everyone: Any = dist.group.WORLD
-            return DeviceMesh.from_group(group or everyone, device_type)
+            return DeviceMesh.from_group(group or self._group, device_type)
         per_node = DistCoordinator().local_world_size
         if group is not None or self.world_size % per_node:
             raise ValueError(
