@@ -84,10 +84,9 @@ def pieces_of_holding(
         return _computed_pieces(holding, value, mesh, name)
     if holding.end is None:
         return pieces_of(holding.param, value, mesh, name)
-    local = _local(holding.param)
     flat = _local(value).view(-1)
     found = []
-    for place, start in boxes_of_flat(tuple(local.shape), holding.start, holding.end):
+    for place, start in boxes_of_flat(_local_shape(holding.param), holding.start, holding.end):
         part = flat[start : start + place.numel].view(place.sizes)
         turned, spot = _turned(part, holding.param), _turned_box(place, holding.param)
         for box, own in _places(holding.param, mesh, name):
@@ -123,7 +122,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 def whole_of(param: Tensor) -> Box:
     """The box of the local tensor of ``param``, in the orientation of the serial model."""
-    shape = tuple(_local(param).shape)
+    shape = _local_shape(param)
     return whole(shape[::-1] if getattr(param, "transposed", False) else shape)
 
 
@@ -176,6 +175,14 @@ def _local(tensor: Any) -> Tensor:
         return part
     with plain_torch():
         return part.as_subclass(Tensor)
+
+
+def _local_shape(param: Any) -> Shape:
+    """The shape of what ``_local`` gives, also where a plan keeps the values elsewhere."""
+    if is_dtensor(param):
+        return tuple(_local(param).shape)
+    with plain_torch():
+        return tuple(Tensor.size(param))
 
 
 def _turned(tensor: Tensor, param: Tensor) -> Tensor:

@@ -7,6 +7,11 @@ whole of it is put together on the compute tier only while it is needed.  Parame
 Autograd saves views of weights (``weight.t()`` of a linear layer) that must be right again in the backward pass.  So the whole of a chunk has
 one storage for ever, whose memory is freed and filled again.  Touching freed memory ends a process without a word; so a
 parameter whose chunk is not there shows NaN instead, in its true shape.
+
+[Note: who may read a parameter]
+A module that computes, and whoever asks for ``whole_parameters()``.  While nobody does, the class of a parameter that comes and goes refuses to be
+read or written (``colossalai.zero.elsewhere``), also if its chunk happens to be there still: what is read then would be gone when the backward
+pass needs it.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colossalai.mesh._compat import plain_torch
+from colossalai.zero.elsewhere import REASON, away
 from colossalai.zero.gemini.states import TensorState, check_transition
 from colossalai.zero.gemini.tiers import Move, Tier
 from colossalai.zero.pieces import FlatLayout
@@ -41,6 +48,23 @@ class Slot:
     view: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     blank: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     state: TensorState = TensorState.FREE
+    users: set[Any] = field(default_factory=set, repr=False)
+    moves: bool = False  # its chunk comes and goes
+
+    def __post_init__(self) -> None:
+        self.native: type = type(self.param)
+        self.away: type = away(self.native)
+
+    def open(self, user: Any) -> None:
+        """``user`` may read the parameter."""
+        if self.moves and not self.users:
+            self.param.__class__ = self.native
+        self.users.add(user)
+
+    def close(self, user: Any) -> None:
+        self.users.discard(user)
+        if self.moves and not self.users:
+            self.param.__class__ = self.away
 
     @property
     def end(self) -> int:
@@ -148,6 +172,7 @@ class Chunk:
                 f"parameter {name!r} has {param.numel():,} elements, but {self.name} has room for {self.size - offset:,}"
             )
         slot = Slot(param, name, offset, param.numel(), param.shape)
+        setattr(param, REASON, _reason(name))
         self.slots.append(slot)
         self.used = slot.end
         return slot
@@ -177,8 +202,15 @@ class Chunk:
 
     def show(self) -> None:
         """Let the parameters be the views of the whole, or NaN while it is not there."""
+        with plain_torch():
+            for slot in self.slots:
+                slot.param.data = slot.view if self.present else slot.blank
+
+    def guard(self) -> None:
+        """The chunk has got its values, or another home: refuse those who read parameters that come and go."""
         for slot in self.slots:
-            slot.param.data = slot.view if self.present else slot.blank
+            slot.moves = not self.resident
+            slot.param.__class__ = slot.away if slot.moves and not slot.users else slot.native
 
     def allocate(self) -> None:
         """Memory for the whole, on the compute tier."""
@@ -213,6 +245,14 @@ class Chunk:
         """Take this rank's shard out of the whole."""
         if not self.resident:
             self.shard.copy_(self.flat[self.own])
+
+
+def _reason(name: str) -> str:
+    return (
+        f"the values of {name!r}, which lie in a chunk and are whole only while a module of the model computes with them; read them inside"
+        " `with model.whole_parameters():` or by model.state_dict(), write them by model.load_state_dict(...), and save them by"
+        " model.save_pretrained or booster.save_model, on every rank"
+    )
 
 
 def aligned(position: int) -> int:

@@ -332,6 +332,7 @@ class ChunkManager:
             chunk.shard = tier.empty(chunk.shard_size, chunk.dtype, chunk.name)
             chunk.shard.copy_(old)
         chunk.home = tier
+        chunk.guard()
         self._largest_moving = None
         if was is self.compute and chunk.ranks.size == 1:
             return  # the whole stays where it is, as any other

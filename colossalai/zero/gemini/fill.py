@@ -96,6 +96,7 @@ def _close(chunk: Chunk, chunks: ChunkManager, alike: bool) -> None:
         chunk.show()
     else:
         chunk.drop()
+    chunk.guard()
 
 
 def place_buffers(module: nn.Module, chunks: ChunkManager, dtype: torch.dtype) -> None:

@@ -194,11 +194,11 @@ class ModuleHooks:
         if not self.stack:
             return
         call = self.stack[-1]
-        chunk = self.chunks.get_chunk(param)
-        if chunk.resident or (call in chunk.users and chunk.present):
+        chunk, slot = self.chunks.get_chunk(param), self.chunks.get_slot(param)
+        if chunk.resident or call in slot.users:
             return
-        slot = self.chunks.get_slot(param)
-        call.unit.add(slot, chunk)
+        if slot not in call.unit.slots:
+            call.unit.add(slot, chunk)
         self.manager.access([chunk], [slot], call, call.unit.name)
 
     # Backward

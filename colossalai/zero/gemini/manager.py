@@ -195,6 +195,7 @@ class GeminiManager:
                 chunk.arriving = None
             self.trace.visit(chunk.index)
         for slot in slots:
+            slot.open(user)
             if slot.state is not TensorState.READY_FOR_REDUCE:
                 slot.to(TensorState.COMPUTE)
         self._prefetch()
@@ -202,6 +203,7 @@ class GeminiManager:
 
     def release(self, chunks: Sequence[Chunk], slots: Iterable[Slot], user: Any) -> None:
         for slot in slots:
+            slot.close(user)
             if slot.state is TensorState.COMPUTE:
                 slot.to(TensorState.HOLD)
         for chunk in chunks:

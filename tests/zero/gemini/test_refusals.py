@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,31 +113,14 @@ def test_parameters_without_values() -> None:
         LowLevelZeroOptimizer(HybridAdam(nn.Linear(2, 2, device="meta").parameters()))
 
 
-def replace(model: nn.Sequential) -> None:
-    model[0].weight.data = torch.ones(8, 8)
-
-
-CHANGES: list[tuple[Callable[[Any], Any], str]] = [
-    (
-        lambda m: nn.init.zeros_(m[0].weight),
-        r"'0.weight' was written to in place, which does not reach chunk 0",
-    ),
-    (replace, r"'0.weight' was given new memory"),
-    (lambda m: m.double(), r"'0.weight' was given new memory"),
-    (lambda m: m[2].bias.requires_grad_(True), r"'2.bias' was frozen when its chunk was made"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_changes_that_would_be_lost(change: Callable[[Any], Any], message: str) -> None:
+def test_unfreezing() -> None:
     inner = plain()
     inner[2].bias.requires_grad_(False)
     model = small(inner)
     optimizer = GeminiOptimizer(HybridAdam(inner.parameters(), lr=1e-2), model)
     step(model, optimizer)
-    step(model, optimizer)
-    change(inner)
-    with pytest.raises(RuntimeError, match=message):
+    inner[2].bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'2.bias' was frozen when its chunk was made"):
         step(model, optimizer)
 
 
