@@ -19,6 +19,7 @@ from colossalai.mesh.deferred import Deferred
 from colossalai.nn.policies import POLICIES, Policy, parallelize
 from colossalai.nn.policies.adapt import WholeOutputs
 from colossalai.nn.policies.depth import Depth, Parts, carried_depth, find_parts
+from colossalai.nn.policies.per_block import refuse_configured
 from colossalai.nn.policies.stage import Share, Stage, copy_above, take_stage
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.partition import partition_balanced, partition_uniform
@@ -56,6 +57,8 @@ def split_model(
     placement, rank = _place(placement, rank)
     _check_whole(model)
     _check_layer_drop(model, placement)
+    if placement.stages > 1:
+        refuse_configured(model)
     parts = find_parts(model, _find_depth(model, policy))
     plan = _Plan(model, parts, placement, partition)
     if not isinstance(model, WholeOutputs):

@@ -56,7 +56,9 @@ def check_both(rank: int, world_size: int, port: int, cases: list[Case]) -> None
         assert_equal_to_serial(case, engine, "engine")
         assert_equal_to_serial(case, booster, "booster")
         for name, tensor in engine.weights.items():
-            torch.testing.assert_close(tensor, booster.weights[name])
+            # halves may be added up and averaged in another order
+            atol = 1e-6 if case.precision == "fp32" else ROUGH
+            torch.testing.assert_close(tensor, booster.weights[name], rtol=0, atol=atol)
 
 
 def check_one(rank: int, world_size: int, port: int, cases: list[Case]) -> None:
@@ -104,4 +106,4 @@ def test_a_stage_that_overflows_skips_the_step_of_all() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("check", "cases"), [(check_both, BOTH), (check_one, ONE_DOOR)])
 def test_every_case(check: Any, cases: list[Case], ranks: int) -> None:
-    spawn(check, ranks, cases=cases)
+    spawn(check, ranks, cases=cases, timeout=600)

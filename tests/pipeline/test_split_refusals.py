@@ -244,3 +244,31 @@ def check_job(rank: int, world_size: int, port: int) -> None:
 
 def test_in_a_job() -> None:
     spawn(check_job, 4)
+
+
+def _moe(**options: Any) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **options))
+
+
+@pytest.mark.parametrize("name", ["output_router_logits", "output_hidden_states"])
+def test_outputs_of_all_blocks_are_refused(name: str) -> None:
+    """They are collected on the last stage, from its own blocks alone; so is the loss of the routers."""
+    told = rf"MixtralForCausalLM cannot be a stage of a pipeline with config\.{name}=True.* set config\.{name}=False"
+    with pytest.raises(ValueError, match=told):
+        split_model(_moe(**{name: True}), Placement(2), 0)
+    split_model(_moe(**{name: True}), Placement(1), 0)  # it has all blocks
+    first, last = stages_of(_moe(), Placement(2))
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    for stage, args in ((first, ()), (last, (torch.zeros(2, 3, 8),))):
+        with pytest.raises(ValueError, match=f"with {name}=True in the batch.* leave it out"):
+            stage(*args, input_ids=ids, **{name: True})
+        with pytest.raises(ValueError, match=r"takes no num_items_in_batch.* mean"):
+            stage(*args, input_ids=ids, num_items_in_batch=torch.tensor(6))
+        stage(*args, input_ids=ids)
+    setattr(last.config, name, True)  # after the split
+    with pytest.raises(ValueError, match=r"'(router_logits|hidden_states)' among its outputs"):
+        last(torch.zeros(2, 3, 8), input_ids=ids)

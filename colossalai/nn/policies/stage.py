@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from colossalai.nn.policies.adapt import Adapted, Forward, adapt
 from colossalai.nn.policies.depth import Parts
+from colossalai.nn.policies.per_block import check_output, refuse_asked, refuse_collected
 
 
 class Arrived:
@@ -151,12 +152,17 @@ class Stage(Adapted):
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         share = self.share
+        if share.stages > 1:
+            refuse_asked(f"stage {share.index} of {type(self).__name__}", kwargs)
         if not share.is_first:
             args = self._receive(args, kwargs)
         if "use_cache" in inspect.signature(forward).parameters:
             kwargs.setdefault("use_cache", False)  # keys and values of other stages are not here
         try:
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+            if share.stages > 1:
+                check_output(type(self).__name__, output)
+            return output
         except Leave as left:
             sent = tuple(left.values[name] for name in share.sends)
             return sent[0] if len(sent) == 1 else sent
@@ -199,6 +205,8 @@ def take_stage(model: nn.Module, parts: Parts, share: Share) -> nn.Module:
         home._modules[name] = stand_in
     adapt(model, Stage)
     model.share = share  # type: ignore[assignment]
+    if share.is_last and share.stages > 1:
+        refuse_collected(model)
     return model
 
 
