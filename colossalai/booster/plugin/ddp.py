@@ -45,8 +45,13 @@ class TorchDDPModel(ModelWrapper):
             start_alike(module, process_group)
         if dist.get_world_size(process_group) > 1:
             everyone: Any = dist.group.WORLD
+            ignored = ddp.parameters_to_ignore if ddp is not None else set()
             self.watch = GradientWatch(
-                module, ddp, process_group or everyone, broadcast_buffers=self._shares_buffers
+                module,
+                [p for name, p in module.named_parameters() if name not in ignored],
+                process_group or everyone,
+                ddp=ddp,
+                broadcast_buffers=self._shares_buffers,
             )
 
     def unwrap(self) -> nn.Module:

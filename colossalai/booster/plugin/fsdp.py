@@ -8,7 +8,6 @@ parameters of before; it is pointed to the new ones, in the same groups and orde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +18,14 @@ from torch.optim import Optimizer
 
 from colossalai.amp.naive_amp import FP16Optimizer
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alike
+from colossalai.booster.plugin.fsdp_model import TorchFSDPModel, TorchFSDPOptimizer
 from colossalai.booster.plugin.fsdp_options import check_ignored, check_process_group, translate
 from colossalai.booster.plugin.fsdp_units import Policy, check_policy, find_units
+from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
-from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
-from colossalai.interface.optimizer import check_clip_value
+from colossalai.interface import OptimizerWrapper, user_module
 from colossalai.mesh import placement
-from colossalai.mesh.norm import own_part
 from colossalai.utils import copy_tensor_parallel_attributes
 
 if TYPE_CHECKING:
@@ -39,64 +38,6 @@ if TYPE_CHECKING:
         MixedPrecisionPolicy,
         ShardingStrategy,
     )
-
-
-class TorchFSDPModel(ModelWrapper):
-    """A model that ``fully_shard`` was applied to, in place: its names and structure are still the user's.
-
-    FSDP2 leaves the weights of the outermost unit gathered after a forward pass, for the backward pass that will follow.
-    If none does, it would compute with them again after they have changed; so they are freed in time.
-    """
-
-    releases_weights = True  # after the backward pass of a unit: no pass may come in parts
-
-    def __init__(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
-        super().__init__(module)
-        self._units: tuple[Any, ...] = tuple(units)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            self.reshard()
-        return result
-
-    def reshard(self) -> None:
-        """Keep nothing but this rank's part of every weight."""
-        for unit in self._units:
-            unit.reshard()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        root: Any = self.unwrap()
-        root.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            root.set_requires_gradient_sync(True)
-
-
-class TorchFSDPOptimizer(OptimizerWrapper):
-    """An optimizer of parameters that are ``DTensor``; it may be wrapped by a mixed precision already."""
-
-    def __init__(self, optim: Optimizer, model: TorchFSDPModel) -> None:
-        super().__init__(optim)
-        self._model = model
-
-    @property
-    def averages_gradients(self) -> bool:
-        return True
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        self._model.reshard()  # what is gathered would not change with the parts
-        return self.optim.step(*args, **kwargs)
-
-    @torch.no_grad()
-    def clip_grad_by_value(self, clip_value: float) -> None:
-        check_clip_value(clip_value)
-        self.unscale_grad()
-        for p in self.parameters():
-            if p.grad is not None:
-                own_part(p.grad).clamp_(-clip_value, clip_value)
 
 
 class TorchFSDPPlugin(DPPluginBase):
@@ -171,6 +112,9 @@ class TorchFSDPPlugin(DPPluginBase):
             raise ValueError(
                 f"TorchFSDPPlugin cuts whole parameters, but {cut[0]} is cut already, by tensor parallelism; use TorchDDPPlugin"
             )
+        from colossalai.booster.plugin.fsdp_parameter import check_hooks, guard
+
+        check_hooks(module)
         _check_masters(optimizer)
         raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -182,12 +126,19 @@ class TorchFSDPPlugin(DPPluginBase):
         mesh = self._mesh(device.type)
         _make_alike(module, mesh, self.sync_module_states)
         before = dict(module.named_parameters())
-        self._cut(module, units, mesh, ignored)
-        for old, new in _pairs(before, module):
-            copy_tensor_parallel_attributes(old, new)
-        boosted = TorchFSDPModel(model, [*units, module])
+        # FSDP2 does not cut what has no dims; such a parameter is a copy on every rank
+        scalars = [p for p in before.values() if p.ndim == 0 and p not in ignored]
+        self._cut(module, units, mesh, ignored | set(scalars))
+        watch = None
+        if scalars and self.world_size > 1:
+            watch = GradientWatch(module, scalars, self._everyone(mesh), quiet=True)
+        boosted = TorchFSDPModel(model, [*units, module], watch)
+        new = {old: new for old, new in _pairs(before, module) if old is not new}
+        for old, cut_param in new.items():
+            copy_tensor_parallel_attributes(old, cut_param)
+            guard(old, cut_param)
         if raw is not None and optimizer is not None:
-            _point_to(raw, {old: new for old, new in _pairs(before, module) if old is not new})
+            _point_to(raw, new)
             optimizer = TorchFSDPOptimizer(optimizer, boosted)
         return boosted, optimizer
 
@@ -211,6 +162,11 @@ class TorchFSDPPlugin(DPPluginBase):
                 ignored_params=ignored or None,
             )
             cut.set_force_sum_reduction_for_comms(only_sums)
+
+    def _everyone(self, mesh: DeviceMesh) -> dist.ProcessGroup:
+        """All ranks that train together."""
+        world: Any = dist.group.WORLD
+        return mesh.get_group() if mesh.ndim == 1 else world
 
     def _place_on_data_axis(self) -> None:
         """Every rank that the model is cut over is a replica, with data of its own."""

@@ -42,19 +42,23 @@ class GradientWatch:
     It holds no reference to the model, whose parameters hold references to it.
 
     Args:
-        model: the model inside of ``ddp``.
-        ddp: None where there was nothing to train yet.
+        model: whose parameters and buffers are meant.
+        params: those of its parameters whose gradients are seen.
         group: the replicas.
+        ddp: averages the gradients of those that are not frozen now.
         broadcast_buffers: together with averaged gradients, buffers are those of the first replica.
+        quiet: that gradients are averaged after the backward pass is nothing to speak of.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        ddp: DistributedDataParallel | None,
+        params: Iterable[Tensor],
         group: dist.ProcessGroup,
         *,
-        broadcast_buffers: bool,
+        ddp: DistributedDataParallel | None = None,
+        broadcast_buffers: bool = False,
+        quiet: bool = False,
     ) -> None:
         self._group = group
         self._words: dist.ProcessGroup | None = None
@@ -68,14 +72,12 @@ class GradientWatch:
         self._local: set[int] = set()
         self._covered: set[int] = set()
         self._task = self._begun_by = -1
-        self._told = False
+        self._told = quiet
         self.no_sync_depth = 0
-        ignored = ddp.parameters_to_ignore if ddp is not None else set()
-        for name, p in model.named_parameters():
-            if name not in ignored:
-                self._add(p)
-                if ddp is not None and p.requires_grad:
-                    self._by_ddp.add(self._number[id(p)])
+        for p in params:
+            self._add(p)
+            if ddp is not None and p.requires_grad:
+                self._by_ddp.add(self._number[id(p)])
         if ddp is not None:
             ddp.register_forward_hook(partial(_after_forward, weakref.ref(self)))
 
@@ -241,8 +243,7 @@ def _came(watch: weakref.ref[GradientWatch], number: int, p: Tensor) -> None:
         if p.grad is None:
             raise RuntimeError(
                 f"a hook of a parameter of shape {tuple(p.shape)} has used up its gradient in the backward pass, before it was"
-                " averaged over the replicas, which would drift apart; step and clear gradients after the backward pass,"
-                " or register the hook on a model that is not boosted with TorchDDPPlugin"
+                " averaged over the replicas, which would drift apart; step and clear gradients after the backward pass, not in it"
             )
         alive.came(number)
 

@@ -1,0 +1,174 @@
+"""The model and the optimizer that ``TorchFSDPPlugin`` hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from inspect import ismethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from colossalai.booster.plugin.gradient_watch import GradientWatch
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.interface.optimizer import check_clip_value
+from colossalai.mesh.norm import own_part
+
+
+class TorchFSDPModel(ModelWrapper):
+    """A model that ``fully_shard`` was applied to, in place: its names and structure are still the user's.
+
+    FSDP2 leaves the weights of the outermost unit gathered after a forward pass, for the backward pass that will follow.
+    If none does, it would compute with them again after they have changed; so they are freed in time.
+
+    Args:
+        module: the user's module, maybe in wrappers.
+        units: what is gathered and freed as one.
+        watch: of the parameters that FSDP2 cannot cut, which stay whole.
+    """
+
+    releases_weights = True  # after the backward pass of a unit: no pass may come in parts
+
+    def __init__(self, module: nn.Module, units: Sequence[nn.Module], watch: GradientWatch | None) -> None:
+        super().__init__(module)
+        self._units: tuple[Any, ...] = tuple(units)
+        self._watch = watch
+        self._gathered = False
+        self._remember()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._gathered and not torch.compiler.is_compiling():
+            self.reshard()  # the module inside may have been called by itself
+            self.check_parameters()
+        self._gathered = True
+        result = super().forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return result
+
+    def reshard(self) -> None:
+        """Keep nothing but this rank's part of every weight."""
+        for unit in self._units:
+            unit.reshard()
+        self._gathered = False
+
+    def check_parameters(self) -> None:
+        """Refuse weights that the user has replaced by others; nothing is gathered now."""
+        for module, name, p in self._places:
+            if module._parameters.get(name) is not p:
+                full = next(
+                    f"{path}.{name}" for path, child in self.unwrap().named_modules() if child is module
+                )
+                raise RuntimeError(
+                    f"the parameter {full.lstrip('.')!r} was replaced by another after boost, but TorchFSDPPlugin computes with"
+                    " the one that it has cut; change its values (p.copy_, p.data = ..., load_state_dict), or replace it"
+                    " before boost"
+                )
+
+    def holds(self, p: Tensor) -> bool:
+        """Whether ``p`` is a parameter that the model had at boost."""
+        return id(p) in self._held
+
+    def _remember(self) -> None:
+        self._places = [
+            (module, name, p)
+            for module in self.unwrap().modules()
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
+        self._held = {id(p) for _, _, p in self._places}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        root: Any = self.unwrap()
+        root.set_requires_gradient_sync(False)
+        if self._watch is not None:
+            self._watch.no_sync_depth += 1
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+            if self._watch is not None:
+                self._watch.no_sync_depth -= 1
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load; each rank takes its part of values that are whole."""
+        from colossalai.booster.plugin.fsdp_parameter import cut_like
+
+        own: dict[str, Any] = dict(self.unwrap().named_parameters(remove_duplicate=False))
+        cut = {
+            name: cut_like(p, value)
+            for name, value in state_dict.items()
+            if hasattr(p := own.get(name, value), "placements")
+            and isinstance(value, Tensor)
+            and value.shape == p.shape
+        }
+        self.reshard()
+        result = super().load_state_dict({**state_dict, **cut}, *args, **kwargs)
+        self._remember()  # assign=True puts others in their places, which FSDP2 knows of
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if not ismethod(found) or hasattr(nn.Module, name):
+            return found
+
+        @wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return found(*args, **kwargs)
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"model.{name}(...) computes with weights that are cut: TorchFSDPPlugin gathers them for model(...) only. Call"
+                    " torch.distributed.fsdp.register_fsdp_forward_method(model.unwrap(),"
+                    f" {name!r}) once after boost, or compute in forward"
+                ) from error
+
+        return method
+
+
+class TorchFSDPOptimizer(OptimizerWrapper):
+    """An optimizer of parameters that are ``DTensor``; it may be wrapped by a mixed precision already."""
+
+    def __init__(self, optim: Optimizer, model: TorchFSDPModel) -> None:
+        super().__init__(optim)
+        self._model = model
+
+    @property
+    def averages_gradients(self) -> bool:
+        return True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            self._check_groups()
+        except RuntimeError:
+            del self.param_groups[-1]
+            raise
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self._model.reshard()  # what is gathered would not change with the parts
+        self._model.check_parameters()
+        self._check_groups()
+        return self.optim.step(*args, **kwargs)
+
+    @torch.no_grad()
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        check_clip_value(clip_value)
+        self.unscale_grad()
+        for p in self.parameters():
+            if p.grad is not None:
+                own_part(p.grad).clamp_(-clip_value, clip_value)
+
+    def _check_groups(self) -> None:
+        for p in self.parameters():
+            if not self._model.holds(p):
+                raise RuntimeError(
+                    f"the optimizer got a parameter of shape {tuple(p.shape)} that was not in the model at boost, so TorchFSDPPlugin"
+                    " neither cuts it nor averages its gradient; put it into the model before boost"
+                )

@@ -1,0 +1,84 @@
+"""``CutParameter``: a parameter under FSDP2, on which nothing that a user does is lost without a word.
+
+torch takes 2 seconds to import ``DTensor``, so this module is imported by the functions that need it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+class CutParameter(DTensor):
+    """A ``DTensor`` that takes ``p.data = values`` and refuses hooks that FSDP2 never calls.
+
+    FSDP2 computes with whole weights of its own, so autograd never sees this parameter.
+    """
+
+    @property
+    def data(self) -> Any:
+        return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        # on a DTensor the setter of torch has no effect at all
+        if values.shape != self.shape or values.dtype != self.dtype:
+            raise RuntimeError(
+                f"p.data = ... of a parameter of shape {tuple(self.shape)} and {self.dtype} under TorchFSDPPlugin needs values of"
+                f" the same shape and dtype, got {tuple(values.shape)} and {values.dtype}"
+            )
+        with torch.no_grad():
+            self._local_tensor.copy_(cut_like(self, values)._local_tensor)
+
+    def register_hook(self, hook: Any) -> Any:
+        raise RuntimeError(
+            f"register_hook on a parameter of shape {tuple(self.shape)} under TorchFSDPPlugin would never be called: autograd"
+            " sees the gathered weight. Use register_post_accumulate_grad_hook, which finds the averaged gradient in p.grad"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            copied = self.detach().clone()
+            copied.requires_grad_(self.requires_grad)
+            if self.grad is not None:
+                copied.grad = self.grad.detach().clone()
+            memo[id(self)] = _as_parameter(copied)
+        return memo[id(self)]
+
+
+def _as_parameter(tensor: Any) -> Any:
+    tensor.__class__ = CutParameter
+    tensor._is_param = True
+    return tensor
+
+
+def cut_like(param: Any, values: Any) -> DTensor:
+    """``values``, whole on every rank or cut already, cut as ``param`` is."""
+    if isinstance(values, DTensor):
+        same = (values.device_mesh, values.placements) == (param.device_mesh, param.placements)
+        return values if same else values.redistribute(param.device_mesh, param.placements)
+    return distribute_tensor(
+        values.to(param.device_mesh.device_type), param.device_mesh, param.placements, src_data_rank=None
+    )
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Refuse hooks that would be lost."""
+    for name, p in module.named_parameters():
+        if p._backward_hooks:
+            raise ValueError(
+                f"the parameter {name!r} has a hook of register_hook, which TorchFSDPPlugin cannot call: autograd sees the"
+                " gathered weight. Use register_post_accumulate_grad_hook, which finds the averaged gradient in p.grad"
+            )
+
+
+def guard(old: nn.Parameter, new: Any) -> None:
+    """Make ``new``, by which FSDP2 has replaced ``old``, a ``CutParameter`` with the hooks of ``old``."""
+    new.__class__ = CutParameter
+    if hooks := getattr(old, "_post_accumulate_grad_hooks", None):
+        new._post_accumulate_grad_hooks = (
+            hooks  # the same object: the handles that the user has still remove them
+        )
