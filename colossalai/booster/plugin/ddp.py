@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from colossalai.booster.plugin.dp import DPPluginBase, check_backend, share_values, start_alike
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alike
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
 from colossalai.logging import get_dist_logger
@@ -37,7 +37,6 @@ class TorchDDPModel(ModelWrapper):
         super().__init__(module)
         self.watch: GradientWatch | None = None  # of several replicas
         self._in_pipeline = False
-        self._group, self._shares_buffers = process_group, options.get(BUFFERS, True)
         ddp = None
         if any(p.requires_grad for p in module.parameters()):
             self.module = ddp = DistributedDataParallel(module, process_group=process_group, **options)
@@ -51,7 +50,7 @@ class TorchDDPModel(ModelWrapper):
                 [p for name, p in module.named_parameters() if name not in ignored],
                 process_group or everyone,
                 ddp=ddp,
-                broadcast_buffers=self._shares_buffers,
+                broadcast_buffers=options.get(BUFFERS, True),
             )
 
     def unwrap(self) -> nn.Module:
@@ -70,8 +69,8 @@ class TorchDDPModel(ModelWrapper):
         DDP averages after every backward pass, and wants all gradients from each.  A step of a pipeline has a pass for every
         micro-batch and chunk, and some schedules do it in two halves.
         """
-        if self._shares_buffers:
-            share_values(self.buffers(), self._group)
+        if self.watch is not None:
+            self.watch.share_buffers()
         self._in_pipeline = True
         try:
             with self.no_sync():

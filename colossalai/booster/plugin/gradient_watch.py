@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from colossalai.booster.plugin.dp import share_values
 from colossalai.interface.nest import tensors
 from colossalai.logging import get_dist_logger
 from colossalai.utils.bucket import bucket_allreduce
@@ -103,7 +104,7 @@ class GradientWatch:
         for p in params:
             if not self.knows(p):
                 self._add(p)
-                dist.broadcast(p.detach(), group=self._group, group_src=0)
+                share_values([p], self._group)
 
     def all_averaged(self) -> None:
         """Somebody else has averaged all gradients."""
@@ -194,11 +195,14 @@ class GradientWatch:
         params = [p for i in late.nonzero().flatten().tolist() if (p := self._params[i]()) is not None]
         self._tell(params)
         bucket_allreduce(params, self._group)
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Take the buffers of the first replica, if that is wanted."""
         model = self._model()
         if self._broadcast_buffers and model is not None:
-            for buffer in model.buffers():
-                # not detach(): the graph may be needed once more, and holds these buffers
-                dist.broadcast(buffer.data, group=self._group, group_src=0)
+            # not detach(): the graph may be needed once more, and holds these buffers
+            share_values((buffer.data for buffer in model.buffers()), self._group)
 
     def _group_of_words(self) -> dist.ProcessGroup:
         """A group of its own, so that a rank which is alone in this waits here and does not meet DDP's messages."""
