@@ -4,13 +4,7 @@ A small update of a large fp16 weight is rounded away.  So the optimizer holds a
 master, in the place that the weight had in its parameter group; the optimizer steps the master, and the weight is the
 master rounded.  Groups, their options and learning-rate schedulers do not notice.
 
-[Note: weights that others change]
-Somebody else may write to the weights: ``load_state_dict``, or ``DistributedDataParallel``, which gives every rank the
-values of rank 0.  torch counts changes of a tensor, so a weight that changed since we wrote it is compared with its
-master, and where the two differ, the weight is right.  Where the weight is the rounded master, the master is kept: after
-loading a model and its optimizer, in any order, the masters are those that were saved.  This happens before a step and
-before saving, so the model decides what the weights are, and masters only add digits.
-
+Somebody else may write to the weights: see [Note: which weights count] in ``colossalai.nn.optimizer.digits``.
 The digits that a model had before it was rounded are kept only if nobody writes to it before the first step: replicas
 that began with different weights and got those of rank 0 must not differ in the digits that only rank 0 has.
 """
@@ -26,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.amp._compat import changes, copy_all
+from colossalai.nn.optimizer.digits import renew_
 from colossalai.utils import copy_tensor_parallel_attributes
 
 HALF = (torch.float16, torch.bfloat16)
@@ -86,14 +81,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def follow_changes(self) -> None:
-        """Bring to the masters what others wrote to the weights [Note: weights that others change]."""
+        """Bring to the masters what others wrote to the weights [Note: which weights count]."""
         for pair in self._pairs:
             if changes(pair.weight) != pair.seen:
-                value = pair.weight.float()
                 if pair.begun:
-                    same = pair.master.to(pair.weight.dtype) == pair.weight
-                    value = torch.where(same, pair.master, value)
-                pair.master.copy_(value)
+                    renew_(pair.master, pair.weight)
+                else:
+                    pair.master.copy_(pair.weight)
                 pair.seen = changes(pair.weight)
 
     @torch.no_grad()
@@ -131,10 +125,10 @@ class MasterWeights:
             own = numbered[int(index)]
             if id(own) in owned:  # a weight that needs no master here is the model's affair
                 own.copy_(value)
-        self.note_load()
+        self.weights_loaded()
 
-    def note_load(self) -> None:
-        """The masters were loaded: compare them with the weights, which may be loaded before or after."""
+    def weights_loaded(self) -> None:
+        """Masters or weights were loaded: compare them, before the next step."""
         for pair in self._pairs:
             pair.seen, pair.begun = -1, True
 

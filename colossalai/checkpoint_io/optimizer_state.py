@@ -304,6 +304,7 @@ class OptimizerState:
             self.raw.states_replaced()
         if isinstance(self.optimizer, OptimizerWrapper):
             self.optimizer.load_other_state(decode(said["other"], self.section))
+            self.optimizer.weights_loaded()
 
 
 def _holdings(optimizer: Optimizer) -> list[Holding]:

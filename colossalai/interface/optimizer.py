@@ -157,6 +157,15 @@ class OptimizerWrapper(Optimizer):
         if isinstance(self.optim, OptimizerWrapper):
             self.optim.load_other_state(state)
 
+    def weights_loaded(self) -> None:
+        """A checkpoint has written to weights of the model, or to states and masters where ``holdings`` said they are.
+
+        torch has not counted this as a change of these tensors.  A plan that keeps a weight in two places compares them, and the model's
+        counts.
+        """
+        if isinstance(self.optim, OptimizerWrapper):
+            self.optim.weights_loaded()
+
     # What torch calls.  The base class defines these, so __getattr__ would never be asked for them.
 
     @property

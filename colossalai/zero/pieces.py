@@ -125,7 +125,7 @@ class Piece:
     rank: int
     weight: Tensor
     value: nn.Parameter
-    seen: int  # changes of ``param`` when ``value`` last agreed with it
+    seen: int  # changes of ``param`` when ``value`` last agreed with it; -1 to compare them
 
     @property
     def start(self) -> int:
@@ -218,7 +218,9 @@ def piece_of(
     """
     if 0 < weight.numel() == param.numel():
         weight = weight.view(param.shape)
-    value = weight.detach()
+    value = (
+        weight.data
+    )  # with a counter of changes of its own, see [Note: which weights count] in nn.optimizer.digits
     if home is not None:
         start, end = layout.piece(index, rank)
         begin = layout.offsets[index] + start - layout.bounds(rank)[0]

@@ -34,6 +34,7 @@ from colossalai.mesh import Layout, Mesh, grad_norm, place, placement
 from colossalai.mesh._compat import multiply_all
 from colossalai.mesh.norm import check_clipping, clip_factor
 from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
+from colossalai.nn.optimizer.digits import renew_
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.utils.optimizer_state import check_state
 from colossalai.zero.pieces import Piece
@@ -255,7 +256,7 @@ class ShardedOptimizer(ScaledOptimizer):
 
     @torch.no_grad()
     def follow_changes(self) -> None:
-        """Bring to the pieces what others wrote to the weights; see the note in ``colossalai.amp.master_weights``."""
+        """Bring to the pieces what others wrote to the weights; see [Note: which weights count] in ``nn.optimizer.digits``."""
         for piece in self.pieces:
             now = changes(piece.param)
             if now == piece.seen:
@@ -265,11 +266,13 @@ class ShardedOptimizer(ScaledOptimizer):
                 continue
             if piece.is_shared:
                 increment_version(piece.value)  # the optimizer looks whether its parameter has changed
-                continue
-            weight = piece.weight.to(piece.value.device)
-            same = piece.value.to(weight.dtype) == weight
-            if not bool(same.all()):
-                piece.value.copy_(torch.where(same, piece.value, weight.to(piece.value.dtype)))
+            else:
+                renew_(piece.value, piece.weight)
+
+    def weights_loaded(self) -> None:
+        super().weights_loaded()
+        for piece in self.pieces:
+            piece.seen = -1
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop all gradients, those of the model's parameters too."""
@@ -358,7 +361,7 @@ class ShardedOptimizer(ScaledOptimizer):
         for number, piece in self._numbered.items():
             if number in masters and needs_masters(self.unwrap(), piece.param.dtype) and not piece.is_empty:
                 piece.value.copy_(piece.fit(masters[number]))
-            piece.seen = -1  # compare with the weights, which may be loaded before or after
+        self.weights_loaded()  # the weights themselves may be loaded before or after
 
 
 def _renumbered(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -190,10 +190,10 @@ class FP16Optimizer(ScaledOptimizer):
         weights = self.masters.weights_by_master() if self.masters else {}
         return [Holding(weights.get(p, p), p) for p in self.parameters()]
 
-    def load_other_state(self, state: dict[str, Any]) -> None:
-        super().load_other_state(state)
+    def weights_loaded(self) -> None:
+        super().weights_loaded()
         if self.masters:
-            self.masters.note_load()
+            self.masters.weights_loaded()
 
     def trained_parameters(self) -> list[Tensor]:
         weights = self.masters.weights_by_master() if self.masters else {}

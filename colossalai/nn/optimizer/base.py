@@ -5,11 +5,8 @@ precision and would be lost.  The kernel writes the rounded weights into the par
 too.  The optimizer's state holds the float32 weights as ``master``, or, where the parameter is bfloat16 and the optimizer
 ``splits``, the 16 bits that the parameter lacks as ``tail`` (see ``colossalai.kernel.split``).
 
-[Note: weights that others change]
-Somebody else may write into a parameter between two steps, as loading a model does.  torch counts changes of a tensor; where a
-parameter has changed, it is right, and its master starts again from it.  A checkpoint holds masters, never tails.  A loaded
-master waits until the next step, because the model may be loaded after the optimizer, and then counts where the parameter
-is that master rounded.
+Somebody else may write into a parameter between two steps, as loading a model does: see [Note: which weights count] in
+``colossalai.nn.optimizer.digits``.
 
 Parameters that are cut over ranks (``DTensor``) are updated in their local parts, if the update is element by element.
 """
@@ -31,6 +28,7 @@ from torch.optim import Optimizer
 from colossalai.kernel import private
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
+from colossalai.nn.optimizer.digits import renew_
 from colossalai.utils.away import fetched, is_away
 from colossalai.utils.optimizer_state import check_state
 
@@ -197,7 +195,7 @@ class MultiTensorOptimizer(Optimizer):
         return "tail" if self.splits and parameter.dtype == torch.bfloat16 else "master"
 
     def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Bring the float32 weights in line with a parameter that others changed [Note: weights that others change]."""
+        """Bring the float32 weights in line with a parameter that others changed [Note: which weights count]."""
         has_changed = self.versions.get(parameter) != parameter._version
         now = local(parameter.detach())
         if self.extra(parameter) == "tail":
@@ -282,7 +280,8 @@ class MultiTensorOptimizer(Optimizer):
         return {name: partial(fetched, v) if is_away(v) else v for name, v in state.items()}
 
     def states_replaced(self) -> None:
-        """Somebody has put other states into ``state``, as a checkpoint does."""
+        """A checkpoint has put other states into ``state``, and maybe other values into parameters."""
+        self.versions.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles."""
@@ -315,11 +314,6 @@ class MultiTensorOptimizer(Optimizer):
 
 def _indices(param_groups: list[dict[str, Any]]) -> list[int]:
     return [index for group in param_groups for index in group["params"]]
-
-
-def renew_(master: Tensor, now: Tensor) -> None:
-    """Start a master again where it is not what ``now`` was rounded from."""
-    master.copy_(torch.where(master.to(now.dtype) == now, master, now.to(master.dtype)))
 
 
 def wide(parameter: Tensor) -> torch.dtype:

@@ -23,7 +23,8 @@ from torch import Tensor
 from colossalai.kernel import private
 from colossalai.kernel.lists import covers_its_memory, row
 from colossalai.kernel.split import join
-from colossalai.nn.optimizer.base import HALVES, Bucket, MultiTensorOptimizer, local, renew_, wide
+from colossalai.nn.optimizer.base import HALVES, Bucket, MultiTensorOptimizer, local, wide
+from colossalai.nn.optimizer.digits import renew_
 from colossalai.nn.optimizer.offload import Offload
 from colossalai.nn.optimizer.slots import Extent, Fields, Slot, begin
 from colossalai.utils.disk import aligned_empty
@@ -267,6 +268,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
         self.states_replaced()
 
     def states_replaced(self) -> None:
+        super().states_replaced()
         if (offload := self._offload) is None:
             return
         offload.clear()
@@ -301,7 +303,7 @@ def _laid_out(tensor: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> T
 
 
 def _follow(weight: Tensor, states: dict[str, Tensor], was_filled: bool) -> None:
-    """See [Note: weights that others change] in ``base``; a tail that was just filled is in line already."""
+    """See [Note: which weights count] in ``digits``; a tail that was just filled is in line already."""
     if "master" in states:
         renew_(states["master"], weight)
     elif was_filled:

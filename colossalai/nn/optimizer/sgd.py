@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from colossalai.kernel.sgd import SgdLists, SgdOptions, sgd_
 from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_rates
@@ -43,12 +43,16 @@ class FusedSGD(MultiTensorOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # torch.optim.SGD does not count steps, but there has been one if there is a momentum
         for parameter, state in list(self.state.items()):
             if state.get("momentum_buffer", 0) is None:
                 del self.state[parameter]
-            else:
-                state.setdefault("step", torch.tensor(1.0))
+
+    def start(self, parameter: Tensor, state: dict[str, Any], names: Iterable[str]) -> None:
+        # torch.optim.SGD does not count steps, but there has been one if there is a momentum
+        is_loaded = "momentum_buffer" in state
+        super().start(parameter, state, names)
+        if is_loaded and "step" in names:
+            state["step"] += 1
 
     def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
         lists = SgdLists(

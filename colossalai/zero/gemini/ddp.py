@@ -262,10 +262,7 @@ class ZeroDDP(ModelWrapper):
                 found.append(Holding(slot.param, chunk.shard[:0] if own is None else own, start, end))
         return found
 
-    @torch.no_grad()
     def weights_loaded(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.weights_loaded()
         self.gemini_manager.drop_all()
 
     def sharded_state_dict(self) -> dict[str, Any]:

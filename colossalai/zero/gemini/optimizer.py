@@ -145,8 +145,9 @@ class GeminiOptimizer(ShardedOptimizer):
             return  # other ranks may have the missing ones: known at the end
         if self._trials is not None and not self._expects_good:
             return
-        if self._early_options is None:
+        if self._early_options is None:  # the first of this step
             self._early_options = options_of(self.optim)
+            self.follow_changes()
         if self._trials is not None:
             self._trials.begin(chunk, self._early_options, self._good_factor())
             return
@@ -327,13 +328,6 @@ class GeminiOptimizer(ShardedOptimizer):
         self.take_back()
         self.manager.worker.wait_all()
 
-    @torch.no_grad()
-    def weights_loaded(self) -> None:
-        """Weights were written at their homes: pieces that are copies, and no masters, take them."""
-        for piece in self.pieces:
-            if not piece.is_shared and not piece.is_empty and piece.value.dtype == piece.weight.dtype:
-                piece.value.copy_(piece.weight)
-
     def load_states(self, state_dict: dict[str, Any], states: dict[int, Any]) -> None:
         """One chunk after the other, each to where its states rest, so that memory holds no more than it may."""
         strangers = {n: state for n, state in states.items() if n not in self._numbered}
@@ -372,22 +366,16 @@ class GeminiOptimizer(ShardedOptimizer):
             rests.put(chunk, weights)
         self._accounts.count(chunk)
 
-    def follow_changes(self) -> None:
-        """Nothing: whoever changes weights at their home changes the pieces too (``write``)."""
-
     @torch.no_grad()
     def write(self, slot: Slot, part: Tensor) -> bool:
-        """Give the piece of ``slot`` other values, where there is one."""
+        """Give the weights of ``slot`` other values at their home, where the optimizer has a piece of them."""
         chunk = self.chunks.get_chunk(slot.param)
         piece = next((m.piece for m in self._members.of(chunk) if m.slot is slot), None)
         if piece is None or piece.is_empty:
             return False
         buffer = None if self._resting is None else self._resting.bring(chunk)
-        with self._second.steady(p for p in self._members.pieces(chunk) if p is not piece):
-            piece.value.copy_(part.view(piece.value.shape))
-            if not piece.is_shared:
-                piece.weight.copy_(part.view(piece.weight.shape))
-            self._second.was_written(piece)
+        piece.weight.copy_(part.view(piece.weight.shape))
+        piece.seen = -1
         if self._resting is not None:
             self._resting.put(chunk, buffer)
         return True

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from colossalai.kernel.kept import Kept
@@ -96,19 +95,11 @@ class Second:
 
     @contextmanager
     def steady(self, pieces: Iterable[Piece]) -> Iterator[None]:
-        """Inside, we write to some pieces of a chunk, and the digits of ``pieces`` stay with their weights.
-
-        The pieces of a chunk are parts of one tensor, so a change of one counts as a change of all.
-        """
+        """Inside, we write weights together with their digits, so those of ``pieces`` stay with their weights."""
         followed = [piece for piece in pieces if self.is_followed(piece)]
         yield
         for piece in followed:
             self.follows(self.twins[piece])
-
-    def was_written(self, piece: Piece) -> None:
-        """Somebody gave ``piece`` other values."""
-        if piece in self.twins:
-            increment_version(self.twins[piece])  # our optimizers look whether a parameter has changed
 
     # The step
 

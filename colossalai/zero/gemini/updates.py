@@ -76,8 +76,7 @@ class Updates:
     ) -> None:
         """Update ``chunk`` now; ``shard`` has the gradients of ``used``.  What was before goes to ``kept``."""
         self.manager.timeline.note("update", chunk)
-        with self.second.steady(self.members.pieces(chunk)):
-            self._apply(chunk, shard, self._used_members(chunk, used), options, factor, kept)
+        self._apply(chunk, shard, self._used_members(chunk, used), options, factor, kept)
         self.accounts.count(chunk)
         self.manager.timeline.note("updated", chunk)
 

@@ -425,3 +425,17 @@ def test_a_model_on_the_gpu_as_on_the_cpu(name: str, dtype: torch.dtype) -> None
             optimizer.step()
         results.append([optimizer.master(p).detach().cpu() for p in twin])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_sgd_goes_on_with_a_momentum_that_torch_did_not_count() -> None:
+    """torch.optim.SGD has no count of steps; a state of a parameter that was never stepped gets none either."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    idle = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = optim.FusedSGD([weight, idle], lr=1.0, momentum=0.5, dampening=0.5)
+    optimizer.state[weight] = {"momentum_buffer": torch.full((3,), 4.0)}  # as booster.load puts it there
+    optimizer.state[idle] = {"master": torch.ones(2)}
+    optimizer.load_state_dict(optimizer.state_dict())
+    weight.grad = torch.full((3,), 2.0)
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.full((3,), 1.0 - (0.5 * 4.0 + 0.5 * 2.0)))
+    assert "step" not in optimizer.state[idle]
