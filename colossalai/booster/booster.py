@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from colossalai.booster.accelerator import Accelerator
-from colossalai.booster.mixed_precision import PRECISIONS, MixedPrecision, mixed_precision_factory
+from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory, precision_name
 from colossalai.booster.pipelines import Pipelines
 from colossalai.booster.plugin import Plugin
 from colossalai.booster.runs import Runs
@@ -110,14 +110,10 @@ class Booster:
         if precision is None:
             return None
         if plugin is not None and plugin.control_precision():
-            warnings.warn(
-                f"{type(plugin).__name__} controls the precision; mixed_precision={precision!r} has no effect",
-                stacklevel=3,
-            )
+            plugin.take_precision(precision)
             return None
         chosen = precision if isinstance(precision, MixedPrecision) else mixed_precision_factory(precision)
-        # a precision of the user's own has no name, and is the user's affair
-        name = next((name for name, kind in PRECISIONS.items() if type(chosen) is kind), None)
+        name = precision_name(chosen)  # a precision of the user's own has no name, and is the user's affair
         if plugin is not None and name is not None and name not in plugin.supported_precisions():
             raise ValueError(
                 f"{type(plugin).__name__} does not support mixed_precision={name!r}, only"

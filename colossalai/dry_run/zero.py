@@ -55,7 +55,7 @@ def zero_plan(zero: Mapping[str, Any]) -> ZeroPlan:
         raise ConfigException(
             f"a dry run knows zero.model_config.tensor_placement_policy {' and '.join(map(repr, POLICIES))}, got {policy!r}"
         )
-    may_be_bad = options["max_norm"] or options["precision"] == "fp16"
+    may_be_bad = options["max_norm"] or options["precision"] in (None, "fp16")
     on_trial = options["update_in_backward"] and may_be_bad
     return ZeroPlan(level, policy == "cpu", options["undo_ratio"] if on_trial else 0.0)
 

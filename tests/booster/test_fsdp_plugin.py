@@ -93,8 +93,11 @@ def _arguments(rank: int, world_size: int, port: int) -> None:
     assert plugin.options.offload
     assert plugin.options.precision == fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     assert plugin.control_precision()
-    with pytest.warns(UserWarning, match="TorchFSDPPlugin controls the precision"):
-        Booster("cpu", "bf16", plugin)
+    assert Booster("cpu", "bf16", plugin).mixed_precision is None  # they say the same
+    with pytest.raises(
+        ValueError, match=r"given mixed_precision=.*bfloat16.* the Booster mixed_precision='fp16'"
+    ):
+        Booster("cpu", "fp16", plugin)
     with pytest.raises(
         ValueError, match="TorchFSDPPlugin does not support mixed_precision='fp16', only bf16"
     ):

@@ -167,8 +167,6 @@ def check_refusals(rank: int, world_size: int, port: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             LowLevelZeroPlugin(**options)
-    with pytest.warns(UserWarning, match="controls the precision"):
-        Booster(device="cpu", mixed_precision="fp16", plugin=LowLevelZeroPlugin())
     model = Booster(device="cpu", plugin=TorchDDPPlugin()).boost(nn.Linear(2, 2)).model
     with pytest.raises(TypeError, match="no_sync needs the model"):
         LowLevelZeroPlugin().no_sync(model)

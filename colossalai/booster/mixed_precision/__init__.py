@@ -28,6 +28,18 @@ def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
     return PRECISIONS[mixed_precision_type]()
 
 
+def precision_name(precision: MixedPrecision | str) -> str | None:
+    """The name of a mixed precision; None for one of the user's own."""
+    if isinstance(precision, str):
+        return precision
+    return next((name for name, kind in PRECISIONS.items() if type(precision) is kind), None)
+
+
+def is_plain(precision: MixedPrecision | str) -> bool:
+    """Whether a mixed precision has the options of its name, and no others."""
+    return isinstance(precision, str) or vars(precision) == vars(type(precision)())
+
+
 __all__ = [
     "PRECISIONS",
     "BF16MixedPrecision",
@@ -36,5 +48,7 @@ __all__ = [
     "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
     "MixedPrecision",
+    "is_plain",
     "mixed_precision_factory",
+    "precision_name",
 ]

@@ -6,6 +6,7 @@ booster uses its own device placement, mixed precision or checkpoint IO.  ``conf
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from colossalai.booster.mixed_precision import MixedPrecision
 from colossalai.checkpoint_io import CheckpointIO
 
 Configured = tuple[
@@ -37,6 +39,13 @@ class Plugin(ABC):
     @abstractmethod
     def control_precision(self) -> bool:
         """Whether the plan does mixed precision itself; else the booster applies its own before ``configure``."""
+
+    def take_precision(self, precision: MixedPrecision | str) -> None:
+        """The booster was given ``precision``, and the plan controls it: take it, or refuse it.  By default it is left alone."""
+        warnings.warn(
+            f"{type(self).__name__} controls the precision; mixed_precision={precision!r} has no effect",
+            stacklevel=4,
+        )
 
     @abstractmethod
     def control_device(self) -> bool:

@@ -56,7 +56,7 @@ class TorchFSDPPlugin(DPPluginBase):
             ``ModuleList``.
         backward_prefetch: ``BACKWARD_PRE`` is what FSDP2 does; others are refused.
         mixed_precision: a ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``) to gather weights and compute in;
-            then the booster's own ``mixed_precision`` has no effect.
+            the booster takes no other ``mixed_precision`` then.
         ignored_modules: modules whose parameters stay whole, and whose gradients nobody averages.
         param_init_fn: refused, as the weights must have their values before ``boost``.
         sync_module_states: take the weights and buffers of rank 0.  Without it, ranks that do not start alike are an
@@ -99,6 +99,13 @@ class TorchFSDPPlugin(DPPluginBase):
 
     def control_precision(self) -> bool:
         return self.options.precision is not None
+
+    def take_precision(self, precision: Any) -> None:
+        if not (precision == "bf16" and self.options.precision.param_dtype is torch.bfloat16):
+            raise ValueError(
+                f"TorchFSDPPlugin was given mixed_precision={self.options.precision}, and the Booster mixed_precision={precision!r};"
+                " leave one of them out"
+            )
 
     def get_checkpoint_io(self) -> CheckpointIO:
         group = self._process_group

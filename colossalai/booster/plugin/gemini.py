@@ -34,7 +34,7 @@ class GeminiPlugin(OwnPrecisionPlugin):
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss scale of fp16.
         max_norm, norm_type: the largest norm of all gradients, 0 does not clip; and which norm.
         verbose: tell the chunk size, and changes of the loss scale.
-        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``, of weights, gradients and operations.
+        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``, of weights, gradients and operations; by default the booster's, or fp16.
         update_in_backward: update chunks on the host while the backward pass goes on; with ``max_norm`` and in fp16 on trial.
         undo_ratio: the share of the weights and states on the host that it may hold twice, to take such updates back.
         compute_capacity, host_capacity: bytes that model data may take of the device and of the host.
@@ -69,7 +69,7 @@ class GeminiPlugin(OwnPrecisionPlugin):
         norm_type: float = 2.0,
         verbose: bool = False,
         *,
-        precision: str = "fp16",
+        precision: str | None = None,
         update_in_backward: bool = False,
         undo_ratio: float = UNDO_RATIO,
         compute_capacity: int | None = None,
@@ -105,7 +105,6 @@ class GeminiPlugin(OwnPrecisionPlugin):
             "min_chunk_size_mb": min_chunk_size_mb,
             "memstats": memstats,
             "verbose": verbose and self.rank == 0,
-            "dtype": self.dtype,
             "compute_capacity": compute_capacity,
             "host_capacity": host_capacity,
             "prefetch": prefetch,
@@ -129,7 +128,7 @@ class GeminiPlugin(OwnPrecisionPlugin):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         check_backend(self.device)
-        boosted = GeminiDDP(model, **self.model_options)
+        boosted = GeminiDDP(model, dtype=self.dtype, **self.model_options)
         if optimizer is not None:
             raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
             optimizer = GeminiOptimizer(raw, boosted, **self.optimizer_options)

@@ -56,8 +56,8 @@ class LowLevelZeroPlugin(OwnPrecisionPlugin):
 
     Args:
         stage: 1 or 2.
-        precision: ``'fp16'``, ``'bf16'`` or ``'fp32'``, of weights, gradients and operations.  Optimizers keep the
-            digits that half precision lacks.
+        precision: ``'fp16'``, ``'bf16'`` or ``'fp32'``, of weights, gradients and operations; by default the booster's, or
+            fp16.  Optimizers keep the digits that half precision lacks.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss
             scale of ``'fp16'``.
         max_norm: the largest norm of all gradients; 0 does not clip.
@@ -76,7 +76,7 @@ class LowLevelZeroPlugin(OwnPrecisionPlugin):
     def __init__(
         self,
         stage: int = 1,
-        precision: str = "fp16",
+        precision: str | None = None,
         initial_scale: float = 2**16,
         min_scale: float = 1,
         growth_factor: float = 2,

@@ -8,35 +8,66 @@ import torch
 import torch.distributed as dist
 
 from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
+from colossalai.booster.mixed_precision import MixedPrecision, is_plain, precision_name
 from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.mesh.norm import check_clipping
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+DEFAULT = "fp16"
+
+
 class OwnPrecisionPlugin(DPPluginBase):
-    """A plan with a precision of its own: ``precision`` is its name, ``dtype`` that of weights, gradients and operations."""
+    """A plan with a precision of its own: ``precision`` is its name, ``dtype`` that of weights, gradients and operations.
+
+    It is the one that the plugin was given, or else the one that the booster was given, or else fp16.
+    """
 
     def __init__(
         self,
-        precision: str,
+        precision: str | None,
         max_norm: float,
         norm_type: float,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
-        if precision not in DTYPES:
+        if precision is not None and precision not in DTYPES:
             raise ValueError(
                 f"{type(self).__name__} needs precision as one of {', '.join(DTYPES)}, got {precision!r}"
             )
         check_clipping(max_norm, norm_type)
-        self.precision, self.dtype = precision, DTYPES[precision]
+        self._given = precision
+        self.precision = precision or DEFAULT
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
 
     def supported_precisions(self) -> list[str]:
         return list(DTYPES)
 
     def control_precision(self) -> bool:
         return True
+
+    def take_precision(self, precision: MixedPrecision | str) -> None:
+        name = precision_name(precision)
+        who = type(self).__name__
+        if name not in DTYPES:
+            raise ValueError(
+                f"{who} does its own mixed precision, and does not support mixed_precision={name or precision!r}, only"
+                f" {', '.join(DTYPES)}"
+            )
+        if not is_plain(precision):
+            raise ValueError(
+                f"{who} does its own mixed precision, so options of {type(precision).__name__} would have no effect; pass"
+                f" mixed_precision={name!r}, and options such as initial_scale to the plugin"
+            )
+        if self._given not in (None, name):
+            raise ValueError(
+                f"{who} was given precision={self._given!r}, and the Booster mixed_precision={name!r}; leave one of them out"
+            )
+        self._given = self.precision = name
 
 
 def loss_scale(
