@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossalai.mesh.collectives import Pending
+from colossalai.mesh.first_order import check_first_order
 from colossalai.mesh.mesh import Mesh
 from colossalai.mesh.movement import move, start_move
 from colossalai.mesh.plan import MatmulPlan, Order, Stored
@@ -40,6 +41,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("a product")
         (x, w), p, mesh, stored = ctx.saved_tensors, ctx.plan, ctx.mesh, ctx.stored
         db = dw = None
         finish_dx: Pending | None = None

@@ -207,7 +207,8 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return move(grad, *ctx.route), None, None, None, None
+        # with create_graph=True the gradient has a gradient
+        return redistribute(grad, *ctx.route), None, None, None, None
 
 
 def redistribute(

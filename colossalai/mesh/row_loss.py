@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import colossalai.mesh.collectives as collectives
+from colossalai.mesh.first_order import check_first_order
 from colossalai.mesh.layout import local_range
 from colossalai.mesh.mesh import Axes, Mesh
 
@@ -68,6 +69,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        check_first_order("a loss of scores")
         (logits, norm, target), classes, smoothing = ctx.saved_tensors, ctx.classes, ctx.smoothing
         start, length = classes.range()
         grad, index = grad * (target >= 0), target - start

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import colossalai.mesh.collectives as collectives
+from colossalai.mesh.first_order import check_first_order
 from colossalai.mesh.layout import Layout, piece
 from colossalai.mesh.mesh import Mesh
 from colossalai.mesh.movement import move
@@ -109,6 +110,7 @@ class _Summa(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("a product")
         (x, w), plan, stored, mesh, panels = ctx.saved_tensors, ctx.plan, ctx.stored, ctx.mesh, ctx.panels
         dx: Tensor | None = None
         dw = db = None

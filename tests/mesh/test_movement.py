@@ -126,6 +126,23 @@ def _named_moves(rank: int, world_size: int, port: int) -> None:
     assert torch.equal(x.grad, torch.tensor([[1.0, 1.0, 10.0, 10.0, 100.0, 100.0]]))
 
 
+def _second_order(rank: int, world_size: int, port: int) -> None:
+    start(rank, world_size, port)
+    mesh = Mesh(AXES)
+    full = torch.arange(1.0, 37).reshape(6, 6)
+    for src, dst in itertools.product(all_layouts()[::3], all_layouts()[::3]):
+        if allowed(src, dst):
+            x, grad = lay_out(full, src, mesh, False), lay_out(full, dst.dual(), mesh, False)
+            y = redistribute(x.requires_grad_(), src, dst, mesh)
+            (first,) = torch.autograd.grad(y, x, grad.requires_grad_(), create_graph=True)
+            (second,) = torch.autograd.grad(first, grad, lay_out(full, src, mesh, False))
+            represents(second, dst, full, mesh, False)
+
+
+def test_the_gradient_of_a_move_has_a_gradient() -> None:
+    spawn(_second_order, 6)
+
+
 def test_named_moves() -> None:
     spawn(_named_moves, 3)
 

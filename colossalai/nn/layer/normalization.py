@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import colossalai.nn.init as init
 from colossalai.mesh import Axes, Mesh, collectives, use
+from colossalai.mesh.first_order import check_first_order
 from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.modes import TensorParallel
 
@@ -161,6 +162,7 @@ class _CutNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        check_first_order("a norm of features")
         (x_hat, scale), (axes, mesh, size, centred) = ctx.saved_tensors, ctx.how
         wide, hat = grad.float(), x_hat.float()
         along = (wide * hat).sum(-1, keepdim=True)
