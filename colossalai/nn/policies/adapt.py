@@ -43,17 +43,37 @@ class Adapted:
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return forward(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # by its parts: under the name of its class, pickle finds the class that it was made of
+        native, done = type(self), []
+        while native in _made_of:
+            native, what = _made_of[native]
+            done.append(what)
+        return _new, (native, *reversed(done)), self.__getstate__()  # type: ignore[attr-defined]
+
 
 def adapt(module: M, what: type[Adapted]) -> M:
     """Make ``module`` do ``what`` around its forward."""
-    key = type(module), what
-    if key not in _classes:
-        _classes[key] = _subclass(*key)
-    module.__class__ = _classes[key]  # type: ignore[assignment]
+    module.__class__ = _class_of(type(module), what)  # type: ignore[assignment]
     return module
 
 
+def _class_of(native: type[nn.Module], what: type[Adapted]) -> type[nn.Module]:
+    if (native, what) not in _classes:
+        made = _classes[native, what] = _subclass(native, what)
+        _made_of[made] = native, what
+    return _classes[native, what]
+
+
+def _new(native: type[nn.Module], *done: type[Adapted]) -> nn.Module:
+    """A module of the class that ``adapt`` made, without its attributes yet."""
+    for what in done:
+        native = _class_of(native, what)
+    return native.__new__(native)
+
+
 _classes: dict[tuple[type[nn.Module], type[Adapted]], type[nn.Module]] = {}
+_made_of: dict[type[Any], tuple[type[nn.Module], type[Adapted]]] = {}
 
 
 def _subclass(native: type[nn.Module], what: type[Adapted]) -> type[nn.Module]:

@@ -57,6 +57,10 @@ class StandIn(nn.Module):
         self.path, self.arrived = path, arrived
         self.__dict__["empty"] = _empty(native)  # no submodule: its parameters are none of this stage
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # without hooks: a script puts them on the module on all ranks, and they run where it is
+        return self.forward(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
