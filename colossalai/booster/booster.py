@@ -153,6 +153,7 @@ class Booster:
                 optimizer.mesh = launched_mesh()
             if lr_scheduler is not None and optimizer.skips_steps:
                 lr_scheduler = LRSchedulerWrapper(lr_scheduler, optimizer)
+        model.hand_over()
         _boosted.update(raw)
         self._runs.add(model, optimizer, lr_scheduler, dataloader)
         return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)

@@ -2,14 +2,16 @@
 
 A feature that changes how a model is *called* (autocast, gradient synchronization) puts the model inside such a
 wrapper.  Names of parameters and buffers, ``state_dict`` and unknown attributes are those of the user's module, so
-logging, checkpoints and ``model.config`` do not change when a plugin does.
+logging, checkpoints and ``model.config`` do not change when a plugin does.  What a script sets after ``boost`` is set there as
+well: an attribute of the wrapper alone is one that no forward pass reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from colossalai.interface.holding import Holding
@@ -32,6 +34,8 @@ class ModelWrapper(nn.Module):
     """A module around ``module``; a subclass changes ``forward``, and ``unwrap`` if it puts more layers between."""
 
     module: nn.Module
+    keeps_parameters: ClassVar[bool] = False  # those of now, so that none can take the place of another
+    _handed_over = False
 
     def __init__(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):
@@ -44,6 +48,45 @@ class ModelWrapper(nn.Module):
     def unwrap(self) -> nn.Module:
         """The user's module, below every wrapper."""
         return user_module(self.module)
+
+    def hand_over(self) -> None:
+        """The script gets this model: from now on, an attribute that is set is one of the user's module."""
+        self._handed_over = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._handed_over:
+            super().__setattr__(name, value)
+        elif name == "forward":
+            raise AttributeError(
+                "model.forward = ... after boost would take the place of all that the plan does around the forward pass; change the"
+                " forward of your module before boost"
+            )
+        elif name in self.__dict__ or name in self._modules or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            user = self.unwrap()
+            self._check_replacement(name, getattr(user, name, None), value)
+            setattr(user, name, value)
+
+    def _check_replacement(self, name: str, before: Any, after: Any) -> None:
+        parts = [part for part in (before, after) if isinstance(part, nn.Module | nn.Parameter)]
+        if parts and before is not after and self.keeps_parameters:
+            raise RuntimeError(
+                f"model.{name} = ... after boost: {type(self).__name__} keeps the parameters that the model had at boost, and would"
+                f" neither average nor update those of another {type(parts[-1]).__name__}; change the model before boost"
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # what half(), to(), cuda() and the like call
+        if self._handed_over and self.keeps_parameters:
+            for dtype, device in {(p.dtype, p.device) for p in self.parameters()}:
+                made = fn(torch.empty(0, dtype=dtype, device=device))
+                if (made.dtype, made.device) != (dtype, device):
+                    raise RuntimeError(
+                        f"the model is to be changed from {dtype} on {device} to {made.dtype} on {made.device} after boost, but"
+                        f" {type(self).__name__} keeps the parameters as they were; cast and move the model before boost"
+                    )
+        return super()._apply(fn, recurse)
 
     def holdings(self) -> list[Holding]:
         """For each parameter whose elements a plan keeps elsewhere: where they are.  A checkpoint reads and writes them there."""

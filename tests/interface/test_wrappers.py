@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
+from colossalai.booster import Booster
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.mesh import Mesh
 from colossalai.testing import fake_world
@@ -242,3 +243,50 @@ class Told(OptimizerWrapper):
 
     def expect_gradients(self) -> None:
         self.expected = True
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def test_attributes_set_after_boost_are_those_of_the_users_module() -> None:
+    model, *_ = Booster(device="cpu").boost(_Scaled())
+    before = model(torch.ones(1, 2))
+    model.scale = 2.0
+    model.note = "new"
+    assert torch.equal(model(torch.ones(1, 2)), 2 * before)
+    assert model.unwrap().note == model.note == "new"
+    model.layer = nn.Linear(2, 3)  # without a plan nobody keeps the parameters
+    assert model(torch.ones(1, 2)).shape == (1, 3)
+    model.eval()
+    assert not model.training
+    with pytest.raises(AttributeError, match=r"model\.forward = \.\.\. after boost .* before boost"):
+        model.forward = lambda x: x
+
+
+def test_parts_of_a_model_whose_parameters_a_plan_keeps_are_not_replaced() -> None:
+    class Kept(ModelWrapper):
+        keeps_parameters = True
+
+    model = Kept(_Scaled())
+    model.own = 1  # before it is handed over, an attribute of the wrapper
+    model.hand_over()
+    model.own = 2
+    assert not hasattr(model.unwrap(), "own")
+    model.layer = model.unwrap().layer  # nothing changes
+    model.float().to("cpu")  # as it is
+    with pytest.raises(
+        RuntimeError, match=r"from torch\.float32 on cpu to torch\.float16 on cpu after boost"
+    ):
+        model.half()
+    for name, value in (("layer", nn.Linear(2, 2)), ("more", nn.Linear(2, 2)), ("layer", None)):
+        with pytest.raises(
+            RuntimeError, match=rf"model\.{name} = \.\.\. after boost: Kept keeps .* change the model before"
+        ):
+            setattr(model, name, value)

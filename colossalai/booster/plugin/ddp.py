@@ -31,6 +31,8 @@ class TorchDDPModel(ModelWrapper):
     Gradients that DDP does not see are averaged by ``GradientWatch``.
     """
 
+    keeps_parameters = True
+
     def __init__(
         self, module: nn.Module, process_group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:

@@ -31,6 +31,7 @@ class TorchFSDPModel(ModelWrapper):
     """
 
     releases_weights = True  # after the backward pass of a unit: no pass may come in parts
+    keeps_parameters = True
 
     def __init__(self, module: nn.Module, units: Sequence[nn.Module], watch: GradientWatch | None) -> None:
         super().__init__(module)

@@ -89,6 +89,8 @@ class ZeroDDP(ModelWrapper):
         self._untouched = Untouched(self.chunk_manager)
         self._hooks = ModuleHooks(user, gemini_manager, self._take_gradient, self._end_backward)
 
+    keeps_parameters = True
+
     # Training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
