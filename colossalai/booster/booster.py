@@ -23,6 +23,7 @@ from colossalai.booster.accelerator import Accelerator
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory, precision_name
 from colossalai.booster.pipelines import Pipelines
 from colossalai.booster.plugin import Plugin
+from colossalai.booster.reach import check_reach
 from colossalai.booster.runs import Runs
 from colossalai.booster.save_options import by_name
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO, GeneralCheckpointIO, Save
@@ -136,6 +137,8 @@ class Booster:
         _check_boostable(model, optimizer)
         _check_companions(optimizer, criterion, dataloader, lr_scheduler)
         check_not_empty("the dataloader of boost", dataloader)
+        if optimizer is not None:
+            check_reach(optimizer, self.plugin, _shares_models())
         raw = [item for item in (user_module(model), optimizer) if item is not None]
         model = with_chunks(model)
         if self.accelerator is not None:

@@ -60,3 +60,22 @@ def _train(rank: int, world_size: int, port: int, folder: str) -> None:
 
 def test_replicas_are_the_data_parallel_ranks(tmp_path: Path) -> None:
     spawn(_train, 4, folder=str(tmp_path))
+
+
+def _refuse_far_sighted(rank: int, world_size: int, port: int) -> None:
+    config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
+    colossalai.launch(config, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    cases = {
+        "LBFGS": "LBFGS looks at the gradients of the whole model",
+        "Adafactor": "Adafactor looks at whole matrices",
+    }
+    for name, words in cases.items():
+        model = _model()
+        with pytest.raises(ValueError, match=words):
+            Booster(device="cpu").boost(model, getattr(torch.optim, name)(model.parameters(), lr=0.1))
+    plain = nn.Linear(4, 4)
+    Booster(device="cpu").boost(plain, torch.optim.Adafactor(plain.parameters(), lr=0.1))
+
+
+def test_optimizers_that_look_at_more_than_a_piece_are_refused() -> None:
+    spawn(_refuse_far_sighted, 2)
