@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp._compat import changes, copy_all
 from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradScaler
-from colossalai.amp.scaled_optimizer import SCALER_KEY, ScaledOptimizer
+from colossalai.amp.scaled_optimizer import SCALER_KEY
 from colossalai.checkpoint_io.gathered import PIECE
 from colossalai.interface.holding import MASTERS_KEY, Holding
 from colossalai.interface.optimizer import check_clip_value
@@ -38,6 +38,7 @@ from colossalai.nn.optimizer.digits import renew_
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.utils.optimizer_state import check_state
 from colossalai.zero.pieces import Piece
+from colossalai.zero.refusals import OptimizerOfPieces
 from colossalai.zero.states import cut_state, sliced_states, whole
 
 
@@ -46,7 +47,7 @@ def needs_masters(optimizer: Optimizer, dtype: torch.dtype) -> bool:
     return dtype in HALVES and not isinstance(optimizer, MultiTensorOptimizer)
 
 
-class ShardedOptimizer(ScaledOptimizer):
+class ShardedOptimizer(OptimizerOfPieces):
     """``optim`` with ``pieces`` in the place of their parameters.
 
     Args:
@@ -84,6 +85,7 @@ class ShardedOptimizer(ScaledOptimizer):
         self._norms: dict[float, Tensor] = {}  # of the gradients as they are, by their kind
         self._overflow = False
         self._adopt(pieces)
+        self.refuse_steps_of_others()
         # ranks that hold nothing of the parameters of some axes must still take part in their norm
         axes = dict.fromkeys(placement(p.value).sharded for p in self.pieces)
         home = self.pieces[0].value.device if self.pieces else torch.device("cpu")
@@ -199,7 +201,8 @@ class ShardedOptimizer(ScaledOptimizer):
             raise ValueError(
                 f"{type(self).__name__}.step takes no closure and no options: call backward(loss), then step()"
             )
-        return super().step()
+        with self.own_step():
+            return super().step()
 
     def _apply_step(self) -> Any:
         if self._max_norm > 0:
@@ -229,11 +232,12 @@ class ShardedOptimizer(ScaledOptimizer):
         else:
             _multiply([p.value.grad for p in some if p.value.grad is not None], factor)
         if pieces is None:
-            result = inner.step(**options)
+            with self.own_step():
+                result = inner.step(**options)
         elif isinstance(inner, MultiTensorOptimizer):
             result = inner.step_on([piece.value for piece in pieces], **options)
         else:
-            with _only(inner, {id(piece.value) for piece in pieces}):
+            with self.own_step(), _only(inner, {id(piece.value) for piece in pieces}):
                 result = inner.step()
         self.write_weights(some)
         return result

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -17,6 +17,7 @@ from colossalai.booster.plugin.dp import check_backend, start_alike
 from colossalai.booster.plugin.own_precision import OwnPrecisionPlugin, loss_scale
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import user_module
+from colossalai.interface.nest import tensors
 from colossalai.utils import is_using_pp
 from colossalai.utils.parallel import first_problem
 from colossalai.zero import LowLevelZeroOptimizer
@@ -26,19 +27,30 @@ from colossalai.zero.renormalizing import renormalizing_on
 class LowLevelZeroModel(CastModel):
     """A model whose inputs are cast to its precision; ``no_sync`` is passed on to its optimizer."""
 
+    keeps_parameters = True
     optimizer: LowLevelZeroOptimizer | None = None
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, ranks: int = 1) -> None:
         half = dtype if dtype != torch.float32 else None
         # between stages half precision travels; the pipeline casts the output of the last one
         super().__init__(module, half, torch.float32 if half is not None and not is_using_pp() else None)
         self._local = False
+        self._ranks = ranks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.optimizer is not None and torch.is_grad_enabled():
             # as with torch's DDP, the forward pass decides for the backward pass that follows
             self.optimizer.keep_gradients_local(self._local)
-        return super().forward(*args, **kwargs)
+        output = super().forward(*args, **kwargs)
+        if self.optimizer is None and self._ranks > 1 and any(p.requires_grad for p in self.parameters()):
+            for tensor in tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(_refuse_backward)
+        return output
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has weights of its own, which this optimizer knows nothing of
+        return {**self.__dict__, "optimizer": None}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -137,7 +149,7 @@ class LowLevelZeroPlugin(OwnPrecisionPlugin):
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         check_backend(device)
         start_alike(module, self._group)
-        boosted = LowLevelZeroModel(model, dtype)
+        boosted = LowLevelZeroModel(model, dtype, self.world_size)
         kept = [m for m in module.modules() if is_batch_norm(m)] if dtype != torch.float32 else []
         if optimizer is not None:
             boosted.optimizer = LowLevelZeroOptimizer(
@@ -148,6 +160,14 @@ class LowLevelZeroPlugin(OwnPrecisionPlugin):
             )
         _cast_rest(module, dtype, kept)
         return boosted, boosted.optimizer or optimizer
+
+
+def _refuse_backward(grad: Tensor) -> None:
+    raise RuntimeError(
+        "a backward pass through a model that LowLevelZeroPlugin has got without an optimizer (or through a copy of one): under ZeRO the"
+        " optimizer averages the gradients, so nobody would; give the optimizer to boost, or call a model that is only"
+        " evaluated under torch.no_grad()"
+    )
 
 
 def _without_training(optimizer: Optimizer | None) -> str | None:

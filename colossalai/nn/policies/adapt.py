@@ -45,7 +45,8 @@ class Adapted:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # by its parts: under the name of its class, pickle finds the class that it was made of
-        native, done = type(self), []
+        native: type[Any] = type(self)
+        done = []
         while native in _made_of:
             native, what = _made_of[native]
             done.append(what)

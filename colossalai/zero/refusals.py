@@ -1,0 +1,116 @@
+"""What scripts do with an ordinary optimizer, and cannot do with one that holds pieces in the place of parameters.
+
+Each of these would find nothing where it looks, and go on without a word: a state of its own, empty, for a weight; a step of pieces
+that have no gradients yet; a loss scale that sees no gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colossalai.amp.scaled_optimizer import ScaledOptimizer
+from colossalai.zero.pieces import Piece
+
+
+class StatesOfPieces(MutableMapping[Tensor, Any]):
+    """The states of an optimizer, by its pieces; asked for the state of a weight of the model, it says where to look."""
+
+    def __init__(self, states: MutableMapping[Tensor, Any], pieces: list[Piece]) -> None:
+        self._states, self._weights = states, {id(piece.param) for piece in pieces}
+
+    def _checked(self, key: Any) -> Any:
+        if id(key) in self._weights and key not in self._states:
+            raise RuntimeError(
+                f"optimizer.state of a weight of shape {tuple(key.shape)}: this optimizer holds a piece of it on each rank, and the states"
+                " of the piece; optimizer.state_dict() on every rank gives the whole states, by the numbers of the parameters"
+            )
+        return key
+
+    def __getitem__(self, key: Tensor) -> Any:
+        return self._states[self._checked(key)]
+
+    def __setitem__(self, key: Tensor, value: Any) -> None:
+        self._states[self._checked(key)] = value
+
+    def __delitem__(self, key: Tensor) -> None:
+        del self._states[self._checked(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return self._checked(key) in self._states
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+class OptimizerOfPieces(ScaledOptimizer):
+    """An optimizer whose groups hold pieces, and that refuses what would pass them by."""
+
+    pieces: list[Piece]
+    _own_steps = 0
+
+    def refuse_steps_of_others(self) -> None:
+        """A step of the optimizer inside, past this one, is an error from now on."""
+        self.optim.register_step_pre_hook(_Refusal(weakref.ref(self)))
+
+    @contextmanager
+    def own_step(self) -> Iterator[None]:
+        """Inside, the optimizer inside may step."""
+        self._own_steps += 1
+        try:
+            yield
+        finally:
+            self._own_steps -= 1
+
+    @property
+    def state(self) -> Any:
+        return StatesOfPieces(self.optim.state, self.pieces)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optim.state = value
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # what torch's GradScaler asks first
+        raise RuntimeError(
+            f"torch.amp.GradScaler finds no gradients in {type(self).__name__}, which has them in pieces; leave it out, and let the"
+            " plugin scale the loss: precision='fp16'"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} holds pieces that belong to its job, so it cannot be copied or pickled; use state_dict() and"
+            " load_state_dict(), or booster.save_optimizer"
+        )
+
+
+class _Refusal:
+    """A hook that does not keep its optimizer alive, and that a copy of the hooks takes along."""
+
+    def __init__(self, owner: weakref.ref[OptimizerOfPieces]) -> None:
+        self._owner = owner
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        owner = self._owner()
+        if owner is not None and owner.optim is optimizer and not owner._own_steps:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() past {type(owner).__name__}, which has put pieces into it whose gradients come in its"
+                " own step; call step() of the optimizer that boost returned"
+            )
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class _Nothing:
+    def __call__(self, *_: Any) -> None:
+        """A copy of the optimizer inside is an ordinary one."""
