@@ -17,7 +17,7 @@ from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dic
 from colossalai.checkpoint_io.fitting import check_shapes
 from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
 from colossalai.checkpoint_io.named_optimizer import own_optimizer, whole_optimizer
-from colossalai.interface import user_module
+from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.logging import get_dist_logger
 from colossalai.utils.optimizer_state import check_state
 
@@ -99,7 +99,9 @@ def load_training(
             check_state(optimizer, state["optimizer"])
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"{file} does not fit the optimizer: {error}") from error
-    if io.ranks.size > 1:
+    if io.ranks.size > 1 or isinstance(
+        below_compile(model), ModelWrapper
+    ):  # a plan may keep weights elsewhere
         io.load_weights(model, [(Path(file), state["model"])], Path(file), strict)
     else:
         try:

@@ -162,11 +162,13 @@ class Piece:
 
     def fit(self, value: Any) -> Any:
         """The slice of a tensor in the shape of ``param``, as a tensor of its own; anything else, also a slice, as it is."""
-        if (
-            not isinstance(value, Tensor)
-            or value.shape != self.param.shape
-            or value.shape == self.value.shape
-        ):
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape == self.value.shape:
+            return (
+                value.contiguous()
+            )  # checkpoints read and write it flat; states are strided as their parameter is
+        if value.shape != self.param.shape:
             return value
         return self.cut(value).clone()
 

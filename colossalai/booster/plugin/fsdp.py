@@ -157,6 +157,8 @@ class TorchFSDPPlugin(DPPluginBase):
         offload = self.options.offload and mesh.device_type != "cpu"  # on the CPU there is nowhere to go
         precision = self.options.precision or MixedPrecisionPolicy()
         inside = replace(precision, output_dtype=None)  # meant for what the model returns, not for its units
+        for p in model.parameters():
+            p.data = p.data.contiguous()  # FSDP2 refuses other strides, which nobody sees in the values
         # gloo's averages depend on its version and device; its sums do not
         only_sums = mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(0)) == "gloo"
         for unit in (*units, model):
