@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
 
-from colossalai.testing.fuzz.habits import Habit, random_habits
+from colossalai.testing.fuzz.habits import Habit, fitting, random_habits
 from colossalai.testing.fuzz.models import Block, ModelSpec, random_model
 from colossalai.testing.fuzz.plans import Plan, random_plan
 
@@ -42,6 +42,7 @@ class Case:
     habits: list[Habit] = field(default_factory=list)
     save_at: int | None = None
     b: Plan | None = None
+    file: bool = False  # checkpoints are files of ``save_checkpoint``, not folders of ``booster.save``
     seed: int = 0
     index: int = 0
 
@@ -75,7 +76,7 @@ class Case:
         """The case in one line."""
         inner = " ".join(b.kind for b in self.model.blocks)
         extras = [h.name for h in self.habits] + [f"accumulate {self.accumulate}"] * (self.accumulate > 1)
-        plans = " -> ".join(f"{p.name} x{p.ranks} {p.precision}" for p in self.plans)
+        plans = " -> ".join(p.describe() for p in self.plans)
         habits = f"; {', '.join(extras)}" if extras else ""
         return f"{plans}; {self.optimizer.kind.split('.')[-1]}; {inner}{habits}"
 
@@ -83,11 +84,13 @@ class Case:
 def random_case(seed: int, index: int, ranks: list[int]) -> Case:
     """The case ``index`` of ``seed``."""
     r = Random(f"{seed}:{index}")
-    model = random_model(r)
+    most = max(ranks)
+    spread = r.choices(["data", "tensor", "pipeline"], [6, 1, 2] if most > 1 else [1, 0, 0])[0]
+    model = random_model(r, spread)
     steps = r.randint(2, 5)
     case = Case(
         model=model,
-        a=random_plan(r, model, ranks),
+        a=random_plan(r, model, ranks, spread),
         optimizer=_random_optimizer(r),
         steps=steps,
         accumulate=r.choices([1, 2, 3], [6, 2, 1])[0],
@@ -99,7 +102,12 @@ def random_case(seed: int, index: int, ranks: list[int]) -> Case:
     )
     if r.random() < 0.5:
         case.save_at = r.randint(1, steps - 1)
-        case.b = copy.deepcopy(case.a) if r.random() < 0.3 else random_plan(r, model, ranks)
+        other = r.choice([spread, "data"])
+        case.b = copy.deepcopy(case.a) if r.random() < 0.3 else random_plan(r, model, ranks, other)
+    case.file = any(plan.engine for plan in case.plans) or r.random() < 0.1
+    if any(plan.pipeline > 1 for plan in case.plans):
+        case.accumulate = 1
+    case.habits = fitting(case.habits, case.plans)
     return case
 
 

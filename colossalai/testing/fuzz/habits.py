@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from colossalai.testing.fuzz.plans import Plan
+
 Lines = list[str]
 
 
@@ -49,6 +51,12 @@ HABITS: dict[str, Kind] = {
         'log("norm", step, optimizer.clip_grad_by_norm({v}).item())',
         value=lambda r: r.choice([0.05, 0.5, 100.0]),
         weight=3,
+    ),
+    "clip quietly": Kind(
+        "clip",
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), {v})",
+        "optimizer.clip_grad_by_norm({v})",
+        weight=0,  # what becomes of "clip norm" where a config clips
     ),
     "clip value": Kind(
         "clip",
@@ -163,6 +171,40 @@ def random_habits(r: Random, steps: int) -> list[Habit]:
             continue
         chosen.append(Habit(name, r.randrange(steps) if kind.once else None, kind.value(r)))
     return chosen
+
+
+_STAGES_CAN = {
+    "clip norm",
+    "clip value",
+    "zero to zero",
+    "zero the model",
+    "edit weights",
+    "edit rate",
+    "optimizer to itself",
+    "model to itself",
+    "model by a file",
+    "other weights",
+    "save in between",
+    "save in the background",
+    "back to a save",
+}
+
+
+def fitting(habits: list[Habit], plans: list[Plan]) -> list[Habit]:
+    """Those habits that can be written down for all of ``plans``."""
+    engine = any(plan.engine for plan in plans)
+    found = []
+    for habit in habits:
+        if any(plan.pipeline > 1 for plan in plans) and habit.name not in _STAGES_CAN:
+            continue
+        if habit.name == "read weights" and any(plan.tensor > 1 for plan in plans):
+            continue  # a rank has its pieces
+        if engine and habit.name == "clip norm":
+            habit = Habit("clip quietly", habit.at, habit.value)
+        elif engine and (HABITS[habit.name].place == "clip" or "booster." in HABITS[habit.name].boosted):
+            continue
+        found.append(habit)
+    return found
 
 
 def lines_of(habits: list[Habit], place: str, *, serial: bool) -> Lines:

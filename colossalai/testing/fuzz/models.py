@@ -71,6 +71,23 @@ class ModelSpec:
         """Whether a parameter may get no gradient in a pass."""
         return any(b.kind in ("Unused", "Branch") for b in self.blocks)
 
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether there is a block for tensor parallelism."""
+        return self.has("Mlp")
+
+    def rules(self) -> dict[str, str]:
+        """What tensor parallelism in 1D cuts: the path of a module and the expression of its rule."""
+        found: dict[str, str] = {}
+        for block, name in zip(self.blocks, self.names().values(), strict=True):
+            if block.kind == "Mlp":
+                found |= {f"{name}.up": "Cut('expand')", f"{name}.down": "Cut('contract')"}
+            if block.kind == "Words":
+                found[f"{name}.table"] = "Table()"
+                if self.tied:
+                    found[f"{list(self.names().values())[-1]}.proj"] = "ScoreHead()"
+        return found
+
     def has(self, *kinds: str) -> bool:
         return any(b.kind in kinds for b in self.blocks)
 
@@ -85,17 +102,20 @@ class ModelSpec:
         return f"model.layers[{at}]" if self.root == "Net" else f"model[{at}]"
 
 
-def random_model(r: Random, *, plain: bool = False) -> ModelSpec:
-    """Draw a model; a ``plain`` one is a ``Sequential`` in which every layer is used once, as pipelines want it."""
+def random_model(r: Random, spread: str = "data") -> ModelSpec:
+    """Draw a model; one for tensor parallelism has layers to cut, one for a pipeline is a ``Sequential`` that is long enough."""
     sequence = r.random() < 0.5
     tokens = sequence and r.random() < 0.6
     d = r.choice(WIDTHS)
     inputs, classes = r.choice([5, 6, 11]), r.choice([3, 5])
-    tied = tokens and not plain and r.random() < 0.4
+    tied = tokens and r.random() < 0.4
     kinds = dict(_ANYWHERE) | (_SEQUENCE if sequence else {})
-    if plain:
-        kinds = {k: v for k, v in kinds.items() if k not in ("Unused", "Branch", "Drop")}
-    middle = [Block(kind := r.choice(sorted(kinds)), kinds[kind](r, d)) for _ in range(r.randint(1, 5))]
+    if spread == "pipeline":
+        kinds = {k: v for k, v in kinds.items() if k not in ("Branch", "Drop")}
+    least = 3 if spread == "pipeline" else 1
+    middle = [Block(kind := r.choice(sorted(kinds)), kinds[kind](r, d)) for _ in range(r.randint(least, 5))]
+    if spread == "tensor":
+        middle[r.randrange(len(middle))] = Block("Mlp", [d, r.choice([4, 8, 12])])
     first = Block("Words", [inputs, d]) if tokens else Block("Entry", [inputs, d])
     chain = [first, *middle, Block("Head", [d, inputs if tied else classes])]
     for uid, block in enumerate(chain):
@@ -103,14 +123,14 @@ def random_model(r: Random, *, plain: bool = False) -> ModelSpec:
         block.frozen = r.random() < 0.08 and 0 < uid < len(chain) - 1
     spec = ModelSpec(
         chain,
-        root="Net" if not plain and r.random() < 0.4 else "Sequential",
+        root="Net" if spread != "pipeline" and r.random() < 0.4 else "Sequential",
         tokens=tokens,
         sequence=sequence,
         inputs=inputs,
         classes=inputs if tied else classes,
         tied=tied,
     )
-    if not plain and len(middle) > 1 and r.random() < 0.15:
+    if len(middle) > 1 and r.random() < 0.15:
         a, b = r.sample(range(1, len(middle) + 1), 2)
         spec.shared.append([min(a, b), max(a, b)])
     return spec

@@ -25,15 +25,21 @@ class Plan:
     plugin: str = "none"
     options: dict[str, Any] = field(default_factory=dict)
     precision: str = "fp32"
+    engine: bool = False  # by ``colossalai.initialize`` and its config, not by a ``Booster``
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    micro: int = 1  # parts of a batch that go through the pipeline one after another
 
     @property
     def replicas(self) -> int:
-        return self.ranks
+        return self.ranks // (self.tensor * self.pipeline)
 
     @property
     def least_ranks(self) -> int:
         """The fewest ranks that this plan can run on."""
-        return 1
+        return self.tensor * self.pipeline
 
     @property
     def needed_options(self) -> tuple[str, ...]:
@@ -44,15 +50,56 @@ class Plan:
     def name(self) -> str:
         """What the plan is counted under."""
         stage = str(self.options.get("stage", "")) if self.plugin == "zero" else ""
-        return f"{self.plugin}{stage}"
+        parts = (
+            [f"{self.plugin}{stage}"] + ["tensor"] * (self.tensor > 1) + ["pipeline"] * (self.pipeline > 1)
+        )
+        return ("engine " if self.engine else "") + " x ".join(parts)
 
-    def plugin_call(self, folder: str = "folder") -> str:
+    def describe(self) -> str:
+        """The plan in a few words."""
+        spread = f" tp{self.tensor}" * (self.tensor > 1)
+        if self.pipeline > 1:
+            spread += f" pp{self.pipeline} {self.schedule} m{self.micro}"
+        return f"{self.name} x{self.ranks}{spread} {self.precision}"
+
+    def config(self, accumulate: int, clip: float | None) -> dict[str, Any]:
+        """The config of the launch."""
+        parallel: dict[str, Any] = {}
+        config: dict[str, Any] = {}
+        if self.tensor > 1:
+            parallel["tensor"] = {"size": self.tensor, "mode": "1d"}
+        if self.pipeline > 1:
+            parallel["pipeline"] = {"size": self.pipeline, "schedule": self.schedule}
+            config["NUM_MICRO_BATCHES"] = self.micro
+            if self.chunks > 1:
+                config["NUM_CHUNKS"] = self.chunks
+        if parallel:
+            config["parallel"] = parallel
+        return config | (self._sections(accumulate, clip) if self.engine else {})
+
+    def _sections(self, accumulate: int, clip: float | None) -> dict[str, Any]:
+        """What the config asks ``colossalai.initialize`` for."""
+        sections: dict[str, Any] = {}
+        options = {name: value for name, value in self.options.items() if name not in ("stage", "device")}
+        if self.plugin == "zero":
+            sections["zero"] = {"level": self.options["stage"], "precision": self.precision, **options}
+        elif self.plugin == "gemini":
+            sections["zero"] = {"level": 3, "precision": self.precision, **options}
+        elif options:
+            sections["torch_ddp"] = options
+        if accumulate > 1:
+            sections["gradient_accumulation"] = accumulate
+        if clip is not None:
+            sections["clip_grad_norm"] = clip
+        return sections
+
+    def plugin_call(self) -> str:
         """The expression that makes the plugin."""
         options = dict(self.options)
         if self.plugin in ("zero", "gemini"):
             options["precision"] = self.precision
         text = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        return f"{PLUGINS[self.plugin]}({text})".replace(repr(_DISK), folder)
+        return f"{PLUGINS[self.plugin]}({text})"
 
     def booster_call(self) -> str:
         """The expression that makes the booster."""
@@ -64,13 +111,23 @@ class Plan:
         return f"Booster({', '.join(args)})"
 
 
-def random_plan(r: Random, model: ModelSpec, ranks: list[int]) -> Plan:
-    """Draw a plan that ``model`` may be trained under."""
+def at_folder(text: str, folder: str = "folder") -> str:
+    """Put the expression ``folder`` where options name a place on a disk."""
+    return text.replace(repr(_DISK), folder)
+
+
+# schedule -> chunks on each rank
+_SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}
+
+
+def random_plan(r: Random, model: ModelSpec, ranks: list[int], spread: str = "data") -> Plan:
+    """Draw a plan that ``model`` may be trained under; ``spread`` is data, tensor or pipeline."""
     plugin = r.choice(["none", "ddp", "ddp", "fsdp", "fsdp", "zero", "zero", "zero", *["gemini"] * 4])
     count = 1 if plugin == "none" else r.choice(ranks)
     precision = r.choices(["fp32", "bf16", "fp16"], [7, 2, 1])[0]
+    engine = plugin != "fsdp" and r.random() < 0.25
     if plugin in ("none", "ddp") and precision != "fp32":
-        precision = "bf16"  # the scaler of fp16 wants a GPU
+        precision = "fp32" if engine else "bf16"  # the scaler of fp16 wants a GPU
     options = {
         "none": _no_options,
         "ddp": _ddp_options,
@@ -78,7 +135,24 @@ def random_plan(r: Random, model: ModelSpec, ranks: list[int]) -> Plan:
         "zero": _zero_options,
         "gemini": _gemini_options,
     }[plugin](r, model)
-    return Plan(count, plugin, options, precision)
+    plan = Plan(count, plugin, options, precision, engine)
+    if engine and plugin == "none":
+        plan.engine = r.random() < 0.5
+    if spread == "tensor":
+        plan.tensor = 2
+    if spread == "pipeline":
+        plan.pipeline = 2
+        plan.schedule = r.choice(sorted(_SCHEDULES))
+        plan.chunks = _SCHEDULES[plan.schedule]
+        plan.micro = r.choice([2, 4])
+        plan.tensor = 2 if model.can_be_cut and r.random() < 0.2 else 1
+    if spread != "data":
+        least = plan.tensor * plan.pipeline
+        most = max(ranks)
+        plan.ranks = least
+        if 2 * least <= most and r.random() < 0.5 and not (plugin == "none" and spread == "tensor"):
+            plan.ranks = 2 * least
+    return plan
 
 
 def _no_options(r: Random, model: ModelSpec) -> dict[str, Any]:

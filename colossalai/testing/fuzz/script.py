@@ -10,7 +10,7 @@ import textwrap
 from colossalai.testing.fuzz.cases import ROWS, Case
 from colossalai.testing.fuzz.habits import HABITS, Habit, lines_of
 from colossalai.testing.fuzz.models import build_lines, sources
-from colossalai.testing.fuzz.plans import PLUGINS, Plan
+from colossalai.testing.fuzz.plans import PLUGINS, Plan, at_folder
 
 _IMPORTS = {
     "nullcontext": "from contextlib import nullcontext",
@@ -21,6 +21,10 @@ _IMPORTS = {
     "colossalai": "import colossalai",
     "colossalai.nn.optimizer": "import colossalai.nn.optimizer",
     "Booster": "from colossalai.booster import Booster",
+    "build_pipeline_model": "from colossalai.builder import build_pipeline_model",
+    "gpc.": "from colossalai.core import global_context as gpc",
+    "Policy(": "from colossalai.nn.policies import Cut, Head as ScoreHead, Policy, Table",
+    "save_checkpoint": "from colossalai.utils import load_checkpoint, save_checkpoint",
 }
 # each helper is printed if its name is used
 _HELPERS = {
@@ -86,10 +90,9 @@ if __name__ == "__main__":
         for i, (name, step, value) in enumerate(entry for entry in serial_log if entry[1] >= first):
             if name != "weights":
                 print(f"  {{name}} of step {{step}}: {{value}} | {{[log[i][2] for log in logs]}}")
-        booster = Booster(device="cpu")
         model = build(9)
-        model = booster.boost(model, make_optimizer(model)).model
-        booster.load(f"{{folder}}/{{function}}")
+        optimizer = make_optimizer(model)
+{load}
         for name, value in model.state_dict().items():
             print(f"  {{name}}: off by {{(value.double() - snaps['end'][name].double()).abs().max().item():.3g}}")
 """
@@ -106,19 +109,32 @@ def script_text(case: Case) -> str:
     """A script that repeats a case and prints what the serial model and the plans did."""
     runs = ", ".join(f"({name!r}, {plan.ranks}, {first})" for name, plan, first in _runs(case))
     last = case.plans[-1]
+    load = (
+        'load_checkpoint(f"{folder}/{function}", model, optimizer)'
+        if case.file
+        else 'booster = Booster(device="cpu")\nmodel = booster.boost(model, optimizer).model\n'
+        'booster.load(f"{folder}/{function}")'
+    )
     first = case.save_at or 0 if case.b is not None else case.steps
     if case.model.by_parts:
-        cuts = [(case.a.replicas, case.accumulate)] * first + [(last.replicas, case.accumulate)] * (
-            case.steps - first
-        )
+        cuts = cuts_of(case, case.a)[:first] + cuts_of(case, last)[first:]
     else:
         cuts = [(1, 1)] * case.steps
     return (
         "\n\n\n".join(
-            [case_text(case).strip("\n"), _RUN.strip("\n"), _MAIN.format(cuts=cuts, runs=runs).strip("\n")]
+            [
+                case_text(case).strip("\n"),
+                _RUN.strip("\n"),
+                _MAIN.format(cuts=cuts, runs=runs, load=textwrap.indent(load, " " * 8)).strip("\n"),
+            ]
         )
         + "\n"
     )
+
+
+def cuts_of(case: Case, plan: Plan) -> list[tuple[int, int]]:
+    """For each step, over how many replicas a batch is spread, and in how many parts each of them takes it."""
+    return [(plan.replicas, plan.micro if plan.pipeline > 1 else case.accumulate)] * case.steps
 
 
 def _runs(case: Case) -> list[tuple[str, Plan, int]]:
@@ -142,6 +158,8 @@ def _optimizer(case: Case) -> str:
             "others = [p for p in params if p.ndim <= 1]",
             f"params = [{{'params': matrices}}, {{'params': others, 'lr': {spec.options['lr'] * 0.5!r}}}]",
         ]
+    elif any(plan.pipeline > 1 for plan in case.plans):
+        body.append("params = [{'params': params}]  # a stage may have none")
     options = ", ".join(f"{k}={v!r}" for k, v in spec.options.items())
     return _function("make_optimizer(model)", [*body, f"return {spec.kind}(params, {options})"])
 
@@ -149,28 +167,27 @@ def _optimizer(case: Case) -> str:
 def _data(case: Case) -> str:
     model = case.model
     shape = f"{ROWS}, 3" if model.sequence else f"{ROWS}"
-    wide = model.dtype != "float32"
+    rows = shape if model.sequence else f"{shape},"
     x = (
-        f"torch.randint({model.inputs}, ({shape}{'' if model.sequence else ','}), generator=g)"
+        f"torch.randint({model.inputs}, ({rows}), generator=g)"
         if model.tokens
         else f"torch.randn({shape}, {model.inputs}, generator=g)"
-        + (f".to(torch.{model.dtype})" if wide else "")
     )
     y = (
         f"torch.randn({shape}, {model.classes}, generator=g)"
         if case.squares
-        else f"torch.randint({model.classes}, ({shape}{'' if model.sequence else ','}), generator=g)"
+        else f"torch.randint({model.classes}, ({rows}), generator=g)"
     )
-    score = "model(x)" if wide else "model(x).float()"
     loss = (
-        f"F.mse_loss({score}, y{'.double()' if wide else ''})"
+        "F.mse_loss(scores.float(), y)"
         if case.squares
-        else f"F.cross_entropy({score}.flatten(0, -2), y.flatten())"
+        else "F.cross_entropy(scores.float().flatten(0, -2), y.flatten())"
     )
-    return "\n\n".join(
+    return "\n\n\n".join(
         [
             _function("batch(step)", ["g = torch.Generator().manual_seed(1000 + step)", f"return {x}, {y}"]),
-            _function("loss_of(model, data)", ["x, y = data", f"return {loss}"]),
+            _function("criterion(scores, y)", [f"return {loss}"]),
+            _function("loss_of(model, data)", ["x, y = data", "return criterion(model(x), y)"]),
         ]
     )
 
@@ -225,14 +242,31 @@ def _serial(case: Case) -> list[str]:
     ]
 
 
-def _passes(case: Case) -> list[str]:
-    if case.accumulate == 1:
-        return [
-            "loss = loss_of(model, mine(batch(step)))",
-            "booster.backward(loss, optimizer)",
-            "value = loss.item()",
-        ]
+def _passes(case: Case, plan: Plan) -> list[str]:
+    """From a batch to gradients, and to the loss in ``value``."""
     n = case.accumulate
+    if plan.pipeline > 1:
+        call = (
+            "engine.execute_schedule(iter([mine(batch(step))]), return_output_label=False)[2]"
+            if plan.engine
+            else "booster.execute_pipeline(iter([mine(batch(step))]), model, criterion, optimizer)['loss']"
+        )
+        return [f"loss = {call}", "value = None if loss is None else loss.item()"]
+    backward = "engine.backward(loss)" if plan.engine else "booster.backward(loss, optimizer)"
+    if n == 1:
+        return ["loss = loss_of(model, mine(batch(step)))", backward, "value = loss.item()"]
+    if plan.engine:  # the engine weighs the losses, and steps in the last of them
+        return [
+            "value = 0.0",
+            f"for i, piece in enumerate(parts(mine(batch(step)), {n})):",
+            "    loss = loss_of(model, piece)",
+            "    engine.backward(loss)",
+            f"    value += loss.item() / {n}",
+            f"    if i < {n - 1}:",
+            "        engine.step()",
+            *(["        scheduler.step()"] if case.scheduler else []),
+            "        engine.zero_grad()",
+        ]
     return [
         "value = 0.0",
         f"for i, piece in enumerate(parts(mine(batch(step)), {n})):",
@@ -243,46 +277,81 @@ def _passes(case: Case) -> list[str]:
     ]
 
 
+def _save(case: Case, name: str) -> str:
+    if not case.file:
+        return f'booster.save(f"{{folder}}/{name}")'
+    scheduler = ", scheduler" if case.scheduler else ""
+    return f'save_checkpoint(f"{{folder}}/{name}", 0, model, optimizer{scheduler})'
+
+
+def _load(case: Case, name: str) -> str:
+    if not case.file:
+        return f'booster.load(f"{{folder}}/{name}")'
+    scheduler = ", scheduler" if case.scheduler else ""
+    return f'load_checkpoint(f"{{folder}}/{name}", model, optimizer{scheduler})'
+
+
+def _built(case: Case, plan: Plan, seed: int) -> list[str]:
+    """The model of a rank, before it is boosted."""
+    lines = [f"model = build({seed})"]
+    if plan.tensor > 1:
+        rules = ", ".join(f"{path!r}: {rule}" for path, rule in case.model.rules().items())
+        lines.append(f"model = colossalai.nn.parallelize(model, policy=Policy(('fuzz',), {{{rules}}}))")
+    if plan.pipeline > 1:
+        lines.append(f"model = build_pipeline_model(model, {plan.chunks})")
+    return lines
+
+
 def _boosted(case: Case, plan: Plan, name: str, first: int) -> list[str]:
+    clip = next((h.value for h in case.habits if h.name == "clip quietly"), None) if plan.engine else None
     body = [
         *lines_of(case.habits, "before", serial=False),
-        *_passes(case),
+        *_passes(case, plan),
         'log("loss", step, value)',
-        *lines_of(case.habits, "clip", serial=False),
-        "optimizer.step()",
+        *([] if plan.engine else lines_of(case.habits, "clip", serial=False)),
+        "engine.step()" if plan.engine else "optimizer.step()",
         *(["scheduler.step()"] if case.scheduler else []),
-        *(lines_of(case.habits, "zero", serial=False) or ["optimizer.zero_grad()"]),
+        *(
+            lines_of(case.habits, "zero", serial=False)
+            or ["engine.zero_grad()" if plan.engine else "optimizer.zero_grad()"]
+        ),
         *lines_of(case.habits, "after", serial=False),
     ]
     if case.save_at is not None and first == 0:
-        body += [f"if step + 1 == {case.save_at}:", '    booster.save(f"{folder}/mid")']
+        body += [f"if step + 1 == {case.save_at}:", f"    {_save(case, 'mid')}"]
+    config = plan.config(case.accumulate, clip)
     lines = [
-        "colossalai.launch({}, rank, world_size, '127.0.0.1', port, backend='gloo', verbose=False)",
+        f"colossalai.launch({config!r}, rank, world_size, '127.0.0.1', port, backend='gloo', verbose=False)"
     ]
-    if plan.plugin != "none":
+    if plan.plugin != "none" and not plan.engine:
         lines.append(f"from colossalai.booster.plugin import {PLUGINS[plan.plugin]}")
+    if not plan.engine:
+        lines.append(f"booster = {plan.booster_call()}")
     lines += [
-        f"booster = {plan.booster_call()}",
-        f"model = build({0 if first == 0 else 5})",
+        *_built(case, plan, 0 if first == 0 else 5),
         "optimizer = make_optimizer(model)",
         *_scheduler(case),
-        "model, optimizer, _, _, scheduler = booster.boost("
-        f"model, optimizer{', lr_scheduler=scheduler' if case.scheduler else ''})",
-        "",
-        "def mine(data):",
-        "    return parts(data, world_size)[rank]",
-        "",
-        "model.train()",
     ]
+    scheduler = ", lr_scheduler=scheduler" if case.scheduler else ""
+    lines += (
+        [
+            f"engine, _, _, scheduler = colossalai.initialize(model, optimizer, criterion{scheduler}, verbose=False)",
+            "model, optimizer = engine.model, engine.optimizer",
+            "engine.train()",
+        ]
+        if plan.engine
+        else [
+            f"model, optimizer, _, _, scheduler = booster.boost(model, optimizer{scheduler})",
+            "model.train()",
+        ]
+    )
+    replica = "gpc.mesh.coord['dp']" if plan.tensor * plan.pipeline > 1 else "rank"
+    lines += ["", "def mine(data):", f"    return parts(data, {plan.replicas})[{replica}]", ""]
     if first:
         lines += _again(case.habits, first)
-        lines.append('booster.load(f"{folder}/mid")')
-    return [
-        *lines,
-        f"for step in range({first}, {case.steps}):",
-        *_indent(body),
-        f'booster.save(f"{{folder}}/{name}")',
-    ]
+        lines.append(_load(case, "mid"))
+    text = [*lines, f"for step in range({first}, {case.steps}):", *_indent(body), _save(case, name)]
+    return [at_folder(line) for line in text]
 
 
 def _again(habits: list[Habit], first: int) -> list[str]:
