@@ -8,7 +8,7 @@ loads it under another plan takes from each stored box what it has in common wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 
@@ -38,12 +38,30 @@ class Box:
             return None
         return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
+    def holds(self, inner: Box) -> bool:
+        """Whether all of ``inner`` is in this box."""
+        starts = all(a <= b for a, b in zip(self.offsets, inner.offsets, strict=True))
+        return starts and all(a >= b for a, b in zip(self.ends, inner.ends, strict=True))
+
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Where this box lies in a tensor that holds ``outer``."""
         return tuple(
             slice(a - base, a - base + n)
             for a, base, n in zip(self.offsets, outer.offsets, self.sizes, strict=True)
         )
+
+    def without(self, inner: Box) -> Iterator[Box]:
+        """The elements that are not in ``inner``, a part of this box, as boxes: at most two for each dim."""
+        offsets, ends = list(self.offsets), list(self.ends)
+        for dim in range(len(offsets)):
+            for start, end in ((offsets[dim], inner.offsets[dim]), (inner.ends[dim], ends[dim])):
+                if start < end:
+                    sizes = [e - o for o, e in zip(offsets, ends, strict=True)]
+                    yield Box(
+                        (*offsets[:dim], start, *offsets[dim + 1 :]),
+                        (*sizes[:dim], end - start, *sizes[dim + 1 :]),
+                    )
+            offsets[dim], ends[dim] = inner.offsets[dim], inner.ends[dim]
 
     def run_within(self, outer: Box) -> int | None:
         """Where the elements of this box begin in a tensor that holds ``outer``, if they lie there one after the other; else None."""
@@ -75,12 +93,13 @@ def check_cover(shape: Shape, boxes: Sequence[Box]) -> None:
     count, total = sum(box.numel for box in boxes), math.prod(shape)
     if count != total:
         raise ValueError(f"its boxes hold {count} elements, and its shape {shape} has {total}")
-    if (twice := _overlap([box for box in boxes if box.numel])) is not None:
+    if (twice := overlap(boxes)) is not None:
         raise ValueError(f"{twice[0]} and {twice[1]} have elements in common")
 
 
-def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two boxes that have elements in common, found by a walk along the dim that is cut into most pieces."""
+    boxes = [box for box in boxes if box.numel]
     dims = range(len(boxes[0].offsets)) if boxes else ()
     along = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}), default=None)
     ordered = sorted(boxes, key=lambda box: 0 if along is None else box.offsets[along])
@@ -91,6 +110,28 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
             if box.common(other) is not None:
                 return box, other
     return None
+
+
+def disjoint(held: Mapping[Box, Sequence[int]]) -> dict[Box, list[int]]:
+    """The elements that ranks hold as boxes without common elements, each with all ranks that hold it."""
+    found: dict[Box, list[int]] = {}
+    if overlap(list(held)) is None:
+        return {box: list(ranks) for box, ranks in held.items()}
+    for box, ranks in held.items():
+        new = [box] if box.numel else []
+        while new:
+            part = new.pop()
+            known = next((other for other in found if part.common(other) is not None), None)
+            if known is None:
+                found[part] = list(ranks)
+                continue
+            common = part.common(known)
+            assert common is not None
+            before = found.pop(known)
+            found.update((rest, list(before)) for rest in known.without(common))
+            found[common] = sorted({*before, *ranks})
+            new += part.without(common)
+    return found
 
 
 def boxes_of_ranges(ranges: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Box, Box]]:

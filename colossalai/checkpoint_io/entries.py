@@ -30,6 +30,10 @@ class Piece:
     def read(self) -> Tensor:
         return self.tensor if isinstance(self.tensor, Tensor) else self.tensor()
 
+    def read_part(self, box: Box) -> Tensor:
+        """The elements ``box`` of the tensor, all of which are here."""
+        return self.read()[box.within(self.box)]
+
     def view(self) -> Tensor:
         assert isinstance(self.tensor, Tensor), "what is computed cannot be loaded"
         return self.tensor

@@ -57,7 +57,7 @@ def report_names(
     """Refuse names that only one side has; not ``strict``, warn if they have no name in common."""
     if not missing and not unexpected:
         return
-    total = len(module.state_dict())
+    total = len(module.state_dict(keep_vars=True))
     none_fits = bool(unexpected) and len(missing) == total
     prefix = _difference(missing, unexpected)
     if strict:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from colossalai.checkpoint_io.boxes import Box, whole
-from colossalai.checkpoint_io.entries import Entry
+from colossalai.checkpoint_io.entries import Entry, Piece
 from colossalai.checkpoint_io.ranks import Ranks
 from colossalai.checkpoint_io.sharding import MB, plan_shards
 from colossalai.checkpoint_io.survey import Logical, describe, survey
@@ -30,9 +30,9 @@ class Gathering:
         except Exception as error:
             failure = error
         self.plan = survey(ranks.agree(failure, describe(entries)))
-        self._pieces = {
-            (self.stored_name(entry.name), piece.box): piece for entry in entries for piece in entry.pieces
-        }
+        self._pieces: dict[str, list[Piece]] = {}
+        for entry in entries:
+            self._pieces.setdefault(self.stored_name(entry.name), []).extend(entry.pieces)
         self._aliases: dict[str, list[str]] = {}
         for alias, name in self.plan.ties.items():
             self._aliases.setdefault(name, []).append(alias)
@@ -50,13 +50,16 @@ class Gathering:
             if room is not None:
                 room[box.within(whole(logical.shape))] = self._taken(name, box, source, logical)
             elif source == self.ranks.rank:
-                self.ranks.send_to_first(self._pieces[name, box].read())
+                self.ranks.send_to_first(self._read(name, box))
         return room
 
     def _taken(self, name: str, box: Box, source: int, logical: Logical) -> Tensor:
         if source == 0:
-            return self._pieces[name, box].read()
+            return self._read(name, box)
         return self.ranks.receive(box.sizes, logical.dtype, source)
+
+    def _read(self, name: str, box: Box) -> Tensor:
+        return next(p for p in self._pieces[name] if p.box.holds(box)).read_part(box)
 
     def size(self, name: str) -> float:
         """In MB."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from colossalai.checkpoint_io.boxes import Box, Shape
+from colossalai.checkpoint_io.boxes import Box, Shape, disjoint, overlap
 from colossalai.checkpoint_io.entries import Entry
 
 
@@ -37,6 +37,10 @@ class Logical(NamedTuple):
     dtype: torch.dtype
     writers: dict[Box, int]
     holders: dict[Box, list[int]]
+    """Without common elements, and each a part of a box of every holder."""
+
+    def written_by(self, rank: int) -> list[Box]:
+        return [box for box, writer in self.writers.items() if writer == rank]
 
 
 @dataclass
@@ -81,10 +85,16 @@ def survey(held: Sequence[Sequence[Described]]) -> Survey:
                 result.ties[alias] = name
             first, first_rank, holders = found.setdefault(name, (one, rank, {}))
             _check_same(name, first, first_rank, one, rank)
+            if (twice := overlap(one.boxes)) is not None:
+                raise ValueError(
+                    f"rank {rank} holds elements of {name} twice: in {twice[0]} and in {twice[1]}"
+                )
             for box in one.boxes:
                 holders.setdefault(box, []).append(rank)
     load = [0] * len(held)
-    for name, (first, _, holders) in found.items():
+    for name, (first, _, held_boxes) in found.items():
+        # ranks may cut what they all hold at different places: a replicated weight lies in chunks of Gemini behind pieces of different sizes
+        holders = disjoint(held_boxes)
         _check_cover(name, first.shape, list(holders))
         writers = {
             box: _lightest(ranks[:1] if first.by_first else ranks, load, box, first.dtype)
@@ -124,11 +134,11 @@ def _check_same(name: str, first: Described, first_rank: int, other: Described, 
 
 
 def _check_cover(name: str, shape: Shape, boxes: list[Box]) -> None:
-    """All elements must be there, and each in one box only."""
+    """All elements must be there."""
     count, total = sum(box.numel for box in boxes), math.prod(shape)
     outside = [box for box in boxes if any(end > size for end, size in zip(box.ends, shape, strict=True))]
     if outside or count != total:
         raise ValueError(
-            f"the ranks hold {count} of the {total} elements of {name} (shape {shape}) in {len(boxes)} boxes; each must be in"
-            f" exactly one box{f', and {outside[0]} is outside' if outside else ''}"
+            f"the ranks hold {count} of the {total} elements of {name} (shape {shape}) in {len(boxes)} boxes; all must be there"
+            f"{f', and {outside[0]} is outside' if outside else ''}"
         )

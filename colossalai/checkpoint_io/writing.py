@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -255,11 +256,11 @@ def _own_files(
     keys: dict[str, tuple[str, Box]] = {}
     for entry in entries:
         name = entry.name if entry.name in plan.tensors else plan.ties[entry.name]
-        for piece in entry.pieces:
-            key = block_key(name, entry.shape, piece.box)
-            if plan.tensors[name].writers[piece.box] == rank and key not in blocks:
-                blocks[key] = Block(key, entry.dtype, piece.box.sizes, piece.read)
-                keys[key] = (name, piece.box)
+        for piece, box in product(entry.pieces, plan.tensors[name].written_by(rank)):
+            key = block_key(name, entry.shape, box)
+            if key not in blocks and piece.box.holds(box):
+                blocks[key] = Block(key, entry.dtype, box.sizes, partial(piece.read_part, box))
+                keys[key] = (name, box)
     units = [([key], block.nbytes / MB) for key, block in blocks.items()]
     shards = [names for names, _ in plan_shards(units, size_per_shard)]
     return {data_file(word, rank, i): [blocks[key] for key in shard] for i, shard in enumerate(shards)}, keys

@@ -143,6 +143,18 @@ def test_copies_are_written_once_and_by_the_least_busy() -> None:
     assert plan.tensors["model/b"].writers == {whole((4,)): 1}
 
 
+def test_ranks_may_cut_what_they_all_hold_at_different_places() -> None:
+    shape = (3, 4)
+    held = [[box for box, _ in boxes_of_flat(shape, *ends)] for ends in ((0, 5), (0, 8), (5, 12), (8, 12))]
+    plan = survey([[_described("w", boxes, shape)] for boxes in held]).tensors["w"]
+    seen = torch.zeros(shape)
+    for box, holders in plan.holders.items():
+        seen[box.within(whole(shape))] += 1
+        assert plan.writers[box] in holders
+        assert holders == [r for r, own in enumerate(held) if any(b.holds(box) for b in own)]
+    assert torch.equal(seen, torch.ones(shape))
+
+
 def test_stages_that_share_a_tensor_write_it_once_with_its_states() -> None:
     mark = (3, 0)
     first = [_described(n, [whole((4,))], shared=mark, stage=0) for n in ("model/in", "optimizer/in/exp_avg")]
@@ -162,8 +174,8 @@ def test_stages_that_share_a_tensor_write_it_once_with_its_states() -> None:
             r"hold 2 of the 4 elements of w \(shape \(4,\)\) in 1 boxes",
         ),
         (
-            [[_described("w", [Box((0,), (3,))])], [_described("w", [Box((1,), (3,))])]],
-            "hold 6 of the 4 elements",
+            [[_described("w", [Box((0,), (3,)), Box((1,), (3,))])]],
+            r"rank 0 holds elements of w twice: in Box\(.*\) and in Box",
         ),
         ([[_described("w", [Box((1,), (4,))])]], r"and Box\(.*\) is outside"),
         (
