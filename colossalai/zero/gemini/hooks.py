@@ -87,7 +87,7 @@ class WatchedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        if param is not None:
+        if isinstance(param, nn.Parameter):  # what was computed from one may stand in its place during a call
             self.touch(param)
         return param
 
