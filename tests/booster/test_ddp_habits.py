@@ -116,11 +116,18 @@ def _failed(model: Net, x: Tensor, optimizer: Any, backward: Backward) -> None:
     backward(model.compute_loss(x))
 
 
+def _by_hand(model: Net, x: Tensor, optimizer: Any, backward: Backward) -> None:
+    params = list(model.parameters())
+    grads = torch.autograd.grad(model(x).square().mean(), params)
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+
+
 HABITS: dict[str, Habit] = {
     habit.__name__[1:]: habit
     for habit in (
         *(_call, _method, _part, _inner, _twice, _two_forwards),
-        *(_call_and_method, _clip, _penalty, _evaluation_between, _failed),
+        *(_call_and_method, _clip, _penalty, _evaluation_between, _failed, _by_hand),
     )
 }
 QUIET = {"call", "penalty", "evaluation_between"}  # DDP sees everything
@@ -152,11 +159,17 @@ def _assert_alike(model: nn.Module, expected: nn.Module | None = None) -> None:
         dist.broadcast(first, 0)
         assert torch.equal(first, p.detach()), f"{name} differs between the replicas"
     for p, q in zip(model.parameters(), expected.parameters() if expected is not None else (), strict=False):
-        torch.testing.assert_close(p.detach(), q.detach())
+        torch.testing.assert_close(p.detach().cpu(), q.detach())
 
 
-def _boost(model: nn.Module, extra: tuple[Tensor, ...] = (), precision: Any = None, **options: Any) -> Any:
-    booster = Booster(device="cpu", plugin=TorchDDPPlugin(**options), mixed_precision=precision)
+def _boost(
+    model: nn.Module,
+    extra: tuple[Tensor, ...] = (),
+    precision: Any = None,
+    device: str = "cpu",
+    **options: Any,
+) -> Any:
+    booster = Booster(device=device, plugin=TorchDDPPlugin(**options), mixed_precision=precision)
     optimizer = torch.optim.SGD([*model.parameters(), *extra], lr=0.3, momentum=0.9)
     boosted, optimizer, *_ = booster.boost(model, optimizer)  # type: ignore[assignment]
     return booster, boosted, optimizer
@@ -164,7 +177,7 @@ def _boost(model: nn.Module, extra: tuple[Tensor, ...] = (), precision: Any = No
 
 def _train(rank: int, world_size: int, name: str, reentrant: bool = False, **options: Any) -> None:
     booster, model, optimizer = _boost(_net(reentrant), **options)
-    x = _data()[rank::world_size]
+    x = _data()[rank::world_size].to(options.get("device"))
     with logged() as messages:
         for step in range(3):
             HABITS[name](model, x + step, optimizer, lambda loss: booster.backward(loss, optimizer))
@@ -186,6 +199,19 @@ def _all_habits(rank: int, world_size: int, port: int) -> None:
 
 def test_equal_to_the_serial_model() -> None:
     spawn(_all_habits, 2)
+
+
+def _on_gpu(rank: int, world_size: int, port: int) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=f"tcp://127.0.0.1:{port}")
+    for name in HABITS:
+        _train(rank, world_size, name, device="cuda")
+    _train(rank, world_size, "method", device="cuda", precision="fp16")
+    _train(rank, world_size, "twice", device="cuda", static_graph=True, reentrant=True)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    spawn(_on_gpu, 2)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -290,6 +316,14 @@ def _refusals(rank: int, world_size: int, port: int) -> None:
         match=r"2 parameters have got none .*\(head.weight, head.bias\).*find_unused_parameters=True",
     ):
         optimizer.step()
+
+    booster, model, optimizer = _boost(_net())
+    old = model.head.weight
+    model.head.weight = nn.Parameter(torch.ones(1, 5))
+    booster.backward(model(x).mean(), optimizer)
+    with pytest.raises(RuntimeError, match=r"1 parameters have got none .*not in the model any more"):
+        optimizer.step()
+    del old
 
     raw = _net()
     raw.encoder.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))

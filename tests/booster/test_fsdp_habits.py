@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -140,15 +141,19 @@ def _assert_equal(model: nn.Module, expected: nn.Module) -> None:
     for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
         found = whole_tensor(p.detach()) if hasattr(p, "full_tensor") else p.detach()
         torch.testing.assert_close(
-            found, q.detach(), rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            found.cpu(), q.detach(), rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
-def _habits(rank: int, world_size: int, port: int) -> None:
-    launch(rank, world_size, port)
+def _habits(rank: int, world_size: int, port: int, device: str = "cpu", **options: Any) -> None:
+    if device == "cpu":
+        launch(rank, world_size, port)
+    else:
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=address)
     for habit in HABITS:
         raw = _net()
-        booster = Booster("cpu", plugin=TorchFSDPPlugin())
+        booster = Booster(device, plugin=TorchFSDPPlugin(**options))
         model, optimizer, *_ = booster.boost(raw, _adam(raw))
         assert isinstance(optimizer, torch.optim.Optimizer)
 
@@ -156,7 +161,7 @@ def _habits(rank: int, world_size: int, port: int) -> None:
             booster.backward(loss, optimizer)
 
         for i in range(3):
-            habit(model, (_x() + i)[rank::world_size], backward)  # type: ignore[arg-type]
+            habit(model, (_x() + i)[rank::world_size].to(device), backward)  # type: ignore[arg-type]
             optimizer.step()
             optimizer.zero_grad()
         _assert_equal(model, _serial(habit))
@@ -164,6 +169,12 @@ def _habits(rank: int, world_size: int, port: int) -> None:
 
 def test_equal_to_the_serial_model() -> None:
     spawn(_habits, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
+def test_on_a_gpu(offload: bool) -> None:
+    spawn(_habits, 2, device="cuda", cpu_offload=offload)
 
 
 def _scalars(rank: int, world_size: int, port: int, folder: Path) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -114,6 +114,20 @@ class TorchDDPOptimizer(OptimizerWrapper):
         super().add_param_group(param_group)
         self._watch.add(self.trained_parameters())
 
+    def unscale_grad(self) -> None:
+        self._watch.average_written(self.trained_parameters())
+        super().unscale_grad()
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        self._watch.average_written(self.trained_parameters())
+        super().clip_grad_by_value(clip_value)
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        self._watch.average_written(self.trained_parameters())
+        return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if missing := self._watch.missing():
             raise RuntimeError(
@@ -128,7 +142,10 @@ class TorchDDPOptimizer(OptimizerWrapper):
                     f"optimizer.step() with a gradient of a parameter of shape {tuple(p.shape)} that came into the groups after"
                     " boost, so nobody has averaged it; add it with add_param_group of the boosted optimizer"
                 )
-        return super().step(*args, **kwargs)
+        self._watch.average_written(self.trained_parameters())
+        result = super().step(*args, **kwargs)
+        self._watch.stepped()
+        return result
 
 
 def _warn_of_local_gradients(watch: GradientWatch, optimizer: Optimizer, *_: Any) -> None:

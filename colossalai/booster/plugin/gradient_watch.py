@@ -70,6 +70,7 @@ class GradientWatch:
         self._number: dict[int, int] = {}
         self._by_ddp: set[int] = set()  # by numbers, as the sets below
         self._late: set[int] = set()
+        self._came: set[int] = set()  # in a backward pass since the last step
         self._local: set[int] = set()
         self._covered: set[int] = set()
         self._task = self._begun_by = -1
@@ -110,6 +111,19 @@ class GradientWatch:
         """Somebody else has averaged all gradients."""
         self._late.clear()
         self._local.clear()
+        self._came.update(range(len(self._params)))
+
+    def average_written(self, params: Iterable[Tensor]) -> None:
+        """Average gradients that the user has written into ``.grad`` without a backward pass; every rank calls this."""
+        for p in params:
+            if p.grad is not None and self.knows(p) and self._number[id(p)] not in self._came:
+                self._late.add(self._number[id(p)])
+        if self._late and not self._is_no_sync():
+            self._average()
+
+    def stepped(self) -> None:
+        """The optimizer has used the gradients; those of the next step come anew, maybe by hand."""
+        self._came.clear()
 
     def _add(self, p: Tensor) -> None:
         number = len(self._params)
@@ -137,6 +151,7 @@ class GradientWatch:
 
     def came(self, number: int) -> None:
         """A gradient is in ``.grad``."""
+        self._came.add(number)
         if self._expected is Expected.AVERAGED and number in self._by_ddp:
             self._covered.add(number)
             if len(self._covered) in (1, len(self._by_ddp)):
@@ -184,15 +199,19 @@ class GradientWatch:
         waits = self._expected is Expected.AVERAGED and self._covered and ddp is not None
         if not waits or not _waits_for_all(ddp) or model is None:
             return []
-        left = {id(self._params[i]()) for i in self._by_ddp - self._covered}
-        return [name for name, p in model.named_parameters() if id(p) in left]
+        names = {id(p): name for name, p in model.named_parameters()}
+        left = (self._params[i]() for i in sorted(self._by_ddp - self._covered))
+        return [names.get(id(p), "one that is not in the model any more") for p in left]
 
     def _average(self) -> None:
         late = torch.zeros(len(self._params), dtype=torch.uint8)
         late[sorted(self._late | self._local)] = 1
         dist.all_reduce(late, dist.ReduceOp.MAX, group=self._group_of_words())
-        self.all_averaged()
-        params = [p for i in late.nonzero().flatten().tolist() if (p := self._params[i]()) is not None]
+        self._late.clear()
+        self._local.clear()
+        numbers = late.nonzero().flatten().tolist()
+        self._came.update(numbers)
+        params = [p for i in numbers if (p := self._params[i]()) is not None]
         self._tell(params)
         bucket_allreduce(params, self._group)
         self.share_buffers()
