@@ -26,6 +26,7 @@ from colossalai.checkpoint_io.sharding import (
     survey_shards,
 )
 from colossalai.interface import below_compile, user_module
+from colossalai.interface.holding import MASTERS_KEY
 from colossalai.utils.optimizer_state import check_state
 
 State = dict[str, Any]
@@ -171,6 +172,9 @@ class GeneralCheckpointIO(CheckpointIO):
                 for part in parts
                 for number, state in part.items()
             }
+            if MASTERS_KEY in rest:
+                masters = {n: self.fit(v, owners.get(int(n))) for n, v in rest[MASTERS_KEY].items()}
+                rest = {**rest, MASTERS_KEY: masters}
             check_state(optimizer, {"state": states, **rest})
             optimizer.load_state_dict({"state": states, **rest})
         except (KeyError, ValueError) as error:

@@ -135,3 +135,22 @@ def check_uneven(rank: int, world_size: int, port: int, folder: str) -> None:
 
 def test_replicas_with_an_uneven_vocabulary(tmp_path: Path) -> None:
     spawn(check_uneven, 4, folder=str(tmp_path))
+
+
+def check_masters(rank: int, world_size: int, port: int, folder: str) -> None:
+    """The float32 weights of bf16 parameters, which torch's optimizers keep, in a file of whole tensors."""
+    zoo.launch({"size": 2, "mode": "1d"})
+    for plugin in (GeminiPlugin, LowLevelZeroPlugin):
+        runs = [Run("gpt2", plugin(precision="bf16")) for _ in range(2)]
+        runs[0].train(range(STEPS))
+        booster = runs[0].booster
+        booster.save_model(runs[0].model, Path(folder, plugin.__name__ + ".pt"))
+        booster.save_optimizer(runs[0].optimizer, Path(folder, plugin.__name__ + ".opt"))
+        booster.load_model(runs[1].model, Path(folder, plugin.__name__ + ".pt"))
+        booster.load_optimizer(runs[1].optimizer, Path(folder, plugin.__name__ + ".opt"))
+        first, second = (run.train(range(STEPS, 2 * STEPS)) for run in runs)
+        assert first == second, plugin
+
+
+def test_masters_of_pieces_in_one_file(tmp_path: Path) -> None:
+    spawn(check_masters, 4, folder=str(tmp_path))
