@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.interface import OptimizerWrapper
+from colossalai.mesh import full_shape
+from colossalai.nn.optimizer.base import is_cut
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
@@ -71,6 +73,12 @@ def check_params(optim: Any, module: ZeroDDP) -> None:
         raise ValueError(
             f"{type(optim).__name__} needs whole parameters, but Gemini cuts chunks evenly over"
             f" {module.chunk_manager.ranks.size} ranks; use an optimizer that works element by element, such as HybridAdam"
+        )
+    cut = next((p for group in optim.param_groups for p in group["params"] if is_cut(p)), None)
+    if cut is not None and not is_elementwise(optim):
+        raise ValueError(
+            f"{type(optim).__name__} needs whole parameters, but one of shape {tuple(full_shape(cut))} is cut over ranks by tensor"
+            " parallelism; use an optimizer that works element by element, such as HybridAdam"
         )
     clips = isinstance(optim, FusedLAMB) and optim.defaults["max_grad_norm"]
     if clips and not module.gemini_manager.policy.rests_on_compute:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+import colossalai
 import colossalai.kernel.native.adam as native
 from colossalai.nn.optimizer import FusedLAMB, HybridAdam, Lamb
 from colossalai.testing import RankError, spawn
 from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
-from colossalai.zero.gemini import ChunkManager, GeminiAdamOptimizer, GeminiOptimizer
+from colossalai.zero.gemini import ChunkManager, GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
 from colossalai.zero.gemini.updates import Updates
 from colossalai.zero.gemini.worker import Worker
 from tests.zero.gemini.runs import Case, Serial, Training, batch, compare, launch, loss_of, net
@@ -310,6 +311,21 @@ def _whole(rank: int, world_size: int, port: int) -> None:
 
 def test_optimizers_of_whole_parameters_are_refused_on_several_ranks() -> None:
     spawn(_whole, 2)
+
+
+def _cut(rank: int, world_size: int, port: int) -> None:
+    config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
+    colossalai.launch(config, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    model = GeminiDDP(colossalai.nn.Linear(4, 6), "cpu")
+    with pytest.raises(
+        ValueError, match=r"Lamb needs whole parameters, but one of shape \(6, 4\) is cut over"
+    ):
+        GeminiOptimizer(Lamb(model.parameters()), model)
+
+
+def test_optimizers_of_whole_parameters_are_refused_where_parameters_are_cut() -> None:
+    """With one replica chunks are whole, and what is in them may still be pieces."""
+    spawn(_cut, 2)
     compare(Case(), optimizer=lambda p: Lamb(p, lr=1e-3))
 
 
