@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.utils._python_dispatch
 from torch import Tensor
 
 # 2.13 renames them and warns about the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# inside this block no dispatch mode sees what is done
+without_modes = torch.utils._python_dispatch._disable_current_modes
 # inside this block a tensor of a class of its own is the plain tensor of its memory
 plain_torch = torch._C.DisableTorchFunctionSubclass
 
@@ -38,3 +41,8 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, _), same in by_kind.items():
         torch._foreach_mul_(same, factor.to(device))
+
+
+def at_end_of_task(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward pass that this thread is in is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

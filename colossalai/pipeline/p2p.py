@@ -82,10 +82,14 @@ class Link:
         self._timetable: Timetable | None = None
         self._pending: dict[int, list[tuple[Message, list[tuple[dist.Work, Tensor]]]]] = {}
 
-    def begin(self, timetable: Timetable) -> None:
-        """Get ready for the messages of ``timetable``; every rank begins the same one."""
+    def check_usable(self) -> None:
+        """Refuse a pipeline in which a stage has failed: the ranks are no longer in step."""
         if self._mesh in _failed:
             raise PipelineError("this pipeline has failed before; start the job again")
+
+    def begin(self, timetable: Timetable) -> None:
+        """Get ready for the messages of ``timetable``; every rank begins the same one."""
+        self.check_usable()
         if timetable is not self._timetable:
             self._study(timetable)
         self._expected = {r: deque(messages) for r, messages in self._coming.items()}

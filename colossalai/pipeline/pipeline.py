@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from colossalai.amp.casting import CastModel, cast_floats
 from colossalai.context.config_schema import READ_BY_FEATURES
 from colossalai.interface.batch import Criterion, loss_of
+from colossalai.interface.first_step import shared_axes
 from colossalai.mesh import Mesh
+from colossalai.mesh.agreement import check_same_batch
 from colossalai.pipeline.chunks import StageCaller, count_chunks
 from colossalai.pipeline.executor import Executor, detached
 from colossalai.pipeline.microbatch import count_samples, join_outputs, split_microbatches
@@ -65,6 +67,7 @@ class Pipeline:
                 " may have let the weights go; use gpipe, 1f1b or interleaved"
             )
         self._evaluations: dict[int, Timetable] = {}
+        self._batch_axes: tuple[str, ...] = shared_axes(model, mesh)
         self._mesh, self.rank = mesh, pipeline_rank(mesh)
         self._caller = StageCaller(model)
         self._casts_output = any(isinstance(m, CastModel) and m.casts_inputs for m in model.modules())
@@ -107,6 +110,12 @@ class Pipeline:
             raise ValueError("a backward pass needs the loss: pass return_loss=True or forward_only=True")
         if trains is not None:
             trains.expect_gradients()
+            if self._batch_axes:  # once: in the first step
+                self._link.check_usable()
+                axes, self._batch_axes = self._batch_axes, ()
+                check_same_batch(
+                    {"data": data, "label": label}, axes, self._mesh, "the first step of the pipeline"
+                )
         timetable = self._evaluation(count_samples(data, label)) if trains is None else self.timetable
         self._parts = split_microbatches(data, label, timetable.microbatches)
         self._criterion, self._trains = criterion, trains

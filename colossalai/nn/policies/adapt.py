@@ -29,6 +29,8 @@ from colossalai.mesh import (
     unshard,
     use,
 )
+from colossalai.mesh.agreement import FirstStep
+from colossalai.mesh.norm import STAGES, tensor_axes
 from colossalai.nn.layer.batch import split_rows
 from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, at_rank
@@ -278,6 +280,8 @@ class WholeOutputs(Adapted):
     cut_as: tuple[TensorParallel, Mesh]
     cut_scores: Logits | None
     """Where scores lie of which the model computes its loss from pieces."""
+    first_step: FirstStep
+    """Compares, once, what the ranks must have alike."""
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
         """Write the whole model as transformers does; every rank must call it, and rank 0 writes."""
@@ -292,7 +296,12 @@ class WholeOutputs(Adapted):
         # names are needed to know what is cut, so the result becomes a tuple afterwards
         config = getattr(self, "config", None)
         as_tuple = not kwargs.get("return_dict", getattr(config, "return_dict", True))
+        assert isinstance(self, nn.Module)
+        if not self.first_step.done:
+            self.first_step.before(self, {**dict(zip(_names(forward), args, strict=False)), **kwargs})
         out = forward(*args, **{**kwargs, "return_dict": True} if as_tuple else kwargs)
+        if not self.first_step.done:
+            self.first_step.after(self, out)
         if not hasattr(out, "keys"):
             return out
         tp = self.cut_as[0]
@@ -317,6 +326,11 @@ class WholeOutputs(Adapted):
             if isinstance(value, Tensor)
             else value
         )
+
+
+def first_step(mesh: Mesh) -> FirstStep:
+    """What compares the first step of a model that is cut over ``mesh``; the batch of a pipeline is compared where it is cut."""
+    return FirstStep(mesh, () if mesh.size.get(STAGES, 1) > 1 else tensor_axes(mesh))
 
 
 def whole_state_dict(model: nn.Module, mesh: Mesh, *, keep: bool = True) -> dict[str, Tensor]:

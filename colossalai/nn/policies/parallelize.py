@@ -18,7 +18,7 @@ from colossalai.context.tensor_modes import tensor_mode
 from colossalai.mesh import Mesh, placement
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
-from colossalai.nn.policies.adapt import WholeOutputs, adapt
+from colossalai.nn.policies.adapt import WholeOutputs, adapt, first_step
 from colossalai.nn.policies.plans import carried_policy
 from colossalai.nn.policies.policy import Policy
 from colossalai.nn.policies.rules import Cut, Head, Rule, Table, World, check_heads
@@ -63,6 +63,7 @@ def parallelize(
     _retie(model, world)
     adapt(model, WholeOutputs)
     model.cut_as = tp, mesh  # type: ignore[assignment]
+    model.first_step = first_step(mesh)  # type: ignore[assignment]
     model.cut_scores = None if whole_scores else compute_loss_from_pieces(model, mesh)  # type: ignore[assignment]
     return model
 

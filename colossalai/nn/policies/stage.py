@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossalai.nn.policies.adapt import Adapted, Forward, adapt
+from colossalai.nn.policies.adapt import Adapted, Forward, WholeOutputs, adapt, first_step
 from colossalai.nn.policies.depth import Parts
 from colossalai.nn.policies.per_block import check_output, refuse_asked, refuse_collected
 
@@ -169,6 +169,8 @@ class Stage(Adapted):
             return output
         except Leave as left:
             sent = tuple(left.values[name] for name in share.sends)
+            if isinstance(self, nn.Module) and isinstance(self, WholeOutputs):
+                self.first_step.after(self, sent)
             return sent[0] if len(sent) == 1 else sent
         finally:
             share.arrived.values = {}
@@ -211,6 +213,8 @@ def take_stage(model: nn.Module, parts: Parts, share: Share) -> nn.Module:
     model.share = share  # type: ignore[assignment]
     if share.is_last and share.stages > 1:
         refuse_collected(model)
+    if isinstance(model, WholeOutputs):  # the chunks of a rank are copies of one model
+        model.first_step = first_step(model.cut_as[1])
     return model
 
 
