@@ -1,7 +1,7 @@
 """Existing models, such as those of Hugging Face, made tensor-parallel by small tables.
 
 Read in this order: ``tables`` (which module of which architecture is cut how), ``rules`` (what can be done to a module),
-``adapt`` (what happens around a forward), ``parallelize``; for the stages of pipelines ``depth`` and ``stage``.  Nothing here imports transformers.
+``adapt`` (what happens around a forward), ``parallelize``, ``trace`` and ``flow`` (a plan is tried on the meta device); for the stages of pipelines ``depth`` and ``stage``.  Nothing here imports transformers.
 """
 
 from colossalai.nn.policies.depth import Depth

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -34,6 +33,7 @@ from colossalai.mesh.norm import STAGES, tensor_axes
 from colossalai.nn.layer.batch import split_rows
 from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, at_rank
+from colossalai.nn.policies.numbers import active, draws_own, forked, own_numbers, seed, switch_numbers
 
 M = TypeVar("M", bound=nn.Module)
 Forward = Callable[..., Any]
@@ -91,45 +91,21 @@ def _subclass(native: type[nn.Module], what: type[Adapted]) -> type[nn.Module]:
 
 # ---- random numbers ----
 
-# The numbers that all ranks share, for each `own_numbers` that is active: a key and how many streams were taken from it.
-_shared: list[list[int]] = []
-
-
-@contextmanager
-def own_numbers(axes: Axes, mesh: Mesh) -> Iterator[None]:
-    """Random numbers that differ between ranks which hold different pieces along ``axes``.
-
-    They start from one number of the generator that all ranks share, which goes on as if only this had been drawn.  So
-    ranks stay in step, and torch's activation checkpointing, which resets that generator, repeats the same numbers.
-    """
-    key = int(torch.randint(1 << 62, (), device="cpu"))
-    _shared.append([key, 0])
-    try:
-        with _seeded(random_key(key, "own", *(mesh.coord[a] for a in axes))):
-            yield
-    finally:
-        _shared.pop()
-
-
-@contextmanager
-def _seeded(key: int) -> Iterator[None]:
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
-        torch.default_generator.manual_seed(key % (1 << 63))
-        if cuda:
-            torch.cuda.manual_seed(key % (1 << 63))
-        yield
-
 
 class OwnNumbers(Adapted):
-    """Draws numbers of this rank's own while training."""
+    """Draws numbers of this rank's own while training, for what is cut inside of it."""
 
     training: bool
     drawn_over: tuple[Axes, Mesh]
+    draws_always: bool = False
+    """Whether it is known to drop something, though its attributes do not say so."""
+    starts_own: bool = True
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert isinstance(self, nn.Module)
-        with own_numbers(*self.drawn_over) if self.training and _drops(self) else nullcontext():
+        if not self.training or not (self.draws_always or _drops(self)):
+            return forward(*args, **kwargs)
+        with own_numbers(*self.drawn_over, switches=True, own=self.starts_own):
             return forward(*args, **kwargs)
 
 
@@ -140,17 +116,34 @@ def _drops(module: nn.Module) -> bool:
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
+class SwitchesNumbers(Adapted):
+    """A linear layer behind which ranks hold pieces of the activations, or hold them whole again."""
+
+    role: str
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = forward(*args, **kwargs)
+        switch_numbers(own=self.role == "expand")
+        return result
+
+
 class AlikeNumbers(Adapted):
     """Draws what all ranks draw, also inside a module that draws its own."""
 
     training: bool
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.training or not _shared:
+        if not self.training or not draws_own():
             return forward(*args, **kwargs)
-        _shared[-1][1] += 1
-        with _seeded(random_key(_shared[-1][0], "alike", _shared[-1][1])):
-            return forward(*args, **kwargs)
+        numbers = active[-1]
+        numbers.taken += 1
+        with forked():
+            seed(random_key(numbers.key, "alike", numbers.taken))
+            numbers.is_own = False
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                numbers.is_own = True
 
 
 # ---- parameters ----
@@ -160,10 +153,12 @@ class UsedByPieces(Adapted):
     """Its parameters are about to be used for this rank's piece of the activations: their gradients are summed."""
 
     used_over: tuple[frozenset[str], Mesh]
+    used_names: frozenset[str] | None = None
+    """Those of its parameters that are; None for all."""
     _parameters: dict[str, Any]
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = dict(self._parameters)
+        own = {n: p for n, p in self._parameters.items() if self.used_names is None or n in self.used_names}
         axes, mesh = self.used_over
         try:
             for name, param in own.items():
@@ -280,6 +275,8 @@ class WholeOutputs(Adapted):
     cut_as: tuple[TensorParallel, Mesh]
     cut_scores: Logits | None
     """Where scores lie of which the model computes its loss from pieces."""
+    cut_attentions: bool
+    """Whether attentions that it returns are those of this rank's heads."""
     first_step: FirstStep
     """Compares, once, what the ranks must have alike."""
 
@@ -305,7 +302,8 @@ class WholeOutputs(Adapted):
         if not hasattr(out, "keys"):
             return out
         tp = self.cut_as[0]
-        for names, layout in ((_STREAM, tp.hidden), (_SCORES, tp.heads)):
+        scores = _SCORES if self.cut_attentions else ()
+        for names, layout in ((_STREAM, tp.hidden), (scores, tp.heads)):
             for name in names:
                 if layout.sharded and out.get(name) is not None:
                     out[name] = self._whole(out[name], layout)

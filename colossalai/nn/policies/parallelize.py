@@ -21,9 +21,21 @@ from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_par
 from colossalai.nn.policies.adapt import WholeOutputs, adapt, first_step
 from colossalai.nn.policies.plans import carried_policy
 from colossalai.nn.policies.policy import Policy
-from colossalai.nn.policies.rules import Cut, Head, Rule, Table, World, check_heads
+from colossalai.nn.policies.rules import (
+    Cut,
+    Head,
+    Heads,
+    InnerDropout,
+    Rule,
+    StreamDropout,
+    Summed,
+    Table,
+    World,
+    check_heads,
+)
 from colossalai.nn.policies.scores import check_causal, compute_loss_from_pieces
 from colossalai.nn.policies.tables import POLICIES
+from colossalai.nn.policies.trace import Trace, trace
 
 M = TypeVar("M", bound=nn.Module)
 MODES = (None, "1d", "2d", "2.5d", "3d")
@@ -59,10 +71,12 @@ def parallelize(
     world = World(tp, mesh, whole_scores, _shared(model))
     matches = list(policy.matches(model))
     _check(model, policy, matches, world)
+    cut_attentions = _complete(model, matches, world)
     _replace(model, matches, world)
     _retie(model, world)
     adapt(model, WholeOutputs)
     model.cut_as = tp, mesh  # type: ignore[assignment]
+    model.cut_attentions = cut_attentions  # type: ignore[assignment]
     model.first_step = first_step(mesh)  # type: ignore[assignment]
     model.cut_scores = None if whole_scores else compute_loss_from_pieces(model, mesh)  # type: ignore[assignment]
     return model
@@ -149,6 +163,41 @@ def _check(model: nn.Module, policy: Policy, matches: list[Match], world: World)
         _check_covered(model, matches, mode)
         _check_layer_drop(model, mode)
     _check_shared(model, matches, _try(model, matches, world))
+
+
+def _complete(model: nn.Module, matches: list[Match], world: World) -> bool:
+    """Add the rules that follow from where cut activations go; returns whether the attentions are cut.
+
+    In 1D only: in the other modes every module has a rule of its own.
+    """
+    by_rules = any(isinstance(rule, Heads) for _, _, rule in matches)
+    if world.stream_is_cut or (found := trace(model, matches, world)) is None:
+        return by_rules
+    extra: list[Match] = [
+        (path, model.get_submodule(path), Summed(names)) for path, names in found.summed.items()
+    ]
+    extra += [(path, model.get_submodule(path), InnerDropout()) for path in found.own]
+    extra += [(path, model.get_submodule(path), StreamDropout()) for path in found.alike]
+    if extra:
+        matches += extra
+        again = trace(model, matches, world)
+        assert again is not None, "what could be traced once can be traced again"
+        _check_dropout(type(model).__name__, again)
+    return by_rules if found.cut_attentions is None else found.cut_attentions
+
+
+def _check_dropout(who: str, found: Trace) -> None:
+    for path, what in (
+        *(
+            (p, "features of which each rank has a piece, but all ranks would drop the same")
+            for p in found.own
+        ),
+        *((p, "activations that all ranks hold, but each rank would drop others") for p in found.alike),
+    ):
+        raise ValueError(
+            f"{who}, module {path!r}: its dropout is for {what}; set its rate to 0, or pass a "
+            "policy=colossalai.nn.policies.Policy(...) with InnerDropout() or StreamDropout() for it"
+        )
 
 
 def _try(model: nn.Module, matches: list[Match], world: World) -> set[int]:

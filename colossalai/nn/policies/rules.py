@@ -24,6 +24,7 @@ from colossalai.nn.policies.adapt import (
     AlikeNumbers,
     CutStream,
     OwnNumbers,
+    SwitchesNumbers,
     UsedByPieces,
     WholeInput,
     WholeRows,
@@ -88,7 +89,7 @@ class Cut:
         if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
             raise ValueError(f"Cut() is for nn.Linear and Conv1D, got a {type(module).__name__}")
         if self.role != "stay":
-            return Linear.from_native(
+            layer = Linear.from_native(
                 module,
                 self.role,
                 tp=tp,
@@ -96,6 +97,7 @@ class Cut:
                 fused=self.fused,
                 parallel_input=not self.whole_input,
             )
+            return layer if world.stream_is_cut else adapt(layer, SwitchesNumbers)
         if not world.stream_is_cut:
             return module
         # from the stream to the stream: the weight rests cut by all axes, and only its columns are cut in use
@@ -200,6 +202,19 @@ def _one_cut(ndim: int, dim: int | None, axes: Axes) -> Layout:
 
 
 @dataclass(frozen=True)
+class Summed:
+    """A module whose parameters ``names`` stay whole and are applied to this rank's features: their gradients are summed."""
+
+    names: frozenset[str]
+
+    def cut(self, module: nn.Module, world: World) -> nn.Module:
+        adapt(module, UsedByPieces)
+        module.used_over = frozenset(world.tp.inner.sharded), world.mesh  # type: ignore[assignment]
+        module.used_names = self.names  # type: ignore[assignment]
+        return module
+
+
+@dataclass(frozen=True)
 class Heads:
     """An attention module: it sees this rank's heads, and its dropout is this rank's own.
 
@@ -238,10 +253,15 @@ def check_heads(what: str, number: int, world: World) -> None:
 
 @dataclass(frozen=True)
 class InnerDropout:
-    """A dropout between an expanding and a contracting linear: every rank draws for its own features."""
+    """A dropout between an expanding and a contracting linear, or a module that has one: every rank draws for its own features."""
 
     def cut(self, module: nn.Module, world: World) -> nn.Module:
-        return module if world.stream_is_cut else own_numbers(module, world)
+        if world.stream_is_cut:
+            return module
+        own_numbers(module, world)
+        module.draws_always = True  # type: ignore[assignment]
+        module.starts_own = isinstance(module, nn.Dropout)  # type: ignore[assignment]
+        return module
 
 
 @dataclass(frozen=True)
