@@ -61,8 +61,9 @@ class Notes:
 class Flow(TorchDispatchMode):
     """Follows marks through the operations inside ``with``; ``draws_own`` says whether ranks draw their own numbers now."""
 
-    def __init__(self, draws_own: Callable[[], bool]) -> None:
+    def __init__(self, draws_own: Callable[[], bool], truth: bool = False) -> None:
         super().__init__()
+        self.truth = truth  # what a condition is taken for whose values nobody has
         self.notes = Notes()
         self.path: list[str] = [""]
         self._draws_own = draws_own
@@ -89,7 +90,7 @@ class Flow(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].is_meta:
-            return False if args[0].dtype is torch.bool else 0  # nobody has a value here
+            return self.truth if args[0].dtype is torch.bool else 0
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         marks = [self.of(x) for x in inputs]
         is_cut = any(m.cut for m in marks)

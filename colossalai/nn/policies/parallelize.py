@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -151,7 +151,7 @@ def _check(model: nn.Module, policy: Policy, matches: list[Match], world: World)
     if not world.whole_scores:
         check_causal(model, {id(module) for _, module, rule in matches if isinstance(rule, Head)})
     for name in policy.heads:
-        number = getattr(getattr(model, "config", None), name, None)
+        number = _of_config(model, name)
         if number is not None:
             check_heads(f"{who}: {name}", number, world)
     if world.stream_is_cut:
@@ -163,6 +163,14 @@ def _check(model: nn.Module, policy: Policy, matches: list[Match], world: World)
         _check_covered(model, matches, mode)
         _check_layer_drop(model, mode)
     _check_shared(model, matches, _try(model, matches, world))
+
+
+def _of_config(model: nn.Module, name: str) -> Any:
+    """A number of the model's config; None if it has none, or, as some of transformers, one for each layer."""
+    try:
+        return getattr(getattr(model, "config", None), name, None)
+    except Exception:  # such a config raises an error of its own; modules are checked one by one as well
+        return None
 
 
 def _complete(model: nn.Module, matches: list[Match], world: World) -> bool:

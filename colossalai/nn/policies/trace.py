@@ -48,12 +48,12 @@ def trace(model: nn.Module, matches: list[Match], world: World) -> Trace | None:
     """Run a twin of ``model`` under the plan; None if even the whole model cannot be run on the meta device."""
     with without_modes(), torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        inputs = _find_inputs(model)
-        return None if inputs is None else _run(model, matches, world, inputs)
+        found = _find_inputs(model)
+        return None if found is None else _run(model, matches, world, *found)
 
 
-def _run(model: nn.Module, matches: list[Match], world: World, inputs: dict[str, Any]) -> Trace:
-    flow = Flow(draws_own)
+def _run(model: nn.Module, matches: list[Match], world: World, inputs: dict[str, Any], truth: bool) -> Trace:
+    flow = Flow(draws_own, truth)
     twin, problem = _cut_twin(model, matches, world, flow), ""
     with flow, _following(twin, flow):
         for value in inputs.values():
@@ -244,16 +244,17 @@ def _following(twin: nn.Module, flow: Flow) -> Iterator[None]:
 # ---- inputs ----
 
 
-def _find_inputs(model: nn.Module) -> dict[str, Any] | None:
-    """Arguments with which the whole model runs on the meta device."""
+def _find_inputs(model: nn.Module) -> tuple[dict[str, Any], bool] | None:
+    """Arguments with which the whole model runs on the meta device, and what its conditions are taken for."""
     for inputs in _candidates(model):
-        twin = _twin(model)
-        try:
-            with Flow(draws_own):  # for what it does with values that nobody has
-                twin(**inputs)
-        except Exception:
-            continue
-        return inputs
+        for truth in (False, True):
+            twin = _twin(model)
+            try:
+                with Flow(draws_own, truth):
+                    twin(**inputs)
+            except Exception:
+                continue
+            return inputs, truth
     return None
 
 

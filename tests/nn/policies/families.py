@@ -80,6 +80,8 @@ def _tiny(cls: Any, drop: float, flags: bool, options: dict[str, Any]) -> Any:
     default = cls()
     known = {*vars(default), *inspect.signature(cls.__init__).parameters}
     chosen = {name: value for name, value in {**SIZES, **TOKENS}.items() if name in known}
+    if "qk_rope_head_dim" in known:
+        chosen["head_dim"] = chosen["qk_rope_head_dim"]  # what is rotated
     if "layer_types" in known and getattr(default, "layer_types", None):
         chosen["layer_types"] = list(default.layer_types[: SIZES["num_hidden_layers"]])
     chosen |= {
@@ -126,6 +128,33 @@ def _check_small(kind: str, options: dict[str, Any]) -> None:
         raise LookupError(f"{kind} has {count:,} parameters however its config is shrunk")
 
 
+# What some families want otherwise: as many keys as queries, or heads that their rotations are made for.
+FALLBACKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"head_dim": 64},
+    {"head_dim": 128},
+    {"image_size": 16, "num_channels": 3},
+)
+
+
+def find_options(kind: str, **options: Any) -> dict[str, Any]:
+    """``options``, with those that this family needs to be built and run at all; LookupError if nobody knows them."""
+    problem: Exception | None = None
+    for fallback in FALLBACKS:
+        chosen = {**fallback, **options}
+        try:
+            model = build(kind, **chosen)
+            with torch.no_grad():
+                if not torch.isfinite(loss(model, batch(model))):
+                    raise ValueError("the loss is not finite")
+        except Exception as error:
+            problem = problem or error
+            continue
+        return chosen
+    raise LookupError(f"{kind}: {type(problem).__name__}: {problem}") from problem
+
+
 def build(kind: str, **options: Any) -> nn.Module:
     _check_small(kind, options)
     torch.manual_seed(0)
@@ -148,9 +177,16 @@ def batch(model: nn.Module, step: int = 0) -> dict[str, Tensor]:
         return {"pixel_values": torch.randn(BATCH, channels, size, size, generator=generator)}
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=generator)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if model.get_output_embeddings() is not None and "labels" in inspect.signature(model.forward).parameters:
+    if _has_head(model) and "labels" in inspect.signature(model.forward).parameters:
         given["labels"] = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=generator)
     return given
+
+
+def _has_head(model: Any) -> bool:
+    try:
+        return model.get_output_embeddings() is not None
+    except NotImplementedError:  # some towers have neither table nor head
+        return False
 
 
 def loss(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
