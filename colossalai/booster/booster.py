@@ -23,9 +23,9 @@ from colossalai.booster.accelerator import Accelerator
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory, precision_name
 from colossalai.booster.pipelines import Pipelines
 from colossalai.booster.plugin import Plugin
-from colossalai.booster.reach import check_reach
 from colossalai.booster.runs import Runs
 from colossalai.booster.save_options import by_name
+from colossalai.booster.support import Plan, Wanted, check_supported, shares_models
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO, GeneralCheckpointIO, Save
 from colossalai.interface import (
     LossWatch,
@@ -37,7 +37,6 @@ from colossalai.interface import (
     user_module,
 )
 from colossalai.interface.first_step import watch_first_step
-from colossalai.mesh.norm import DATA
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import launched_mesh
@@ -82,7 +81,7 @@ class Booster:
             plugin.get_checkpoint_io()
             if plugin is not None and plugin.control_checkpoint_io()
             else GatheredCheckpointIO()
-            if _shares_models()
+            if shares_models()
             else GeneralCheckpointIO()
         )
         self._watch = LossWatch()
@@ -138,10 +137,10 @@ class Booster:
         _check_boostable(model, optimizer)
         _check_companions(optimizer, criterion, dataloader, lr_scheduler)
         check_not_empty("the dataloader of boost", dataloader)
-        if optimizer is not None:
-            check_reach(optimizer, self.plugin, _shares_models())
         raw = [item for item in (user_module(model), optimizer) if item is not None]
         model = with_chunks(model)
+        plan = None if self.plugin is None else Plan.of(self.plugin)
+        check_supported(Wanted(model=model, optimizer=optimizer, plan=plan))
         if self.accelerator is not None:
             model = self.accelerator.configure_model(model)
         if self.mixed_precision is not None:
@@ -197,7 +196,13 @@ class Booster:
                 f" {type(optimizer).__name__}"
             )
         return self._pipelines.execute(
-            data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+            data_iter,
+            model,
+            criterion,
+            optimizer,
+            plugin=self.plugin,
+            return_loss=return_loss,
+            return_outputs=return_outputs,
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -335,12 +340,6 @@ class Booster:
         """Load what ``save_lr_scheduler`` wrote."""
         _check_scheduler("load_lr_scheduler", lr_scheduler)
         self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
-
-
-def _shares_models() -> bool:
-    """Whether several ranks of the launched job hold one model together; without a plugin, each rank is a job of its own if not."""
-    mesh = launched_mesh()
-    return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA)
 
 
 def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:

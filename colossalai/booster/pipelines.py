@@ -9,7 +9,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from colossalai.booster.plugin import Plugin
 from colossalai.booster.plugin.ddp import TorchDDPModel
+from colossalai.booster.support import Plan, Wanted, check_supported
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper, below_compile
 from colossalai.interface.batch import next_batch, split_batch
@@ -34,10 +36,11 @@ class Pipelines:
         criterion: Callable[..., Any] | None,
         optimizer: OptimizerWrapper | None,
         *,
+        plugin: Plugin | None,
         return_loss: bool,
         return_outputs: bool,
     ) -> dict[str, Any]:
-        pipeline = self._pipeline(model)
+        pipeline = self._pipeline(model, plugin)
         device = next((p.device for p in model.parameters()), None)
         batch = next_batch(data_iter, "execute_pipeline")
         data, label = split_batch(
@@ -63,7 +66,7 @@ class Pipelines:
                 replica.gradients_were_averaged()
         return {"loss": loss if return_loss else None, "outputs": outputs}
 
-    def _pipeline(self, model: nn.Module) -> Pipeline:
+    def _pipeline(self, model: nn.Module, plugin: Plugin | None) -> Pipeline:
         if model not in self._of:
             if not is_using_pp():
                 raise RuntimeError(
@@ -71,6 +74,8 @@ class Pipelines:
                     " NUM_MICRO_BATCHES in the config, or call the model and booster.backward"
                 )
             options = PipelineOptions.from_config(gpc.config, gpc.plan)
+            plan = None if plugin is None else Plan.of(plugin)
+            check_supported(Wanted(model=model, plan=plan, pipeline=options))
             self._of[model] = Pipeline(
                 model,
                 gpc.mesh,

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colossalai.amp import AMP_TYPE
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
+from colossalai.booster.support import Plan, Wanted, problem_of
 from colossalai.context.config import ConfigException
 from colossalai.context.imagined import imagined_launch
 from colossalai.context.parallel_config import ParallelConfig
@@ -24,11 +26,13 @@ from colossalai.core import global_context as gpc
 from colossalai.dry_run.estimate import Played, play_step, played_alike, stored_microbatches
 from colossalai.dry_run.link import Way
 from colossalai.dry_run.watch import MemoryEstimate
-from colossalai.dry_run.zero import divided, estimate_zero, zero_plan
+from colossalai.dry_run.zero import ZeroPlan, divided, estimate_zero, zero_plan
 from colossalai.engine.features import Features
-from colossalai.engine.zero_section import stage_problem
 from colossalai.mesh import full_shape, mesh_coordinates, placement
+from colossalai.pipeline.chunks import with_chunks
+from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.stage import pipeline_rank
+from colossalai.utils import is_using_pp
 
 
 class Parts(NamedTuple):
@@ -102,16 +106,14 @@ class _Player:
         return RankReport(rank, coord, parameters, self._estimate(parts))
 
     def _estimate(self, parts: Parts) -> MemoryEstimate:
-        if self._config.get("zero") is None:
+        zero = None if self._config.get("zero") is None else Features.from_config(self._config).zero
+        ranks, plan = gpc.data_parallel_size, None if zero is None else zero_plan(zero)
+        _check_supported(parts, plan)
+        if plan is None:
             return self._play(parts)
-        zero = Features.from_config(self._config).zero
-        assert zero is not None
         model, _, criterion, batch = parts
-        ranks, plan = gpc.data_parallel_size, zero_plan(zero)
         if gpc.pipeline_parallel_size == 1:
             return estimate_zero(model, criterion, batch, ranks, plan)
-        if (problem := stage_problem(zero, model)) is not None:
-            raise ConfigException(problem)
         return divided(self._play(parts, with_step=False), model, ranks, plan)
 
     def _play(self, parts: Parts, with_step: bool = True) -> MemoryEstimate:
@@ -127,6 +129,18 @@ class _Player:
         elif received is not None:
             specs[stage, stage + 1] = received  # stages of the same layers send what they get
         return self._played[key].estimate(stored, with_step)
+
+
+def _check_supported(parts: Parts, zero: ZeroPlan | None) -> None:
+    """Refuse what the job would refuse."""
+    plan = None
+    if zero is not None:
+        kind = GeminiPlugin if zero.level == 3 else LowLevelZeroPlugin
+        plan = Plan(kind=kind, replicas=gpc.data_parallel_size, updates_early=zero.updates_early)
+    pipeline = PipelineOptions.from_config(gpc.config, gpc.plan) if is_using_pp() else None
+    wanted = Wanted(model=with_chunks(parts.model), optimizer=parts.optimizer, plan=plan, pipeline=pipeline)
+    if (problem := problem_of(wanted)) is not None:
+        raise ConfigException(problem)
 
 
 def _is_even(parameter: Tensor) -> bool:

@@ -37,11 +37,15 @@ DEFAULTS = {name: option.default for name, option in inspect.signature(GeminiPlu
 
 
 class ZeroPlan(NamedTuple):
-    """What a ``zero`` section means: its level, whether what rests does so in the memory of the host, and how much of it is there twice."""
+    """What a ``zero`` section means: its level, whether what rests does so in the memory of the host, and how much of it is there twice.
+
+    ``updates_early``: weights are updated in the backward pass, for good.
+    """
 
     level: int
     on_host: bool
     undo_ratio: float = 0.0
+    updates_early: bool = False
 
 
 def zero_plan(zero: Mapping[str, Any]) -> ZeroPlan:
@@ -57,7 +61,8 @@ def zero_plan(zero: Mapping[str, Any]) -> ZeroPlan:
         )
     may_be_bad = options["max_norm"] or options["precision"] in (None, "fp16")
     on_trial = options["update_in_backward"] and may_be_bad
-    return ZeroPlan(level, policy == "cpu", options["undo_ratio"] if on_trial else 0.0)
+    early = bool(options["update_in_backward"]) and not may_be_bad
+    return ZeroPlan(level, policy == "cpu", options["undo_ratio"] if on_trial else 0.0, early)
 
 
 def estimate_zero(
@@ -76,7 +81,7 @@ def estimate_zero(
 
 def divided(played: MemoryEstimate, model: nn.Module, ranks: int, plan: ZeroPlan) -> MemoryEstimate:
     """The memory of a rank that was played in half precision with all of ``model``, if it has a part: one of ``ranks``."""
-    level, on_host, undo_ratio = plan
+    level, on_host, undo_ratio, _ = plan
     parameters = sum(p.numel() for p in model.parameters())
     part = -(-parameters // ranks)
     unit = HALF_BYTES * _largest_unit(model)

@@ -6,7 +6,7 @@ It only chooses: which plugin, which precision, which handlers.  ``Booster`` doe
 from __future__ import annotations
 
 import pprint
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin
+from colossalai.booster.support import Plan, Wanted, check_supported
 from colossalai.context import ParallelMode
 from colossalai.context.config import ConfigException
 from colossalai.core import global_context as gpc
@@ -26,13 +27,12 @@ from colossalai.engine.gradient_accumulation import accumulate_gradient
 from colossalai.engine.gradient_handler import SHARED_GROUP, BaseGradientHandler, build_gradient_handler
 from colossalai.engine.ophooks import BaseOpHook
 from colossalai.engine.schedule import BaseSchedule, InterleavedPipelineSchedule, PipelineSchedule
-from colossalai.engine.zero_section import stage_problem, zero_plugin
+from colossalai.engine.zero_section import zero_plugin
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.utils import get_current_device, is_using_pp, is_using_sequence
 from colossalai.utils.dataloader import check_not_empty
-from colossalai.utils.parallel import first_problem
 
 Initialized = tuple[Engine, Any, Any, Any]
 
@@ -65,7 +65,11 @@ def initialize(
     schedule = schedule_of_config()
     model, optimizer = _build(model, optimizer)
     mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
-    booster = Booster(mixed_precision=features.precision, plugin=_plugin(features, mode, model, optimizer))
+    plugin = _plugin(features, mode, model, optimizer)
+    plan = None if plugin is None else Plan.of(plugin)
+    wanted = Wanted(model=model, optimizer=optimizer, plan=plan, pipeline=_pipeline_options())
+    check_supported(wanted, ConfigException)
+    booster = Booster(mixed_precision=features.precision, plugin=plugin)
     if booster.plugin is None:
         _share_weights(model, mode)  # before boost, which may copy them into master weights
     boosted = booster.boost(model, optimizer, criterion, train_dataloader, lr_scheduler)  # type: ignore[arg-type]
@@ -134,11 +138,15 @@ def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
+def _pipeline_options() -> PipelineOptions | None:
+    return PipelineOptions.from_config(gpc.config, gpc.plan) if is_using_pp() else None
+
+
 def schedule_of_config() -> BaseSchedule | None:
     """The pipeline schedule that the config asks for; None without a pipeline."""
-    if not is_using_pp():
+    options = _pipeline_options()
+    if options is None:
         return None
-    options = PipelineOptions.from_config(gpc.config, gpc.plan)
     shape, name = options.tensor_shape, options.schedule
     if options.chunks == 1:
         return PipelineSchedule(options.microbatches, tensor_shape=shape, schedule=name)
@@ -150,7 +158,6 @@ def schedule_of_config() -> BaseSchedule | None:
 def _plugin(features: Features, mode: ParallelMode, model: nn.Module, optimizer: Optimizer) -> Plugin | None:
     """DDP averages gradients over ``mode``, unless ZeRO or handlers do so or there is nothing to average."""
     if features.zero is not None:
-        _check_stages(features.zero, model)
         return zero_plugin(features.zero, gpc.get_group(mode), model, optimizer)
     if gpc.get_world_size(mode) == 1 or features.handlers or is_using_pp():
         if features.ddp_options:
@@ -162,14 +169,6 @@ def _plugin(features: Features, mode: ParallelMode, model: nn.Module, optimizer:
         return TorchDDPPlugin(process_group=gpc.get_group(mode), **features.ddp_options)
     except TypeError as error:
         raise ConfigException(f"config section 'torch_ddp': {error}") from error
-
-
-def _check_stages(section: Mapping[str, Any], model: nn.Module) -> None:
-    """Refuse the stages of a pipeline that ZeRO cannot divide, on all ranks of it: those of other stages would wait."""
-    if not is_using_pp():
-        return
-    if (problem := first_problem(stage_problem(section, model))) is not None:
-        raise ConfigException(problem)
 
 
 def handlers_of(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:

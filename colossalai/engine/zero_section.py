@@ -86,16 +86,6 @@ def zero_plugin(
         raise ConfigException(f"config section 'zero': {error}") from error
 
 
-def stage_problem(section: Mapping[str, Any], model: nn.Module) -> str | None:
-    """Why ``model``, one stage of a pipeline, cannot be divided as the section says; other stages may be without a problem."""
-    if not any(p.requires_grad for p in model.parameters()):
-        return (
-            "config section 'zero' needs parameters to train on every rank of the pipeline, but a stage has none; cut the model"
-            " in another way, or leave the section out"
-        )
-    return None
-
-
 def _low_level(section: Mapping[str, Any]) -> dict[str, Any]:
     options = {NAMES.get(name, name): value for name, value in section.items()}
     options["stage"] = options.pop("level")

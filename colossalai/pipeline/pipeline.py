@@ -61,11 +61,10 @@ class Pipeline:
     ) -> None:
         chunks = count_chunks(model)
         self.timetable = make_timetable(schedule, pipeline_size(mesh), microbatches, chunks)
-        if self.timetable.splits_backward and getattr(model, "releases_weights", False):
-            raise ValueError(
-                f"the schedule {schedule!r} computes the gradients of weights after the backward pass of a stage, when {type(model).__name__}"
-                " may have let the weights go; use gpipe, 1f1b or interleaved"
-            )
+        if getattr(model, "releases_weights", False):
+            problem = split_problem(self.timetable, type(model).__name__)
+            if problem is not None:
+                raise ValueError(problem)
         self._evaluations: dict[int, Timetable] = {}
         self._batch_axes: tuple[str, ...] = shared_axes(model, mesh)
         self._mesh, self.rank = mesh, pipeline_rank(mesh)
@@ -166,6 +165,16 @@ class Pipeline:
     def scale_loss(self, loss: Tensor) -> Tensor:
         assert self._trains is not None
         return self._trains.scale_loss(loss)
+
+
+def split_problem(timetable: Timetable, who: str) -> str | None:
+    """Why ``who``, which lets weights go after the backward pass, cannot do what ``timetable`` says; None if it can."""
+    if not timetable.splits_backward:
+        return None
+    return (
+        f"the schedule {timetable.name!r} computes the gradients of weights after the backward pass of a stage, when {who} may have let"
+        " the weights go; use gpipe, 1f1b or interleaved"
+    )
 
 
 def _check_shape(shape: Any) -> None:

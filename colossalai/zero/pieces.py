@@ -110,6 +110,16 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
 
 
+def whole_parameters_problem(optimizer: Any, ranks: int) -> str | None:
+    """Why ``optimizer`` cannot step chunks that are cut over ``ranks``; None if it can."""
+    if ranks == 1 or is_elementwise(optimizer):
+        return None
+    return (
+        f"{type(optimizer).__name__} needs whole parameters, but Gemini cuts chunks evenly over {ranks} ranks; use an optimizer that"
+        " works element by element, such as HybridAdam"
+    )
+
+
 @dataclass(eq=False)
 class Piece:
     """This rank's slice ``[start, end)`` of the flattened ``param``.

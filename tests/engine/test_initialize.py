@@ -138,14 +138,6 @@ def test_configs_that_are_refused(config: dict[str, Any], kind: type[Exception],
         Features.from_config(config)
 
 
-def test_pipelines_that_do_not_work_are_refused() -> None:
-    with pytest.raises(
-        ConfigException, match=r"fp16 mode AMP_TYPE.TORCH; a pipeline works with AMP_TYPE.NAIVE"
-    ):
-        Features.from_config({"fp16": {"mode": AMP_TYPE.TORCH}}, pipeline_size=2)
-    Features.from_config({"fp16": {"mode": AMP_TYPE.NAIVE}}, pipeline_size=2)
-
-
 def test_precision_by_its_section() -> None:
     precision = Features.from_config({"fp16": TORCH_AMP}).precision
     assert isinstance(precision, FP16TorchMixedPrecision)

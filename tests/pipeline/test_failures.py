@@ -235,7 +235,7 @@ def check_bad_input(rank: int, world_size: int, port: int) -> None:
         with pytest.raises(ConfigException, match=message):
             _engine(settings)
     with pytest.raises(
-        ValueError, match=r"PipelineSchedule expects 1 chunk\(s\) of the model on each rank, got 2"
+        ValueError, match=r"the config asks for 1 chunk\(s\) of the model on each rank .*, got 2"
     ):
         _engine(config("1f1b", 2, 2), model=nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
 

@@ -62,6 +62,10 @@ class DPPluginBase(Plugin):
         self._group: dist.ProcessGroup = process_group or replicas() or everyone
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
 
+    def divided_over(self) -> list[int]:
+        """The ranks that the plan divides and averages over."""
+        return dist.get_process_group_ranks(self._group)
+
     def supported_devices(self) -> list[str]:
         return ["cpu", "cuda"]
 

@@ -93,6 +93,13 @@ class TorchFSDPPlugin(DPPluginBase):
         self._meshes: dict[str, DeviceMesh] = {}
         self._place_on_data_axis()
 
+    def divided_over(self) -> list[int]:
+        group = self._process_group
+        if group is None or isinstance(group, dist.ProcessGroup):
+            return list(range(dist.get_world_size())) if self.options.hybrid else super().divided_over()
+        ranks: list[int] = group.mesh.flatten().tolist()
+        return ranks
+
     def supported_precisions(self) -> list[str]:
         # the scaler's decision is exchanged on the device of the gradients, which must be the backend's
         return ["bf16"] if self.options.offload else ["fp16", "bf16"]

@@ -123,6 +123,13 @@ class GeminiPlugin(OwnPrecisionPlugin):
             "undo_ratio": undo_ratio,
         }
 
+    @property
+    def updates_early(self) -> bool:
+        """Whether weights are updated in the backward pass for good; with clipping and in fp16, updates can be taken back."""
+        options = self.optimizer_options
+        may_be_bad = self.precision == "fp16" or options["clipping_norm"] > 0
+        return bool(options["update_in_backward"]) and not may_be_bad
+
     def control_device(self) -> bool:
         return True
 

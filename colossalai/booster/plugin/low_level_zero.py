@@ -19,9 +19,7 @@ from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import user_module
 from colossalai.interface.nest import tensors
 from colossalai.utils import is_using_pp
-from colossalai.utils.parallel import first_problem
 from colossalai.zero import LowLevelZeroOptimizer
-from colossalai.zero.renormalizing import renormalizing_on
 
 
 class LowLevelZeroModel(CastModel):
@@ -143,9 +141,6 @@ class LowLevelZeroPlugin(OwnPrecisionPlugin):
             raise ValueError(
                 "LowLevelZeroPlugin averages gradients itself, but the model is a DistributedDataParallel; give the model inside it"
             )
-        problem = first_problem(renormalizing_on(self.world_size, module) or _without_training(optimizer))
-        if problem is not None:
-            raise ValueError(f"LowLevelZeroPlugin cannot divide the model: {problem}")
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         check_backend(device)
         start_alike(module, self._group)
@@ -168,12 +163,6 @@ def _refuse_backward(grad: Tensor) -> None:
         " optimizer averages the gradients, so nobody would; give the optimizer to boost, or call a model that is only"
         " evaluated under torch.no_grad()"
     )
-
-
-def _without_training(optimizer: Optimizer | None) -> str | None:
-    if optimizer is None or any(p.requires_grad for g in optimizer.param_groups for p in g["params"]):
-        return None
-    return "there is an optimizer without parameters to train; in a pipeline, cut the model so that every stage has some"
 
 
 def _cast_rest(module: nn.Module, dtype: torch.dtype, kept: list[nn.Module]) -> None:

@@ -15,7 +15,7 @@ from colossalai.nn.optimizer.base import is_cut
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
-from colossalai.zero.pieces import FlatLayout, Piece, is_elementwise, piece_of
+from colossalai.zero.pieces import FlatLayout, Piece, is_elementwise, piece_of, whole_parameters_problem
 from colossalai.zero.sharded import needs_masters
 
 Places = dict[Piece, tuple[Chunk, Slot]]
@@ -69,11 +69,8 @@ def check_params(optim: Any, module: ZeroDDP) -> None:
                     f"group {n} of {type(optim).__name__} holds a parameter of shape {tuple(p.shape)} that is in no chunk of the"
                     " model; build the optimizer from the parameters of the model that GeminiDDP was given"
                 )
-    if not is_elementwise(optim) and module.chunk_manager.ranks.size > 1:
-        raise ValueError(
-            f"{type(optim).__name__} needs whole parameters, but Gemini cuts chunks evenly over"
-            f" {module.chunk_manager.ranks.size} ranks; use an optimizer that works element by element, such as HybridAdam"
-        )
+    if (problem := whole_parameters_problem(optim, module.chunk_manager.ranks.size)) is not None:
+        raise ValueError(problem)
     cut = next((p for group in optim.param_groups for p in group["params"] if is_cut(p)), None)
     if cut is not None and not is_elementwise(optim):
         raise ValueError(

@@ -1,0 +1,190 @@
+"""What cannot be trained: the one place that knows which model, optimizer, plugin and pipeline do not go together.
+
+``initialize`` asks before it builds anything, ``Booster`` in ``boost`` and before the first step of a pipeline, and a dry run for every
+rank that it plays.  So all of them refuse the same, in the same words.  Which precisions a plugin takes it says itself
+(``Plugin.supported_precisions`` and ``take_precision``); what concerns one part alone is refused where that part is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
+from colossalai.booster.plugin.dp import DPPluginBase
+from colossalai.booster.plugin.own_precision import OwnPrecisionPlugin
+from colossalai.booster.reach import reach_problem
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from colossalai.interface import OptimizerWrapper, user_module
+from colossalai.mesh.norm import DATA
+from colossalai.pipeline.chunks import count_chunks
+from colossalai.pipeline.options import PipelineOptions
+from colossalai.pipeline.pipeline import split_problem
+from colossalai.pipeline.schedule import make_timetable
+from colossalai.tensor import ColoTensor
+from colossalai.utils import is_using_pp
+from colossalai.utils.parallel import first_problem, launched_mesh
+from colossalai.zero.pieces import whole_parameters_problem
+from colossalai.zero.renormalizing import renormalizing, renormalizing_on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What matters of a plugin: a dry run has none, but knows which class it would be, and with which options."""
+
+    kind: type[Plugin]
+    replicas: int = 1
+    """How many ranks it divides and averages over."""
+    updates_early: bool = False
+    """Whether it updates weights for good in the backward pass."""
+    ranks: frozenset[int] | None = None
+    """Those it divides and averages over; None for the data-parallel ranks of the launched job."""
+
+    @classmethod
+    def of(cls, plugin: Plugin) -> Plan:
+        if not isinstance(plugin, DPPluginBase):
+            return cls(kind=type(plugin))
+        early = isinstance(plugin, GeminiPlugin) and plugin.updates_early
+        ranks = frozenset(plugin.divided_over())
+        return cls(kind=type(plugin), replicas=plugin.world_size, updates_early=early, ranks=ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be trained on this rank, and how; ``pipeline`` is None where no schedule is known, or needed."""
+
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    plan: Plan | None = None
+    pipeline: PipelineOptions | None = None
+
+
+def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> None:
+    """Raise ``error`` for what cannot be trained.
+
+    Where stages may differ (with a schedule, or a plan that divides states) it raises on all ranks of the pipeline, which all call this.
+    """
+    problem, plan = problem_of(wanted), wanted.plan
+    if wanted.pipeline is not None or (plan is not None and issubclass(plan.kind, OwnPrecisionPlugin)):
+        problem = first_problem(problem)
+    if problem is not None:
+        raise error(problem)
+
+
+def shares_models() -> bool:
+    """Whether several ranks of the launched job hold one model together; without a plugin, each rank is a job of its own if not."""
+    mesh = launched_mesh()
+    return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA)
+
+
+def problem_of(wanted: Wanted) -> str | None:
+    """Why it cannot be trained, as far as this rank knows; None if it can."""
+    return next((problem for check in CHECKS if (problem := check(wanted)) is not None), None)
+
+
+def _chunks(wanted: Wanted) -> str | None:
+    pipeline, found = wanted.pipeline, count_chunks(wanted.model)
+    if pipeline is None or pipeline.chunks == found:
+        return None
+    return (
+        f"the config asks for {pipeline.chunks} chunk(s) of the model on each rank of the pipeline, got {found}; build the stages"
+        " with the same number of chunks (NUM_CHUNKS, or model.num_chunks)"
+    )
+
+
+def _schedule(wanted: Wanted) -> str | None:
+    pipeline, plan = wanted.pipeline, wanted.plan
+    if pipeline is None or plan is None or not issubclass(plan.kind, DPPluginBase):
+        return None
+    kind: Any = plan.kind.model_type
+    if not getattr(kind, "releases_weights", False):
+        return None
+    stages = max(gpc.pipeline_parallel_size, 1)
+    timetable = make_timetable(pipeline.schedule, stages, pipeline.microbatches, pipeline.chunks)
+    return split_problem(timetable, kind.__name__)
+
+
+def _early_updates(wanted: Wanted) -> str | None:
+    pipeline, plan = wanted.pipeline, wanted.plan
+    if pipeline is None or plan is None or not plan.updates_early or pipeline.microbatches == 1:
+        return None
+    return (
+        "update_in_backward=True updates weights when their gradients have come, but in a pipeline they come once for each of"
+        f" {pipeline.microbatches} micro-batches, which need the same weights; leave it out, or give it max_norm, so that updates can be"
+        " taken back"
+    )
+
+
+def _nothing_to_train(wanted: Wanted) -> str | None:
+    plan, optimizer = wanted.plan, wanted.optimizer
+    if plan is None or optimizer is None or not issubclass(plan.kind, OwnPrecisionPlugin):
+        return None
+    if any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        return None
+    return _cannot_divide(
+        plan,
+        "there is an optimizer without parameters to train; in a pipeline, cut the model so that every stage has some",
+    )
+
+
+def _renormalizing(wanted: Wanted) -> str | None:
+    plan, model = wanted.plan, user_module(wanted.model)
+    if plan is None:
+        return None
+    if issubclass(plan.kind, GeminiPlugin):
+        return renormalizing(model, "which would be lost")
+    if issubclass(plan.kind, LowLevelZeroPlugin) and (problem := renormalizing_on(plan.replicas, model)):
+        return _cannot_divide(plan, problem)
+    return None
+
+
+def _whole_parameters(wanted: Wanted) -> str | None:
+    plan, optimizer = wanted.plan, wanted.optimizer
+    if plan is None or optimizer is None or not issubclass(plan.kind, GeminiPlugin):
+        return None
+    if any(isinstance(p, ColoTensor) for p in wanted.model.parameters()):
+        return None  # they lie on ranks of their own, which Gemini asks
+    raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
+    return whole_parameters_problem(raw, plan.replicas)
+
+
+def _reach(wanted: Wanted) -> str | None:
+    if wanted.optimizer is None:
+        return None
+    kind = None if wanted.plan is None else wanted.plan.kind
+    return reach_problem(wanted.optimizer, kind, shares_models())
+
+
+def _foreign_ranks(wanted: Wanted) -> str | None:
+    plan = wanted.plan
+    if plan is None or plan.ranks is None or not is_using_pp():
+        return None
+    own = dist.get_process_group_ranks(gpc.get_group(ParallelMode.DATA))
+    if plan.ranks <= set(own):
+        return None
+    return (
+        f"{plan.kind.__name__} would divide or average a stage of a pipeline over the ranks {sorted(plan.ranks)}, of which only {own}"
+        " hold this stage; leave out process_group and HYBRID_SHARD"
+    )
+
+
+def _cannot_divide(plan: Plan, why: str) -> str:
+    return f"{plan.kind.__name__} cannot divide the model: {why}"
+
+
+CHECKS: tuple[Callable[[Wanted], str | None], ...] = (
+    _foreign_ranks,
+    _chunks,
+    _schedule,
+    _early_updates,
+    _nothing_to_train,
+    _renormalizing,
+    _whole_parameters,
+    _reach,
+)
