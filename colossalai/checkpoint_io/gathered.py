@@ -23,7 +23,7 @@ from colossalai.checkpoint_io.files import save_state_dict
 from colossalai.checkpoint_io.gathering import Gathering, Part
 from colossalai.checkpoint_io.general import Names, write_model_shards, write_optimizer_shards
 from colossalai.checkpoint_io.model_state import ModelState
-from colossalai.checkpoint_io.optimizer_state import NumberedState
+from colossalai.checkpoint_io.numbered_optimizer import NumberedState
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
 from colossalai.checkpoint_io.sharding import plan_shards
 from colossalai.interface import user_module

@@ -16,7 +16,8 @@ from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
 from colossalai.checkpoint_io.gathering import Gathering
 from colossalai.checkpoint_io.manifest import Manifest
 from colossalai.checkpoint_io.model_state import ModelState
-from colossalai.checkpoint_io.optimizer_state import MASTER, NumberedState, OptimizerState, merge_groups
+from colossalai.checkpoint_io.numbered_optimizer import NumberedState
+from colossalai.checkpoint_io.optimizer_state import MASTER, OptimizerState, merge_groups
 from colossalai.checkpoint_io.ranks import Ranks
 from colossalai.checkpoint_io.values import decode
 from colossalai.interface import OptimizerWrapper
@@ -41,8 +42,9 @@ def whole_optimizer(optimizer: Optimizer, model: nn.Module, io: GatheredCheckpoi
 
 
 def _by_names(state: OptimizerState, own: ModelState, ranks: Ranks) -> tuple[dict[str, Any], list[list[str]]]:
-    ties = Gathering(own.entries, ranks).plan.ties  # of stages that share a parameter, one counts it
-    gathering = Gathering(state.entries, ranks)
+    # with the weights, which say what a parameter is called that stages share
+    gathering = Gathering(lambda: [*own.entries(), *state.entries()], ranks)
+    ties = gathering.plan.ties
     merged = merge_groups(ranks.gather(state.merged()))
     names = [[n for n in g["params"] if f"model/{n}" not in ties] for g in merged["groups"]]
     numbers = {name: i for i, name in enumerate(name for group in names for name in group)}
@@ -52,6 +54,8 @@ def _by_names(state: OptimizerState, own: ModelState, ranks: Ranks) -> tuple[dic
     }
     wide: dict[int, Any] = {}
     for full in gathering.plan.tensors:
+        if not full.startswith(f"{state.section}/"):
+            continue
         name, _, key = full.removeprefix("optimizer/").rpartition("/")
         value = gathering.whole(full)
         if key == MASTER and name in masters:

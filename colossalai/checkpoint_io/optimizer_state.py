@@ -24,15 +24,11 @@ from colossalai.checkpoint_io.entries import (
 )
 from colossalai.checkpoint_io.manifest import Manifest, StoredTensor
 from colossalai.checkpoint_io.reading import Want
-from colossalai.checkpoint_io.sharding import SPREAD
 from colossalai.checkpoint_io.values import decode, encode
 from colossalai.interface import Holding, OptimizerWrapper
-from colossalai.interface.holding import MASTERS_KEY
 from colossalai.mesh import Mesh
-from colossalai.mesh.norm import STAGES
 from colossalai.nn.optimizer.base import MultiTensorOptimizer, is_cut, local, wide
 from colossalai.utils.optimizer_state import KIND
-from colossalai.utils.parallel import launched_mesh
 
 MASTER = "master"
 # Classes that keep the same states for the same purpose, so that each goes on where another stopped.
@@ -67,7 +63,7 @@ class OptimizerState:
         self.optimizer = optimizer
         self._lock = threading.Lock()
         self.raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
-        self.holdings = [(self._name(holding), holding) for holding in _holdings(optimizer)]
+        self.holdings = [(self._name(holding), holding) for holding in holdings_of(optimizer)]
 
     def _name(self, holding: Holding) -> str:
         name = self.model.name(holding.param)
@@ -146,7 +142,8 @@ class OptimizerState:
             {"options": encode(options, "an option of the optimizer"), "params": names}
             for options, names in self.groups()
         ]
-        return {"groups": groups, "states": encode(self.plain_states(), self.section)}
+        stepped = [name for name, holding in self.holdings if self._states(holding).keys() - {MASTER}]
+        return {"groups": groups, "states": encode(self.plain_states(), self.section), "stepped": stepped}
 
     def values(self) -> dict[str, Any]:
         """What is the same on all ranks."""
@@ -164,7 +161,7 @@ class OptimizerState:
 
     def fresh(self) -> dict[str, Any]:
         """What a checkpoint would say of this optimizer before its first step: its own options, and no states."""
-        return {**self.values(), **self.merged(), "states": {}}
+        return {**self.values(), **self.merged(), "states": {}, "stepped": []}
 
     def wants(
         self, manifest: Manifest, said: Mapping[str, Any], strict: bool = True
@@ -174,8 +171,9 @@ class OptimizerState:
         Without ``strict``, parameters that the saved optimizer does not know start without states.
         """
         self._check_kind(said)
-        stored = stored_states(manifest, self.section)
+        stored = self._stored(manifest)
         options = self.options_from(said["groups"], manifest, strict)
+        self._check_states(said, stored, manifest, strict)
         wants: list[Want] = []
         loaded: dict[Tensor, dict[str, Any]] = {}
         for name, holding in self.holdings:
@@ -198,6 +196,26 @@ class OptimizerState:
             raise RuntimeError(
                 f"the saved states are those of {kind}, and the optimizer is {own}, which keeps others. Boost the model with {kind}; or"
                 f" take the weights alone, with colossalai ckpt convert and booster.load_model"
+            )
+
+    def _stored(self, manifest: Manifest) -> States:
+        """The stored states; those of a tied parameter by the name under which its weight is stored."""
+        found: States = {}
+        for name, states in stored_states(manifest, self.section).items():
+            found.setdefault(self.stored_name(name, manifest), {}).update(states)
+        return found
+
+    def _check_states(
+        self, said: Mapping[str, Any], stored: States, manifest: Manifest, strict: bool
+    ) -> None:
+        """Refuse a checkpoint that lacks the states of a parameter that had some when it was saved."""
+        had = {self.stored_name(name, manifest) for name in said.get("stepped", ())}
+        has = {name for name, states in stored.items() if states.keys() - {MASTER}} | said["states"].keys()
+        own = {self.stored_name(name, manifest) for name, _ in self.holdings}
+        if strict and (lost := sorted((had & own) - has)):
+            raise RuntimeError(
+                f"it lacks the optimizer states of {', '.join(lost[:6])}, which had some when it was saved; strict=False starts without"
+                " states for them"
             )
 
     def _sources(
@@ -307,59 +325,10 @@ class OptimizerState:
             self.optimizer.weights_loaded()
 
 
-def _holdings(optimizer: Optimizer) -> list[Holding]:
+def holdings_of(optimizer: Optimizer) -> list[Holding]:
     if isinstance(optimizer, OptimizerWrapper):
         return optimizer.holdings()
     return [Holding(p, p) for group in optimizer.param_groups for p in group["params"]]
-
-
-class Numbers:
-    """The names of parameters where there is no model to ask: their numbers in the groups, as torch has them."""
-
-    section = "model"
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.mesh = launched_mesh()
-        self._numbers = {id(holding.param): str(i) for i, holding in enumerate(_holdings(optimizer))}
-        if self.mesh is not None and self.mesh.size.get(STAGES, 1) > 1:
-            raise ValueError(
-                "an optimizer file numbers the parameters of the whole model, but each stage of a pipeline counts its own;"
-                " save the run with booster.save, which stores them by their names"
-            )
-
-    stage = None
-
-    def name(self, param: Tensor) -> str | None:
-        return self._numbers.get(id(param))
-
-
-class NumberedState(OptimizerState):
-    """The state of the serial optimizer in torch's form: states and groups by the numbers of parameters."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer, Numbers(optimizer))
-        self._masters = {name for name, holding in self.holdings if holding.is_master}
-
-    def plain(self) -> dict[int, dict[str, Any]]:
-        return {int(number): states for number, states in self.plain_states().items()}
-
-    def key(self, name: str) -> str:
-        """The name of a state in its parameter's dict."""
-        _, number, state = name.split("/")
-        return MASTERS_KEY if state == MASTER and number in self._masters else state
-
-    def rest(self, spread: bool = False) -> dict[str, Any]:
-        """All but the states; with ``spread``, masters lie among them, and it is noted that they do."""
-        groups = [{**options, "params": [int(n) for n in names]} for options, names in self.groups()]
-        other = self.optimizer.other_state() if isinstance(self.optimizer, OptimizerWrapper) else {}
-        noted = {SPREAD: [MASTERS_KEY]} if spread and self._masters else {}
-        return {"param_groups": groups, **other, **noted}
-
-    def state_dict(self, states: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        """What ``state_dict`` of the serial optimizer would be."""
-        masters = {n: own.pop(MASTERS_KEY) for n, own in states.items() if MASTERS_KEY in own}
-        found = {"state": {n: own for n, own in states.items() if own}, **self.rest()}
-        return {**found, MASTERS_KEY: masters} if masters else found
 
 
 def stored_states(manifest: Manifest, section: str) -> States:
@@ -378,6 +347,7 @@ def merge_groups(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     groups: list[tuple[int, dict[str, Any]]] = []
     states: dict[str, Any] = {}
+    stepped = sorted({name for part in parts for name in part["stepped"]})
     for part in parts:
         for i, group in enumerate(part["groups"]):
             home = next((g for j, g in groups if j == i and g["options"] == group["options"]), None)
@@ -387,7 +357,8 @@ def merge_groups(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             known = set(home["params"])
             home["params"] += [name for name in group["params"] if name not in known]
         states = {**part["states"], **states}
-    return {"groups": [group for _, group in sorted(groups, key=lambda item: item[0])], "states": states}
+    ordered = [group for _, group in sorted(groups, key=lambda item: item[0])]
+    return {"groups": ordered, "states": states, "stepped": stepped}
 
 
-__all__ = ["NumberedState", "OptimizerState", "merge_groups", "stored_states"]
+__all__ = ["OptimizerState", "holdings_of", "merge_groups", "stored_states"]

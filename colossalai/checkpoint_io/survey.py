@@ -1,7 +1,12 @@
 """Who writes what: each rank tells what it holds, and all come to the same plan.
 
 Nobody needs to know why a box is on several ranks (data parallelism, an axis that does not cut it, tied stages): whoever has the
-least to write so far writes it; of buffers, whose copies may differ, the first rank that has it.  The same look finds what would make a checkpoint wrong, before anything is written.
+least to write so far writes it; of buffers, whose copies may differ, the first rank that has it.  The same look finds what would make a
+checkpoint wrong, before anything is written.
+
+[Note: what stages share]
+Pipeline stages may share a parameter, under different names.  The first rank that holds it names it, and its states too, of which that rank may
+hold none: under ZeRO each owns a slice of a parameter, or nothing of it.
 """
 
 from __future__ import annotations
@@ -74,13 +79,15 @@ def describe(entries: Sequence[Entry]) -> list[Described]:
 def survey(held: Sequence[Sequence[Described]]) -> Survey:
     """The plan of all ranks from what each holds; what cannot be stored is refused."""
     result = Survey()
-    first_names: dict[tuple[str, tuple[int, int]], str] = {}
+    shared_names: dict[tuple[str, tuple[int, int]], str] = {}
     found: dict[str, tuple[Described, int, dict[Box, list[int]]]] = {}
     for rank, described in enumerate(held):
         for one in described:
             name = one.name
-            if one.shared is not None:  # the first stage that has it names it, and the kind of thing it is
-                name = first_names.setdefault((_kind(one.name), one.shared), name)
+            if one.shared is not None:  # [Note: what stages share]
+                section, param, state = _parts(name)
+                param = shared_names.setdefault((_number(section), one.shared), param)
+                name = "/".join(filter(None, (section, param, state)))
             for alias in {one.name, *one.aliases} - {name}:
                 result.ties[alias] = name
             first, first_rank, holders = found.setdefault(name, (one, rank, {}))
@@ -105,10 +112,16 @@ def survey(held: Sequence[Sequence[Described]]) -> Survey:
     return result
 
 
-def _kind(name: str) -> str:
-    """What tells the weight from its states: all but the parameter's name, see ``names``."""
+def _parts(name: str) -> tuple[str, str, str]:
+    """The section, the parameter, and which of its states it is: nothing for a weight."""
     section, _, rest = name.partition("/")
-    return f"{section}/{rest.rpartition('/')[2]}" if "/" in rest else section
+    param, _, state = rest.rpartition("/") if "/" in rest else (rest, "", "")
+    return section, param, state
+
+
+def _number(section: str) -> str:
+    """Which of several models ``section`` is of, as a word: ``model2`` and ``optimizer2`` belong together."""
+    return section.removeprefix("model").removeprefix("optimizer")
 
 
 def _lightest(ranks: list[int], load: list[int], box: Box, dtype: torch.dtype) -> int:
