@@ -29,19 +29,21 @@ def check_zero(section: Mapping[str, Any]) -> None:
         read_gemini(section)
         return
     level = section.get("level")
+    known = [
+        n for n in inspect.signature(LowLevelZeroPlugin).parameters if n not in ("stage", "process_group")
+    ]
+    of_level_3 = inspect.signature(GeminiPlugin).parameters if level not in LEVELS else ()
+    for name, value in section.items():
+        if name not in (*known, *NAMES, "level", "dynamic_loss_scale", *of_level_3):
+            meant = f" (level={value!r} is what the plugin calls stage)" if name == "stage" else ""
+            raise ConfigException(
+                f"config section 'zero' does not know {name!r}{meant}; it takes level, dynamic_loss_scale, {', '.join(NAMES)} and"
+                f" {', '.join(known)}"
+            )
     if level not in LEVELS:
         raise ConfigException(
             f"config section 'zero' needs level=1, level=2 or level=3, or model_config, got level={level!r}"
         )
-    known = [
-        n for n in inspect.signature(LowLevelZeroPlugin).parameters if n not in ("stage", "process_group")
-    ]
-    for name in section:
-        if name not in (*known, *NAMES, "level", "dynamic_loss_scale"):
-            raise ConfigException(
-                f"config section 'zero' does not know {name!r}; it takes level, dynamic_loss_scale, {', '.join(NAMES)} and"
-                f" {', '.join(known)}"
-            )
 
 
 def with_clipping(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, float]:

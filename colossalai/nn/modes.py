@@ -204,7 +204,7 @@ _rows: WeakKeyDictionary[Mesh, TensorParallel] = WeakKeyDictionary()
 
 
 def current() -> Current:
-    """The mode that the job was launched with.  Before a launch, and in mode 'sequence', layers are serial.
+    """The mode that the job was launched with.  Before a launch layers are serial; mode 'sequence' has none.
 
     The data-parallel axis is not part of it: data parallelism averages gradients of whole models afterwards.
     """

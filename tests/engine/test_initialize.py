@@ -102,6 +102,13 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         "needs level=1, level=2 or level=3, or model_config, got level=4",
     ),
     (
+        {"zero": {"stage": 2}},
+        ConfigException,
+        r"'zero' does not know 'stage' \(level=2 is what the plugin calls stage\); it takes level",
+    ),
+    ({"zero": {"levle": 2}}, ConfigException, "'zero' does not know 'levle'; it takes level"),
+    ({"zero": {"placement_policy": "cpu"}}, ConfigException, r"needs level=1, .* got level=None"),
+    (
         {"zero": {"level": 2, "overlap": True}},
         ConfigException,
         "'zero' does not know 'overlap'; it takes level",
