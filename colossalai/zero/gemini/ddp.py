@@ -232,7 +232,9 @@ class ZeroDDP(ModelWrapper):
         found: dict[str, Any] = OrderedDict() if destination is None else destination
         if not keep:
             return found
-        names = {id(p): name for name, p in self.unwrap().named_parameters()}
+        # a layer that the user has put into the model since has names of old, and values of its own
+        named = self.unwrap().named_parameters()
+        names = {id(p): name for name, p in named if self.chunk_manager.holds(p)}
         for name, tensor in self.unwrap().state_dict(keep_vars=True).items():
             own = values[names[id(tensor)]] if id(tensor) in names else tensor.detach().cpu()
             found[prefix + name] = own

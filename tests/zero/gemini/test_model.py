@@ -52,6 +52,15 @@ def test_parameters_refuse_to_be_read_while_they_are_away() -> None:
     assert states <= {TensorState.FREE, TensorState.HOLD}
 
 
+def test_a_layer_that_was_put_into_the_model_later_is_saved_with_its_own_values() -> None:
+    model = small(net())
+    model.unwrap().blocks[0].inner = nn.Linear(8, 16)
+    found, own = model.state_dict()["blocks.0.inner.weight"], model.unwrap().blocks[0].inner.weight
+    assert torch.equal(found, own.detach())
+    (shard,) = list(model.state_dict_shard())
+    assert torch.equal(shard["blocks.0.inner.weight"], own.detach())
+
+
 def test_a_static_copy() -> None:
     model = small(net(), dtype=torch.bfloat16)
     copied = get_static_torch_model(model)
