@@ -54,6 +54,9 @@ class ScaledOptimizer(OptimizerWrapper):
         """Whether losses are scaled at all; not by the constant scale 1."""
         return True
 
+    def torch_may_clip(self, *, elementwise: bool) -> bool:
+        return False
+
     @property
     def skips_steps(self) -> bool:
         return True

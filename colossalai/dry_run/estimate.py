@@ -27,6 +27,7 @@ from colossalai.dry_run.watch import MemoryEstimate, Watch, WatchedEngine, Watch
 from colossalai.engine.features import Features
 from colossalai.engine.initialization import handlers_of, schedule_of_config
 from colossalai.engine.schedule import PipelineSchedule
+from colossalai.mesh import set_own_grad
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import Pipeline
@@ -183,7 +184,7 @@ def _make_states(engine: WatchedEngine) -> None:
     """A step with any gradients, after which the optimizer has its states."""
     for p in engine.model.parameters():
         if p.requires_grad:
-            p.grad = torch.empty_like(p)
+            set_own_grad(p, torch.empty_like(p))
     engine.optimizer.expect_gradients()
     engine.step()
     engine.zero_grad()

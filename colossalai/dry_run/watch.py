@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from colossalai.dry_run.meta import MetaBytes
 from colossalai.engine.engine import Engine
 from colossalai.interface import OptimizerWrapper
+from colossalai.mesh import own_grad
 from colossalai.pipeline.executor import Executor
 from colossalai.pipeline.schedule.base import Action, Kind
 
@@ -145,7 +146,9 @@ class Watch:
         return max(self.memory.now - self._fixed - self._gradients(), 0)
 
     def _gradients(self) -> int:
-        return nbytes(p.grad for p in (*self._model.parameters(), *self._masters) if p.grad is not None)
+        return nbytes(
+            grad for p in (*self._model.parameters(), *self._masters) if (grad := own_grad(p)) is not None
+        )
 
 
 class WatchedEngine(Engine):

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai.interface.clipping import register
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh, clip_grads
+from colossalai.mesh.norm import is_whole, own_part
 from colossalai.utils.optimizer_state import check_state
 
 
@@ -44,6 +46,7 @@ class OptimizerWrapper(Optimizer):
         self._mesh: Mesh | None = None
         if mesh is not None:
             self.mesh = mesh
+        register(self)
 
     def unwrap(self) -> Optimizer:
         """The user's optimizer, below every wrapper."""
@@ -109,8 +112,10 @@ class OptimizerWrapper(Optimizer):
             return
         check_clip_value(clip_value)
         self.unscale_grad()
-        if any(p.grad is not None for p in self.parameters()):  # torch refuses to clip nothing by value
-            torch.nn.utils.clip_grad_value_(self.parameters(), clip_value)
+        with torch.no_grad():
+            for p in self.parameters():
+                if p.grad is not None:
+                    own_part(p.grad).clamp_(-clip_value, clip_value)
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -125,6 +130,15 @@ class OptimizerWrapper(Optimizer):
         return clip_grads(
             self.parameters(), max_norm, self.mesh, norm_type, error_if_nonfinite=error_if_nonfinite
         )
+
+    def torch_may_clip(self, *, elementwise: bool) -> bool:
+        """Whether torch's own functions for clipping (``elementwise``: by value) see in ``p.grad`` what they should.
+
+        They do not where gradients are scaled or kept elsewhere, and see a part only where parameters are on several ranks.
+        """
+        if isinstance(self.optim, OptimizerWrapper):
+            return self.optim.torch_may_clip(elementwise=elementwise)
+        return elementwise or is_whole(self.parameters(), self.mesh)
 
     def parameters(self) -> list[Tensor]:
         """What the optimizer steps: the parameters of all groups, in order; see ``trained_parameters``."""

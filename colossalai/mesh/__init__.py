@@ -40,7 +40,16 @@ from colossalai.mesh.movement import (
     unshard,
 )
 from colossalai.mesh.norm import clip_grads, grad_norm, grad_zeros
-from colossalai.mesh.parameter import full_shape, parameter, place, placement, serial_form, use
+from colossalai.mesh.parameter import (
+    full_shape,
+    own_grad,
+    parameter,
+    place,
+    placement,
+    serial_form,
+    set_own_grad,
+    use,
+)
 from colossalai.mesh.plan import MatmulPlan, Order, Role
 from colossalai.mesh.random import RandomStream, dropout_mask, random_key
 
@@ -79,6 +88,7 @@ __all__ = [
     "mesh_coordinates",
     "mesh_groups",
     "move",
+    "own_grad",
     "parameter",
     "place",
     "place_parameters",
@@ -91,6 +101,7 @@ __all__ = [
     "scatter",
     "serial_form",
     "set_init",
+    "set_own_grad",
     "shard",
     "split",
     "spread",

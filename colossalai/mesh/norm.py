@@ -191,6 +191,16 @@ def piece_axes(param: Tensor, mesh: Mesh | None) -> Axes:
     return axes if pieces > 1 else ()
 
 
+def is_whole(params: Iterable[Tensor], mesh: Mesh | None) -> bool:
+    """Whether this rank holds all of a model: no piece of its ``params``, and no parameters besides, are on other ranks."""
+    if mesh is not None and mesh.size.get(STAGES, 1) > 1:
+        return False
+    return not any(
+        hasattr(p, "device_mesh") or placement(p).sharded or getattr(p, "is_tensor_parallel", False)
+        for p in params
+    )
+
+
 def _home(parts: Sequence[Tensor], mesh: Mesh | None) -> torch.device:
     """Where the numbers meet: on the device of the gradients, and not on the CPU if some are elsewhere."""
     devices = [part.device for part in parts] or [torch.device(mesh.device_type if mesh else "cpu")]

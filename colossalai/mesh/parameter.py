@@ -29,6 +29,21 @@ def placement(tensor: Tensor) -> Layout:
     return replicated(tensor.ndim) if layout is None else layout
 
 
+# The attribute as torch has it, which a subclass may hide.
+_GRAD: Any = Tensor.grad
+
+
+def own_grad(param: Tensor) -> Tensor | None:
+    """The gradient that backward passes left on this rank in ``param.grad``, also where a plan keeps the true one elsewhere."""
+    grad: Tensor | None = _GRAD.__get__(param)
+    return grad
+
+
+def set_own_grad(param: Tensor, grad: Tensor | None) -> None:
+    """Replace what ``own_grad`` gives."""
+    _GRAD.__set__(param, grad)
+
+
 class PlacedParameter(nn.Parameter):
     """A parameter whose copies lie where it lies: torch's own ``deepcopy`` forgets the attributes of a parameter."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
-from colossalai.mesh.parameter import SHARED_GROUP
+from colossalai.mesh.parameter import SHARED_GROUP, own_grad, set_own_grad
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.partition import Parts
 from colossalai.utils.bucket import bucket_allreduce
@@ -86,11 +86,12 @@ def sum_shared_gradients(parameters: Iterable[Tensor]) -> None:
 def shared_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Add the gradients that come into being inside over the stages; those from before, which are sums already, stay."""
     shared = [p for p in parameters if hasattr(p, SHARED_GROUP)]
-    before = [p.grad for p in shared]
+    before = [own_grad(p) for p in shared]
     for p in shared:
-        p.grad = None
+        set_own_grad(p, None)
     yield
     sum_shared_gradients(shared)
     for p, grad in zip(shared, before, strict=True):
         if grad is not None:
-            p.grad = grad if p.grad is None else grad.add_(p.grad)
+            new = own_grad(p)
+            set_own_grad(p, grad if new is None else grad.add_(new))

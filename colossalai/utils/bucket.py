@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.mesh import own_grad, set_own_grad
 from colossalai.mesh.norm import own_part
 
 BUCKET_BYTES = 25 * 2**20
@@ -28,9 +29,9 @@ def bucket_allreduce(
     """
     params = [p for p in param_list if p.requires_grad]
     for p in params:
-        if p.grad is not None and p.grad.layout != torch.strided:
+        if (grad := own_grad(p)) is not None and grad.layout != torch.strided:
             raise TypeError(
-                f"bucket_allreduce takes dense gradients, got one in layout {p.grad.layout} of a parameter of shape"
+                f"bucket_allreduce takes dense gradients, got one in layout {grad.layout} of a parameter of shape"
                 f" {tuple(p.shape)}; build its layer with sparse=False"
             )
     size = dist.get_world_size(group)
@@ -59,9 +60,10 @@ def _buckets(params: list[Tensor]) -> Iterator[list[Tensor]]:
 @torch.no_grad()
 def _allreduce(bucket: list[Tensor], group: dist.ProcessGroup | None, divisor: int) -> None:
     first = bucket[0]
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+    own = [own_grad(p) for p in bucket]
+    grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(bucket, own, strict=True)]
     parts = [own_part(grad) for grad in grads]  # of a DTensor, what this rank holds of it
-    present = torch.tensor([p.grad is not None for p in bucket], dtype=first.dtype).to(
+    present = torch.tensor([grad is not None for grad in own], dtype=first.dtype).to(
         first.device, non_blocking=True
     )
     flat = torch.cat([*(part.reshape(-1).to(first.dtype) for part in parts), present])
@@ -69,10 +71,10 @@ def _allreduce(bucket: list[Tensor], group: dist.ProcessGroup | None, divisor: i
     dist.all_reduce(flat, group=group)
     used = flat[-len(bucket) :]
     # the flags are read, which waits for the device, only where a gradient is missing
-    used_anywhere = (used > 0).tolist() if any(p.grad is None for p in bucket) else [True] * len(bucket)
+    used_anywhere = (used > 0).tolist() if any(grad is None for grad in own) else [True] * len(bucket)
     offset = 0
     for p, grad, part, keep in zip(bucket, grads, parts, used_anywhere, strict=True):
         if keep:
             part.copy_(flat[offset : offset + part.numel()].view_as(part))
-            p.grad = grad
+            set_own_grad(p, grad)
         offset += part.numel()

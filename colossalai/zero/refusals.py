@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.amp.scaled_optimizer import ScaledOptimizer
+from colossalai.mesh import own_grad
+from colossalai.zero.elsewhere import KeptGradients, PieceGradients, why_no_gradient
 from colossalai.zero.pieces import Piece
 
 
@@ -55,7 +57,34 @@ class OptimizerOfPieces(ScaledOptimizer):
     """An optimizer whose groups hold pieces, and that refuses what would pass them by."""
 
     pieces: list[Piece]
+    kept: KeptGradients
+    piece_gradients: PieceGradients
     _own_steps = 0
+
+    # Gradients, see the note in ``colossalai.zero.elsewhere``
+
+    def keep_gradients(self) -> None:
+        """Let the gradients of parameters and pieces be seen as this plan has them, from now on."""
+        self.kept = self.kept_gradients()
+        params: dict[Tensor, Tensor] = {piece.value: piece.param for piece in self.pieces}
+        self.piece_gradients = PieceGradients(self, self.kept, params)
+
+    def kept_gradients(self) -> KeptGradients:
+        """The guard of the parameters of the model."""
+        kept = KeptGradients(self, [piece.param for piece in self.pieces])
+        kept.guard()
+        return kept
+
+    def keeps_gradient(self, param: Tensor) -> bool:
+        return own_grad(param) is not None
+
+    def shown_gradient(self, param: Tensor) -> Tensor | None:
+        return None
+
+    def why_no_gradient(self, param: Tensor) -> str:
+        return why_no_gradient(f"a parameter of shape {tuple(param.shape)}", type(self).__name__)
+
+    # Steps
 
     def refuse_steps_of_others(self) -> None:
         """A step of the optimizer inside, past this one, is an error from now on."""

@@ -30,7 +30,7 @@ from colossalai.amp.scaled_optimizer import SCALER_KEY
 from colossalai.checkpoint_io.gathered import PIECE
 from colossalai.interface.holding import MASTERS_KEY, Holding
 from colossalai.interface.optimizer import check_clip_value
-from colossalai.mesh import Layout, Mesh, grad_norm, place, placement
+from colossalai.mesh import Layout, Mesh, grad_norm, own_grad, place, placement, set_own_grad
 from colossalai.mesh._compat import multiply_all
 from colossalai.mesh.norm import check_clipping, clip_factor
 from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
@@ -86,6 +86,7 @@ class ShardedOptimizer(OptimizerOfPieces):
         self._overflow = False
         self._adopt(pieces)
         self.refuse_steps_of_others()
+        self.keep_gradients()
         # ranks that hold nothing of the parameters of some axes must still take part in their norm
         axes = dict.fromkeys(placement(p.value).sharded for p in self.pieces)
         home = self.pieces[0].value.device if self.pieces else torch.device("cpu")
@@ -132,6 +133,8 @@ class ShardedOptimizer(OptimizerOfPieces):
         return loss.float() * self.scaler.scale if self.is_scaled else loss
 
     def _unscale(self) -> None:
+        self.kept.check()
+        self.piece_gradients.are_there = True
         self.collect()
         self._factor, self._overflow, self.grad_norm = 1.0, False, None
         self._norms.clear()
@@ -146,6 +149,7 @@ class ShardedOptimizer(OptimizerOfPieces):
 
     def _update_scale(self, overflowed: bool) -> None:
         self.scaler.update(overflowed)
+        self.piece_gradients.are_there = False
         self._factor = 1.0
         self._norms.clear()
 
@@ -280,15 +284,17 @@ class ShardedOptimizer(OptimizerOfPieces):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop all gradients, those of the model's parameters too."""
-        super().zero_grad(set_to_none=True)
         for piece in self.pieces:
-            piece.param.grad = None
+            set_own_grad(piece.param, None)
+        self.kept.forget()
+        super().zero_grad(set_to_none=True)
+        self.piece_gradients.are_there = False
 
     def trained_parameters(self) -> list[Tensor]:
         return [piece.param for piece in self.pieces if piece.param.requires_grad]
 
     def _has_grad(self) -> bool:
-        return any(p.value.grad is not None or p.param.grad is not None for p in self.pieces)
+        return any(p.value.grad is not None or own_grad(p.param) is not None for p in self.pieces)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError(

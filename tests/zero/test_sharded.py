@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import colossalai
 from colossalai.amp.naive_amp import FP16Optimizer
 from colossalai.amp.naive_amp.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from colossalai.mesh import own_grad
 from colossalai.nn.optimizer import FusedLAMB, HybridAdam
 from colossalai.testing import spawn
 from colossalai.zero.pieces import even_layout, is_elementwise, make_piece, owned_layout
@@ -40,9 +41,9 @@ class Plain(ShardedOptimizer):
 
     def collect(self) -> None:
         for piece in self.pieces:
-            if piece.param.grad is not None:
-                dist.all_reduce(piece.param.grad.div_(dist.get_world_size()))
-                grad = piece.cut(piece.param.grad)
+            if (own := own_grad(piece.param)) is not None:
+                dist.all_reduce(own.div_(dist.get_world_size()))
+                grad = piece.cut(own)
                 piece.value.grad = None if piece.is_empty else grad.to(piece.value.dtype).clone()
 
     def publish(self) -> None:
@@ -174,7 +175,7 @@ def check_scale(rank: int, world_size: int, port: int) -> None:
     optimizer = Plain(model, hybrid(model), scaler=DynamicGradScaler(2.0**10, hysteresis=1), max_norm=0.5)
     backward(model, optimizer, 0, rank, world_size)
     if rank == 1:  # one rank's gradient overflows
-        model[0].bias.grad[0] = float("inf")
+        own_grad(model[0].bias)[0] = float("inf")
     optimizer.step()
     assert optimizer.step_was_skipped
     assert optimizer.loss_scale == 2.0**9

@@ -50,6 +50,12 @@ class LowLevelZeroModel(CastModel):
         # a copy has weights of its own, which this optimizer knows nothing of
         return {**self.__dict__, "optimizer": None}
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        else:
+            super().zero_grad(set_to_none)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         before, self._local = self._local, True

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.mesh._compat import plain_torch
-from colossalai.zero.elsewhere import REASON, away
+from colossalai.zero.elsewhere import REASON
 from colossalai.zero.gemini.states import TensorState, check_transition
 from colossalai.zero.gemini.tiers import Move, Tier
 from colossalai.zero.pieces import FlatLayout
@@ -52,8 +52,9 @@ class Slot:
     moves: bool = False  # its chunk comes and goes
 
     def __post_init__(self) -> None:
-        self.native: type = type(self.param)
-        self.away: type = away(self.native)
+        self.kind: type = type(self.param)
+        self.native: type = self.kind  # while it can be read
+        self.away: type = self.native
 
     def open(self, user: Any) -> None:
         """``user`` may read the parameter."""

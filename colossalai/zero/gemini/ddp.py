@@ -31,6 +31,7 @@ from colossalai.zero.gemini.memory import MemStats
 from colossalai.zero.gemini.placement import PlacementPolicyFactory
 from colossalai.zero.gemini.search import model_mesh
 from colossalai.zero.gemini.shards import state_shards
+from colossalai.zero.gemini.shown import ShownGradients
 from colossalai.zero.states import SlicedTensor
 
 
@@ -86,6 +87,7 @@ class ZeroDDP(ModelWrapper):
         self.gradients = gemini_manager.gradients
         self.gradients.start(chunk for chunk in self.chunk_manager.chunks if chunk.trained)
         self.optimizer: Any = None  # told when gradients of a chunk have come, and when a step is over
+        self.shown = ShownGradients(self)
         self._untouched = Untouched(self.chunk_manager)
         self._hooks = ModuleHooks(user, gemini_manager, self._take_gradient, self._end_backward)
 
@@ -100,6 +102,7 @@ class ZeroDDP(ModelWrapper):
             self.gemini_manager.drop_stale()
         if trains:
             self._untouched.check()
+            self.shown.kept.check()
             self.gemini_manager.pre_iter()
         if self.gemini_manager.strict and not self._hooks.in_backward:
             self.gemini_manager.bring_all()
@@ -133,7 +136,15 @@ class ZeroDDP(ModelWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; an update that has been asked for has taken its own."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()  # which calls the following
+        else:
+            self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients that the chunks have."""
         self._take_back()
+        self.shown.kept.forget()
         self.gradients.shared.clear()
         for index in self.gradients.of:
             self.gradients.clear(self.chunk_manager.chunks[index])

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.mesh import own_grad, set_own_grad
 from colossalai.mesh._compat import norms_of
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
@@ -75,9 +76,9 @@ class Gradients(HomeGradients):
     @torch.no_grad()
     def collect(self, chunk: Chunk, slot: Slot) -> None:
         """Take the gradient that the backward pass left in ``slot.param.grad``."""
-        grad, state = slot.param.grad, self.of[chunk.index]
+        grad, state = own_grad(slot.param), self.of[chunk.index]
         assert grad is not None
-        slot.param.grad = None
+        set_own_grad(slot.param, None)
         if chunk.resident:
             self._collect_direct(chunk, slot, grad, state)
         else:

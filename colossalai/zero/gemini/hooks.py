@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossalai.mesh import own_grad
 from colossalai.zero.gemini._compat import at_end_of_task, current_task
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.graph import (
@@ -244,7 +245,7 @@ class ModuleHooks:
 
     def after_grad(self, chunk: Chunk, slot: Slot) -> None:
         self.begin_backward()
-        grad = slot.param.grad
+        grad = own_grad(slot.param)
         if grad is not None and grad.layout != torch.strided:
             raise TypeError(
                 f"Gemini takes dense gradients, got one in layout {grad.layout} of {slot.name!r}; build its layer with sparse=False"

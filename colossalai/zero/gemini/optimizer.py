@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.amp.naive_amp.grad_scaler import dynamic_scaler
-from colossalai.mesh import placement
+from colossalai.mesh import placement, set_own_grad
 from colossalai.mesh._compat import norms_of
 from colossalai.mesh.norm import counts_here
 from colossalai.nn.optimizer import HybridAdam
+from colossalai.zero.elsewhere import KeptGradients
 from colossalai.zero.gemini.accounts import Accounts
 from colossalai.zero.gemini.checks import check_shares
 from colossalai.zero.gemini.chunk import Chunk, Slot
@@ -123,6 +124,15 @@ class GeminiOptimizer(ShardedOptimizer):
 
     # Gradients
 
+    def kept_gradients(self) -> KeptGradients:
+        return self.model.shown.kept
+
+    def keeps_gradient(self, param: Tensor) -> bool:
+        return self.model.shown.keeps_gradient(param)
+
+    def why_no_gradient(self, param: Tensor) -> str:
+        return self.model.shown.why_no_gradient(param)
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self._check_not_unscaled()
         self.model.backward(self.scale_loss(loss), *args, **kwargs)
@@ -194,7 +204,7 @@ class GeminiOptimizer(ShardedOptimizer):
                 grad = gradients.piece(chunk, slot)
                 if grad is not None and grad.dtype != piece.value.dtype:
                     gradients.settle(chunk)  # it is copied now
-                piece.value.grad = None if grad is None else like(grad, piece)
+                set_own_grad(piece.value, None if grad is None else like(grad, piece))
 
     def measured(self, norm_type: float) -> list[Tensor]:
         """In the order of the pieces, wherever their chunks rest: so the sum of their norms is the same to the last bit."""
@@ -263,8 +273,8 @@ class GeminiOptimizer(ShardedOptimizer):
             )
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.model.forget_gradients()
         super().zero_grad(*args, **kwargs)
-        self.model.zero_grad()
 
     def _has_grad(self) -> bool:
         gradients = self.model.gradients
@@ -304,7 +314,7 @@ class GeminiOptimizer(ShardedOptimizer):
         ]
         for chunk in hosted:
             for _, piece, _ in self._members.of(chunk):
-                piece.value.grad = None  # its job has one for its twin
+                set_own_grad(piece.value, None)  # its job has one for its twin
         result = super().update(None, factor)  # what rests on the compute device
         if hosted:
             now = float(self._factor if factor is None else factor)
@@ -321,7 +331,7 @@ class GeminiOptimizer(ShardedOptimizer):
                 gradients.clear(chunk)
         for piece in self.pieces:
             if self._places[piece][0].home is self.chunks.compute:
-                piece.value.grad = None
+                set_own_grad(piece.value, None)
         return result
 
     def settle(self) -> None:

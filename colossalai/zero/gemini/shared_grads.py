@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from colossalai.mesh.parameter import SHARED_GROUP
+from colossalai.mesh.parameter import SHARED_GROUP, own_grad, set_own_grad
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.tiers import Tier
 
@@ -34,7 +34,7 @@ class SharedGradients:
 
     def has_any(self) -> bool:
         """Whether a gradient waits for the step."""
-        return any(slot.param.grad is not None for slot in self.slots)
+        return any(own_grad(slot.param) is not None for slot in self.slots)
 
     def keep(self, slot: Slot) -> None:
         """The backward pass has left a gradient in ``slot.param.grad``: count its memory once."""
@@ -50,13 +50,13 @@ class SharedGradients:
             if slot in self._counted:
                 self._counted.discard(slot)
                 self._compute.give(self._nbytes(slot))
-            if slot.param.grad is not None:
+            if own_grad(slot.param) is not None:
                 yield chunk, slot
 
     def clear(self) -> None:
         """Forget all of these gradients."""
         for _, slot in self.release():
-            slot.param.grad = None
+            set_own_grad(slot.param, None)
 
     def _nbytes(self, slot: Slot) -> int:
         return slot.numel * self.slots[slot].dtype.itemsize

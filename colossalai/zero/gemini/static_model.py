@@ -34,7 +34,7 @@ def get_static_torch_model(
 
 def _empty(slot: Slot) -> nn.Parameter:
     """A copy without values, also of a parameter whose values are elsewhere."""
-    copied: nn.Parameter = slot.native(
+    copied: nn.Parameter = slot.kind(
         torch.empty(slot.shape, dtype=slot.view.dtype, device="meta"), slot.param.requires_grad
     )
     copied.__dict__.update(slot.param.__dict__)

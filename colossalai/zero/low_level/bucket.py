@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai.mesh import own_grad, set_own_grad
 from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
 from colossalai.utils.host_memory import HUGE, host_empty
 from colossalai.zero.pieces import (
@@ -52,12 +53,13 @@ class Bucket:
 
     def fill(self, dtype: torch.dtype) -> Tensor:
         """A flat buffer of the gradients of this rank, in ``dtype``; zeros where there is none."""
-        is_full = sum(self.layout.sizes) == self.layout.total and all(p.grad is not None for p in self.params)
+        grads = [own_grad(p) for p in self.params]
+        is_full = sum(self.layout.sizes) == self.layout.total and all(grad is not None for grad in grads)
         make = torch.empty if is_full else torch.zeros
         buffer = make(self.layout.total, dtype=dtype, device=self.params[0].device)
-        for param, offset, size in zip(self.params, self.layout.offsets, self.layout.sizes, strict=True):
-            if param.grad is not None:
-                buffer[offset : offset + size].view(param.shape).copy_(param.grad)
+        for grad, offset, size in zip(grads, self.layout.offsets, self.layout.sizes, strict=True):
+            if grad is not None:
+                buffer[offset : offset + size].view(grad.shape).copy_(grad)
         return buffer
 
     def give(self, shard: Tensor, *, add: bool) -> None:
@@ -83,7 +85,7 @@ class Bucket:
         """Let the pieces have their gradients, except of parameters that no rank has used."""
         for piece, is_used in zip(self.pieces, used, strict=True):
             has = is_used and not piece.is_empty and self.grad is not None
-            piece.value.grad = piece.in_shard(self.grad) if has and self.grad is not None else None
+            set_own_grad(piece.value, piece.in_shard(self.grad) if has and self.grad is not None else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper
 from colossalai.logging import get_dist_logger
-from colossalai.mesh import Mesh
+from colossalai.mesh import Mesh, own_grad
 from colossalai.utils import is_ddp_ignored
 from colossalai.zero.low_level.bucket import BucketOptions, make_buckets
 from colossalai.zero.low_level.reducer import Reducer
@@ -106,6 +106,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             overlap=overlap_communication,
             dtype=communication_dtype,
         )
+        self._partition_grad = partition_grad
         self._local_passes = self._in_pipeline = False
         if verbose:
             self._log()
@@ -122,6 +123,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             sync_grad: average the gradients; if not, they wait on this rank for a pass that does.
         """
         self._check_not_unscaled()
+        self.kept.check()
         name = "gradient" if isinstance(retain_graph, Tensor) else "retain_graph"
         kwargs[name] = retain_graph
         loss = self.scale_loss(loss)
@@ -154,6 +156,16 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         finally:
             self._local_passes = before
 
+    def keeps_gradient(self, param: Tensor) -> bool:
+        return super().keeps_gradient(param) or self.reducer.has_reduced(param)
+
+    def shown_gradient(self, param: Tensor) -> Tensor | None:
+        """Of a process alone, its own: nobody else has a part of it, and what is written to it is taken in the step."""
+        if self.group is not None or self._partition_grad or self.is_scaled or self._unscaled:
+            return None
+        self.reducer.has_local = True
+        return own_grad(param)
+
     def collect(self) -> None:
         self._check_places()
         self._in_pipeline = False
@@ -179,8 +191,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             bucket.write_weights()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        super().zero_grad(*args, **kwargs)
         self.reducer.forget()
+        super().zero_grad(*args, **kwargs)
         self._in_pipeline = False
 
     def settle(self) -> None:

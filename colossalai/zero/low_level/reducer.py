@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.mesh import own_grad, set_own_grad
 from colossalai.zero.low_level.bucket import Bucket
 from colossalai.zero.low_level.wire import Wait, start_flags, start_reduction
 
@@ -50,6 +51,7 @@ class Reducer:
         self._scatter, self._overlap, self._dtype = scatter, overlap, dtype
         self._ranks = 1 if group is None else dist.get_world_size(group)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self._place_of = {p: i for bucket in self.buckets for i, p in enumerate(bucket.params)}
         self._got = dict.fromkeys(self._bucket_of, 0)
         self._expected = dict.fromkeys(self._bucket_of, 1)
         self._is_open = False  # a synchronized pass is under way
@@ -89,7 +91,7 @@ class Reducer:
         self._receive(0)
         for bucket in self.buckets:
             for i, p in enumerate(bucket.params):
-                bucket.used[i] = bucket.used[i] or p.grad is not None
+                bucket.used[i] = bucket.used[i] or own_grad(p) is not None
         used = [flag for bucket in self.buckets for flag in bucket.used]
         late = [bucket.number in self._late for bucket in self.buckets]
         self._flags = start_flags([*used, *late], self.group, self._device)
@@ -109,11 +111,12 @@ class Reducer:
 
     def _arrive(self, param: Tensor) -> None:
         """Called by autograd whenever ``param.grad`` has become more."""
-        assert param.grad is not None
-        if param.grad.layout != torch.strided:
-            shape, layout = tuple(param.shape), param.grad.layout
+        grad = own_grad(param)
+        assert grad is not None
+        if grad.layout != torch.strided:
+            shape = tuple(param.shape)
             raise TypeError(
-                f"ZeRO takes dense gradients, got one in layout {layout} of a parameter of shape {shape}; build its layer with"
+                f"ZeRO takes dense gradients, got one in layout {grad.layout} of a parameter of shape {shape}; build its layer with"
                 " sparse=False"
             )
         if not self._is_open:
@@ -130,12 +133,17 @@ class Reducer:
             self._launch(self.buckets[self._next])
             self._next += 1
 
+    def has_reduced(self, param: Tensor) -> bool:
+        """Whether a gradient of ``param`` has left it for its bucket."""
+        bucket = self._bucket_of[param]
+        return bucket.grad is not None and bucket.used[self._place_of[param]]
+
     # The way of a bucket
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
         for i, p in enumerate(bucket.params):
-            bucket.used[i] = bucket.used[i] or p.grad is not None
+            bucket.used[i] = bucket.used[i] or own_grad(p) is not None
         if self._stream is not None:
             self._launch_aside(bucket, self._stream)
             return
@@ -148,8 +156,8 @@ class Reducer:
         """On a stream of its own, where waiting and adding up hold up nobody."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for p in bucket.params:
-            if p.grad is not None:
-                p.grad.record_stream(stream)  # dropped below, while it may still be read
+            if (grad := own_grad(p)) is not None:
+                grad.record_stream(stream)  # dropped below, while it may still be read
         with torch.cuda.stream(stream):
             shard, wait = self._start(bucket)
             wait()
@@ -159,7 +167,7 @@ class Reducer:
         buffer = bucket.fill(self._dtype or bucket.weights.dtype)
         if self._scatter:
             for p in bucket.params:
-                p.grad = None
+                set_own_grad(p, None)
         if self._ranks > 1:
             buffer.div_(self._ranks)  # before the sum, which could overflow in fp16
         return start_reduction(buffer, bucket.layout, self.group)

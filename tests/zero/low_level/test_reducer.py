@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colossalai.mesh import own_grad
 from colossalai.mesh.collectives import count_communication
 from colossalai.nn.optimizer import FusedLAMB, HybridAdam, Lars
 from colossalai.testing import RankError, spawn
@@ -152,7 +153,7 @@ def check_memory(rank: int, world_size: int, port: int) -> dict[str, int]:
     _, model, optimizer = boost(Case(stage=2, precision="bf16", bucket=10**6), Net())
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     optimizer.backward(loss_of(model, *batches(1)[0]))
-    left = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+    left = sum(grad.numel() for p in model.parameters() if (grad := own_grad(p)) is not None)
     optimizer.unscale_grad()
     grads = sum(b.grad.numel() for b in optimizer.buckets)
     padding = 8 * len(optimizer.pieces)
