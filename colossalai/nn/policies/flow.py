@@ -175,7 +175,7 @@ REDUCTIONS = {
         ("mean", "sum", "var", "std", "var_mean", "amax", "amin", "logsumexp", "prod", "norm"), 1
     ),
     **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "cumprod", "softmax", "log_softmax"), 1),
-    **dict.fromkeys(("max", "min", "sort", "any", "all", "argmax", "argmin"), 1),
+    **dict.fromkeys(("max", "min", "sort", "argmax", "argmin"), 1),
     "topk": 2,
     "linalg_vector_norm": 2,
     "native_layer_norm": 1,

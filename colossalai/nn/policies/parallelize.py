@@ -203,7 +203,7 @@ def _check_dropout(who: str, found: Trace) -> None:
         *((p, "activations that all ranks hold, but each rank would drop others") for p in found.alike),
     ):
         raise ValueError(
-            f"{who}, module {path!r}: its dropout is for {what}; set its rate to 0, or pass a "
+            f"{who}, module {path or 'the model itself'!r}: its dropout is for {what}; set its rate to 0, or pass a "
             "policy=colossalai.nn.policies.Policy(...) with InnerDropout() or StreamDropout() for it"
         )
 

@@ -55,7 +55,12 @@ def carried_policy(model: nn.Module) -> Policy | None:
 
 def _follow_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
     """A plan names the head only: a table that is tied to it is cut as well, or neither where the table is special."""
-    table, head = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
+    try:
+        table, head = (
+            getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")
+        )
+    except NotImplementedError:  # a tower of images has neither
+        return
     if table is None or head is None or table.weight is not head.weight:
         return
     paths = {id(module): name for name, module in model.named_modules()}

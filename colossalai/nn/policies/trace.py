@@ -73,7 +73,7 @@ def _run(model: nn.Module, matches: list[Match], world: World, inputs: dict[str,
     who = type(model).__name__
     if problem:
         raise ValueError(
-            f"{who}, module {flow.path[-1] or 'the model itself'!r}: it works whole, but fails when the plan cuts its inputs "
+            f"{who}, module {_named(flow.path[-1])}: it works whole, but fails when the plan cuts its inputs "
             f"({problem}), so this plan does not fit the model; pass policy=colossalai.nn.policies.Policy(...), or do without "
             "tensor parallelism"
         )
@@ -96,16 +96,20 @@ def _get(out: Any, name: str) -> Any:
     return out.get(name) if hasattr(out, "get") else None
 
 
+def _named(path: str) -> str:
+    return repr(path or "the model itself")
+
+
 def _check(who: str, notes: Notes) -> None:
     if notes.statistics:
         path, name = next(iter(notes.statistics.items()))
         raise ValueError(
-            f"{who}, module {path!r}: it takes a {name} over features of which the plan leaves each rank a piece, so the "
+            f"{who}, module {_named(path)}: it takes a {name} over features of which the plan leaves each rank a piece, so the "
             "result would be that of the piece; pass a policy=colossalai.nn.policies.Policy(...) that leaves the linears around it whole"
         )
     if notes.crossings:
         raise ValueError(
-            f"{who}, module {next(iter(notes.crossings))!r}: an activation that all ranks hold meets features of which each has a "
+            f"{who}, module {_named(next(iter(notes.crossings)))}: an activation that all ranks hold meets features of which each has a "
             "piece, outside of a layer that the plan cuts; the gradients of what it was made of would be parts of "
             "their sums. Pass a policy=colossalai.nn.policies.Policy(...) that cuts it or leaves the linears around it whole"
         )
