@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,6 +55,9 @@ class Engine:
             self._optimizer.mesh = launched_mesh()
         self._criterion = criterion
         self._gradient_handlers = list(gradient_handlers or ())
+        self._steps = False
+        if self._gradient_handlers and not self._optimizer.averages_gradients:
+            self._optimizer.register_step_pre_hook(partial(_refuse_steps_of_others, weakref.ref(self)))
         self._clip_grad_norm = float(clip_grad_norm)
         self._ophooks: dict[BaseOpHook, list[RemovableHandle]] = {}
         for hook in ophook_list or ():
@@ -138,7 +143,11 @@ class Engine:
             handler.handle_gradient()
         if self._clip_grad_norm > 0:
             self._optimizer.clip_grad_by_norm(self._clip_grad_norm)
-        result = self._optimizer.step()
+        self._steps = True
+        try:
+            result = self._optimizer.step()
+        finally:
+            self._steps = False
         for hook in self._ophooks:
             hook.post_iter()
         return result
@@ -160,6 +169,17 @@ class Engine:
         self._watch.report()
         self.training = False
         self._model.eval()
+
+
+def _refuse_steps_of_others(owner: weakref.ref[Engine], *_: Any) -> None:
+    """Before a step of the optimizer: gradients that no handler has seen are those of this rank alone."""
+    engine = owner()
+    if engine is not None and not engine._steps:
+        names = ", ".join(type(handler).__name__ for handler in engine.gradient_handlers)
+        raise RuntimeError(
+            f"optimizer.step() past the engine, whose gradient handlers ({names}) bring the gradients of the ranks together in"
+            " engine.step(); call engine.step()"
+        )
 
 
 def _check(model: Any, optimizer: Any, criterion: Any, clip_grad_norm: Any, schedule: Any) -> None:

@@ -347,6 +347,33 @@ class _Normed(Net):
         return self.norm(super().encode(x))
 
 
+def _ignored(rank: int, world_size: int, port: int) -> None:
+    """Parameters that data parallelism leaves alone, such as experts: a rank has its own."""
+    launch(rank, world_size, port)
+    x = _data()[rank::world_size]
+    for precision in (None, "bf16"):
+        raw = _net()
+        for p in raw.middle.parameters():
+            p._ddp_to_ignore = True  # type: ignore[attr-defined]
+        with torch.no_grad():
+            raw.middle.weight.add_(rank)
+        start = raw.middle.weight.detach().clone()
+        booster, model, optimizer = _boost(raw, precision=precision)
+        assert torch.equal(start, model.middle.weight), "its values stay as well"
+        for loss in (model(x).float().mean(), model.compute_loss(x)):
+            booster.backward(loss, optimizer)
+        optimizer.step()
+        moved, first = model.middle.weight.grad, model.middle.weight.grad.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(moved, first) is (rank == 0)
+        for part in (model.encoder, model.head):
+            _assert_alike(part)
+
+
+def test_parameters_that_are_left_alone() -> None:
+    spawn(_ignored, 2)
+
+
 def _others(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
     x = _data()[rank::world_size]

@@ -119,6 +119,24 @@ class NotAHandler:
     def __init__(self, *_: object) -> None: ...
 
 
+def check_steps(rank: int, world_size: int, port: int) -> None:
+    launch(port, {}, rank, world_size)
+    engine, *_ = initialize({"gradient_handler": [{"type": "Scale"}], "gradient_accumulation": 2})
+    x, y = torch.ones(2, 6), torch.zeros(2, dtype=torch.long)
+    for _ in range(2):
+        engine.backward(engine.criterion(engine(x), y))  # type: ignore[misc]
+        engine.step()
+    engine.zero_grad()
+    engine.backward(engine.criterion(engine(x), y))  # type: ignore[misc]
+    engine.optimizer.step()  # in the middle of a group nothing happens
+    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) past the engine, .*call engine.step\(\)"):
+        engine.optimizer.step()
+
+
+def test_steps_past_the_handlers_are_refused() -> None:
+    spawn(check_steps, 1)
+
+
 def test_building_from_config() -> None:
     model = mlp()
     optimizer = sgd(model.parameters())

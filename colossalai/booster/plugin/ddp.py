@@ -18,6 +18,7 @@ from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alik
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
 from colossalai.logging import get_dist_logger
+from colossalai.utils import is_ddp_ignored
 
 # torch 2.13 renamed the option
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -40,16 +41,20 @@ class TorchDDPModel(ModelWrapper):
         self.watch: GradientWatch | None = None  # of several replicas
         self._in_pipeline = False
         ddp = None
-        if any(p.requires_grad for p in module.parameters()):
+        _leave_alone(module)
+        if any(p.requires_grad and not is_ddp_ignored(p) for p in module.parameters()):
             self.module = ddp = DistributedDataParallel(module, process_group=process_group, **options)
         else:
             start_alike(module, process_group)
         if dist.get_world_size(process_group) > 1:
             everyone: Any = dist.group.WORLD
             ignored = ddp.parameters_to_ignore if ddp is not None else set()
+            watched = [
+                p for name, p in module.named_parameters() if name not in ignored and not is_ddp_ignored(p)
+            ]
             self.watch = GradientWatch(
                 module,
-                [p for name, p in module.named_parameters() if name not in ignored],
+                watched,
                 process_group or everyone,
                 ddp=ddp,
                 broadcast_buffers=options.get(BUFFERS, True),
@@ -98,6 +103,20 @@ class TorchDDPModel(ModelWrapper):
             self.watch.all_averaged()
 
 
+def _leave_alone(module: nn.Module) -> None:
+    """Tell DDP of the parameters that data parallelism leaves alone, as gradient handlers do."""
+    names = [
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        for name, p in part.named_parameters(recurse=False)
+        if is_ddp_ignored(p)
+    ]
+    names += [name for name, p in module.named_parameters() if is_ddp_ignored(p)]
+    if names:
+        before = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*before, *names])
+
+
 class TorchDDPOptimizer(OptimizerWrapper):
     """An optimizer of the parameters of replicas: what it steps must have been averaged.
 
@@ -107,25 +126,28 @@ class TorchDDPOptimizer(OptimizerWrapper):
     def __init__(self, optim: Optimizer, watch: GradientWatch) -> None:
         super().__init__(optim)
         self._watch = watch
-        self._watch.add(self.trained_parameters())
+        self._watch.add(self._averaged())
         optim.register_step_pre_hook(partial(_warn_of_local_gradients, watch))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        self._watch.add(self.trained_parameters())
+        self._watch.add(self._averaged())
+
+    def _averaged(self) -> list[Tensor]:
+        return [p for p in self.trained_parameters() if not is_ddp_ignored(p)]
 
     def unscale_grad(self) -> None:
-        self._watch.average_written(self.trained_parameters())
+        self._watch.average_written(self._averaged())
         super().unscale_grad()
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        self._watch.average_written(self.trained_parameters())
+        self._watch.average_written(self._averaged())
         super().clip_grad_by_value(clip_value)
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        self._watch.average_written(self.trained_parameters())
+        self._watch.average_written(self._averaged())
         return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,13 +158,13 @@ class TorchDDPOptimizer(OptimizerWrapper):
                 " TorchDDPPlugin(find_unused_parameters=True) if a part of the model may take no part in a step, or freeze it"
                 " before boost"
             )
-        for p in self.trained_parameters():
+        for p in self._averaged():
             if p.grad is not None and not self._watch.knows(p):
                 raise RuntimeError(
                     f"optimizer.step() with a gradient of a parameter of shape {tuple(p.shape)} that came into the groups after"
                     " boost, so nobody has averaged it; add it with add_param_group of the boosted optimizer"
                 )
-        self._watch.average_written(self.trained_parameters())
+        self._watch.average_written(self._averaged())
         result = super().step(*args, **kwargs)
         self._watch.stepped()
         return result
