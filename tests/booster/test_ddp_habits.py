@@ -34,14 +34,16 @@ class Net(nn.Module):
         self.head = nn.Linear(5, 1)
         self.reentrant = False
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor, skip: bool = False) -> Tensor:
+        if skip:
+            return self.encoder(x)
         if self.reentrant:
             x = checkpoint(self.encoder, x.requires_grad_(), use_reentrant=True)
             return checkpoint(lambda h: self.middle(h).tanh(), x, use_reentrant=True)
         return self.middle(self.encoder(x)).tanh()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encode(x))
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        return self.head(self.encode(x, skip))
 
     def compute_loss(self, x: Tensor) -> Tensor:
         return self(x).square().mean()
@@ -343,8 +345,43 @@ class _Normed(Net):
         super().__init__()
         self.norm = nn.BatchNorm1d(5)
 
-    def encode(self, x: Tensor) -> Tensor:
-        return self.norm(super().encode(x))
+    def encode(self, x: Tensor, skip: bool = False) -> Tensor:
+        return self.norm(super().encode(x, skip))
+
+
+def _branches(rank: int, world_size: int, port: int) -> None:
+    """Ranks that use different parts: of the model, and of what DDP does not know."""
+    launch(rank, world_size, port)
+    plain, raw = _net(), _net()
+    plain.middle.requires_grad_(False)
+    raw.middle.requires_grad_(False)
+    own, expected = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+    booster, model, optimizer = _boost(raw, extra=(own,), find_unused_parameters=True)
+    serial = torch.optim.SGD([*plain.parameters(), expected], lr=0.3, momentum=0.9)
+    model.middle.requires_grad_(True)
+    plain.middle.requires_grad_(True)
+    x = _data()
+
+    def part(net: Any, extra: Tensor, number: int, step: int) -> Tensor:
+        """Of the ranks' losses, one leaves out what is not in the model, or the middle."""
+        if step == 0:
+            return net(x).square().mean() if number else net(x).mean() + extra.sum()
+        return net(x + number, skip=number == 0).mean()
+
+    for step in range(3):
+        sum(part(plain, expected, number, step) / world_size for number in range(world_size)).backward()  # type: ignore[union-attr]
+        booster.backward(part(model, own, rank, step), optimizer)
+        optimizer.clip_grad_by_norm(100.0)
+        for one in (serial, optimizer):
+            one.step()
+            one.zero_grad()
+    _assert_alike(
+        nn.ParameterList([*model.parameters(), own]), nn.ParameterList([*plain.parameters(), expected])
+    )
+
+
+def test_ranks_that_use_different_parts() -> None:
+    spawn(_branches, 2)
 
 
 def _ignored(rank: int, world_size: int, port: int) -> None:

@@ -175,17 +175,24 @@ class GradientWatch:
 
     def ends(self, task: int) -> None:
         """A backward pass has ended, and DDP is done with it."""
-        self._task = -1
+        self._task, others = -1, False
         if self._expected is Expected.AVERAGED:
             if not self._ddp_is_done(task):
                 return
             self._local -= self._by_ddp
+            self._came |= self._by_ddp  # also of those that only other ranks have used
+            others = self._others_train()
         elif self._expected is Expected.LOCAL or self._is_no_sync():
             self._expected = Expected.NOTHING
             return
         self._expected = Expected.NOTHING
-        if self._late or self._local:
+        if self._late or self._local or others:
             self._average()
+
+    def _others_train(self) -> bool:
+        """Whether there is anything to train that DDP does not know: then another rank may have a gradient of it."""
+        beside = (p() for i, p in enumerate(self._params) if i not in self._by_ddp)
+        return any(p is not None and p.requires_grad for p in beside)
 
     def _ddp_is_done(self, task: int) -> bool:
         ddp = self._ddp() if self._ddp is not None else None
@@ -212,6 +219,8 @@ class GradientWatch:
         numbers = late.nonzero().flatten().tolist()
         self._came.update(numbers)
         params = [p for i in numbers if (p := self._params[i]()) is not None]
+        if not params:
+            return
         self._tell(params)
         bucket_allreduce(params, self._group)
         self.share_buffers()
