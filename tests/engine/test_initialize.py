@@ -106,7 +106,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ConfigException,
         r"'zero' does not know 'stage' \(level=2 is what the plugin calls stage\); it takes level",
     ),
-    ({"zero": {"levle": 2}}, ConfigException, "'zero' does not know 'levle'; it takes level"),
+    ({"zero": {"lvl": 2}}, ConfigException, "'zero' does not know 'lvl'; it takes level"),
     ({"zero": {"placement_policy": "cpu"}}, ConfigException, r"needs level=1, .* got level=None"),
     (
         {"zero": {"level": 2, "overlap": True}},
