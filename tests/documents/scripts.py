@@ -124,6 +124,11 @@ def stand_in(name: str, **content: Any) -> None:
         setattr(sys.modules.setdefault(package, types.ModuleType(package)), part, module)
 
 
+def is_inside(wrapper: Any, kind: type) -> bool:
+    """Whether ``wrapper``, or what it wraps, is a ``kind``: the plugin of several ranks puts its own around."""
+    return isinstance(wrapper, kind) or (hasattr(wrapper, "optim") and is_inside(wrapper.optim, kind))
+
+
 def run(*blocks: str, **names: Any) -> dict[str, Any]:
     """Run the blocks one after the other, as one script that knows ``names``; return all its names."""
     namespace: dict[str, Any] = {"__name__": "documentation", **names}

@@ -7,6 +7,7 @@ parameters of before; it is pointed to the new ones, in the same groups and orde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.torch_version import TorchVersion
 
 from colossalai.amp.naive_amp import FP16Optimizer
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alike
@@ -142,11 +144,12 @@ class TorchFSDPPlugin(DPPluginBase):
         before = dict(module.named_parameters())
         # FSDP2 does not cut what has no dims; such a parameter is a copy on every rank
         scalars = [p for p in before.values() if p.ndim == 0 and p not in ignored]
-        self._cut(module, units, mesh, ignored | set(scalars))
+        roots = _roots(module)
+        self._cut(roots, units, mesh, ignored | set(scalars))
         watch = None
         if scalars and self.world_size > 1:
             watch = GradientWatch(module, scalars, self._everyone(mesh), quiet=True)
-        boosted = TorchFSDPModel(model, [*units, module], watch)
+        boosted = TorchFSDPModel(model, [*units, *roots], watch)
         new = {old: new for old, new in _pairs(before, module) if old is not new}
         for old, cut_param in new.items():
             copy_tensor_parallel_attributes(old, cut_param)
@@ -157,23 +160,27 @@ class TorchFSDPPlugin(DPPluginBase):
         return boosted, optimizer
 
     def _cut(
-        self, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter]
+        self,
+        roots: Sequence[nn.Module],
+        units: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        ignored: set[nn.Parameter],
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         offload = self.options.offload and mesh.device_type != "cpu"  # on the CPU there is nowhere to go
         precision = self.options.precision or MixedPrecisionPolicy()
         inside = replace(precision, output_dtype=None)  # meant for what the model returns, not for its units
-        for p in model.parameters():
+        for p in (p for root in roots for p in root.parameters()):
             p.data = p.data.contiguous()  # FSDP2 refuses other strides, which nobody sees in the values
         # gloo's averages depend on its version and device; its sums do not
         only_sums = mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(0)) == "gloo"
-        for unit in (*units, model):
+        for unit in (*units, *roots):
             cut: Any = fully_shard(
                 unit,
                 mesh=mesh,
                 reshard_after_forward=self.options.reshard_after_forward,
-                mp_policy=precision if unit is model else inside,
+                mp_policy=precision if unit in roots else inside,
                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                 ignored_params=ignored or None,
             )
@@ -226,6 +233,23 @@ class TorchFSDPPlugin(DPPluginBase):
             )
         shape = (self.world_size // per_node, per_node)
         return init_device_mesh(device_type, shape, mesh_dim_names=("copy", "part"))
+
+
+def _roots(module: nn.Module) -> list[nn.Module]:
+    """The modules that FSDP2 is told to be outermost: the model, or each of the stages that a rank of a pipeline has.
+
+    Torch before 2.13 shards no ``ModuleList``, also if it has a ``forward`` of its own.
+    """
+    if not isinstance(module, nn.ModuleList) or TorchVersion(torch.__version__) >= (2, 13):
+        return [module]
+    roots = list(module)
+    users = Counter(p for root in roots for p in root.parameters())
+    if shared := [name for name, p in module.named_parameters() if users[p] > 1]:
+        raise ValueError(
+            f"TorchFSDPPlugin cannot cut {shared[0]}, which two stages of one rank share, with torch {torch.__version__}; use torch"
+            " 2.13 or newer, a schedule with one stage on each rank, or TorchDDPPlugin"
+        )
+    return roots
 
 
 def _pairs(before: dict[str, nn.Parameter], module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

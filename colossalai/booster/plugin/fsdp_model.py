@@ -84,16 +84,19 @@ class TorchFSDPModel(ModelWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        root: Any = self.unwrap()
-        root.set_requires_gradient_sync(False)
+        self._let_sync(False)
         if self._watch is not None:
             self._watch.no_sync_depth += 1
         try:
             yield
         finally:
-            root.set_requires_gradient_sync(True)
+            self._let_sync(True)
             if self._watch is not None:
                 self._watch.no_sync_depth -= 1
+
+    def _let_sync(self, sync: bool) -> None:
+        for unit in self._units:
+            unit.set_requires_gradient_sync(sync, recurse=False)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load; each rank takes its part of values that are whole."""
