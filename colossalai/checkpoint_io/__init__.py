@@ -5,7 +5,8 @@ Whole runs (``booster.save``): ``boxes`` (rectangles), ``entries`` (what a rank 
 
 Files of whole tensors, one or a folder with an index in the layout of Hugging Face: ``base`` says what can be asked for, ``general`` does
 it for whole tensors, ``replicated`` lets one rank write for all, ``gathered`` does so for tensors that are cut over ranks (``gathering``);
-``training`` is one file with everything; ``pretrained`` reads only the pieces that a rank needs.  Below them: ``files`` (one file, whole or not at
+``training`` is one file with everything; ``pretrained`` reads only the pieces that a rank needs,
+``whole_pretrained`` is ``save_pretrained`` of a boosted model.  Below them: ``files`` (one file, whole or not at
 all), ``names`` (what files are called and how they are found again), ``sharding`` (which tensor goes where), ``index`` (the map of a folder) and
 ``fitting`` (whether it is the model's).
 """
@@ -17,6 +18,7 @@ from colossalai.checkpoint_io.index import CheckpointIndexFile
 from colossalai.checkpoint_io.manifest import checkpoints, latest
 from colossalai.checkpoint_io.pretrained import load_pretrained, read_pretrained
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
+from colossalai.checkpoint_io.whole_pretrained import save_pretrained
 from colossalai.checkpoint_io.writing import Save
 
 __all__ = [
@@ -30,4 +32,5 @@ __all__ = [
     "latest",
     "load_pretrained",
     "read_pretrained",
+    "save_pretrained",
 ]

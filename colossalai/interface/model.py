@@ -9,6 +9,7 @@ well: an attribute of the wrapper alone is one that no forward pass reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +36,8 @@ class ModelWrapper(nn.Module):
 
     module: nn.Module
     keeps_parameters: ClassVar[bool] = False  # those of now, so that none can take the place of another
+    # Methods of the user's module that must see the whole model, by name; ``colossalai.checkpoint_io`` has them.
+    methods: ClassVar[dict[str, Callable[..., Any]]] = {}
     _handed_over = False
 
     def __init__(self, module: nn.Module) -> None:
@@ -133,4 +136,5 @@ class ModelWrapper(nn.Module):
             # before __init__ (copy, pickle) there is no module to ask
             if "module" not in self.__dict__.get("_modules", {}):
                 raise
-        return getattr(self.unwrap(), name)
+        found = getattr(self.unwrap(), name)
+        return partial(self.methods[name], self) if name in self.methods else found

@@ -8,9 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colossalai.checkpoint_io import save_pretrained as save_whole
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.nn.policies.adapt import Adapted, whole_state_dict
+from colossalai.interface import ModelWrapper
+from colossalai.nn.policies.adapt import native_class, whole_state_dict
 from colossalai.nn.policies.stage import Stage
 from colossalai.pipeline.stage import PIPELINE_AXIS
 
@@ -18,8 +20,12 @@ from colossalai.pipeline.stage import PIPELINE_AXIS
 def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
     """Write the model whose stages ``split_model`` made as transformers does; ``options`` are those of its ``save_pretrained``.
 
+    ``model`` is what ``split_model`` or ``boost`` returned.  Under a plan that keeps weights elsewhere (Gemini) only the latter knows them.
     Every rank calls it; rank 0 gathers the whole model on its CPU and writes it.
     """
+    if isinstance(model, ModelWrapper):
+        save_whole(model, folder, **options)
+        return
     stages = list(model) if isinstance(model, nn.ModuleList) else [model]
     for stage in stages:
         if not isinstance(stage, Stage):
@@ -32,7 +38,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> Non
         assert isinstance(stage, Stage)
         # one name of tied weights is on another stage
         state = {name: state[same] for name in state for same in stage.share.names[name][:1]}
-        _native(stage).save_pretrained(stage, folder, state_dict=state, **options)
+        native_class(stage).save_pretrained(stage, folder, state_dict=state, **options)
     dist.barrier()
 
 
@@ -46,8 +52,3 @@ def _state(stages: list[nn.Module]) -> dict[str, Tensor]:
     group = gpc.get_cpu_group(ParallelMode.PIPELINE)
     dist.gather_object(state, parts if gpc.get_global_rank() == 0 else None, group=group, group_dst=0)
     return {name: tensor for part in parts for name, tensor in (part or {}).items()}
-
-
-def _native(stage: nn.Module) -> Any:
-    """The class of the model itself, below what stages and ``parallelize`` add."""
-    return next(c for c in type(stage).__mro__ if not issubclass(c, Adapted))

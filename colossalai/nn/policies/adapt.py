@@ -89,6 +89,11 @@ def _subclass(native: type[nn.Module], what: type[Adapted]) -> type[nn.Module]:
     return type(native.__name__, (what, native), {"forward": forward, **names})
 
 
+def native_class(module: nn.Module) -> Any:
+    """The class of the model itself, below what stages and ``parallelize`` add."""
+    return next(c for c in type(module).__mro__ if not issubclass(c, Adapted))
+
+
 # ---- random numbers ----
 
 

@@ -1,0 +1,79 @@
+"""``model.save_pretrained`` of a boosted model: the whole model, however its weights are spread.
+
+``save_pretrained`` of transformers writes what a process holds.  Where that is all, it is called as it is.  Where a plan keeps weights
+elsewhere (Gemini), cuts them (FSDP), or puts the model's stages on several ranks, they are gathered one by one on the first rank, which writes;
+then every rank must call it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from colossalai.checkpoint_io.entries import is_dtensor
+from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
+from colossalai.interface import ModelWrapper
+from colossalai.nn.policies.adapt import native_class
+from colossalai.nn.policies.stage import Stage
+
+
+def save_pretrained(model: ModelWrapper, save_directory: Any, **options: Any) -> None:
+    """Write the whole of a boosted ``model`` by its own ``save_pretrained``, with its ``options``.
+
+    With a ``state_dict`` among them, the first rank writes that.
+    """
+    user = model.unwrap()
+    if not is_spread(model):
+        user.save_pretrained(save_directory, **options)  # type: ignore[operator]
+        return
+    options.pop("is_main_process", None)  # the one that writes has all of it
+    if "state_dict" in options:
+        io = GatheredCheckpointIO()
+        io.run_write(lambda: _write(user, save_directory, options.pop("state_dict"), options))
+        return
+    _Whole().save(model, lambda state: _write(user, save_directory, state, options))
+
+
+def push_to_hub(model: ModelWrapper, *args: Any, **options: Any) -> Any:
+    """Refuse for a model that is spread, since the model's own method looks at what one process holds."""
+    if is_spread(model):
+        raise RuntimeError(
+            f"push_to_hub would upload what this process holds of the model, which {type(model).__name__} has spread; call"
+            " model.save_pretrained(folder, push_to_hub=True, repo_id=...) on every rank"
+        )
+    user: Any = model.unwrap()
+    return user.push_to_hub(*args, **options)
+
+
+def is_spread(model: ModelWrapper) -> bool:
+    """Whether this process holds less than ``model.unwrap()`` would write."""
+    user = model.unwrap()
+    stages = list(user) if isinstance(user, nn.ModuleList) else [user]
+    has_stages = any(isinstance(stage, Stage) for stage in stages)
+    return has_stages or bool(model.holdings()) or any(map(is_dtensor, user.parameters()))
+
+
+class _Whole(GatheredCheckpointIO):
+    def save(self, model: nn.Module, write: Callable[[dict[str, Any]], None]) -> None:
+        """Let ``write`` have the state of the serial model, on the rank that writes."""
+        parts = self.model_parts(model, float("inf"))
+        self._write_while_gathering(lambda: write(dict(next(parts, ({}, 0.0))[0])), parts)
+
+
+def _write(user: nn.Module, folder: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+    first: Any = user[0] if isinstance(user, nn.ModuleList) else user
+    native = native_class(first)
+    if "state_dict" in inspect.signature(native.save_pretrained).parameters:
+        native.save_pretrained(first, folder, state_dict=state, **options)
+        return
+    first.__dict__["state_dict"] = lambda *_, **__: state  # what such a method asks for
+    try:
+        native.save_pretrained(first, folder, **options)
+    finally:
+        del first.__dict__["state_dict"]
+
+
+ModelWrapper.methods.update(save_pretrained=save_pretrained, push_to_hub=push_to_hub)
