@@ -140,7 +140,7 @@ class Booster:
         raw = [item for item in (user_module(model), optimizer) if item is not None]
         model = with_chunks(model)
         plan = None if self.plugin is None else Plan.of(self.plugin)
-        check_supported(Wanted(model=model, optimizer=optimizer, plan=plan))
+        check_supported(Wanted(model=model, optimizer=optimizer, plan=plan, criterion=criterion))
         if self.accelerator is not None:
             model = self.accelerator.configure_model(model)
         if self.mixed_precision is not None:
@@ -352,16 +352,6 @@ def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
             raise RuntimeError(
                 f"this {name} ({type(item).__name__}) was boosted before; go on with what that call returned,"
                 f" or build a new {name}"
-            )
-    if optimizer is not None:
-        own = {id(p): p for p in model.parameters()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        # a pipeline stage may have nothing to train, and then an optimizer of nothing
-        is_empty = not held and not any(p.requires_grad for p in own.values())
-        if not is_empty and not any(id(p) in own for p in held):
-            raise ValueError(
-                f"the optimizer ({type(optimizer).__name__}) holds no parameter of the model ({type(model).__name__});"
-                " build it with model.parameters() of the model that is boosted"
             )
 
 

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchFSDPPlugin
 from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.booster.plugin.own_precision import OwnPrecisionPlugin
 from colossalai.booster.reach import reach_problem
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper, user_module
+from colossalai.interface.strangers import strangers
 from colossalai.mesh.norm import DATA
 from colossalai.pipeline.chunks import count_chunks
 from colossalai.pipeline.options import PipelineOptions
@@ -63,6 +64,7 @@ class Wanted:
     optimizer: Optimizer | None = None
     plan: Plan | None = None
     pipeline: PipelineOptions | None = None
+    criterion: Any = None
 
 
 def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> None:
@@ -144,6 +146,30 @@ def _renormalizing(wanted: Wanted) -> str | None:
     return None
 
 
+def _strangers(wanted: Wanted) -> str | None:
+    if wanted.optimizer is None:
+        return None
+    raw = wanted.optimizer.unwrap() if isinstance(wanted.optimizer, OptimizerWrapper) else wanted.optimizer
+    found = strangers(raw, user_module(wanted.model), wanted.criterion)
+    problem = found.problem()
+    if problem is not None or not found.held:
+        return problem
+    kind = None if wanted.plan is None else wanted.plan.kind
+    shape = tuple(found.held[0].shape)
+    if is_using_pp():
+        return (
+            f"{found.who} holds {len(found.held)} parameters that are not in this stage of the pipeline, such as one of shape {shape}: it was"
+            " built before the model was split, or a criterion has parameters of its own, which only the last stage would train; build it"
+            " from the parameters of the stage, and put what a loss learns inside the model"
+        )
+    if kind is not None and issubclass(kind, GeminiPlugin | TorchFSDPPlugin):
+        return (
+            f"{found.who} holds a parameter of shape {shape} that is not in the model, so {kind.__name__} would not average its gradient; put"
+            " the module that has it, such as a criterion, inside the model, or give it an optimizer of its own and average it yourself"
+        )
+    return None
+
+
 def _whole_parameters(wanted: Wanted) -> str | None:
     plan, optimizer = wanted.plan, wanted.optimizer
     if plan is None or optimizer is None or not issubclass(plan.kind, GeminiPlugin):
@@ -183,6 +209,7 @@ CHECKS: tuple[Callable[[Wanted], str | None], ...] = (
     _chunks,
     _schedule,
     _early_updates,
+    _strangers,
     _nothing_to_train,
     _renormalizing,
     _whole_parameters,

@@ -70,7 +70,7 @@ class OptimizerState:
         if name is None:
             raise ValueError(
                 f"the optimizer ({type(self.raw).__name__}) holds a parameter of shape {tuple(holding.param.shape)} that is not"
-                " in the model, so its state has no name in a checkpoint"
+                " in the model, so its state has no name in a checkpoint; put the module that has it, such as a criterion, inside the model"
             )
         return name
 

@@ -67,7 +67,9 @@ def initialize(
     mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
     plugin = _plugin(features, mode, model, optimizer)
     plan = None if plugin is None else Plan.of(plugin)
-    wanted = Wanted(model=model, optimizer=optimizer, plan=plan, pipeline=_pipeline_options())
+    wanted = Wanted(
+        model=model, optimizer=optimizer, plan=plan, pipeline=_pipeline_options(), criterion=criterion
+    )
     check_supported(wanted, ConfigException)
     booster = Booster(mixed_precision=features.precision, plugin=plugin)
     if booster.plugin is None:
@@ -133,8 +135,10 @@ def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
                 {"params": []}
             ]  # a stage may have none; optimizers refuse an empty list, not an empty group
         optimizer = optimizer(parameters)
-    if optimizer is None:
-        raise TypeError("colossalai.initialize needs an optimizer, got None")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"colossalai.initialize needs an optimizer, or a class or function that takes parameters, got {optimizer!r}"
+        )
     return model, optimizer
 
 

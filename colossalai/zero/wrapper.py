@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.interface import OptimizerWrapper
+from colossalai.interface.strangers import strangers
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from colossalai.zero.low_level.optimizer import replicas
@@ -84,6 +85,8 @@ def zero_optim_wrapper(
     }
     if isinstance(model, GeminiDDP):
         return GeminiOptimizer(optimizer, model, clipping_norm=max_norm, **scale, **options)
+    if (problem := strangers(optimizer, model).problem()) is not None:
+        raise ValueError(problem)
     if "partition_grad" in options:
         raise ValueError(
             f"zero_optim_wrapper sets partition_grad by the stage of the model ({stage}); leave it out of optim_config"

@@ -160,9 +160,7 @@ def _boost(rank: int, world_size: int, port: int) -> None:
     assert without(torch.zeros(1)).item() == 0
     other = mlp()
     foreign = torch.optim.SGD([*other.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"group 0 of the optimizer holds a parameter of shape \(2,\) that is not"
-    ):
+    with pytest.raises(ValueError, match=r"holds a parameter of shape \(2,\) that is not"):
         booster.boost(other, foreign)
 
 

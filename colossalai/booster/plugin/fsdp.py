@@ -137,7 +137,7 @@ class TorchFSDPPlugin(DPPluginBase):
         check_backend(device)
         ignored = {p for part in self.ignored_modules for p in part.parameters()}
         if raw is not None:
-            _check_optimizer(raw, module, ignored)
+            _check_ignored(raw, ignored)
         units = find_units(module, self.auto_wrap_policy, ignored)
         mesh = self._mesh(device.type)
         _make_alike(module, mesh, self.sync_module_states)
@@ -266,15 +266,9 @@ def _check_masters(optimizer: Optimizer | None) -> None:
         )
 
 
-def _check_optimizer(optimizer: Optimizer, module: nn.Module, ignored: set[nn.Parameter]) -> None:
-    own = set(module.parameters())
+def _check_ignored(optimizer: Optimizer, ignored: set[nn.Parameter]) -> None:
     for i, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            if p not in own:
-                raise ValueError(
-                    f"group {i} of the optimizer holds a parameter of shape {tuple(p.shape)} that is not in the"
-                    " model; under TorchFSDPPlugin nobody would average its gradient"
-                )
             if p in ignored and p.requires_grad:
                 raise ValueError(
                     f"group {i} of the optimizer holds a parameter of shape {tuple(p.shape)} of ignored_modules, whose"

@@ -18,6 +18,7 @@ from colossalai.booster.plugin.own_precision import OwnPrecisionPlugin, loss_sca
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import user_module
 from colossalai.interface.nest import tensors
+from colossalai.interface.strangers import strangers
 from colossalai.utils import is_using_pp
 from colossalai.zero import LowLevelZeroOptimizer
 
@@ -153,10 +154,12 @@ class LowLevelZeroPlugin(OwnPrecisionPlugin):
         boosted = LowLevelZeroModel(model, dtype, self.world_size)
         kept = [m for m in module.modules() if is_batch_norm(m)] if dtype != torch.float32 else []
         if optimizer is not None:
+            beside = strangers(optimizer, module).held  # of a criterion, which computes in its own precision
+            start_alike(nn.ParameterList(beside), self._group)
             boosted.optimizer = LowLevelZeroOptimizer(
                 optimizer,
                 forced_dtype=dtype if dtype != torch.float32 else None,
-                keep_dtype=[p for m in kept for p in m.parameters(recurse=False)],
+                keep_dtype=[*beside, *(p for m in kept for p in m.parameters(recurse=False))],
                 **self.options,
             )
         _cast_rest(module, dtype, kept)
