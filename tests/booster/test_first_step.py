@@ -41,7 +41,8 @@ class Scaled(nn.Module):
 
 
 def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
+    inner = getattr(model, "model", model)  # of an engine
+    return model(x.to(next(inner.parameters()).device)).square().mean()
 
 
 def _train(model: nn.Module, door: str, x: torch.Tensor, steps: int = 2) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from colossalai.nn.policies.policy import Policy
+from colossalai.nn.policies.policy import Policy, fits
 from colossalai.nn.policies.rules import Cut, Head, Heads, Pieces, Rule, Table
 
 STYLES: dict[str, Rule | None] = {
@@ -46,11 +46,20 @@ def carried_policy(model: nn.Module) -> Policy | None:
             rules[path] = rule
         if style == "colwise" and "att" in parent.rpartition(".")[2]:
             rules[parent] = Heads()
+    _leave_special_tables(model, rules)
     _follow_ties(model, rules)
     kind = str(getattr(model.config, "model_type", "this model"))
     cuts_heads = any(isinstance(rule, Heads) for rule in rules.values())
     heads = ("num_attention_heads", "num_key_value_heads") if cuts_heads else ()
     return Policy((kind,), rules, heads, only_1d=True)
+
+
+def _leave_special_tables(model: nn.Module, rules: dict[str, Rule]) -> None:
+    """Tables that do more than look entries up, such as those of Gemma, which scale them, stay whole."""
+    for name, module in model.named_modules():
+        for path in [path for path, rule in rules.items() if isinstance(rule, Table) and fits(name, path)]:
+            if type(module) is not nn.Embedding:
+                del rules[path]
 
 
 def _follow_ties(model: nn.Module, rules: dict[str, Rule]) -> None:

@@ -31,18 +31,19 @@ class Policy:
     def matches(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]:
         """Every module of ``model`` that has a rule, with its path."""
         base = getattr(model, "base_model", model)
-        paths = [(path.split("."), rule) for path, rule in self.rules.items() if path]
+        paths = [(path, rule) for path, rule in self.rules.items() if path]
         for name, module in model.named_modules():
             if module is base and "" in self.rules:
                 yield name, module, self.rules[""]
                 continue
-            parts = name.split(".")
             for path, rule in paths:
-                if _fits(parts, path):
+                if fits(name, path):
                     yield name, module, rule
                     break
 
 
-def _fits(parts: list[str], path: list[str]) -> bool:
-    tail = parts[-len(path) :]
-    return len(tail) == len(path) and all(p in ("*", t) for t, p in zip(tail, path, strict=True))
+def fits(name: str, path: str) -> bool:
+    """Whether the module ``name`` is one that the ``path`` of a rule means."""
+    parts = path.split(".")
+    tail = name.split(".")[-len(parts) :]
+    return len(tail) == len(parts) and all(p in ("*", t) for t, p in zip(tail, parts, strict=True))

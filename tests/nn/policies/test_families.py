@@ -113,8 +113,9 @@ def test_families_that_were_wrong() -> None:
 
 
 def test_plans_that_do_not_fit_are_refused() -> None:
-    found = _outcomes([(kind, options) for kind, (options, _) in REFUSED.items()])
-    for (kind, (_, wanted)), got in zip(REFUSED.items(), found, strict=True):
+    refused = {kind: row for kind, row in REFUSED.items() if kind in families.families()}
+    found = _outcomes([(kind, options) for kind, (options, _) in refused.items()])
+    for (kind, (_, wanted)), got in zip(refused.items(), found, strict=True):
         assert re.search(wanted, got), f"{kind}: {got}"
 
 
