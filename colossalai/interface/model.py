@@ -89,6 +89,7 @@ class ModelWrapper(nn.Module):
                         f"the model is to be changed from {dtype} on {device} to {made.dtype} on {made.device} after boost, but"
                         f" {type(self).__name__} keeps the parameters as they were; cast and move the model before boost"
                     )
+            return self
         return super()._apply(fn, recurse)
 
     def holdings(self) -> list[Holding]:

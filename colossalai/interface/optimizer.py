@@ -26,6 +26,14 @@ def check_clip_value(clip_value: Any) -> None:
         raise ValueError(f"clip_grad_by_value needs a clip_value of at least 0, got {clip_value!r}")
 
 
+def local_gradients() -> RuntimeError:
+    """The refusal of a step with gradients that every replica has for itself, and would be a replica no more."""
+    return RuntimeError(
+        "optimizer.step() with gradients that were not averaged: every pass since the last step was under no_sync, and the replicas would"
+        " drift apart; let the last pass of each group, also of a shorter last one, run outside of no_sync"
+    )
+
+
 class OptimizerWrapper(Optimizer):
     """Everything of ``optim``, and the backward pass and gradient clipping as the plan at work needs them.
 

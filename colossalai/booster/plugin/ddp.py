@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alike
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
-from colossalai.logging import get_dist_logger
+from colossalai.interface.optimizer import local_gradients
 from colossalai.utils import is_ddp_ignored
 
 # torch 2.13 renamed the option
@@ -127,7 +127,7 @@ class TorchDDPOptimizer(OptimizerWrapper):
         super().__init__(optim)
         self._watch = watch
         self._watch.add(self._averaged())
-        optim.register_step_pre_hook(partial(_warn_of_local_gradients, watch))
+        optim.register_step_pre_hook(partial(_refuse_local_gradients, watch))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -170,16 +170,11 @@ class TorchDDPOptimizer(OptimizerWrapper):
         return result
 
 
-def _warn_of_local_gradients(watch: GradientWatch, optimizer: Optimizer, *_: Any) -> None:
+def _refuse_local_gradients(watch: GradientWatch, optimizer: Optimizer, *_: Any) -> None:
     """Before a step: replicas that step with gradients of their own are replicas no more."""
     params = (p for group in optimizer.param_groups for p in group["params"])
     if watch.local and any(p.grad is not None for p in params):
-        get_dist_logger().warning_once(
-            "optimizer.step() with gradients that were not averaged: every pass since the last step was under no_sync, so"
-            " the replicas drift apart. Let the last pass of each group, also of a shorter last one, run outside of"
-            " no_sync",
-            ranks=[0],
-        )
+        raise local_gradients()
 
 
 class TorchDDPPlugin(DPPluginBase):

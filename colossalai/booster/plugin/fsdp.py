@@ -128,9 +128,11 @@ class TorchFSDPPlugin(DPPluginBase):
             raise ValueError(
                 f"TorchFSDPPlugin cuts whole parameters, but {cut[0]} is cut already, by tensor parallelism; use TorchDDPPlugin"
             )
-        from colossalai.booster.plugin.fsdp_parameter import check_hooks, guard
+        from colossalai.booster.plugin.fsdp_parameter import check_hooks, guard, refuse_local_numbers
 
         check_hooks(module)
+        _check_dense(module)
+        refuse_local_numbers()
         _check_masters(optimizer)
         raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -255,6 +257,15 @@ def _roots(module: nn.Module) -> list[nn.Module]:
 def _pairs(before: dict[str, nn.Parameter], module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     after = dict(module.named_parameters())
     return ((old, after[name]) for name, old in before.items())
+
+
+def _check_dense(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ValueError(
+                f"TorchFSDPPlugin takes dense gradients, but {name!r} is an {type(part).__name__} with sparse=True; build it with"
+                " sparse=False, or use TorchDDPPlugin"
+            )
 
 
 def _check_masters(optimizer: Optimizer | None) -> None:

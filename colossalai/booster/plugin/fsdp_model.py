@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper
-from colossalai.interface.optimizer import check_clip_value
+from colossalai.interface.nest import tensors
+from colossalai.interface.optimizer import check_clip_value, local_gradients
 from colossalai.mesh.norm import own_part
 
 
@@ -38,6 +39,8 @@ class TorchFSDPModel(ModelWrapper):
         self._units: tuple[Any, ...] = tuple(units)
         self._watch = watch
         self._gathered = False
+        self._is_local = self.gradients_are_local = False
+        self._passing = False  # a backward pass has begun and not ended
         self._remember()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,10 +48,41 @@ class TorchFSDPModel(ModelWrapper):
             self.reshard()  # the module inside may have been called by itself
             self.check_parameters()
         self._gathered = True
+        if torch.is_grad_enabled():
+            self.gradients_are_local = self._is_local
+        # a checkpoint repeats the pass in the backward pass
+        watched = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+        if self._passing and watched:
+            raise RuntimeError(
+                "a backward pass of this model has failed, and FSDP2 keeps gradients of a half of it, which it would add to the next"
+                " ones; start again from a checkpoint"
+            )
         result = super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.reshard()
+        elif watched:
+            for tensor in tensors(result):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin_backward)
         return result
+
+    def _begin_backward(self, grad: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward pass with create_graph=True, but FSDP2 frees the weights that gradients of gradients need; use"
+                " TorchDDPPlugin, or LowLevelZeroPlugin"
+            )
+        self._passing = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._passing = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} holds weights that are cut over the ranks of its job, so it cannot be copied or pickled; use"
+            " booster.save_model, or p.full_tensor() of its parameters on every rank"
+        )
 
     def reshard(self) -> None:
         """Keep nothing but this rank's part of every weight."""
@@ -84,12 +118,14 @@ class TorchFSDPModel(ModelWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        before, self._is_local = self._is_local, True
         self._let_sync(False)
         if self._watch is not None:
             self._watch.no_sync_depth += 1
         try:
             yield
         finally:
+            self._is_local = before
             self._let_sync(True)
             if self._watch is not None:
                 self._watch.no_sync_depth -= 1
@@ -159,7 +195,17 @@ class TorchFSDPOptimizer(OptimizerWrapper):
         self._model.reshard()  # what is gathered would not change with the parts
         self._model.check_parameters()
         self._check_groups()
+        if self._model.gradients_are_local:
+            raise local_gradients()
         return self.optim.step(*args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if self._model.gradients_are_local:
+            raise RuntimeError(
+                "optimizer.zero_grad() after passes under no_sync only: FSDP2 keeps their gradients whole, where zero_grad does not"
+                " reach, and would add them to the next ones; let the last pass of each group run outside of no_sync"
+            )
+        super().zero_grad(*args, **kwargs)
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:

@@ -55,6 +55,28 @@ def _as_parameter(tensor: Any) -> Any:
     return tensor
 
 
+def refuse_local_numbers() -> None:
+    """Let no ``DTensor`` whose value is still to be summed over the ranks show this rank's part of it as a number.
+
+    ``p.grad.norm()`` of a gradient that is cut is such a tensor, and torch's ``float()`` of it is the norm of the part.
+    """
+    for name in ("item", "__float__", "__int__", "__bool__"):
+        if name not in DTensor.__dict__:
+            setattr(DTensor, name, _checked(name))
+
+
+def _checked(name: str) -> Any:
+    def number(self: Any) -> Any:
+        if any(p.is_partial() for p in self.placements):
+            raise RuntimeError(
+                f"{name.strip('_')}() of a DTensor of which every rank has a part that is not summed yet (a norm or sum of a weight or"
+                " gradient that TorchFSDPPlugin has cut): call .full_tensor() on every rank first"
+            )
+        return getattr(Tensor, name)(self)
+
+    return number
+
+
 def cut_like(param: Any, values: Any) -> DTensor:
     """``values``, whole on every rank or cut already, cut as ``param`` is."""
     if isinstance(values, DTensor):

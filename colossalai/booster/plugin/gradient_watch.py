@@ -81,7 +81,7 @@ class GradientWatch:
             if ddp is not None and p.requires_grad:
                 self._by_ddp.add(self._number[id(p)])
         if ddp is not None:
-            ddp.register_forward_hook(partial(_after_forward, weakref.ref(self)))
+            ddp.register_forward_hook(_AfterForward(weakref.ref(self)))
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()  # hooks are not copied with parameters, so a copy of the model is without
@@ -290,11 +290,19 @@ def _ends(watch: weakref.ref[GradientWatch], task: int) -> None:
         alive.ends(task)
 
 
-def _after_forward(watch: weakref.ref[GradientWatch], ddp: Any, args: Any, output: Any) -> None:
-    alive = watch()
-    # a copy of the model has this hook, but not the watch
-    if alive is not None and alive.watches(ddp) and torch.is_grad_enabled():
-        alive.after_forward(output, sync=ddp.require_backward_grad_sync, static_graph=ddp.static_graph)
+class _AfterForward:
+    """A hook that is copied and pickled with the model, and then knows of no watch."""
+
+    def __init__(self, watch: weakref.ref[GradientWatch] | None = None) -> None:
+        self._watch = watch
+
+    def __call__(self, ddp: Any, args: Any, output: Any) -> None:
+        alive = self._watch() if self._watch is not None else None
+        if alive is not None and alive.watches(ddp) and torch.is_grad_enabled():
+            alive.after_forward(output, sync=ddp.require_backward_grad_sync, static_graph=ddp.static_graph)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AfterForward, ()
 
 
 def _waits_for_all(ddp: Any) -> bool:
