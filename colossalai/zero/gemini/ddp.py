@@ -145,6 +145,8 @@ class ZeroDDP(ModelWrapper):
         """Drop the gradients that the chunks have."""
         self._take_back()
         self.shown.kept.forget()
+        if self.optimizer is not None:
+            self.optimizer.gradients_cleared()
         self.gradients.shared.clear()
         for index in self.gradients.of:
             self.gradients.clear(self.chunk_manager.chunks[index])
@@ -159,6 +161,8 @@ class ZeroDDP(ModelWrapper):
             self.optimizer.take_back()
 
     def _take_gradient(self, chunk: Chunk, slot: Slot) -> None:
+        if self.optimizer is not None:
+            self.optimizer.check_cleared()
         gradients = self.gradients
         if slot in gradients.shared.slots:
             gradients.shared.keep(slot)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.amp.naive_amp.grad_scaler import dynamic_scaler
+from colossalai.interface.optimizer import local_gradients
 from colossalai.mesh import placement, set_own_grad
 from colossalai.mesh._compat import norms_of
 from colossalai.mesh.norm import counts_here
@@ -40,6 +41,14 @@ from colossalai.zero.gemini.updates import Updates
 from colossalai.zero.pieces import Piece
 from colossalai.zero.sharded import ShardedOptimizer, stand_in
 from colossalai.zero.states import cut_state
+
+
+def _used_up(who: str) -> str:
+    return (
+        f"{who} after a step without optimizer.zero_grad(): plain PyTorch would use the gradients of that step again, but Gemini has given"
+        " their memory away in it; call optimizer.zero_grad() in every iteration"
+    )
+
 
 ONE_PASS = (
     "update_in_backward=True is for one backward pass in each step, which uses no weights after their gradients have come: put all"
@@ -118,6 +127,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._early_options: Options | None = None
         self._promoted = False
         self._stepping = False
+        self._used_up = False  # the gradients of the last step, which nobody has cleared
         if scaler is not None or clipping_norm:
             module.gradients.norm_type = norm_type
         module.optimizer = self
@@ -272,6 +282,10 @@ class GeminiOptimizer(ShardedOptimizer):
                 " update_in_backward out"
             )
 
+    def gradients_cleared(self) -> None:
+        """Nobody asks for the gradients of the last step any more (called by the model)."""
+        self._used_up = False
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self.model.forget_gradients()
         super().zero_grad(*args, **kwargs)
@@ -282,7 +296,17 @@ class GeminiOptimizer(ShardedOptimizer):
 
     # The step
 
+    def check_cleared(self) -> None:
+        """A backward pass begins: plain PyTorch would add to the gradients of the last step, which are used up."""
+        if self._used_up:
+            raise RuntimeError(_used_up("a backward pass"))
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
+        has_grad = self._has_grad()
+        if self._used_up and not has_grad:
+            raise RuntimeError(_used_up("optimizer.step()"))
+        if any(state.local is not None for state in self.model.gradients.of.values()):
+            raise local_gradients()
         self._stepping = True
         try:
             result = super().step(*args, **kwargs)
@@ -292,6 +316,8 @@ class GeminiOptimizer(ShardedOptimizer):
         if self.step_was_skipped:
             self._expects_good = False
             self.zero_grad()
+        else:
+            self._used_up = has_grad
         self._early.clear()
         self._early_options = None
         self._by_hand = False
