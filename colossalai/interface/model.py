@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.interface.holding import Holding
+from colossalai.mesh import placement
 
 
 def below_compile(model: nn.Module) -> nn.Module:
@@ -78,6 +79,15 @@ class ModelWrapper(nn.Module):
                 f"model.{name} = ... after boost: {type(self).__name__} keeps the parameters that the model had at boost, and would"
                 f" neither average nor update those of another {type(parts[-1]).__name__}; change the model before boost"
             )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        cut = next((name for name, p in self.named_parameters() if placement(p).sharded), None)
+        if cut is not None:
+            raise RuntimeError(
+                f"model.apply(...) on a model that tensor parallelism has cut: {cut!r} is a piece, in a layer of another class than yours"
+                " (isinstance does not find it), and values drawn for pieces are not those of the whole; apply it before parallelize"
+            )
+        return super().apply(fn)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # what half(), to(), cuda() and the like call
