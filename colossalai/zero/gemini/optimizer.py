@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colossalai.amp.naive_amp.grad_scaler import dynamic_scaler
@@ -128,6 +128,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._promoted = False
         self._stepping = False
         self._used_up = False  # the gradients of the last step, which nobody has cleared
+        self._used: set[Slot] = set()
         if scaler is not None or clipping_norm:
             module.gradients.norm_type = norm_type
         module.optimizer = self
@@ -282,6 +283,10 @@ class GeminiOptimizer(ShardedOptimizer):
                 " update_in_backward out"
             )
 
+    def used_up(self, param: nn.Parameter) -> bool:
+        """Whether the last step has used a gradient of ``param`` up, which plain PyTorch would still show."""
+        return self._used_up and self.chunks.get_slot(param) in self._used
+
     def gradients_cleared(self) -> None:
         """Nobody asks for the gradients of the last step any more (called by the model)."""
         self._used_up = False
@@ -303,6 +308,8 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         has_grad = self._has_grad()
+        states = self.model.gradients.of.values()
+        used = {slot for state in states for slot in (*state.arrived, *state.used, *state.direct)}
         if self._used_up and not has_grad:
             raise RuntimeError(_used_up("optimizer.step()"))
         if any(state.local is not None for state in self.model.gradients.of.values()):
@@ -317,7 +324,7 @@ class GeminiOptimizer(ShardedOptimizer):
             self._expects_good = False
             self.zero_grad()
         else:
-            self._used_up = has_grad
+            self._used_up, self._used = has_grad, used
         self._early.clear()
         self._early_options = None
         self._by_hand = False

@@ -36,8 +36,14 @@ class ShownGradients:
     def keeps_gradient(self, param: Tensor) -> bool:
         found = cast(nn.Parameter, param)
         state, slot = self._of[self._chunks.get_chunk(found).index], self._chunks.get_slot(found)
+        model = self._model()
+        used_up = model is not None and model.optimizer is not None and model.optimizer.used_up(found)
         return (
-            slot in state.arrived or slot in state.used or slot in state.direct or own_grad(param) is not None
+            used_up
+            or slot in state.arrived
+            or slot in state.used
+            or slot in state.direct
+            or own_grad(param) is not None
         )
 
     def shown_gradient(self, param: Tensor) -> Tensor | None:
