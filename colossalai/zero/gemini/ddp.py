@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -217,7 +217,7 @@ class ZeroDDP(ModelWrapper):
     @torch.no_grad()
     def whole_values(
         self, dtype: torch.dtype | None = None, keep: bool = True
-    ) -> Iterator[tuple[str, Tensor | None]]:
+    ) -> Generator[tuple[str, Tensor | None], None, None]:
         """The name and the values of every parameter, on the CPU, chunk by chunk; without ``keep``, only help others to gather."""
         self.settle()
         for chunk in self.chunk_manager.chunks:

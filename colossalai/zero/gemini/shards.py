@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,10 @@ def _shards(
     found = [names.get(id(slot.param), []) for _, slot in slots] + [names[key] for key in buffers]
     sizes = [slot.numel * (dtype or chunk.dtype).itemsize / MB for chunk, slot in slots]
     sizes += map(calculate_tensor_size, buffers.values())
-    values = chain(
-        (value for _, value in model.whole_values(dtype, keep)),
-        (t.to("cpu", copy=True) for t in buffers.values()),
-    )
-    for numbers, _ in plan_shards((([i], size) for i, size in enumerate(sizes)), max_shard_size):
-        taken = [(found[i], next(values)) for i in numbers]
-        yield OrderedDict((name, value) for own, value in taken if keep for name in own)
-    next(values, None)  # whoever gathers lets the last chunk go
+    # closed by us if the caller stops early: when Python would do so differs between its versions
+    with closing(model.whole_values(dtype, keep)) as gathered:
+        values = chain((value for _, value in gathered), (t.to("cpu", copy=True) for t in buffers.values()))
+        for numbers, _ in plan_shards((([i], size) for i, size in enumerate(sizes)), max_shard_size):
+            taken = [(found[i], next(values)) for i in numbers]
+            yield OrderedDict((name, value) for own, value in taken if keep for name in own)
+        next(values, None)  # the gathering lets the last chunk go
