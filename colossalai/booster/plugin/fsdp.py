@@ -242,7 +242,7 @@ def _roots(module: nn.Module) -> list[nn.Module]:
 
     Torch before 2.13 shards no ``ModuleList``, also if it has a ``forward`` of its own.
     """
-    if not isinstance(module, nn.ModuleList) or TorchVersion(torch.__version__) >= (2, 13):
+    if not isinstance(module, nn.ModuleList) or TorchVersion(torch.__version__) >= "2.13":
         return [module]
     roots = list(module)
     users = Counter(p for root in roots for p in root.parameters())
