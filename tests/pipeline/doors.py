@@ -148,7 +148,7 @@ def run(case: Case, door: str, overflow: bool = False) -> Outcome:
         return Outcome({}, str(error))
     whole = {"only_rank_0": False} if case.plugin == "gemini" else {}
     state = trained.state_dict(**whole)
-    return Outcome({_serial_name(n, case): _whole(t).float() for n, t in state.items()})
+    return Outcome({_serial_name(n, case): _whole(t).float().cpu() for n, t in state.items()})
 
 
 def _overflow_once(model: nn.Module) -> None:
