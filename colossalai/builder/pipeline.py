@@ -38,7 +38,9 @@ def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bo
         )
     rank, size = _place()
     parts = partition_uniform(len(layers), size, num_chunks)
-    named = list(layers.named_children())
+    named = [
+        (name, m) for name, m in layers._modules.items() if m is not None
+    ]  # one that is there twice runs twice
     tie_stages([m for _, m in named], [dict(m.named_parameters()) for _, m in named], parts, rank)
     chunks = [nn.Sequential(OrderedDict(named[start:end])) for start, end in parts[rank]]
     model = chunks[0] if num_chunks == 1 else nn.ModuleList(chunks)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
-from colossalai.mesh.parameter import SHARED_GROUP, own_grad, set_own_grad
+from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK, own_grad, set_own_grad
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.partition import Parts
 from colossalai.utils.bucket import bucket_allreduce
@@ -73,11 +73,15 @@ def _warn_without_parameters(parameters: Sequence[Mapping[str, nn.Parameter]], p
 
 
 def sum_shared_gradients(parameters: Iterable[Tensor]) -> None:
-    """Add the gradients of those ``parameters`` that several stages share, over these stages."""
+    """Add the gradients of those ``parameters`` that several stages share, over these stages.
+
+    They go in the order in which they were shared: a stage may use first what another one uses last.
+    """
     shared: dict[Any, list[Tensor]] = {}
-    for p in parameters:
-        if (group := getattr(p, SHARED_GROUP, None)) is not None:
-            shared.setdefault(group, []).append(p)
+    for p in sorted(
+        (p for p in parameters if hasattr(p, SHARED_GROUP)), key=lambda p: getattr(p, SHARED_MARK)
+    ):
+        shared.setdefault(getattr(p, SHARED_GROUP), []).append(p)
     for group, params in shared.items():
         bucket_allreduce(params, group, average=False)
 

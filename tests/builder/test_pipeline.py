@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import colossalai
+from colossalai.booster import Booster
 from colossalai.builder import build_pipeline_model, build_pipeline_model_from_cfg
 from colossalai.builder.pipeline import partition_uniform
 from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler import SHARED_GROUP
 from colossalai.pipeline.utils import partition_uniform as documented
 from colossalai.registry import MODELS
-from colossalai.testing import spawn
+from colossalai.testing import assert_close, spawn
 
 WIDTH = 128  # large enough not to be built at once
 
@@ -114,3 +115,41 @@ def test_bad_input() -> None:
         ValueError, match="the model has 1 layers, but 1 pipeline stages with 2 chunks each need"
     ):
         build_pipeline_model(nn.Sequential(nn.Linear(2, 2)), num_chunks=2)
+
+
+def _twice() -> nn.Sequential:
+    """A layer that is used at two places, between two that share another weight."""
+    torch.manual_seed(0)
+    table = nn.Embedding(8, 8)
+    model = nn.Sequential(table, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), Head(table))
+    model[3] = model[1]
+    return model
+
+
+def _train_twice(rank: int, world_size: int, port: int) -> None:
+    config = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}
+    colossalai.launch_from_torch(config=config, backend="gloo", verbose=False)
+    ids = torch.randint(8, (4,), generator=torch.Generator().manual_seed(1))
+    serial, stage = _twice(), build_pipeline_model(_twice())
+    booster, criterion = Booster("cpu"), nn.CrossEntropyLoss()
+    model, optimizer, *_ = booster.boost(stage, torch.optim.SGD(stage.parameters(), 0.1))
+    plain = torch.optim.SGD(serial.parameters(), 0.1)
+    for _ in range(3):
+        expected = criterion(serial(ids), ids)
+        expected.backward()
+        plain.step()
+        plain.zero_grad()
+        loss = booster.execute_pipeline(iter([(ids, ids)]), model, criterion, optimizer)["loss"]
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 1:
+            assert_close(loss, expected)
+    whole = serial.state_dict()
+    assert len(stage.state_dict()) >= 3
+    for name, value in stage.state_dict().items():
+        assert_close(value, whole[name])
+
+
+def test_a_layer_at_two_places_and_a_tied_weight() -> None:
+    """The layer runs at both places; stages meet the shared weights in different orders, and add what belongs together."""
+    spawn(_train_twice, 2)
