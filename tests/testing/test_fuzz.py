@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -16,11 +17,33 @@ from torch import Tensor
 from colossalai.testing.fuzz.__main__ import main
 from colossalai.testing.fuzz.cases import Case, OptimizerSpec, random_case
 from colossalai.testing.fuzz.habits import Habit
+from colossalai.testing.fuzz.judge import EQUAL
 from colossalai.testing.fuzz.models import Block, ModelSpec
 from colossalai.testing.fuzz.plans import Plan
-from colossalai.testing.fuzz.runner import RANKS, Failure, fuzz
+from colossalai.testing.fuzz.runner import RANKS, Failure, Summary, fuzz, seeded_cases
 from colossalai.testing.fuzz.script import script_text
 from colossalai.zero import LowLevelZeroOptimizer
+
+MINUTES = float(os.environ.get("FUZZ_MINUTES", "2"))
+
+
+def _check(summary: Summary) -> None:
+    told = "\n\n".join(f"{f.verdict.message}\n{f.case.to_json()}\n{f.script}" for f in summary.failures)
+    assert not summary.failed, f"{summary.text()}\n{told}"
+    # a fuzzer that only sees refusals sees nothing
+    plain = ("none", "ddp", "fsdp", "zero1", "zero2", "gemini")
+    for name, outcomes in summary.by_plan.items():
+        if name in plain and (count := sum(outcomes.values())) >= 10:
+            assert outcomes[EQUAL] >= 0.4 * count, summary.text()
+
+
+def test_random_cases_are_equal_or_refused() -> None:
+    _check(fuzz(seeded_cases(0, 27), minutes=MINUTES, most_failures=1))
+
+
+@pytest.mark.slow
+def test_an_hour_of_random_cases() -> None:
+    _check(fuzz(seeded_cases(1, None), minutes=60, most_failures=10))
 
 
 def _forget_to_reduce() -> None:

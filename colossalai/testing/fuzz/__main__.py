@@ -63,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         default=list(RANKS),
         help="numbers of ranks to draw from, such as 1,2,4",
     )
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds until a run counts as a hang")
+    parser.add_argument(
+        "--limit", type=float, default=20.0, help="seconds without any work until a run counts as a hang"
+    )
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make a failure smaller")
     parser.add_argument("--failures", type=int, default=5, help="stop after so many failures")
     parser.add_argument("--out", type=Path, help="a folder for the scripts of failures")

@@ -39,6 +39,11 @@ _NOT_REFUSALS = (
     UnboundLocalError,
     ZeroDivisionError,
 )
+# What torch says itself, clearly and on every rank, of what it does not support: no refusal of ours could say it better.
+_TORCH_REFUSES = (
+    "Expected to mark a variable ready only once",  # DDP with find_unused_parameters and reentrant checkpoints
+    "Expected to have finished reduction in the prior iteration",  # DDP without find_unused_parameters
+)
 _POLL = 0.004
 _GRACE = 5.0  # how long the other ranks may take to raise as well
 
@@ -88,26 +93,25 @@ class RankPool:
             )
 
     def run(self, task: Task, limit: float) -> Result:
-        """Let every rank do ``task``; stop waiting ``limit`` seconds from now, or a little after a rank has raised."""
+        """Let every rank do ``task``; stop waiting when none has worked for ``limit`` seconds, or soon after one has raised."""
         number, self.tasks = self.tasks, self.tasks + 1
         self._output.seek(0)
         self._output.truncate()
         self._store.set(f"task/{number}", pickle.dumps(task))  # type: ignore[arg-type]
         answers: list[Answer | None] = [None] * self.ranks
-        deadline = time.monotonic() + limit
-        while None in answers and time.monotonic() < deadline:
+        watch = _Watch([handle._pid for handle in self._handles], limit)
+        while None in answers and watch.patient:
             self._pump(_POLL)
             for rank, answer in enumerate(answers):
                 if answer is None and self._store.check([f"answer/{number}/{rank}"]):
                     answers[rank] = found = pickle.loads(self._store.get(f"answer/{number}/{rank}"))
                     if found.error is not None:
-                        deadline = min(deadline, time.monotonic() + _GRACE)
+                        watch.hurry()
             for handle in self._handles:
                 if answers[handle.rank] is None and isinstance(handle.outcome, Raised):
-                    answers[handle.rank] = Answer(
-                        error=handle.failure.headline, traceback=handle.failure.traceback
-                    )
-                    deadline = min(deadline, time.monotonic() + _GRACE)
+                    failure = handle.failure
+                    answers[handle.rank] = Answer(error=failure.headline, traceback=failure.traceback)
+                    watch.hurry()
         stuck = self._where() if None in answers else ""
         return Result(answers, stuck, self._output.getvalue()[-4000:])
 
@@ -131,6 +135,37 @@ class RankPool:
     def _captured(self) -> Any:
         with contextlib.redirect_stdout(self._output), contextlib.redirect_stderr(self._output):
             yield
+
+
+class _Watch:
+    """Whether it makes sense to wait: ranks that hang use no processor, those on a busy machine get a little now and then."""
+
+    def __init__(self, pids: list[int], limit: float) -> None:
+        self._pids, self._limit = pids, limit
+        self._used, self._moved = self._time(), time.monotonic()
+        self._end = time.monotonic() + 10 * limit
+
+    @property
+    def patient(self) -> bool:
+        now = time.monotonic()
+        if now - self._moved > 1.0 and (used := self._time()) > self._used + 0.1:
+            self._used, self._moved = used, now
+        return now < self._moved + self._limit and now < self._end
+
+    def hurry(self) -> None:
+        """A rank has raised: the others should soon."""
+        self._limit = min(self._limit, _GRACE)
+
+    def _time(self) -> float:
+        """The seconds of processor time of all ranks."""
+        total = 0.0
+        for pid in self._pids:
+            try:
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return total
 
 
 def _serve(rank: int, world_size: int, port: int, prepare: Callable[[], None] | None) -> None:
@@ -173,6 +208,8 @@ def load_text(text: str, name: str = "<case>") -> dict[str, Any]:
 
 def _is_refusal(error: BaseException) -> bool:
     """Whether a line of this package raised ``error`` on purpose."""
+    if any(text in str(error) for text in _TORCH_REFUSES):
+        return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -71,7 +71,7 @@ def fuzz(
     cases: Iterable[Case],
     *,
     minutes: float | None = None,
-    limit: float = 30.0,
+    limit: float = 20.0,
     shrink_seconds: float = 60.0,
     most_failures: int = 5,
     prepare: Callable[[], None] | None = None,
@@ -81,7 +81,7 @@ def fuzz(
     """Run ``cases`` until they end, ``minutes`` are over, or ``most_failures`` have failed.
 
     Args:
-        limit: the seconds that a run may take before it counts as a hang.
+        limit: the seconds that all ranks may do nothing before a run counts as a hang.
         shrink_seconds: how long a failure is made smaller; 0 leaves it as it is.
         prepare: is called in every rank first (tests plant bugs in this way).
         out: where the progress is told; None tells nothing.
