@@ -18,6 +18,8 @@ from colossalai.interface.nest import tensors
 from colossalai.interface.optimizer import check_clip_value, local_gradients
 from colossalai.mesh.norm import own_part
 
+MIXED = "mixed torch.Tensor and DTensor"  # how torch says that something computes with a weight that is cut
+
 
 class TorchFSDPModel(ModelWrapper):
     """A model that ``fully_shard`` was applied to, in place: its names and structure are still the user's.
@@ -161,7 +163,7 @@ class TorchFSDPModel(ModelWrapper):
             try:
                 return found(*args, **kwargs)
             except RuntimeError as error:
-                if "mixed torch.Tensor and DTensor" not in str(error):
+                if MIXED not in str(error):
                     raise
                 raise RuntimeError(
                     f"model.{name}(...) computes with weights that are cut: TorchFSDPPlugin gathers them for model(...) only. Call"
@@ -182,6 +184,17 @@ class TorchFSDPOptimizer(OptimizerWrapper):
     @property
     def averages_gradients(self) -> bool:
         return True
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().backward(loss, *args, **kwargs)
+        except RuntimeError as error:
+            if MIXED not in str(error):
+                raise
+            raise RuntimeError(
+                "the loss computes with a weight that is cut, outside of the model's forward: TorchFSDPPlugin gathers weights for"
+                " model(...) only. Compute in the forward, or take weight.full_tensor() in the place of weight, on every rank"
+            ) from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
