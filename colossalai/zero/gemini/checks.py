@@ -38,6 +38,13 @@ def check_model(module: Any, dtype: Any) -> None:
             raise ValueError(
                 f"{name!r} lies in chunks of another GeminiDDP already; go on with that one, or build a new model"
             )
+        if (
+            param.dtype is torch.float64 and dtype is torch.float32
+        ):  # half precision is asked for, this is not
+            raise ValueError(
+                f"the parameter {name!r} is of torch.float64, and Gemini would train it in torch.float32, with half of its digits; call"
+                " model.float() before if that is what you want, or use TorchDDPPlugin or LowLevelZeroPlugin(precision='fp32')"
+            )
 
 
 def check_shares(**shares: Any) -> None:

@@ -104,7 +104,10 @@ def place_buffers(module: nn.Module, chunks: ChunkManager, dtype: torch.dtype) -
     for owner in module.modules():
         keep = is_batch_norm(owner)
         for name, buffer in owner.named_buffers(recurse=False):
-            wanted = dtype if buffer.is_floating_point() and not keep else buffer.dtype
+            keeps = keep or (
+                buffer.dtype is torch.float64 and dtype is torch.float32
+            )  # in the serial model it stays
+            wanted = dtype if buffer.is_floating_point() and not keeps else buffer.dtype
             owner._buffers[name] = _first_ranks(buffer.to(chunks.device, wanted), chunks)
 
 

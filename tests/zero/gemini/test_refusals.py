@@ -162,3 +162,28 @@ def test_copies() -> None:
             TypeError, match=r"GeminiDDP lies in chunks .* use state_dict\(\), or get_static_torch_model"
         ):
             copied(model)
+
+
+def test_digits_are_not_dropped_without_a_word() -> None:
+    with pytest.raises(
+        ValueError, match=r"'0.weight' is of torch.float64, and Gemini would train it in torch.float32"
+    ):
+        GeminiDDP(plain().double(), "cpu", dtype=torch.float32)
+    assert GeminiDDP(plain().double(), "cpu", dtype=torch.bfloat16).dtype is torch.bfloat16
+    inner = plain()
+    inner.register_buffer("table", torch.full((3,), 1 / 3, dtype=torch.float64))
+    assert GeminiDDP(inner, "cpu", dtype=torch.float32).state_dict()["table"].dtype is torch.float64
+
+
+def test_zero_keeps_float64() -> None:
+    model = plain().double()
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    serial = plain().double()
+    x = torch.randn(2, 8, dtype=torch.float64)
+    optimizer.backward(model(x).sum())
+    optimizer.step()
+    serial(x).sum().backward()
+    torch.optim.SGD(serial.parameters(), lr=0.1).step()
+    for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+        assert mine.dtype is torch.float64
+        torch.testing.assert_close(mine.data, theirs.data, rtol=1e-14, atol=1e-14)
