@@ -119,6 +119,7 @@ def test_questions_about_the_form_are_answered(boosted: GeminiDDP) -> None:
     assert "elsewhere" in repr(weight)
     assert weight in {weight: 1}
     assert "Linear" in repr(boosted)
+    boosted.zero_grad()
     assert weight.grad is None
 
 
