@@ -1,8 +1,14 @@
-"""Do all ranks bring the same chunk?
+"""Do all ranks do the same?
 
-A chunk that ranks share is put together by all of them at once.  Ranks that take different branches would ask for different chunks, and
-get a mixture without any error, or wait for each other forever.  So a number travels with every request: that of the chunk, or of the moment
-at which a pass begins and ends.  It is compared before anybody computes with what came.
+A chunk that ranks share is put together by all of them at once, and its gradients are averaged by all of them at once.  Ranks that take different
+branches would ask for different chunks, and get a mixture without any error, or wait for each other forever.  So a number travels ahead
+of every request: that of the chunk, or of the moment at which a pass begins or ends.
+
+[Note: rounds]
+All ranks send one number in each round.  What they fetch, and the moments, must be the same sequence on all; it is compared before anything
+is fetched, because gloo ends a process that gets a chunk of another size.  A rank that is to average a chunk may be alone: others have skipped a part of the model, and get these gradients
+later or never.  Then that round counts for nothing, the chunk waits for the end of the backward pass, and what the others have sent is kept
+until all have come to it.  Every rank computes the same from the same rounds, so an error is one on all.
 
 The numbers cost next to nothing where ranks talk over the CPU.  On GPUs, where comparing means waiting, only the first step is watched.
 """
@@ -13,13 +19,21 @@ from collections import deque
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from colossalai.mesh._compat import all_gather_single
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 
-BACKWARD, END = -1, -2
-MOMENTS = {BACKWARD: "begins its backward pass", END: "has ended its backward pass"}
+FORWARD, BACKWARD, END, AGAIN, STEP, LOOK, NOTHING, AVERAGE = range(-1, -9, -1)
+MOMENTS = {
+    FORWARD: "has ended its forward pass",
+    BACKWARD: "begins its backward pass",
+    END: "has ended its backward pass",
+    AGAIN: "has got a second gradient of weights whose gradients were averaged (reentrant activation checkpointing)",
+    STEP: "looks at its gradients, or updates weights",
+    LOOK: "looks at all weights",
+}
 
 
 class Agreement:
@@ -27,47 +41,85 @@ class Agreement:
 
     def __init__(self, chunks: ChunkManager) -> None:
         self.chunks = chunks
-        self._asked: deque[tuple[int, Tensor, Any]] = deque()
+        self.asked = 0
+        self._rounds: deque[tuple[Tensor, Any]] = deque()
+        self._ahead: list[deque[int]] = []
+        self._failure = ""
 
     def ask(self, number: int, is_first_step: bool) -> None:
         """This rank is about to bring chunk ``number``, or has come to a moment."""
-        ranks = self.chunks.ranks
-        by_cpu = ranks.staged or self.chunks.device.type == "cpu"
-        if ranks.size == 1 or not (by_cpu or is_first_step):
-            return
-        device = torch.device("cpu") if by_cpu else self.chunks.device
-        own = torch.tensor([number], device=device)
-        numbers = own.new_empty(ranks.size)
-        # takes half as long as gloo's all_reduce
-        work = all_gather_single(numbers, own, group=ranks.gather, async_op=True)
-        self._asked.append((number, numbers, work))
+        if self._is_watched(is_first_step):
+            self._send(number)
 
     def confirm(self) -> None:
-        """Wait for what the others have asked for; an error on all ranks if that is something else."""
-        while self._asked:
-            mine, numbers, work = self._asked.popleft()
-            work.wait()
-            other = next((number for number in numbers.tolist() if number != mine), mine)
-            if other == mine:
-                continue
-            self._give_up()
-            raise RuntimeError(
-                f"ranks that share chunks must use them in the same order, but this one {self._what(mine)} while another"
-                f" {self._what(other)}; with branches that not all ranks take (experts without tokens), use strict_ddp_mode=True,"
-                " which brings all weights before the forward pass, or ZeRO stage 2"
-            )
+        """Wait until all ranks have come to what this one has asked for; an error on all if they come to something else."""
+        while self._rounds or self._is_ahead:
+            if not self._rounds:
+                self._send(NOTHING)
+            self._take_round()
 
-    def _give_up(self) -> None:
-        """What is on its way may never come, but may still write: its memory is kept, and nobody waits for it."""
-        self._asked.clear()
-        for chunk in self.chunks.chunks:
-            if chunk.arriving is not None:
-                chunk.users.add(self)
-                chunk.arriving = None
+    def may_average(self, number: int, is_first_step: bool) -> bool:
+        """Whether all ranks are about to average chunk ``number``; see [Note: rounds]."""
+        if not self._is_watched(is_first_step):
+            return True
+        while self._rounds:
+            self._take_round()
+        wish = AVERAGE - number
+        self._send(wish)
+        return self._take_round() == [wish] * self.chunks.ranks.size
 
     def forget(self) -> None:
         """After an exception nobody compares any more."""
-        self._asked.clear()
+        self._rounds.clear()
+        self._ahead.clear()
+
+    def _is_watched(self, is_first_step: bool) -> bool:
+        return self.chunks.ranks.size > 1 and (self._by_cpu or is_first_step)
+
+    @property
+    def _by_cpu(self) -> bool:
+        return self.chunks.ranks.staged or self.chunks.device.type == "cpu"
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether this rank has asked for something that others have not come to."""
+        return bool(self._ahead) and bool(self._ahead[dist.get_rank(self.chunks.ranks.reduce)])
+
+    def _send(self, number: int) -> None:
+        if self._failure:
+            raise RuntimeError(f"this model cannot be used any more, since {self._failure}; build it again")
+        device = torch.device("cpu") if self._by_cpu else self.chunks.device
+        own = torch.tensor([number], device=device)
+        numbers = own.new_empty(self.chunks.ranks.size)
+        # takes half as long as gloo's all_reduce
+        work = all_gather_single(numbers, own, group=self.chunks.ranks.reduce, async_op=True)
+        self._rounds.append((numbers, work))
+        self.asked += 1
+
+    def _take_round(self) -> list[int]:
+        numbers, work = self._rounds.popleft()
+        work.wait()
+        found: list[int] = numbers.tolist()
+        self._ahead = self._ahead or [deque() for _ in found]
+        for ahead, number in zip(self._ahead, found, strict=True):
+            if number > NOTHING:
+                ahead.append(number)
+        while all(self._ahead):
+            self._compare([ahead.popleft() for ahead in self._ahead])
+        return found
+
+    def _compare(self, numbers: list[int]) -> None:
+        mine = numbers[dist.get_rank(self.chunks.ranks.reduce)]
+        other = next((number for number in numbers if number != mine), mine)
+        if other == mine:
+            return
+        self.forget()
+        self._failure = f"one rank {self._what(mine)} while another {self._what(other)}"
+        raise RuntimeError(
+            f"ranks that share chunks must use them in the same order, but this one {self._what(mine)} while another"
+            f" {self._what(other)}; with branches that not all ranks take (experts without tokens), use strict_ddp_mode=True,"
+            " which brings all weights before the forward pass, or ZeRO stage 2"
+        )
 
     def _what(self, number: int) -> str:
         return MOMENTS.get(number) or f"needs {self.chunks.chunks[number].name}"

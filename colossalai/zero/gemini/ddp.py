@@ -107,8 +107,11 @@ class ZeroDDP(ModelWrapper):
         if self.gemini_manager.strict and not self._hooks.in_backward:
             self.gemini_manager.bring_all()
         args, kwargs = cast_floats((args, kwargs), self.dtype)
+        asked = self.gemini_manager.agreement.asked
         try:
             output = self.module(*args, **kwargs)
+            if not self._hooks.in_backward:
+                self.gemini_manager.end_forward(asked, torch.is_grad_enabled())
         except BaseException:
             self._hooks.reset()
             raise
@@ -198,6 +201,7 @@ class ZeroDDP(ModelWrapper):
     def whole_parameters(self) -> Iterator[None]:
         """Inside, all parameters are on the compute device and can be read; what is written to one that does not rest there, the next step refuses."""
         self.settle()
+        self.gemini_manager.begin_look()
         chunks = [c for c in self.chunk_manager.chunks if not c.resident]
         slots = [slot for chunk in chunks for slot in chunk.slots]
         user = object()
@@ -220,6 +224,7 @@ class ZeroDDP(ModelWrapper):
     ) -> Generator[tuple[str, Tensor | None], None, None]:
         """The name and the values of every parameter, on the CPU, chunk by chunk; without ``keep``, only help others to gather."""
         self.settle()
+        self.gemini_manager.begin_look()
         for chunk in self.chunk_manager.chunks:
             user, moving = object(), [] if chunk.resident else [chunk]
             self.gemini_manager.access(moving, [], user, chunk.name)
@@ -272,6 +277,7 @@ class ZeroDDP(ModelWrapper):
 
     def holdings(self) -> list[Holding]:
         self.settle()
+        self.gemini_manager.begin_look()
         found = []
         for chunk in self.chunk_manager.chunks:
             layout = chunk.layout()
@@ -287,6 +293,7 @@ class ZeroDDP(ModelWrapper):
     def sharded_state_dict(self) -> dict[str, Any]:
         """The weights under the names of the model, as tensors whose slices lie on the ranks, and the buffers."""
         self.settle()
+        self.gemini_manager.begin_look()
         sliced: dict[int, Tensor] = {}
         for chunk in self.chunk_manager.chunks:
             layout, group = chunk.layout(), chunk.ranks.gather

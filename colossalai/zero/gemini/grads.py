@@ -5,8 +5,9 @@ ranks, each keeps its shard, and the shard travels to the chunk's home, where it
 
 [Note: one order]
 All ranks must average chunks in one order, also where a rank skips a part of the model and never gets some gradients.  So a chunk
-waits for its turn, and what is left is averaged when the backward pass ends.  The order is, from the second step on, the one in which
-the gradients of rank 0 were complete in the first.
+waits for its turn, and is averaged in the backward pass only if all ranks are about to (see ``agreement``): who waited there for one that has
+skipped it would not help that one to gather weights.  What is left is averaged when the backward pass ends.  The order is, from the second step
+on, the one in which the gradients of rank 0 were complete in the first.
 
 [Note: late parts]
 With reentrant checkpointing, a parameter that several segments use gets a gradient from each, one after the other.  A chunk that was
@@ -51,6 +52,7 @@ class Gradients(HomeGradients):
     ) -> None:
         super().__init__(chunks, wait, host_buffers)
         self.make_room = make_room
+        self.may_average: Callable[[Chunk], bool] = lambda chunk: True
         self.shared = SharedGradients(chunks.compute, make_room)
         self.order: list[int] = []
         self.late: set[int] = set()
@@ -130,7 +132,8 @@ class Gradients(HomeGradients):
             if following.index not in self.late:
                 if not self.is_complete(following):
                     break
-                sent += self._send_all([following])
+                if self.may_average(following):
+                    sent += self._send_all([following])
             self.turn += 1
         return sent
 
@@ -142,7 +145,7 @@ class Gradients(HomeGradients):
         rest = [c for c in left if self.of[c.index].arrived]
         if shared:
             unsent = [c for c in left if not self.of[c.index].sent]
-            # before anything is agreed on: other ranks may have sent these in the pass, and late ones after it
+            # before anything is agreed on: with NCCL other ranks may have sent these in the pass, and late ones after it
             for chunk in sorted(unsent, key=lambda c: c.index in self.late):
                 self._send(chunk)
                 yield chunk
@@ -171,6 +174,10 @@ class Gradients(HomeGradients):
         self.sync = sync
         if self.chunks.ranks.size > 1:
             self._share_used()
+
+    def has_second(self) -> bool:
+        """Whether a gradient came too late, so that this step fails."""
+        return self._agreed and self.sync and any(s.sent and s.arrived for s in self.of.values())
 
     def _agree_on(self, again: list[Chunk]) -> list[Chunk]:
         """The chunks that some rank must average a second time [Note: late parts]; asked in the first step only."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from colossalai.utils.disk.memory import padded
-from colossalai.zero.gemini.agreement import BACKWARD, END, Agreement
+from colossalai.zero.gemini.agreement import AGAIN, BACKWARD, END, FORWARD, LOOK, STEP, Agreement
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.disk import passing_bytes
@@ -67,6 +67,7 @@ class GeminiManager:
         self.timeline = Timeline(chunk_manager)
         self.agreement = Agreement(chunk_manager)
         self.gradients = Gradients(chunk_manager, self.make_room, self.worker.wait_any, host_buffers)
+        self.gradients.may_average = self._may_average
         self.collector = MemStatsCollector(chunk_manager, memstats)
         self.strict = False  # chunks stay from the forward pass to the end of the backward pass
         self.before_fetch: Callable[[Chunk], None] = _nothing  # the weights at home will be read
@@ -128,16 +129,38 @@ class GeminiManager:
         """Before a pass that may use any chunk, also one that other ranks do not use."""
         self.adjust_layout([c for c in self.chunk_manager.chunks if not c.present])
 
+    def end_forward(self, asked: int, trains: bool) -> None:
+        """The forward pass of the whole model is over, before which ``asked`` numbers had been sent: have all ranks come here?
+
+        Without gradients, ranks may compute as often as they like with what is there.
+        """
+        if trains or self.agreement.asked > asked:
+            self._meet(FORWARD)
+
     def begin_backward(self) -> None:
-        if self.gradients.sync:
+        if self.gradients.sync or self.is_warmup():  # the end of the first one is a meeting in any case
             self.agreement.ask(BACKWARD, self.is_warmup())
 
     def end_backward(self) -> None:
         """All modules have computed; gradients may still be averaged."""
-        if self.gradients.sync:
-            self.agreement.ask(
-                END, self.is_warmup()
-            )  # not waited for: others may be averaging what is left to us
+        if self.gradients.sync or self.is_warmup():
+            self._meet(AGAIN if self.gradients.has_second() else END)
+
+    def begin_step(self) -> None:
+        """A step, or a look at all gradients, follows, where ranks talk: have all had their backward pass?"""
+        self._meet(STEP)
+
+    def begin_look(self) -> None:
+        """All weights are about to be read, on all ranks."""
+        self._meet(LOOK)
+
+    def _meet(self, number: int) -> None:
+        """Wait for all ranks to come to a moment, or to ask for a chunk."""
+        self.agreement.ask(number, self.is_warmup())
+        self.agreement.confirm()
+
+    def _may_average(self, chunk: Chunk) -> bool:
+        return self.agreement.may_average(chunk.index, self.is_warmup())
 
     def post_iter(self) -> None:
         """The backward pass is over."""
@@ -188,7 +211,6 @@ class GeminiManager:
             chunk.users.add(user)
         for chunk in chunks:
             self._bring(chunk, who, chunks)
-        self.agreement.confirm()
         for chunk in chunks:
             if chunk.arriving is not None:
                 chunk.arriving.wait()
@@ -232,7 +254,7 @@ class GeminiManager:
         self._fetch(chunk)
 
     def _fetch(self, chunk: Chunk) -> None:
-        self.agreement.ask(chunk.index, self.is_warmup())
+        self._meet(chunk.index)
         self.before_fetch(chunk)
         self.chunk_manager.access_chunk(chunk)
         self._present_bytes += chunk.nbytes
@@ -241,7 +263,6 @@ class GeminiManager:
     def _drop(self, chunk: Chunk) -> None:
         self._stale.discard(chunk.index)
         if chunk.present and not chunk.resident:
-            self.agreement.confirm()
             self.chunk_manager.release_chunk(chunk)
             self._present_bytes -= chunk.nbytes
             self.timeline.note("drop", chunk)

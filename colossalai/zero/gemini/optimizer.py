@@ -258,6 +258,8 @@ class GeminiOptimizer(ShardedOptimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         self._refuse_early("clip_grad_by_norm")
+        if not self._stepping:
+            self.manager.begin_step()
         return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -307,6 +309,7 @@ class GeminiOptimizer(ShardedOptimizer):
             raise RuntimeError(_used_up("a backward pass"))
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.manager.begin_step()
         has_grad = self._has_grad()
         states = self.model.gradients.of.values()
         used = {slot for state in states for slot in (*state.arrived, *state.used, *state.direct)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -97,3 +98,90 @@ def check_refused(rank: int, world_size: int, port: int, routes: list[Any]) -> N
 )
 def test_other_chunks_on_other_ranks_are_refused_everywhere(routes: list[Any]) -> None:
     spawn(check_refused, 2, routes=routes, timeout=40)
+
+
+class Deep(nn.Module):
+    """A batch goes through some of the layers, in some order."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        for i in chosen:
+            x = x + torch.tanh(self.layers[i](x))
+        return x.square().mean()
+
+
+ALL = list(range(6))
+# what the second of three ranks does in the third step, after two in which all did the same
+HABITS: dict[str, dict[str, Any]] = {
+    "skips": {"chosen": [0, 1, 2, 4, 5]},
+    "skips the last": {"chosen": ALL[:-1]},
+    "another order": {"chosen": [0, 2, 1, 3, 4, 5]},
+    "no backward": {"backward": False},
+    "no backward and no step": {"backward": False, "step": False},
+    "an inference that others skip": {"infer": True},
+    "no backward under no_sync": {"backward": False, "accumulate": True},
+}
+
+
+def take_steps(rank: int, world_size: int, habit: dict[str, Any], **options: Any) -> None:
+    """Three steps, equal to those of the serial model."""
+    model, plain = GeminiDDP(Deep(), "cpu", **{**TINY, **options}), Deep()
+    optimizer = GeminiOptimizer(HybridAdam(model.unwrap().parameters(), lr=1e-2), model)
+    serial = HybridAdam(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        losses = []
+        for r in range(world_size):
+            does = {"chosen": ALL, "backward": True, "step": True, **(habit if step == 2 and r == 1 else {})}
+            if does["backward"]:
+                losses.append(plain(half(step, r), does["chosen"]) / world_size)
+            if r != rank:
+                continue
+            if does.get("infer"):
+                with torch.no_grad():
+                    model(half(step, r), does["chosen"])
+            with model.no_sync() if does.get("accumulate") else nullcontext():
+                loss = model(half(step, r), does["chosen"])
+                if does["backward"]:
+                    optimizer.backward(loss)
+            if does["step"]:
+                optimizer.step()
+            optimizer.zero_grad()
+        sum(losses).backward()  # type: ignore[union-attr]
+        serial.step()
+        serial.zero_grad()
+    found = model.state_dict(only_rank_0=False)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+def check_three(rank: int, world_size: int, port: int, habit: str, is_right: bool, **options: Any) -> None:
+    launch(rank, world_size, port)
+    if is_right:
+        take_steps(rank, world_size, HABITS[habit], **options)
+        return
+    with pytest.raises(RuntimeError, match="must use them in the same order, but this one"):
+        take_steps(rank, world_size, HABITS[habit], **options)
+
+
+@pytest.mark.parametrize(
+    ("habit", "is_right", "options"),
+    [
+        # weights of layers that one rank skips are there, or fetched ahead by all: its gradients come at the end
+        ("skips", True, {"placement_policy": "cuda", "prefetch": 2}),
+        ("skips the last", True, {"prefetch": 4, "min_chunk_size_mb": 0.002}),
+        ("skips", True, {"strict_ddp_mode": True}),
+        ("another order", True, {"strict_ddp_mode": True, "dtype": torch.float32}),
+        ("another order", False, {"prefetch": 0}),
+        ("no backward", False, {"prefetch": 2}),
+        ("no backward and no step", False, {"min_chunk_size_mb": 1}),  # nothing has to be fetched
+        ("no backward and no step", False, {"strict_ddp_mode": True}),
+        ("no backward under no_sync", False, {"prefetch": 2}),
+        ("an inference that others skip", False, {"prefetch": 2}),
+    ],
+)
+def test_three_ranks_never_wait_for_each_other(habit: str, is_right: bool, options: dict[str, Any]) -> None:
+    spawn(check_three, 3, habit=habit, is_right=is_right, timeout=60, **options)
