@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colossalai.checkpoint_io.entries import Entry, pieces_of_holding, serial_shape, shared_mark
+from colossalai.checkpoint_io.entries import Entry, Piece, pieces_of_holding, serial_shape, shared_mark
 from colossalai.checkpoint_io.manifest import Manifest, StoredTensor
 from colossalai.checkpoint_io.reading import Want
 from colossalai.interface import Holding, ModelWrapper, below_compile, user_module
 from colossalai.mesh import Mesh
 from colossalai.mesh.norm import STAGES
 from colossalai.nn.layer import ParallelLayer
+from colossalai.utils.away import is_away, lazily
 from colossalai.utils.parallel import launched_mesh
 
 HALF = (torch.float16, torch.bfloat16)
@@ -37,6 +39,8 @@ class ModelState:
         self._wrapper = below if isinstance(below, ModelWrapper) else None
         held = [] if self._wrapper is None else self._wrapper.holdings()
         self._holdings = {id(holding.param): holding for holding in held}
+        self._named: dict[str, Holding] = {}
+        self._elsewhere: list[tuple[Tensor, Tensor]] = []  # parameters, and what was loaded for them
         self._rename = getattr(self.module, "serial_name", lambda name: name)
         state = self.module.state_dict(keep_vars=True)  # here, FSDP frees what it had gathered
         self.extra = {self._rename(name): v for name, v in state.items() if _is_extra(name)}
@@ -72,12 +76,12 @@ class ModelState:
     def _entry(self, tensor: Tensor, names: list[str]) -> Entry:
         name, *aliases = (f"{self.section}/{name}" for name in names)
         is_param = isinstance(tensor, nn.Parameter)
-        holding = self._holdings.get(id(tensor), Holding(tensor, tensor))
+        holding = self._named[name] = self._holdings.get(id(tensor), Holding(tensor, tensor))
         return Entry(
             name,
             serial_shape(tensor),
             holding.value.dtype,
-            pieces_of_holding(holding, holding.value, self.mesh, name),
+            pieces_of_holding(holding, lazily(holding.value), self.mesh, name),
             shared_mark(tensor),
             self.stage if is_param else None,
             aliases,
@@ -96,14 +100,24 @@ class ModelState:
             if source.shape != entry.shape:
                 faults.append(f"{entry.name} is {source.shape} there and {entry.shape} in the model")
             else:
-                wants.append(Want(self._finest(source, entry, manifest, optimizer_section), entry.pieces))
+                stored = self._finest(source, entry, manifest, optimizer_section)
+                wants.append(Want(stored, self._targets(entry, stored.name)))
         if faults:
             raise RuntimeError(f"sizes differ: {'; '.join(faults[:6])}")
         return wants, missing
 
+    def _targets(self, entry: Entry, name: str) -> list[Piece]:
+        """Where the elements of ``entry`` are read to; what rests on a disk gets there when all is read (``loaded``)."""
+        holding = self._named[entry.name]
+        if not is_away(holding.value):
+            return entry.pieces
+        room = torch.empty(holding.value.shape, dtype=holding.value.dtype)
+        self._elsewhere.append((holding.param, room))
+        return pieces_of_holding(replace(holding, value=room), room, self.mesh, name)
+
     def _finest(self, source: StoredTensor, entry: Entry, manifest: Manifest, section: str) -> StoredTensor:
-        """The fp32 masters of a weight that was stored in half precision, for a model that is not in half precision."""
-        if source.dtype not in HALF or entry.dtype in HALF:
+        """The fp32 masters of a weight that was stored in half precision, for a model that is not in the same one."""
+        if source.dtype not in HALF or entry.dtype == source.dtype:
             return source
         name = source.name.removeprefix(f"{self.section}/")
         master = manifest.find(f"{section}/{name}/master")
@@ -112,7 +126,8 @@ class ModelState:
     def loaded(self, values: dict[str, Any]) -> None:
         """The tensors are loaded: tell the plan, and give modules with an extra state theirs back."""
         if self._wrapper is not None:
-            self._wrapper.weights_loaded()
+            self._wrapper.weights_loaded(self._elsewhere)
+            self._elsewhere = []
         for name in self.module.state_dict(keep_vars=True):
             own = self._rename(name)
             if own in self.extra and own in values:

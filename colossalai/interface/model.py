@@ -8,7 +8,7 @@ well: an attribute of the wrapper alone is one that no forward pass reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -106,10 +106,13 @@ class ModelWrapper(nn.Module):
         """For each parameter whose elements a plan keeps elsewhere: where they are.  A checkpoint reads and writes them there."""
         return self.module.holdings() if isinstance(self.module, ModelWrapper) else []
 
-    def weights_loaded(self) -> None:
-        """A checkpoint has written other values to where ``holdings`` said they are."""
+    def weights_loaded(self, elsewhere: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """A checkpoint has written other values to where ``holdings`` said they are.
+
+        ``elsewhere`` are parameters whose holding was not in memory, and values for the elements of it.
+        """
         if isinstance(self.module, ModelWrapper):
-            self.module.weights_loaded()
+            self.module.weights_loaded(elsewhere)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

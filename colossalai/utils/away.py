@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 FETCH = "colossalai_fetch"  # of a tensor on the meta device: the call that gets its values
+_fetching = threading.RLock()
 
 
 def away(shape: Sequence[int], dtype: torch.dtype, fetch: Callable[[], Tensor | None]) -> Tensor:
@@ -23,5 +26,13 @@ def is_away(value: Any) -> bool:
 
 
 def fetched(tensor: Tensor) -> Tensor:
-    """``tensor``, with its values."""
-    return getattr(tensor, FETCH)() if is_away(tensor) else tensor
+    """``tensor``, with its values.  Several threads may ask."""
+    if not is_away(tensor):
+        return tensor
+    with _fetching:
+        return getattr(tensor, FETCH)()
+
+
+def lazily(value: Any) -> Any:
+    """``value``, or, for a tensor whose values are elsewhere, a function that gets them."""
+    return partial(fetched, value) if is_away(value) else value

@@ -23,6 +23,8 @@ from tests import shared_memory
 
 WORDS, WIDTH = 16, 8
 SMALL = 128 / 1024**2  # MB of a chunk, so that the model has several
+# bytes of the host, by whether it is fp32 and the number of ranks: so that states rest on the disk, and mostly weights too
+HOST = {(True, 1): 14700, (True, 2): 9000, (False, 1): 12000, (False, 2): 7000}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "torch": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-4),
     "hybrid": lambda groups: HybridAdam(groups, lr=1e-2, eps=1e-4),
@@ -39,7 +41,7 @@ class Plan:
     optimizer: str
     ranks: int
     rests: str = ""
-    """``offload`` under ZeRO; the policy, or ``disk``, under Gemini."""
+    """``offload`` under ZeRO; under Gemini the policy, ``disk``, or ``early`` for updates in the backward pass."""
 
     def __str__(self) -> str:
         words = (self.kind, self.rests, self.precision, self.optimizer, str(self.ranks))
@@ -49,6 +51,8 @@ class Plan:
     def is_possible(self) -> bool:
         if self.kind == "gemini" and self.optimizer == "lamb" and self.ranks > 1:
             return False  # needs whole parameters
+        if self.rests == "early" and self.precision == "fp16" and self.optimizer != "hybrid":
+            return False  # updates could not be taken back
         return not (self.rests == "disk" and self.optimizer == "torch" and self.precision != "fp32")
 
     def booster(self, folder: Path) -> Booster:
@@ -62,8 +66,12 @@ class Plan:
             )
             return Booster("cpu", plugin=plugin)
         if self.kind == "gemini":
-            disk = {"disk_dir": folder, "host_capacity": 20000} if self.rests == "disk" else {}
-            policy = "cpu" if self.rests == "disk" else self.rests
+            options: dict[str, Any] = {}
+            if self.rests == "disk":
+                options = {"disk_dir": folder, "host_capacity": HOST[self.precision == "fp32", self.ranks]}
+            elif self.rests == "early":
+                options = {"update_in_backward": True}
+            policy = self.rests if self.rests == "auto" else "cpu"
             plugin = GeminiPlugin(
                 "cpu",
                 policy,
@@ -71,7 +79,7 @@ class Plan:
                 initial_scale=2**4,
                 min_chunk_size_mb=SMALL,
                 search_range_mb=SMALL,
-                **disk,
+                **options,
             )
             return Booster(plugin=plugin)
         precision: Any = {
@@ -86,7 +94,7 @@ class Plan:
 def _plans() -> Iterator[Plan]:
     precisions, optimizers = ("fp32", "bf16", "fp16"), tuple(OPTIMIZERS)
     kinds = [("zero1", ""), ("zero2", ""), ("zero1", "offload"), ("zero2", "offload")]
-    kinds += [("gemini", "cpu"), ("gemini", "auto"), ("gemini", "disk"), ("ddp", "")]
+    kinds += [("gemini", rests) for rests in ("cpu", "auto", "disk", "early")] + [("ddp", "")]
     for precision, optimizer, (kind, rests), ranks in product(precisions, optimizers, kinds, (1, 2)):
         plan = Plan(kind, precision, optimizer, ranks, rests)
         if plan.is_possible:
@@ -115,7 +123,7 @@ class Net(nn.Module):
 
 
 def batch(step: int) -> Tensor:
-    return torch.randint(WORDS, (8, 5), generator=torch.Generator().manual_seed(step))
+    return torch.randint(WORDS, (12, 5), generator=torch.Generator().manual_seed(step))
 
 
 def launch() -> None:
@@ -138,7 +146,8 @@ class Job:
         self.model: Any = boosted.model
         self.optimizer: Any = boosted.optimizer
 
-    def train(self, steps: range) -> list[float]:
+    def train(self, steps: range, everywhere: bool = False) -> list[float]:
+        """The losses of this rank's part of the data, or the mean over ranks."""
         losses = []
         for step in steps:
             words = batch(step).chunk(dist.get_world_size())[dist.get_rank()]
@@ -147,7 +156,11 @@ class Job:
             self.booster.backward(loss, self.optimizer)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            losses.append(loss.item())
+            mean = loss.detach().clone()
+            if everywhere:
+                dist.all_reduce(mean)
+                mean /= dist.get_world_size()
+            losses.append(mean.item())
         return losses
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:

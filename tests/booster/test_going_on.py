@@ -9,11 +9,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from colossalai.testing import sample_cases, spawn
 from tests.booster.loading import PLANS, Job, Plan, differences, launch
+from tests.checkpoint_io.families import stored_tensors
 
 BEFORE, AFTER = range(2), range(2, 5)
 OTHER = range(100, 102)  # what a run had been trained with before something else is loaded
@@ -95,6 +99,78 @@ def _go_on(rank: int, world_size: int, port: int, plan: Plan, folder: Path) -> l
         else:
             check(way, other, first)
     return faults
+
+
+# Plans whose checkpoints the others go on from; all of one family of optimizers.
+SOURCES = [
+    Plan("zero1", "fp32", "torch", 2),
+    Plan("zero2", "bf16", "hybrid", 2, "offload"),
+    Plan("gemini", "bf16", "hybrid", 2, "disk"),
+    Plan("ddp", "fp16", "torch", 2),
+    Plan("zero1", "fp16", "torch", 1),
+    Plan("gemini", "fp16", "torch", 2, "auto"),
+    Plan("ddp", "bf16", "hybrid", 1),
+    Plan("fsdp", "fp32", "hybrid", 2),
+]
+TARGETS = [
+    *SOURCES,
+    Plan("zero2", "bf16", "torch", 3, "offload"),
+    Plan("zero1", "bf16", "hybrid", 1),
+    Plan("gemini", "fp32", "torch", 1, "disk"),
+    Plan("gemini", "bf16", "hybrid", 3, "cpu"),
+]
+
+
+def _save(rank: int, world_size: int, port: int, plan: Plan, folder: Path) -> list[float]:
+    launch()
+    job = Job(plan, 0, folder)
+    job.train(BEFORE)
+    job.booster.save(folder / str(plan))
+    return job.train(AFTER, everywhere=True)
+
+
+def _reload(
+    rank: int, world_size: int, port: int, plan: Plan, sources: list[Plan], folder: Path
+) -> dict[str, Any]:
+    launch()
+    found = {}
+    for source in sources:
+        job = Job(plan, 1, folder)
+        job.train(OTHER)
+        job.booster.load(folder / str(source))
+        job.booster.save(folder / "again")
+        faults = []
+        if rank == 0:
+            stored, again = (dict(stored_tensors(folder / name)) for name in (str(source), "again"))
+            for name in (
+                stored.keys() & again.keys()
+            ):  # masters may be of no use here, or weights take their place
+                if stored[name].dtype == again[name].dtype and not torch.equal(stored[name], again[name]):
+                    faults.append(name)
+        found[str(source)] = (job.train(AFTER, everywhere=True), faults)
+        dist.barrier()
+    return found
+
+
+def _check_reloads(sources: list[Plan], targets: list[Plan], folder: Path) -> None:
+    expected = {str(plan): spawn(_save, plan.ranks, plan=plan, folder=folder)[0] for plan in sources}
+    for target in targets:
+        found = spawn(_reload, target.ranks, plan=target, sources=sources, folder=folder, timeout=120)[0]
+        for source in sources:
+            losses, faults = found[str(source)]
+            assert not faults, f"{source} to {target}: {faults}"
+            rough = 1e-4 if (source.precision, target.precision) == ("fp32", "fp32") else 2e-2
+            assert losses == pytest.approx(expected[str(source)], rel=rough), f"{source} to {target}"
+
+
+def test_another_plan_goes_on(tmp_path: Path) -> None:
+    _check_reloads(SOURCES[:3], [TARGETS[i] for i in (0, 3, 7, 8, 10)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_every_other_plan_goes_on(target: Plan, tmp_path: Path) -> None:
+    _check_reloads(SOURCES, [target], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from colossalai.kernel import private
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
 from colossalai.nn.optimizer.digits import renew_
-from colossalai.utils.away import fetched, is_away
+from colossalai.utils.away import lazily
 from colossalai.utils.optimizer_state import check_state
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -277,7 +277,7 @@ class MultiTensorOptimizer(Optimizer):
         state = dict(self.state.get(parameter, {}))
         if state.pop("tail", None) is not None:
             state.setdefault("master", partial(self.master, parameter))
-        return {name: partial(fetched, v) if is_away(v) else v for name, v in state.items()}
+        return {name: lazily(value) for name, value in state.items()}
 
     def states_replaced(self) -> None:
         """A checkpoint has put other states into ``state``, and maybe other values into parameters."""

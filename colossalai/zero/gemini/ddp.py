@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -278,40 +279,42 @@ class ZeroDDP(ModelWrapper):
     def holdings(self) -> list[Holding]:
         self.settle()
         self.gemini_manager.begin_look()
+        read = lru_cache(maxsize=1)(self.chunk_manager.read_shard)  # slots are asked for one after the other
         found = []
         for chunk in self.chunk_manager.chunks:
             layout = chunk.layout()
             for index, slot in enumerate(chunk.slots):
-                own = chunk.own_part(slot)
+                own = self._own_part(chunk, slot, read)
                 start, end = layout.piece(index, chunk.ranks.rank)
                 found.append(Holding(slot.param, chunk.shard[:0] if own is None else own, start, end))
         return found
 
-    def weights_loaded(self) -> None:
+    def weights_loaded(self, elsewhere: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        for param, part in elsewhere:
+            self._write_part(param, part)
         self.gemini_manager.drop_all()
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The weights under the names of the model, as tensors whose slices lie on the ranks, and the buffers."""
         self.settle()
         self.gemini_manager.begin_look()
+        read = self.chunk_manager.read_shard
         sliced: dict[int, Tensor] = {}
         for chunk in self.chunk_manager.chunks:
             layout, group = chunk.layout(), chunk.ranks.gather
             for index, slot in enumerate(chunk.slots):
-                own, owners = self._own_part(chunk, slot), layout.owners(index)
+                own, owners = self._own_part(chunk, slot, read), layout.owners(index)
                 sliced[id(slot.param)] = SlicedTensor(slot.shape, chunk.dtype, own, owners, group)
         found: dict[str, Any] = self.unwrap().state_dict(keep_vars=True)
         for name, tensor in found.items():
             found[name] = sliced.get(id(tensor), tensor)
         return found
 
-    def _own_part(self, chunk: Chunk, slot: Slot) -> Tensor | None:
+    def _own_part(self, chunk: Chunk, slot: Slot, read: Callable[[Chunk], Tensor]) -> Tensor | None:
         part = chunk.own_part(slot)
         if part is None or not self.chunk_manager.is_on_disk(chunk):
             return part
-        return away(
-            part.shape, part.dtype, lambda: chunk.own_part(slot, self.chunk_manager.read_shard(chunk))
-        )
+        return away(part.shape, part.dtype, lambda: chunk.own_part(slot, read(chunk)))
 
     @torch.no_grad()
     def load_state_dict(
@@ -340,13 +343,16 @@ class ZeroDDP(ModelWrapper):
         if own is None:
             return
         start = max(chunk.own.start - slot.offset, 0)
-        part = value.detach().reshape(-1)[start : start + own.numel()]
+        self._write_part(param, value.detach().reshape(-1)[start : start + own.numel()])
+
+    @torch.no_grad()
+    def _write_part(self, param: Any, part: Tensor) -> None:
+        """``write`` for the elements that this rank's shard holds."""
+        chunk, slot = self.chunk_manager.get_chunk(param), self.chunk_manager.get_slot(param)
         if self.optimizer is not None and self.optimizer.write(slot, part):
             return
-        if not self.chunk_manager.is_on_disk(chunk):
-            own.copy_(part)
-            return
-        with self.chunk_manager.edited(chunk) as shard:
+        on_disk = self.chunk_manager.is_on_disk(chunk)
+        with self.chunk_manager.edited(chunk) if on_disk else nullcontext(chunk.shard) as shard:
             place = chunk.own_part(slot, shard)
             assert place is not None
             place.copy_(part)
