@@ -141,6 +141,11 @@ class ModelWrapper(nn.Module):
         return self.unwrap().state_dict(**kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("assign") or any(args[1:2]):
+            raise ValueError(
+                f"load_state_dict(assign=True) would put other parameters into the {type(self.unwrap()).__name__}, and its optimizer would go on"
+                " with those from before; leave assign out, or call it before boost and before the optimizer is built"
+            )
         return self.unwrap().load_state_dict(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -67,6 +67,12 @@ def test_a_wrapped_model_loads_a_plain_state_dict() -> None:
     assert torch.equal(model.unwrap().linear.weight, source.linear.weight)  # type: ignore[union-attr]
 
 
+def test_parameters_of_a_wrapped_model_are_not_replaced_by_those_that_are_loaded() -> None:
+    wrapped = ModelWrapper(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"assign=True\) would put other parameters into the Linear"):
+        wrapped.load_state_dict(nn.Linear(2, 2).state_dict(), assign=True)
+
+
 def test_a_wrapped_model_inside_a_larger_module_round_trips() -> None:
     larger, other = nn.Sequential(ModelWrapper(Net())), nn.Sequential(ModelWrapper(Net()))
     other.load_state_dict(larger.state_dict())
