@@ -129,7 +129,7 @@ class ModuleHooks:
         for chunk in self.chunks.chunks:
             for slot in chunk.slots:
                 if slot.trained:
-                    grad_hook = partial(_after_grad, weakref.ref(self), chunk, slot)
+                    grad_hook = partial(_after_grad, weakref.ref(self))
                     self._handles.append(slot.param.register_post_accumulate_grad_hook(grad_hook))
 
     def _hook(self, name: str, module: nn.Module, own: list[nn.Parameter]) -> None:
@@ -332,10 +332,11 @@ def _input_done(weak: Weak, call: Call, grads: Any) -> None:
         hooks.input_done(call)
 
 
-def _after_grad(weak: Weak, chunk: Chunk, slot: Slot, param: Tensor) -> None:
+def _after_grad(weak: Weak, param: nn.Parameter) -> None:
+    # Python does not look into hooks of parameters for cycles, so they must hold nothing that holds the parameter
     hooks = weak()
     if hooks is not None:
-        hooks.after_grad(chunk, slot)
+        hooks.after_grad(hooks.chunks.get_chunk(param), hooks.chunks.get_slot(param))
 
 
 def _touch(weak: Weak, param: nn.Parameter) -> None:

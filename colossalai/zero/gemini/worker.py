@@ -65,10 +65,11 @@ def _run(shared: _Shared) -> None:
                 job.work()
         except BaseException as error:
             shared.error = (job.name, error)
+        key = job.key
+        del job, following  # whoever waits for it may let the model go
         with shared.changed:
-            shared.pending.discard(job.key)
+            shared.pending.discard(key)
             shared.changed.notify_all()
-        del job, following
 
 
 def _next(jobs: list[_Job]) -> _Job:

@@ -14,8 +14,10 @@ that nobody used has no gradient, as in serial training.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -70,7 +72,8 @@ class Reducer:
         self._stream = torch.cuda.Stream(device) if by_nccl and overlap else None
         self._device = device
         for p in self._bucket_of:
-            p.register_post_accumulate_grad_hook(self._arrive)
+            # a weak reference: Python does not look into hooks for cycles, so the parameters would hold us, and we them, for ever
+            p.register_post_accumulate_grad_hook(partial(_arrive, weakref.ref(self)))
 
     # One backward pass
 
@@ -225,3 +228,8 @@ class Reducer:
         for bucket in self.buckets:
             bucket.forget()
         self.has_local = False
+
+
+def _arrive(weak: weakref.ref[Reducer], param: Tensor) -> None:
+    if (reducer := weak()) is not None:
+        reducer._arrive(param)
