@@ -217,6 +217,24 @@ def test_clearing_some_gradients_is_refused() -> None:
     spawn(check_some, 2)
 
 
+def check_written(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    run = Run(rank, TorchDDPPlugin())
+    before = [p.detach().clone() for p in run.model.parameters()]
+    for p in run.model.parameters():
+        p.grad = torch.full_like(p, rank)  # 0.5 on average
+    norm = clip_grad_norm_(run.model.parameters(), 1.0)
+    whole = 0.5 * sum(p.numel() for p in before) ** 0.5
+    torch.testing.assert_close(norm, torch.tensor(whole))
+    run.optimizer.step()
+    for p, old in zip(run.model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), old - 0.5 * 0.5 / whole)
+
+
+def test_gradients_written_by_hand_are_averaged_before_torch_clips_them() -> None:
+    spawn(check_written, 2)
+
+
 def check_fp16(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
     run = Run(rank, TorchDDPPlugin(), "fp16_naive")
@@ -293,3 +311,21 @@ def check_tensor_parallel(rank: int, world_size: int, port: int) -> None:
 
 def test_clipping_by_torch_under_tensor_parallelism() -> None:
     spawn(check_tensor_parallel, 2)
+
+
+def check_stages(rank: int, world_size: int, port: int) -> None:
+    config = {"parallel": {"pipeline": 2}}
+    colossalai.launch(config, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    model, optimizer, *_ = Booster().boost(
+        stage := nn.Linear(2, 1), torch.optim.SGD(stage.parameters(), lr=0.1)
+    )
+    assert optimizer is not None
+    optimizer.backward(model(torch.ones(1, 2)).sum())  # three gradients of 1 on each of two stages
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(norm, torch.tensor(6.0**0.5))
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad, torch.full_like(p, 6.0**-0.5))
+
+
+def test_clipping_by_torch_sees_all_stages_of_a_pipeline() -> None:
+    spawn(check_stages, 2)

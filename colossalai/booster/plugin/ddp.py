@@ -136,6 +136,10 @@ class TorchDDPOptimizer(OptimizerWrapper):
     def _averaged(self) -> list[Tensor]:
         return [p for p in self.trained_parameters() if not is_ddp_ignored(p)]
 
+    def torch_may_clip(self, *, elementwise: bool) -> bool:
+        # what was written by hand is not averaged yet
+        return not self._watch.written(self._averaged()) and super().torch_may_clip(elementwise=elementwise)
+
     def unscale_grad(self) -> None:
         self._watch.average_written(self._averaged())
         super().unscale_grad()

@@ -115,11 +115,14 @@ class GradientWatch:
 
     def average_written(self, params: Iterable[Tensor]) -> None:
         """Average gradients that the user has written into ``.grad`` without a backward pass; every rank calls this."""
-        for p in params:
-            if p.grad is not None and self.knows(p) and self._number[id(p)] not in self._came:
-                self._late.add(self._number[id(p)])
+        self._late |= self.written(params)
         if self._late and not self._is_no_sync():
             self._average()
+
+    def written(self, params: Iterable[Tensor]) -> set[int]:
+        """The numbers of those of ``params`` whose gradients came without a backward pass."""
+        found = {self._number[id(p)] for p in params if p.grad is not None and self.knows(p)}
+        return found - self._came
 
     def stepped(self) -> None:
         """The optimizer has used the gradients; those of the next step come anew, maybe by hand."""
