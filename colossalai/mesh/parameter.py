@@ -31,17 +31,18 @@ def placement(tensor: Tensor) -> Layout:
 
 # The attribute as torch has it, which a subclass may hide.
 _GRAD: Any = Tensor.grad
+_get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
 
 
 def own_grad(param: Tensor) -> Tensor | None:
     """The gradient that backward passes left on this rank in ``param.grad``, also where a plan keeps the true one elsewhere."""
-    grad: Tensor | None = _GRAD.__get__(param)
+    grad: Tensor | None = _get_grad(param)
     return grad
 
 
 def set_own_grad(param: Tensor, grad: Tensor | None) -> None:
     """Replace what ``own_grad`` gives."""
-    _GRAD.__set__(param, grad)
+    _set_grad(param, grad)
 
 
 class PlacedParameter(nn.Parameter):

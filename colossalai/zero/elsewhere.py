@@ -199,15 +199,24 @@ class PieceGradients:
     def __init__(self, keeper: Keeper, kept: KeptGradients, params: Mapping[Tensor, Tensor]) -> None:
         self._keeper, self._kept = weakref.ref(keeper), kept
         self._params = {id(value): param for value, param in params.items()}
-        self.are_there = False
         weak, kinds = weakref.ref(self), {type(value) for value in params}
-        classes = {kind: _kept(kind, weak) for kind in kinds}
-        for value in params:
-            value.__class__ = classes[type(value)]
+        guarded = {kind: _kept(kind, weak) for kind in kinds}
+        self._classes = [(value, type(value), guarded[type(value)]) for value in params]
+        self.close()
+
+    def open(self) -> None:
+        """The plan is at work, and gives pieces their gradients: what they have is what they show."""
+        for value, native, _ in self._classes:
+            value.__class__ = native
+
+    def close(self) -> None:
+        """Pieces without a gradient ask the plan from now on."""
+        for value, _, guarded in self._classes:
+            value.__class__ = guarded
 
     def get(self, value: Tensor) -> Tensor | None:
         own, keeper = own_grad(value), self._keeper()
-        if own is not None or self.are_there or keeper is None:
+        if own is not None or keeper is None:
             return own
         param = self._params.get(id(value))
         if param is None or not keeper.keeps_gradient(param):
@@ -216,7 +225,7 @@ class PieceGradients:
 
     def set(self, value: Tensor, grad: Tensor | None) -> None:
         keeper, param = self._keeper(), self._params.get(id(value))
-        if self.are_there or grad is not None or keeper is None or param is None:
+        if grad is not None or keeper is None or param is None:
             pass
         elif keeper.keeps_gradient(param):
             self._kept.set(param, None)  # ``zero_grad`` of the optimizer inside

@@ -134,7 +134,7 @@ class ShardedOptimizer(OptimizerOfPieces):
 
     def _unscale(self) -> None:
         self.kept.check()
-        self.piece_gradients.are_there = True
+        self.piece_gradients.open()
         self.collect()
         self._factor, self._overflow, self.grad_norm = 1.0, False, None
         self._norms.clear()
@@ -149,7 +149,7 @@ class ShardedOptimizer(OptimizerOfPieces):
 
     def _update_scale(self, overflowed: bool) -> None:
         self.scaler.update(overflowed)
-        self.piece_gradients.are_there = False
+        self.piece_gradients.close()
         self._factor = 1.0
         self._norms.clear()
 
@@ -287,8 +287,9 @@ class ShardedOptimizer(OptimizerOfPieces):
         for piece in self.pieces:
             set_own_grad(piece.param, None)
         self.kept.forget()
+        self.piece_gradients.open()
         super().zero_grad(set_to_none=True)
-        self.piece_gradients.are_there = False
+        self.piece_gradients.close()
 
     def trained_parameters(self) -> list[Tensor]:
         return [piece.param for piece in self.pieces if piece.param.requires_grad]
