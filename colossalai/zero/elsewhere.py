@@ -31,13 +31,13 @@ REASON = "_colo_reason"
 
 # By name, as they differ a little between versions of torch.
 _QUESTIONS = """
-    dtype device layout shape ndim requires_grad is_leaf grad grad_fn _base _version names itemsize nbytes output_nr retains_grad
+    dtype device layout shape ndim requires_grad is_leaf grad grad_fn _base _version grad_dtype names itemsize nbytes output_nr retains_grad
     is_cpu is_cuda is_meta is_sparse is_sparse_csr is_nested is_quantized is_mps is_xpu is_xla is_mkldnn is_ipu is_mtia is_maia
     is_vulkan _backward_hooks _post_accumulate_grad_hooks
 """
 _SETTINGS = "requires_grad grad _backward_hooks _post_accumulate_grad_hooks"
 _METHODS = """
-    size numel nelement dim ndimension stride storage_offset element_size data_ptr is_floating_point is_complex is_signed
+    size numel nelement dim ndimension stride storage_offset element_size data_ptr untyped_storage is_conj is_neg _is_zerotensor is_floating_point is_complex is_signed
     is_contiguous get_device register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad __len__ __hash__
     is_inference is_pinned is_shared is_same_size has_names dim_order _is_view new_empty new_zeros new_ones new_full new_tensor
 """

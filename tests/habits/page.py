@@ -1,0 +1,98 @@
+"""The table on paper: ``table.json`` holds the outcomes, ``docs/habits.md`` is made of them and of the words of the rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+
+from tests.habits.habit import Habit, all_habits
+from tests.habits.judge import EQUAL, KNOWN, PIECE, REFUSED, UNWRITTEN, Cell
+from tests.habits.plans import PLANS
+
+Table = dict[str, dict[str, Cell]]  # by plan and habit
+
+TABLE = Path(__file__).parent / "table.json"
+PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
+_LONGEST = 240
+
+HEAD = """# Habits
+
+What scripts do, and what comes of it under each plan. Every cell is computed: the habit runs on plain PyTorch with the joined batch and on
+2 ranks under the plan, and losses, weights at the end, and all that the script itself looked at are compared
+(`tests/habits`; `python -m tests.habits` prints this page again, and the tests compare it with what happens).
+
+| cell | meaning |
+|---|---|
+| equal | losses, weights and what the script has seen are those of plain PyTorch |
+| piece | so they are, but a rank sees its own part: its piece of a weight that tensor parallelism has cut, or the layers of its stage; shapes and names say so |
+| refused | an error on every rank, whose words are below the table |
+| ends | the job ends without words of ours, which are below the table |
+| - | the plan has no place for it: in a pipeline the schedule runs the model, micro-batch by micro-batch, so scripts do not call it |
+
+With `colossalai.initialize` and an `Engine` in the place of a `Booster` the answers are the same (there is no FSDP, nor saving by a booster).
+All runs are in float32; *Gemini* is `GeminiPlugin` with the placement policies `cpu`, `auto` and `cuda`, *tensor* is
+[`parallelize`](parallelize.md) in 1D, *pipeline* is [`split_model`](pipeline_stages.md) with two stages and two micro-batches.
+"""
+
+
+def read_table() -> Table:
+    raw = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    return {plan: {name: Cell(*cell) for name, cell in cells.items()} for plan, cells in raw.items()}
+
+
+def write_table(table: Table) -> None:
+    names = list(all_habits())
+    plain = {
+        plan: {name: [cells[name].outcome, short(cells[name].words)] for name in names if name in cells}
+        for plan, cells in ((plan, table[plan]) for plan in PLANS if plan in table)
+    }
+    TABLE.write_text(json.dumps(plain, indent=1) + "\n")
+
+
+def render(table: Table) -> str:
+    """The page."""
+    parts = [HEAD]
+    for theme, rows in groupby(all_habits().values(), key=lambda habit: habit.theme):
+        parts.append("\n".join(_theme(theme, list(rows), table)))
+    return "\n".join(parts)
+
+
+def _theme(theme: str, rows: list[Habit], table: Table) -> Iterator[str]:
+    yield f"## {theme}\n"
+    yield "| habit | " + " | ".join(plan.title for plan in PLANS.values()) + " |"
+    yield "|---" * (len(PLANS) + 1) + "|"
+    for row in rows:
+        cells = [_MARK.get(table[plan][row.name].outcome, "ends") for plan in PLANS]
+        yield f"| {_escaped(row.title)} | " + " | ".join(cells) + " |"
+    yield ""
+    for row in rows:
+        instead = f" Instead: {row.instead}." if row.instead else ""
+        if said := list(_said({plan: table[plan][row.name] for plan in PLANS})):
+            yield f"- {_escaped(row.title)}: {'; '.join(said)}.{instead}"
+        for plan in PLANS:
+            if (plan, row.name) in KNOWN:
+                yield f"- {_escaped(row.title)}: {PLANS[plan].title} ends: {KNOWN[plan, row.name]}.{instead}"
+    yield ""
+
+
+_MARK = {EQUAL: "equal", PIECE: "piece", REFUSED: "refused", UNWRITTEN: "-"}
+
+
+def _said(cells: Mapping[str, Cell]) -> Iterator[str]:
+    """Who refuses in which words."""
+    refused = {plan: cell.words for plan, cell in cells.items() if cell.outcome == REFUSED}
+    for words in dict.fromkeys(refused.values()):
+        who = ", ".join(PLANS[plan].title for plan in refused if refused[plan] == words)
+        yield f"{who}: “{_escaped(words)}”"
+
+
+def short(words: str) -> str:
+    """As much as a reader needs to know a refusal again; what to do is said in the rest."""
+    words = words.split("; ")[0].split(". ")[0].rstrip(".")
+    return words if len(words) <= _LONGEST else words[:_LONGEST].rsplit(" ", 1)[0] + " ..."
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;") if "`" not in text else text.replace("|", "\\|")

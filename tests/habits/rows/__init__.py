@@ -1,0 +1,3 @@
+"""The rows of the table, by theme."""
+
+ORDER = ("gradients", "passes", "weights", "modules", "optimizers", "saving")

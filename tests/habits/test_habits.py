@@ -1,0 +1,65 @@
+"""The table of habits is complete, has no silent difference, and says what happens; see docs/habits.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.habits.habit import all_habits
+from tests.habits.judge import GOOD, KNOWN, REFUSED, Cell
+from tests.habits.page import PAGE, read_table, render, short
+from tests.habits.plans import PLANS
+from tests.habits.run import run_column
+
+AGAIN = "if this is meant, run `python -m tests.habits` to print docs/habits.md again"
+SLOW = ("gemini-auto", "gemini-cuda")
+
+
+def test_every_habit_has_an_answer_under_every_plan() -> None:
+    table = read_table()
+    assert list(table) == list(PLANS)
+    for plan, cells in table.items():
+        assert list(cells) == list(all_habits()), plan
+        bad = {n: cell for n, cell in cells.items() if cell.outcome not in GOOD and (plan, n) not in KNOWN}
+        assert not bad, f"{plan}: {bad}"
+        assert all(cell.words for cell in cells.values() if cell.outcome == REFUSED)
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    assert PAGE.read_text() == render(read_table()), AGAIN
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=[pytest.mark.slow] if plan in SLOW else []) for plan in PLANS]
+)
+def test_the_table_says_what_happens(plan: str) -> None:
+    wanted = read_table()[plan]
+    found = run_column(plan, "booster", list(wanted))
+    known = {name for where, name in KNOWN if where == plan}
+    habits = all_habits()
+    changed = {
+        n: (cell, wanted[n])
+        for n, cell in found.items()
+        # where ranks do different things, it depends on which is first what each of them says of the others
+        if n not in known
+        and (
+            cell.outcome != wanted[n].outcome
+            or (not habits[n].breaks and short(cell.words) != wanted[n].words)
+        )
+    }
+    assert not changed, f"{plan}: {_lines(changed)}\n{AGAIN}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [name for name, plan in PLANS.items() if plan.engine_config is not None])
+def test_an_engine_gives_the_same_answers(plan: str) -> None:
+    wanted = read_table()[plan]
+    names = [name for name, habit in all_habits().items() if habit.engine]
+    found = run_column(plan, "engine", names)
+    changed = {
+        name: (cell, wanted[name]) for name, cell in found.items() if cell.outcome != wanted[name].outcome
+    }
+    assert not changed, f"{plan}: {_lines(changed)}"
+
+
+def _lines(changed: dict[str, tuple[Cell, Cell]]) -> str:
+    return "".join(f"\n{name}: {now}, in the table {before}" for name, (now, before) in changed.items())
