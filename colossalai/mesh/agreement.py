@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.mesh._compat import at_end_of_task
+from colossalai.mesh.backward import before_backward
 from colossalai.mesh.mesh import Axes, Mesh, mesh_groups
 from colossalai.mesh.norm import piece_axes, tensor_axes
 
@@ -130,8 +131,7 @@ class SameGradients:
             return
         if not self._handles:
             self._see_gradients(model)
-        for root in roots:
-            root.register_hook(self._begin)
+        before_backward(roots, self._begin)
 
     def _see_gradients(self, model: nn.Module) -> None:
         for name, param in model.named_parameters():
@@ -153,7 +153,7 @@ class SameGradients:
         # what is left of the digits when ranks sum in another order
         self._tolerance[index] = math.sqrt(torch.finfo(grad.dtype).eps)
 
-    def _begin(self, _: Tensor) -> None:
+    def _begin(self, _: Any) -> None:
         if not self.done and not self._queued:
             self._queued = True
             at_end_of_task(self._compare)

@@ -23,6 +23,7 @@ from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alik
 from colossalai.booster.plugin.fsdp_model import TorchFSDPModel, TorchFSDPOptimizer
 from colossalai.booster.plugin.fsdp_options import check_ignored, check_process_group, translate
 from colossalai.booster.plugin.fsdp_units import Policy, check_policy, find_units
+from colossalai.booster.plugin.fsdp_views import see_views
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
@@ -187,6 +188,7 @@ class TorchFSDPPlugin(DPPluginBase):
                 ignored_params=ignored or None,
             )
             cut.set_force_sum_reduction_for_comms(only_sums)
+            see_views(unit)
 
     def _everyone(self, mesh: DeviceMesh) -> dist.ProcessGroup:
         """All ranks that train together."""

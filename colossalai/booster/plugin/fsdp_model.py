@@ -16,6 +16,7 @@ from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.interface.nest import tensors
 from colossalai.interface.optimizer import check_clip_value, local_gradients
+from colossalai.mesh.backward import before_backward
 from colossalai.mesh.norm import own_part
 
 MIXED = "mixed torch.Tensor and DTensor"  # how torch says that something computes with a weight that is cut
@@ -63,9 +64,7 @@ class TorchFSDPModel(ModelWrapper):
         if not torch.is_grad_enabled():
             self.reshard()
         elif watched:
-            for tensor in tensors(result):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._begin_backward)
+            before_backward((t for t in tensors(result) if t.requires_grad), self._begin_backward)
         return result
 
     def _begin_backward(self, grad: Tensor) -> None:

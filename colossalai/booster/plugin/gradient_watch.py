@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from colossalai.booster.plugin.dp import share_values
 from colossalai.interface.nest import tensors
 from colossalai.logging import get_dist_logger
+from colossalai.mesh.backward import before_backward
 from colossalai.utils.bucket import bucket_allreduce
 
 
@@ -141,9 +142,8 @@ class GradientWatch:
         if sync:
             self._expected, self._covered, self._begun_by = Expected.AVERAGED, set(), -1
             if static_graph:  # its backward pass may contain others, of reentrant checkpoints
-                for tensor in tensors(output):
-                    if tensor.grad_fn is not None:
-                        tensor.register_hook(partial(_begins, weakref.ref(self)))
+                roots = [tensor for tensor in tensors(output) if tensor.grad_fn is not None]
+                before_backward(roots, partial(_begins, weakref.ref(self)))
         elif self._expected is not Expected.AVERAGED:  # which no_sync does not revoke
             self._expected = Expected.LOCAL
 

@@ -19,6 +19,7 @@ from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import user_module
 from colossalai.interface.nest import tensors
 from colossalai.interface.strangers import strangers
+from colossalai.mesh.backward import before_backward
 from colossalai.utils import is_using_pp
 from colossalai.zero import LowLevelZeroOptimizer
 
@@ -42,9 +43,7 @@ class LowLevelZeroModel(CastModel):
             self.optimizer.keep_gradients_local(self._local)
         output = super().forward(*args, **kwargs)
         if self.optimizer is None and self._ranks > 1 and any(p.requires_grad for p in self.parameters()):
-            for tensor in tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(_refuse_backward)
+            before_backward((t for t in tensors(output) if t.requires_grad), _refuse_backward)
         return output
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,16 +1,9 @@
-"""What a call of a module left in the graph of autograd, and what of it reaches beyond the call.
-
-[Note: outputs that change]
-A hook of a tensor is a hook of the node that made it.  An operation in place on a view gives the view, and all others of the same memory,
-new nodes, and the old one is in no graph any more; what stays is the node that made the memory's owner, on which the new ones build.
-A linear layer with input of three dims returns a view, so ``relu_`` behind it is enough.  So the moment at which the backward pass of a call begins
-is the first of: the node of one of its outputs runs, or that of the tensor it is a view of.
-"""
+"""What a call of a module left in the graph of autograd, and what of it reaches beyond the call."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,23 +41,6 @@ def put_away(module: nn.Module) -> Iterator[Tensor]:
     for name, value in vars(module).items():
         if isinstance(value, Tensor) and value.requires_grad and name not in OF_TORCH:
             yield value
-
-
-def when_known(tensor: Tensor, function: Callable[[Any], None]) -> None:
-    """Call ``function`` when the gradient of what ``tensor`` is now is known."""
-    node = tensor.grad_fn  # torch's register_hook does not ask for it, and reads freed memory of a view whose memory was written to
-    if node is None:
-        tensor.register_hook(function)
-    else:
-        node.register_prehook(function)
-
-
-def before_backward(tensors: Iterable[Tensor], function: Callable[[Any], None]) -> None:
-    """Call ``function`` before anything behind ``tensors`` has its backward pass; see [Note: outputs that change]."""
-    for tensor in tensors:
-        when_known(tensor, function)
-        if tensor._base is not None and tensor._base.grad_fn is not None:
-            when_known(tensor._base, function)
 
 
 def without_weights(output: Any, chunks: Iterable[Chunk]) -> Any:

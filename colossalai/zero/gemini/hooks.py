@@ -1,7 +1,7 @@
 """How a manager learns what a model is about to do: hooks around the forward and the backward pass of its modules.
 
 A module's own parameters are accessed before its forward pass and released after it; again before its backward pass, which begins with the
-first node behind its outputs (see ``graph``), and released when it is over.  Recomputation (activation checkpointing, in both of its forms) is a
+first node behind its outputs (see ``mesh.backward``), and released when it is over.  Recomputation (activation checkpointing, in both of its forms) is a
 forward pass as any other.  A module that reads a parameter of another one, as ``nn.MultiheadAttention`` does, is found out when it asks the
 other for it: the dict in which modules keep their parameters tells us.
 
@@ -28,16 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.mesh import own_grad
+from colossalai.mesh.backward import before_backward, when_known
 from colossalai.zero.gemini._compat import at_end_of_task, current_task
 from colossalai.zero.gemini.chunk import Chunk, Slot
-from colossalai.zero.gemini.graph import (
-    before_backward,
-    put_away,
-    tensors_in,
-    tensors_of,
-    when_known,
-    without_weights,
-)
+from colossalai.zero.gemini.graph import put_away, tensors_in, tensors_of, without_weights
 from colossalai.zero.gemini.manager import GeminiManager
 
 
