@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -14,6 +13,7 @@ from colossalai.booster.plugin.ddp import TorchDDPModel
 from colossalai.booster.support import Plan, Wanted, check_supported
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper, below_compile
+from colossalai.interface.attached import attach, attached
 from colossalai.interface.batch import next_batch, split_batch
 from colossalai.interface.nest import to_device
 from colossalai.pipeline.options import PipelineOptions
@@ -24,10 +24,7 @@ from colossalai.utils.bucket import bucket_allreduce
 
 
 class Pipelines:
-    """The pipelines of a booster, one for each model."""
-
-    def __init__(self) -> None:
-        self._of: WeakKeyDictionary[nn.Module, Pipeline] = WeakKeyDictionary()
+    """The pipelines of a booster, one for each model, which keeps it."""
 
     def execute(
         self,
@@ -67,7 +64,8 @@ class Pipelines:
         return {"loss": loss if return_loss else None, "outputs": outputs}
 
     def _pipeline(self, model: nn.Module, plugin: Plugin | None) -> Pipeline:
-        if model not in self._of:
+        pipeline: Pipeline | None = attached(model, "pipeline")
+        if pipeline is None:
             if not is_using_pp():
                 raise RuntimeError(
                     "execute_pipeline needs a job with a pipeline; launch with parallel=dict(pipeline=...) and"
@@ -76,11 +74,12 @@ class Pipelines:
             options = PipelineOptions.from_config(gpc.config, gpc.plan)
             plan = None if plugin is None else Plan.of(plugin)
             check_supported(Wanted(model=model, plan=plan, pipeline=options))
-            self._of[model] = Pipeline(
+            pipeline = Pipeline(
                 model,
                 gpc.mesh,
                 schedule=options.schedule,
                 microbatches=options.microbatches,
                 tensor_shape=options.tensor_shape,
             )
-        return self._of[model]
+            attach(model, "pipeline", pipeline)
+        return pipeline

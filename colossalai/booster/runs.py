@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,26 @@ from torch import nn
 
 from colossalai.checkpoint_io.run_state import Run, RunState
 from colossalai.checkpoint_io.writing import Writer
+from colossalai.interface.attached import attach
 
 
 class Runs:
     """Models with their companions, in the order in which they were boosted.
 
-    They stay as long as the booster does: a script may go on with the bare model, and a reference that does not keep the wrappers
-    alive would forget a model without a word.
+    They stay as long as any module of the model does: a script may go on with the bare model, or a part of it, and its wrappers would be
+    forgotten without a word.  When nobody holds one any more, all go.
     """
 
     def __init__(self) -> None:
-        self._runs: list[Run] = []
+        self._runs: list[weakref.ref[Run]] = []
         self.writer = Writer()
 
     def add(self, model: nn.Module, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> None:
-        self._runs.append(Run(model, optimizer, lr_scheduler, dataloader))
+        run = Run(model, optimizer, lr_scheduler, dataloader)
+        for module in model.modules():
+            attach(module, "run", run)
+        self._runs = [known for known in self._runs if known() is not None]
+        self._runs.append(weakref.ref(run))
 
     def state(
         self, path: str | Path, plan: dict[str, Any] | None = None, extra: Mapping[str, Any] | None = None
@@ -39,6 +46,14 @@ class Runs:
             raise TypeError(
                 f"booster.save takes extra, a dict of further values, after the path; got {extra!r}"
             )
-        if not self._runs:
-            raise RuntimeError("this booster has boosted no model, so it has nothing to save or load")
-        return RunState(self._runs, plan or {}, extra or {})
+        runs = self._alive()
+        if not runs:
+            raise RuntimeError(
+                "this booster has boosted no model that still exists, so it has nothing to save or load"
+            )
+        return RunState(runs, plan or {}, extra or {})
+
+    def _alive(self) -> list[Run]:
+        if len(self._runs) > 1:
+            gc.collect()  # or ranks would have different ones, as their collectors have come by or not
+        return [run for known in self._runs if (run := known()) is not None]

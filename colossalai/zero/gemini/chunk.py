@@ -16,6 +16,7 @@ pass needs it.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,11 +267,16 @@ def padded(size: int, ranks: int) -> int:
     return -(-max(size, 1) // unit) * unit
 
 
+# A second group of the same ranks for each data-parallel group, whose threads and sockets would otherwise be as many as models.
+_second: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
 def group_ranks(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
-    """The ranks of a data-parallel group; a second group of the same ranks is made for gradients."""
+    """The ranks of a data-parallel group; a second group of the same ranks is for gradients."""
     if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return Ranks()
     members = dist.get_process_group_ranks(group)
-    second = dist.new_group(members, use_local_synchronization=True)
+    if group not in _second:
+        _second[group] = dist.new_group(members, use_local_synchronization=True)
     staged = device.type == "cuda" and dist.get_backend(group) == "gloo"
-    return Ranks(len(members), dist.get_rank(group), group, second, staged)
+    return Ranks(len(members), dist.get_rank(group), group, _second[group], staged)

@@ -59,17 +59,21 @@ def _run(shared: _Shared) -> None:
             following = _following(shared.jobs)
         try:
             if shared.error is None:  # after a failure the rest is not done: weights must not run apart
-                for soon in (job, following):
-                    if soon is not None:
-                        soon.prepared = soon.prepare()
-                job.work()
+                _do(job, following)
         except BaseException as error:
             shared.error = (job.name, error)
         key = job.key
-        del job, following  # whoever waits for it may let the model go
+        del job, following  # they hold the model, which may go as soon as nobody waits for them
         with shared.changed:
             shared.pending.discard(key)
             shared.changed.notify_all()
+
+
+def _do(job: _Job, following: _Job | None) -> None:
+    for soon in (job, following):
+        if soon is not None:
+            soon.prepared = soon.prepare()
+    job.work()
 
 
 def _next(jobs: list[_Job]) -> _Job:
