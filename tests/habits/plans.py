@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,8 @@ class Engined(Planned):
         self.engine.step()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self.model.no_sync()
+        # as with a booster, there is nothing to synchronize without replicas
+        return self.model.no_sync() if self.plan.kind == "data" else nullcontext()
 
     def execute(self, data: Any, criterion: Any, weight: float) -> Any:
         self.engine._criterion = _weighted(criterion, weight)
