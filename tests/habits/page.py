@@ -27,7 +27,7 @@ What scripts do, and what comes of it under each plan. Every cell is computed: t
 |---|---|
 | equal | losses, weights and what the script has seen are those of plain PyTorch |
 | piece | so they are, but a rank sees its own part: its piece of a weight that tensor parallelism has cut, or the layers of its stage; shapes and names say so |
-| refused | an error on every rank, whose words are below the table |
+| refused | an error on every rank, ours or a clear one of torch's, whose words are below the table; where it begins with "on one rank", the others wait until that rank has ended the job |
 | ends | the job ends without words of ours, which are below the table |
 | - | the plan has no place for it: in a pipeline the schedule runs the model, micro-batch by micro-batch, so scripts do not call it |
 
