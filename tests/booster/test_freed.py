@@ -33,6 +33,7 @@ from colossalai.nn.optimizer import HybridAdam
 from colossalai.pipeline.stage import Placement, Shape
 from colossalai.testing import spawn
 from colossalai.testing.pipelined import cut
+from tests.engine.plans import on_device
 from tests.pipeline.plans import build as build_stages
 from tests.pipeline.plans import config as pipeline_config
 from tests.zero.gemini.runs import SMALL
@@ -159,7 +160,8 @@ def engine_step(witness: Witness | None) -> None:
     engine, *_ = colossalai.initialize(model, optimizer, nn.MSELoss(), verbose=False)
     for _ in range(2):
         engine.zero_grad()
-        engine.backward(engine.criterion(engine(torch.ones(2, 32)).float(), torch.zeros(2, 32)))
+        x, y = on_device(torch.ones(2, 32), torch.zeros(2, 32))
+        engine.backward(engine.criterion(engine(x).float(), y))
         engine.step()
     if hasattr(engine.model, "settle"):
         engine.model.settle()

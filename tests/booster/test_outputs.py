@@ -46,7 +46,10 @@ def check_masked(rank: int, world_size: int, port: int) -> None:
         LowLevelZeroPlugin(precision="fp32"),
         GeminiPlugin("cpu", precision="fp32"),
     ):
-        model, booster = copy.deepcopy(serial), Booster(plugin=plugin)
+        model, booster = (
+            copy.deepcopy(serial),
+            Booster(None if isinstance(plugin, GeminiPlugin) else "cpu", plugin=plugin),
+        )
         model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
         booster.backward(model(x).square().mean(), optimizer)
         optimizer.step()
