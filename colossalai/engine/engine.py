@@ -55,7 +55,7 @@ class Engine:
             self._optimizer.mesh = launched_mesh()
         self._criterion = criterion
         self._gradient_handlers = list(gradient_handlers or ())
-        self._steps = False
+        self._handled = False
         if self._gradient_handlers and not self._optimizer.averages_gradients:
             self._optimizer.register_step_pre_hook(partial(_refuse_steps_of_others, weakref.ref(self)))
         self._clip_grad_norm = float(clip_grad_norm)
@@ -110,6 +110,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Clear the gradients, at the start of an iteration."""
+        self._handled = False
         self._optimizer.zero_grad()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,12 +120,14 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """The backward pass of ``loss``."""
         check_loss(loss, "engine.backward")
+        self._handled = False
         self._watch.see(loss, self._optimizer.skips_steps)
         self._optimizer.backward(loss)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` as it enters its backward pass, for schedules that do that pass themselves."""
         check_loss(loss, "engine.scale_loss")
+        self._handled = False
         self._watch.see(loss, self._optimizer.skips_steps)
         return self._optimizer.scale_loss(loss)
 
@@ -137,17 +140,19 @@ class Engine:
         check_differentiable(tensor)
         self._optimizer.backward(tensor, grad)
 
-    def step(self) -> Any:
-        """Synchronize and clip the gradients, then update the parameters."""
+    def handle_gradients(self) -> None:
+        """Bring the gradients of the ranks together, as ``step`` does first; one ``optimizer.step()`` may follow."""
         for handler in self._gradient_handlers:
             handler.handle_gradient()
+        self._handled = True
+
+    def step(self) -> Any:
+        """Synchronize and clip the gradients, then update the parameters."""
+        self.handle_gradients()
         if self._clip_grad_norm > 0:
             self._optimizer.clip_grad_by_norm(self._clip_grad_norm)
-        self._steps = True
-        try:
-            result = self._optimizer.step()
-        finally:
-            self._steps = False
+        result = self._optimizer.step()
+        self._handled = False  # an accumulating optimizer may not have stepped
         for hook in self._ophooks:
             hook.post_iter()
         return result
@@ -174,12 +179,14 @@ class Engine:
 def _refuse_steps_of_others(owner: weakref.ref[Engine], *_: Any) -> None:
     """Before a step of the optimizer: gradients that no handler has seen are those of this rank alone."""
     engine = owner()
-    if engine is not None and not engine._steps:
+    if engine is not None and not engine._handled:
         names = ", ".join(type(handler).__name__ for handler in engine.gradient_handlers)
         raise RuntimeError(
             f"optimizer.step() past the engine, whose gradient handlers ({names}) bring the gradients of the ranks together in"
             " engine.step(); call engine.step()"
         )
+    if engine is not None:
+        engine._handled = False
 
 
 def _check(model: Any, optimizer: Any, criterion: Any, clip_grad_norm: Any, schedule: Any) -> None:

@@ -75,11 +75,12 @@ def _warn_without_parameters(parameters: Sequence[Mapping[str, nn.Parameter]], p
 def sum_shared_gradients(parameters: Iterable[Tensor]) -> None:
     """Add the gradients of those ``parameters`` that several stages share, over these stages.
 
-    They go in the order in which they were shared: a stage may use first what another one uses last.
+    They go in the order in which they were shared: a stage may use first what another one uses last.  Parameters that a
+    script gave a group itself have no such order and go as the model lists them.
     """
     shared: dict[Any, list[Tensor]] = {}
     for p in sorted(
-        (p for p in parameters if hasattr(p, SHARED_GROUP)), key=lambda p: getattr(p, SHARED_MARK)
+        (p for p in parameters if hasattr(p, SHARED_GROUP)), key=lambda p: getattr(p, SHARED_MARK, (-1, -1))
     ):
         shared.setdefault(getattr(p, SHARED_GROUP), []).append(p)
     for group, params in shared.items():

@@ -62,8 +62,7 @@ class PipelineRun:
         size = gpc.data_parallel_size
         own = part_of(batch, gpc.get_local_rank(ParallelMode.DATA), size)
         _, _, loss = self.engine.execute_schedule(iter([own]), return_output_label=False)
-        for handler in self.engine.gradient_handlers:
-            handler.handle_gradient()
+        self.engine.handle_gradients()
         held = torch.zeros(()) if loss is None else loss.detach().cpu().float().reshape(())
         total = torch.stack([held, torch.tensor(float(loss is not None))])
         dist.all_reduce(total, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
