@@ -6,6 +6,7 @@ Messages go over a group of their own, by gloo: so a save in the background neve
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +71,28 @@ class Ranks:
             if error is not None:
                 raise RuntimeError(f"rank {rank} could not {what}: {error[0]}: {error[1]}")
         return [value for _, value in outcomes]
+
+
+class FromFirst(Mapping[str, Any]):
+    """The mapping that the first of ``ranks`` has, on all of them, which must read the same values in the same order."""
+
+    def __init__(self, ranks: Ranks, own: Mapping[str, Any]) -> None:
+        self._ranks, self._own = ranks, own
+        self._names = ranks.from_first(list(own))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._ranks.from_first(self._own.get(name))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _own_group() -> dist.ProcessGroup:

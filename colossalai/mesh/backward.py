@@ -31,3 +31,15 @@ def before_backward(tensors: Iterable[Tensor], function: Callable[[Any], None]) 
         when_known(tensor, function)
         if tensor._base is not None and tensor._base.grad_fn is not None:
             when_known(tensor._base, function)
+
+
+class Once:
+    """A function of no arguments, to be called when the first of several gradients is known, and not again."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self, grads: Any) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +301,64 @@ def _refusals(rank: int, world_size: int, port: int) -> None:
 
 def test_what_would_be_lost_is_refused() -> None:
     spawn(_refusals, 2)
+
+
+class Ways(nn.Module):
+    """Layers of one size in units of their own, two heads in the unit of the model, and ways through them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.small, self.large = nn.Linear(4, 2), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, blocks: Sequence[int] = (0, 1, 2), head: str = "small") -> Tensor:
+        for i in blocks:
+            x = self.blocks[i](x).tanh()
+        return getattr(self, head)(x).square().mean()
+
+
+WAYS: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "another layer of the same size": (
+        [{"blocks": (0, 1)}, {"blocks": (0, 2)}],
+        r"rank 0 runs 'blocks.1' forward; rank 1 runs 'blocks.2' forward",
+    ),
+    "one layer less": (
+        [{}, {"blocks": (0, 1)}],
+        r"rank 0 runs 'blocks.2' forward; rank 1 has done its forward pass",
+    ),
+    "another head": (
+        [{}, {"head": "large"}],
+        r"rank 0 reduces gradients of the model, with small.weight, small.bias; rank 1 .* large.weight, large.bias",
+    ),
+}
+
+
+def check_ways(rank: int, world_size: int, port: int, way: str, late: bool) -> None:
+    launch(rank, world_size, port)
+    booster = Booster(plugin=TorchFSDPPlugin())
+    torch.manual_seed(0)
+    model = Ways()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if late:  # as with NCCL
+        model._agreement._at_once = False
+    x = torch.ones(2, 4)
+
+    def train(**way: Any) -> None:
+        booster.backward(model(x, **way), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()  # all ranks take the same way
+    kwargs, words = WAYS[way]
+    with pytest.raises(RuntimeError, match=f"take different ways: {words}.*LowLevelZeroPlugin"):
+        train(**kwargs[rank])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_take_different_ways_are_refused(way: str) -> None:
+    spawn(check_ways, 2, way=way, late=False)
+
+
+def test_ranks_that_take_different_ways_are_refused_before_the_step() -> None:
+    """Where messages of one size were taken for each other already, since only the end of a pass is compared."""
+    spawn(check_ways, 2, way="another layer of the same size", late=True)

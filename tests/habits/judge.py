@@ -37,14 +37,6 @@ EQUAL, PIECE, REFUSED, UNWRITTEN = "equal", "piece", "refused", "unwritten"
 GOOD = (EQUAL, PIECE, REFUSED, UNWRITTEN)
 DIFFERENT, CRASHED, HANG = "different", "crashed", "hang"
 
-# Cells that are neither equal nor refused, by plan and habit; they must not be silent.
-KNOWN = {
-    (
-        "fsdp",
-        "branch_by_rank",
-    ): "FSDP2 reduces other gradients on each rank, and the process ends inside of gloo",
-}
-
 
 @dataclass(frozen=True)
 class Cell:

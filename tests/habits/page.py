@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tests.habits.habit import Habit, all_habits
-from tests.habits.judge import EQUAL, KNOWN, PIECE, REFUSED, UNWRITTEN, Cell
+from tests.habits.judge import EQUAL, PIECE, REFUSED, UNWRITTEN, Cell
 from tests.habits.plans import PLANS
 
 Table = dict[str, dict[str, Cell]]  # by plan and habit
@@ -28,7 +28,6 @@ What scripts do, and what comes of it under each plan. Every cell is computed: t
 | equal | losses, weights and what the script has seen are those of plain PyTorch |
 | piece | so they are, but a rank sees its own part: its piece of a weight that tensor parallelism has cut, or the layers of its stage; shapes and names say so |
 | refused | an error on every rank, ours or a clear one of torch's, whose words are below the table; where it begins with "on one rank", the others wait until that rank has ended the job |
-| ends | the job ends without words of ours, which are below the table |
 | - | the plan has no place for it: in a pipeline the schedule runs the model, micro-batch by micro-batch, so scripts do not call it |
 
 With `colossalai.initialize` and an `Engine` in the place of a `Booster` the answers are the same (there is no FSDP, nor saving by a booster).
@@ -64,16 +63,13 @@ def _theme(theme: str, rows: list[Habit], table: Table) -> Iterator[str]:
     yield "| habit | " + " | ".join(plan.title for plan in PLANS.values()) + " |"
     yield "|---" * (len(PLANS) + 1) + "|"
     for row in rows:
-        cells = [_MARK.get(table[plan][row.name].outcome, "ends") for plan in PLANS]
+        cells = [_MARK[table[plan][row.name].outcome] for plan in PLANS]
         yield f"| {_escaped(row.title)} | " + " | ".join(cells) + " |"
     yield ""
     for row in rows:
         instead = f" Instead: {row.instead}." if row.instead else ""
         if said := list(_said({plan: table[plan][row.name] for plan in PLANS})):
             yield f"- {_escaped(row.title)}: {'; '.join(said)}.{instead}"
-        for plan in PLANS:
-            if (plan, row.name) in KNOWN:
-                yield f"- {_escaped(row.title)}: {PLANS[plan].title} ends: {KNOWN[plan, row.name]}.{instead}"
     yield ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
@@ -29,6 +30,20 @@ def replicas() -> dist.ProcessGroup | None:
     Ranks that share one model (tensor and pipeline parallelism) read the same data.
     """
     return gpc.get_group(ParallelMode.DATA) if gpc.is_initialized(ParallelMode.DATA) else None
+
+
+_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def host_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """The ranks of ``group`` over gloo, for messages of one ``purpose`` that must not meet others; made once, by all of them."""
+    made = _host_groups.setdefault(group, {})
+    if purpose not in made:
+        ranks = dist.get_process_group_ranks(group)
+        made[purpose] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return made[purpose]
 
 
 class Synchronized(Protocol):

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
 
 from colossalai.amp.naive_amp import FP16Optimizer
-from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alike
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend, host_group, start_alike
+from colossalai.booster.plugin.fsdp_agreement import Agreement, compare_ranks
 from colossalai.booster.plugin.fsdp_model import TorchFSDPModel, TorchFSDPOptimizer
 from colossalai.booster.plugin.fsdp_options import check_ignored, check_process_group, translate
 from colossalai.booster.plugin.fsdp_units import Policy, check_policy, find_units
@@ -152,7 +153,10 @@ class TorchFSDPPlugin(DPPluginBase):
         watch = None
         if scalars and self.world_size > 1:
             watch = GradientWatch(module, scalars, self._everyone(mesh), quiet=True)
-        boosted = TorchFSDPModel(model, [*units, *roots], watch)
+        everything = [*units, *roots]
+        boosted = TorchFSDPModel(
+            model, everything, watch, self._compare_ranks(module, roots, everything, mesh)
+        )
         new = {old: new for old, new in _pairs(before, module) if old is not new}
         for old, cut_param in new.items():
             copy_tensor_parallel_attributes(old, cut_param)
@@ -189,6 +193,17 @@ class TorchFSDPPlugin(DPPluginBase):
             )
             cut.set_force_sum_reduction_for_comms(only_sums)
             see_views(unit)
+
+    def _compare_ranks(
+        self, module: nn.Module, roots: Sequence[nn.Module], units: Sequence[nn.Module], mesh: DeviceMesh
+    ) -> Agreement | None:
+        group = self._everyone(mesh)
+        backend = dist.get_backend(group)
+        if group.size() == 1 or backend == "fake":
+            return None
+        agreement = Agreement(host_group(group, "FSDP"), at_once=backend == "gloo")
+        compare_ranks(module, roots, units, agreement)
+        return agreement
 
     def _everyone(self, mesh: DeviceMesh) -> dist.ProcessGroup:
         """All ranks that train together."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colossalai.booster.plugin.fsdp_agreement import Agreement
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.interface.nest import tensors
@@ -32,15 +33,22 @@ class TorchFSDPModel(ModelWrapper):
         module: the user's module, maybe in wrappers.
         units: what is gathered and freed as one.
         watch: of the parameters that FSDP2 cannot cut, which stay whole.
+        agreement: of several ranks, on what they gather and reduce.
     """
 
     releases_weights = True  # after the backward pass of a unit: no pass may come in parts
     keeps_parameters = True
 
-    def __init__(self, module: nn.Module, units: Sequence[nn.Module], watch: GradientWatch | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[nn.Module],
+        watch: GradientWatch | None,
+        agreement: Agreement | None,
+    ) -> None:
         super().__init__(module)
         self._units: tuple[Any, ...] = tuple(units)
-        self._watch = watch
+        self._watch, self._agreement = watch, agreement
         self._gathered = False
         self._is_local = self.gradients_are_local = False
         self._passing = False  # a backward pass has begun and not ended
@@ -103,6 +111,11 @@ class TorchFSDPModel(ModelWrapper):
                     " the one that it has cut; change its values (p.copy_, p.data = ..., load_state_dict), or replace it"
                     " before boost"
                 )
+
+    def compare_ranks(self) -> None:
+        """Raise if ranks have done different things since their forward pass."""
+        if self._agreement is not None:
+            self._agreement.compare()
 
     def holds(self, p: Tensor) -> bool:
         """Whether ``p`` is a parameter that the model had at boost."""
@@ -209,6 +222,7 @@ class TorchFSDPOptimizer(OptimizerWrapper):
         self._check_groups()
         if self._model.gradients_are_local:
             raise local_gradients()
+        self._model.compare_ranks()
         return self.optim.step(*args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

@@ -6,13 +6,14 @@ view was made; see [Note: outputs that change] in ``mesh.backward``.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from colossalai.interface.nest import tensors
-from colossalai.mesh.backward import before_backward
+from colossalai.mesh.backward import Once, before_backward
 
 
 def see_views(unit: nn.Module) -> None:
@@ -23,16 +24,9 @@ def see_views(unit: nn.Module) -> None:
 def _see_views(unit: nn.Module, args: Any, output: Any) -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         views = [t for t in tensors(output) if t.requires_grad and t._base is not None]
-        before_backward(views, _Once(unit))
+        before_backward(views, Once(partial(_gather, unit)))
 
 
-class _Once:
-    """What torch's own hook does; later nodes of the same call find that it was done."""
-
-    def __init__(self, unit: nn.Module) -> None:
-        self.unit: Any = unit
-
-    def __call__(self, grads: Any) -> None:
-        unit, self.unit = self.unit, None
-        if unit is not None:
-            unit._get_fsdp_state()._pre_backward(None)
+def _gather(unit: Any) -> None:
+    """Do what torch's own hook does."""
+    unit._get_fsdp_state()._pre_backward(None)

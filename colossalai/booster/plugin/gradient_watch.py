@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from colossalai.booster.plugin.dp import share_values
+from colossalai.booster.plugin.dp import host_group, share_values
 from colossalai.interface.nest import tensors
 from colossalai.logging import get_dist_logger
 from colossalai.mesh.backward import before_backward
@@ -63,7 +63,6 @@ class GradientWatch:
         quiet: bool = False,
     ) -> None:
         self._group = group
-        self._words: dist.ProcessGroup | None = None
         self._model, self._ddp = weakref.ref(model), weakref.ref(ddp) if ddp is not None else None
         self._broadcast_buffers = broadcast_buffers
         self._expected = Expected.NOTHING
@@ -216,7 +215,8 @@ class GradientWatch:
     def _average(self) -> None:
         late = torch.zeros(len(self._params), dtype=torch.uint8)
         late[sorted(self._late | self._local)] = 1
-        dist.all_reduce(late, dist.ReduceOp.MAX, group=self._group_of_words())
+        # a rank that is alone in this waits here, and does not meet DDP's messages
+        dist.all_reduce(late, dist.ReduceOp.MAX, group=host_group(self._group, "late gradients"))
         self._late.clear()
         self._local.clear()
         numbers = late.nonzero().flatten().tolist()
@@ -234,14 +234,6 @@ class GradientWatch:
         if self._broadcast_buffers and model is not None:
             # not detach(): the graph may be needed once more, and holds these buffers
             share_values((buffer.data for buffer in model.buffers()), self._group)
-
-    def _group_of_words(self) -> dist.ProcessGroup:
-        """A group of its own, so that a rank which is alone in this waits here and does not meet DDP's messages."""
-        if self._words is None:
-            ranks = dist.get_process_group_ranks(self._group)
-            self._words = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        assert self._words is not None
-        return self._words
 
     def _tell(self, params: list[Tensor]) -> None:
         if self._told:

@@ -91,9 +91,11 @@ def compare_keys(module: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     own = module.state_dict(keep_vars=True)
     missing = [name for name in own if name not in state_dict]
     unexpected = [name for name in state_dict if name not in own]
-    wrong = [n for n, t in own.items() if n in state_dict and tuple(state_dict[n].shape) != tuple(t.shape)]
+    given = {n: tuple(state_dict[n].shape) for n in own if n in state_dict}
     problems = [
-        f"{n} has shape {tuple(state_dict[n].shape)}, the model's is {tuple(own[n].shape)}" for n in wrong
+        f"{n} has shape {shape}, the model's is {tuple(own[n].shape)}"
+        for n, shape in given.items()
+        if shape != tuple(own[n].shape)
     ]
     if strict:
         problems += [f"missing: {', '.join(missing)}"] * bool(missing)

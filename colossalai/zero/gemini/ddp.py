@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.amp.casting import cast_floats
+from colossalai.checkpoint_io.ranks import FromFirst
+from colossalai.checkpoint_io.ranks import Ranks as JobRanks
 from colossalai.interface import ModelWrapper
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh
@@ -320,21 +322,33 @@ class ZeroDDP(ModelWrapper):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load whole tensors under the names of the model; every rank needs those of its own shards, so all of them."""
+        """Load whole tensors under the names of the model; every rank must call it.
+
+        Each rank takes the values of its own shards from its own dict.  Ranks whose dict is empty, as ``state_dict`` returns it
+        on all but the first, take those of the first rank.
+        """
         self.settle()
+        state_dict = self._given_to_all(state_dict)
         result = compare_keys(self.unwrap(), state_dict, strict)
-        tied: dict[nn.Parameter, Tensor] = {}
+        names: dict[nn.Parameter, str] = {}  # of tied weights, the last one
         for name, tensor in self.unwrap().state_dict(keep_vars=True).items():
             if name not in state_dict:
                 continue
             if isinstance(tensor, nn.Parameter) and self.chunk_manager.holds(tensor):
-                tied[tensor] = state_dict[name]
+                names[tensor] = name
             else:
                 tensor.copy_(state_dict[name])
-        for param, value in tied.items():
-            self.write(param, value)
+        for param, name in names.items():
+            self.write(param, state_dict[name])
         self.gemini_manager.drop_all()
         return result
+
+    def _given_to_all(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.chunk_manager.ranks.size == 1:
+            return state_dict
+        ranks = JobRanks(self.chunk_manager.ranks.gather)
+        have = ranks.gather(bool(state_dict))
+        return FromFirst(ranks, state_dict) if have[0] and not all(have) else state_dict
 
     def write(self, param: nn.Parameter, value: Tensor) -> None:
         """Give ``param`` other values, at the home of its chunk."""
