@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from colossalai.testing.fuzz.cases import Case, random_case
-from colossalai.testing.fuzz.judge import EQUAL, FAILURES, REFUSED, Pools, Verdict, run_case
+from colossalai.testing.fuzz.judge import EQUAL, FAILURES, REFUSED, UNSTABLE, Pools, Verdict, run_case
 from colossalai.testing.fuzz.script import script_text
 from colossalai.testing.fuzz.shrink import shrink
 
@@ -64,7 +64,9 @@ class Summary:
 
 
 def _counts(counter: Counter[str]) -> str:
-    return ", ".join(f"{name} {counter[name]}" for name in (EQUAL, REFUSED, *FAILURES) if counter[name])
+    return ", ".join(
+        f"{name} {counter[name]}" for name in (EQUAL, REFUSED, UNSTABLE, *FAILURES) if counter[name]
+    )
 
 
 def fuzz(
