@@ -340,7 +340,7 @@ def check_ways(rank: int, world_size: int, port: int, way: str, late: bool) -> N
     model = Ways()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if late:  # as with NCCL
-        model._agreement._at_once = False
+        model._lockstep._at_once = False
     x = torch.ones(2, 4)
 
     def train(**way: Any) -> None:

@@ -143,15 +143,9 @@ class Boosted(Planned):
             plugin=self.plan.plugin() if self.plan.plugin else None,
         )
 
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        scheduler: Callable[[Optimizer], Any] | None = None,
-    ) -> None:
-        optimizer = optimizer or self.make_optimizer(model.parameters())
+    def wrap(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         self.model, self.optimizer, _, _, self.scheduler = self.booster.boost(
-            model, optimizer, lr_scheduler=scheduler(optimizer) if scheduler else None
+            model, optimizer, lr_scheduler=scheduler
         )
 
     def backward(self, loss: Tensor) -> None:
@@ -174,15 +168,9 @@ class Engined(Planned):
 
     engine: Any
 
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        scheduler: Callable[[Optimizer], Any] | None = None,
-    ) -> None:
-        optimizer = optimizer or self.make_optimizer(model.parameters())
+    def wrap(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         self.engine, _, _, self.scheduler = colossalai.initialize(
-            model, optimizer, lr_scheduler=scheduler(optimizer) if scheduler else None, verbose=False
+            model, optimizer, lr_scheduler=scheduler, verbose=False
         )
         self.model, self.optimizer = self.engine.model, self.engine.optimizer
 

@@ -86,9 +86,11 @@ class Script:
         scheduler: Callable[[Optimizer], Any] | None = None,
     ) -> None:
         """What ``boost`` does, with an optimizer of ours unless one is given."""
-        self.model = model
-        self.optimizer = optimizer or self.make_optimizer(model.parameters())
-        self.scheduler = scheduler(self.optimizer) if scheduler else None
+        optimizer = optimizer or self.make_optimizer(model.parameters())
+        self.wrap(model, optimizer, scheduler(optimizer) if scheduler else None)
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """This rank's part of the next batch."""

@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 
 from colossalai.amp.naive_amp import FP16Optimizer
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend, host_group, start_alike
-from colossalai.booster.plugin.fsdp_agreement import Agreement, compare_ranks
+from colossalai.booster.plugin.fsdp_lockstep import Lockstep, compare_ranks
 from colossalai.booster.plugin.fsdp_model import TorchFSDPModel, TorchFSDPOptimizer
 from colossalai.booster.plugin.fsdp_options import check_ignored, check_process_group, translate
 from colossalai.booster.plugin.fsdp_units import Policy, check_policy, find_units
@@ -196,14 +196,14 @@ class TorchFSDPPlugin(DPPluginBase):
 
     def _compare_ranks(
         self, module: nn.Module, roots: Sequence[nn.Module], units: Sequence[nn.Module], mesh: DeviceMesh
-    ) -> Agreement | None:
+    ) -> Lockstep | None:
         group = self._everyone(mesh)
         backend = dist.get_backend(group)
         if group.size() == 1 or backend == "fake":
             return None
-        agreement = Agreement(host_group(group, "FSDP"), at_once=backend == "gloo")
-        compare_ranks(module, roots, units, agreement)
-        return agreement
+        lockstep = Lockstep(host_group(group, "FSDP"), at_once=backend == "gloo")
+        compare_ranks(module, roots, units, lockstep)
+        return lockstep
 
     def _everyone(self, mesh: DeviceMesh) -> dist.ProcessGroup:
         """All ranks that train together."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colossalai.booster.plugin.fsdp_agreement import Agreement
+from colossalai.booster.plugin.fsdp_lockstep import Lockstep
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.interface.nest import tensors
@@ -33,7 +33,7 @@ class TorchFSDPModel(ModelWrapper):
         module: the user's module, maybe in wrappers.
         units: what is gathered and freed as one.
         watch: of the parameters that FSDP2 cannot cut, which stay whole.
-        agreement: of several ranks, on what they gather and reduce.
+        lockstep: of several ranks, on what they gather and reduce.
     """
 
     releases_weights = True  # after the backward pass of a unit: no pass may come in parts
@@ -44,11 +44,11 @@ class TorchFSDPModel(ModelWrapper):
         module: nn.Module,
         units: Sequence[nn.Module],
         watch: GradientWatch | None,
-        agreement: Agreement | None,
+        lockstep: Lockstep | None,
     ) -> None:
         super().__init__(module)
         self._units: tuple[Any, ...] = tuple(units)
-        self._watch, self._agreement = watch, agreement
+        self._watch, self._lockstep = watch, lockstep
         self._gathered = False
         self._is_local = self.gradients_are_local = False
         self._passing = False  # a backward pass has begun and not ended
@@ -114,8 +114,8 @@ class TorchFSDPModel(ModelWrapper):
 
     def compare_ranks(self) -> None:
         """Raise if ranks have done different things since their forward pass."""
-        if self._agreement is not None:
-            self._agreement.compare()
+        if self._lockstep is not None:
+            self._lockstep.compare()
 
     def holds(self, p: Tensor) -> bool:
         """Whether ``p`` is a parameter that the model had at boost."""

@@ -141,34 +141,18 @@ class Flow(TorchDispatchMode):
             self.notes.drawn_own[self.path[-1]] = None
 
 
-RANDOM = {
-    getattr(getattr(aten, name), overload)
-    for name in (
-        "bernoulli_",
-        "bernoulli",
-        "native_dropout",
-        "rand_like",
-        "randn_like",
-        "uniform_",
-        "normal_",
-    )
-    if hasattr(aten, name)
-    for overload in getattr(aten, name).overloads()
-}
-SHAPES_ONLY = {
-    getattr(getattr(aten, name), overload)
-    for name in (
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-    )
-    for overload in getattr(aten, name).overloads()
-}
+def _overloads(*names: str) -> set[Any]:
+    """All forms of torch operations; a torch that lacks one has no model that calls it."""
+    packets = (getattr(aten, name) for name in names if hasattr(aten, name))
+    return {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
+
+
+RANDOM = _overloads(
+    "bernoulli_", "bernoulli", "native_dropout", "rand_like", "randn_like", "uniform_", "normal_"
+)
+SHAPES_ONLY = _overloads(
+    "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"
+)
 # with the argument that names the dims
 REDUCTIONS = {
     **dict.fromkeys(

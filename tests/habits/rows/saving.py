@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,19 @@ def keep_best(s: Script) -> None:
     engine=False,
 )
 def booster_round(s: Script) -> None:
+    def save(booster: Any, folder: Path) -> None:
+        booster.save_model(s.model, folder / "model.pt")
+        booster.save_optimizer(s.optimizer, folder / "optimizer.pt")
+
+    def load(booster: Any, folder: Path) -> None:
+        booster.load_model(s.model, folder / "model.pt")
+        booster.load_optimizer(s.optimizer, folder / "optimizer.pt")
+
+    _go_back(s, save, load)
+
+
+def _go_back(s: Script, save: Callable[[Any, Path], None], load: Callable[[Any, Path], None]) -> None:
+    """Train, go back to where a booster has saved, and train again; plain PyTorch goes back by its state dicts."""
     s.train()
     if s.serial:
         kept = copy.deepcopy((s.model.state_dict(), s.optimizer.state_dict()))
@@ -115,12 +129,10 @@ def booster_round(s: Script) -> None:
         s.model.load_state_dict(kept[0])
         s.optimizer.load_state_dict(kept[1])
     else:
-        booster, folder = s.booster, s.folder  # type: ignore[attr-defined]
-        booster.save_model(s.model, folder / "model.pt")
-        booster.save_optimizer(s.optimizer, folder / "optimizer.pt")
+        booster = s.booster  # type: ignore[attr-defined]
+        save(booster, s.folder)
         s.train()
-        booster.load_model(s.model, folder / "model.pt")
-        booster.load_optimizer(s.optimizer, folder / "optimizer.pt")
+        load(booster, s.folder)
     s.train()
 
 
@@ -131,18 +143,7 @@ def booster_round(s: Script) -> None:
     engine=False,
 )
 def booster_save_load(s: Script) -> None:
-    s.train()
-    if s.serial:
-        kept = copy.deepcopy((s.model.state_dict(), s.optimizer.state_dict()))
-        s.train()
-        s.model.load_state_dict(kept[0])
-        s.optimizer.load_state_dict(kept[1])
-    else:
-        booster, folder = s.booster, s.folder  # type: ignore[attr-defined]
-        booster.save(folder / "run")
-        s.train()
-        booster.load(folder / "run")
-    s.train()
+    _go_back(s, lambda b, folder: b.save(folder / "run"), lambda b, folder: b.load(folder / "run"))
 
 
 @habit(THEME, "`model.save_pretrained(folder)`", model="gpt2")

@@ -27,7 +27,7 @@ SHOWN = 3
 Said = tuple[str, tuple[str, ...]]  # what a rank does, and with which parameters
 
 
-class Agreement:
+class Lockstep:
     """What the ranks of one model do next, compared over ``group``.
 
     Args:
@@ -61,52 +61,52 @@ class Agreement:
 
 
 def compare_ranks(
-    model: nn.Module, roots: Sequence[nn.Module], units: Sequence[nn.Module], agreement: Agreement
+    model: nn.Module, roots: Sequence[nn.Module], units: Sequence[nn.Module], lockstep: Lockstep
 ) -> None:
-    """Let ``agreement`` hear what the ``units`` of ``model``, which ``fully_shard`` was applied to, do; ``roots`` among them are outermost."""
+    """Let ``lockstep`` hear what the ``units`` of ``model``, which ``fully_shard`` was applied to, do; ``roots`` among them are outermost."""
     names = {module: name for name, module in model.named_modules()}
     parameters = {id(p): name for name, p in model.named_parameters()}
     for unit in units:
         name = repr(names[unit]) if names[unit] else "the model"
-        hooks = _Hooks(agreement, name, unit in roots)
+        hooks = _UnitHooks(lockstep, name, unit in roots)
         unit.register_forward_pre_hook(hooks.before_forward, prepend=True)
         unit.register_forward_hook(hooks.after_forward, prepend=True)
         state: Any = unit._get_fsdp_state()  # type: ignore[operator]
         for group in state._fsdp_param_groups:
             own = [parameters.get(id(p.sharded_param), "a parameter") for p in group.fsdp_params]
-            group.post_backward = partial(_post_backward, weakref.ref(group), agreement, name, own)
+            group.post_backward = partial(_post_backward, weakref.ref(group), lockstep, name, own)
 
 
-class _Hooks:
+class _UnitHooks:
     """Of one unit; they run before those of FSDP2."""
 
-    def __init__(self, agreement: Agreement, name: str, is_root: bool) -> None:
-        self._agreement, self._name, self._is_root = agreement, name, is_root
+    def __init__(self, lockstep: Lockstep, name: str, is_root: bool) -> None:
+        self._lockstep, self._name, self._is_root = lockstep, name, is_root
 
     def before_forward(self, unit: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
             how = "" if torch.is_grad_enabled() else ", without gradients"
-            self._agreement.say(f"runs {self._name} forward{how}")
+            self._lockstep.say(f"runs {self._name} forward{how}")
 
     def after_forward(self, unit: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if torch.is_grad_enabled():
             outputs = [t for t in tensors(output) if t.requires_grad]
-            before_backward(outputs, Once(partial(self._agreement.say, f"runs {self._name} backward")))
+            before_backward(outputs, Once(partial(self._lockstep.say, f"runs {self._name} backward")))
         if self._is_root:
-            self._agreement.say("has done its forward pass")
-            self._agreement.compare()
+            self._lockstep.say("has done its forward pass")
+            self._lockstep.compare()
 
 
 def _post_backward(
-    owner: weakref.ref[Any], agreement: Agreement, name: str, parameters: Sequence[str], *args: Any
+    owner: weakref.ref[Any], lockstep: Lockstep, name: str, parameters: Sequence[str], *args: Any
 ) -> None:
     """FSDP2's ``post_backward`` of a unit, which reduces the gradients that this rank has."""
     group: Any = owner()
     if group.reduce_grads:
         have = [n for n, p in zip(parameters, group.fsdp_params, strict=True) if _has_gradient(p)]
-        agreement.say(f"reduces gradients of {name}", *have)
+        lockstep.say(f"reduces gradients of {name}", *have)
     type(group).post_backward(group, *args)
 
 
