@@ -45,6 +45,7 @@ _TORCH_REFUSES = (
     "Expected to have finished reduction in the prior iteration",  # DDP without find_unused_parameters
 )
 _POLL = 0.004
+_IDLE = 0.05  # of a processor, which the threads of ranks use that wait for each other
 _GRACE = 5.0  # how long the other ranks may take to raise as well
 
 
@@ -138,18 +139,21 @@ class RankPool:
 
 
 class _Watch:
-    """Whether it makes sense to wait: ranks that hang use no processor, those on a busy machine get a little now and then."""
+    """Whether it makes sense to wait: ranks that hang use hardly any processor, those on a busy machine get some now and then."""
 
     def __init__(self, pids: list[int], limit: float) -> None:
         self._pids, self._limit = pids, limit
-        self._used, self._moved = self._time(), time.monotonic()
-        self._end = time.monotonic() + 10 * limit
+        self._used, self._seen = self._time(), time.monotonic()
+        self._moved, self._end = self._seen, self._seen + 10 * limit
 
     @property
     def patient(self) -> bool:
         now = time.monotonic()
-        if now - self._moved > 1.0 and (used := self._time()) > self._used + 0.1:
-            self._used, self._moved = used, now
+        if (passed := now - self._seen) > 1.0:
+            used = self._time()
+            if used - self._used > _IDLE * passed:
+                self._moved = now
+            self._used, self._seen = used, now
         return now < self._moved + self._limit and now < self._end
 
     def hurry(self) -> None:
