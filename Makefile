@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+# The ranks of tests mostly wait for each other, so there is work for one worker more than there are cores.
+WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
+PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: help install demo test test-all lint format bench docs clean
 .DEFAULT_GOAL := help
@@ -24,10 +27,10 @@ demo: $(READY) ## train a small GPT on every GPU, or on two CPU processes, and s
 		examples/demo/train.py
 
 test: $(READY) ## the tests that CI runs
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 test-all: $(READY) ## every generated case
-	$(BIN)/python -m pytest -q --all-cases
+	$(PYTEST) --all-cases
 
 lint: $(READY) ## ruff, mypy, import-linter, codespell
 	$(BIN)/ruff check .
