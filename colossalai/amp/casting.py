@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colossalai.interface import ModelWrapper
+from colossalai.interface.arguments import Copies
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
@@ -57,7 +58,8 @@ class CastModel(ModelWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         dtype, output_dtype = self._cast
-        if dtype is not None:
-            args, kwargs = cast_floats((args, kwargs), dtype)
-        output = self.module(*args, **kwargs)
+        passed = (args, kwargs) if dtype is None else cast_floats((args, kwargs), dtype)
+        copies = Copies((args, kwargs), passed)
+        output = self.module(*passed[0], **passed[1])
+        copies.hand_back()
         return output if output_dtype is None else cast_floats(output, output_dtype)

@@ -110,6 +110,60 @@ class Losing(Net):
         return scores if labels is None else {"loss": nn.functional.cross_entropy(scores, labels)}
 
 
+class Noting(Block):
+    """A block that appends an auxiliary loss to a list."""
+
+    def forward(self, x: Tensor, notes: list[Tensor]) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        notes.append(x.square().mean())
+        return x
+
+
+class Hidden:
+    """A loss in an object that is neither a tuple, nor a list, nor a dict."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+class Collecting(Net):
+    """A network whose losses leave it in several ways: in a list that it is given, an attribute, or an object."""
+
+    loss: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Noting() for _ in range(2))
+
+    def forward(self, x: Tensor, notes: list[Tensor], labels: Tensor, way: str) -> Any:  # type: ignore[override]
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, notes)
+        loss = nn.functional.cross_entropy(self.head(x), labels)
+        if way == "list":
+            notes.append(loss)
+        elif way == "attribute":
+            self.loss = loss
+        elif way == "object":
+            return Hidden(loss)
+        return loss if way == "output" else None
+
+
+class Flat(Net):
+    """A network without a list of blocks, whose loss leaves it as an attribute or in an object."""
+
+    loss: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Any = nn.Sequential(*self.layers)
+
+    def forward(self, x: Tensor, labels: Tensor, way: str) -> Any:  # type: ignore[override]
+        loss = nn.functional.cross_entropy(super().forward(x), labels)
+        self.loss = loss if way == "attribute" else None
+        return Hidden(loss) if way == "object" else None
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -125,6 +179,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropping": Dropping,
     "normalized": Normalized,
     "losing": Losing,
+    "collecting": Collecting,
+    "flat": Flat,
     "gpt2": gpt2,
 }
 

@@ -16,6 +16,7 @@ Table = dict[str, dict[str, Cell]]  # by plan and habit
 TABLE = Path(__file__).parent / "table.json"
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
 _LONGEST = 240
+_MORE = " ..."  # of words that were made short
 
 HEAD = """# Habits
 
@@ -86,8 +87,10 @@ def _said(cells: Mapping[str, Cell]) -> Iterator[str]:
 
 def short(words: str) -> str:
     """As much as a reader needs to know a refusal again; what to do is said in the rest."""
+    if words.endswith(_MORE):
+        return words
     words = words.split("; ")[0].split(". ")[0].rstrip(".")
-    return words if len(words) <= _LONGEST else words[:_LONGEST].rsplit(" ", 1)[0] + " ..."
+    return words if len(words) <= _LONGEST else words[:_LONGEST].rsplit(" ", 1)[0] + _MORE
 
 
 def _escaped(text: str) -> str:

@@ -23,8 +23,8 @@ from colossalai.booster.plugin.dp import DPPluginBase, check_backend, host_group
 from colossalai.booster.plugin.fsdp_lockstep import Lockstep, compare_ranks
 from colossalai.booster.plugin.fsdp_model import TorchFSDPModel, TorchFSDPOptimizer
 from colossalai.booster.plugin.fsdp_options import check_ignored, check_process_group, translate
+from colossalai.booster.plugin.fsdp_outputs import see_outputs
 from colossalai.booster.plugin.fsdp_units import Policy, check_policy, find_units
-from colossalai.booster.plugin.fsdp_views import see_views
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
@@ -192,7 +192,7 @@ class TorchFSDPPlugin(DPPluginBase):
                 ignored_params=ignored or None,
             )
             cut.set_force_sum_reduction_for_comms(only_sums)
-            see_views(unit)
+            see_outputs(unit)
 
     def _compare_ranks(
         self, module: nn.Module, roots: Sequence[nn.Module], units: Sequence[nn.Module], mesh: DeviceMesh

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -105,12 +105,19 @@ def _post_backward(
     """FSDP2's ``post_backward`` of a unit, which reduces the gradients that this rank has."""
     group: Any = owner()
     if group.reduce_grads:
-        have = [n for n, p in zip(parameters, group.fsdp_params, strict=True) if _has_gradient(p)]
+        have = [n for n, p in zip(parameters, group.fsdp_params, strict=True) if has_gradient(p)]
         lockstep.say(f"reduces gradients of {name}", *have)
     type(group).post_backward(group, *args)
 
 
-def _has_gradient(param: Any) -> bool:
+def fsdp_params(unit: Any) -> Iterator[Any]:
+    """What FSDP2 knows of each parameter of ``unit``."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        yield from group.fsdp_params
+
+
+def has_gradient(param: Any) -> bool:
+    """Whether a backward pass has left a gradient of the whole parameter, which is not reduced yet."""
     if not hasattr(param, "_unsharded_param"):
         return False
     return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colossalai.booster.plugin.fsdp_lockstep import Lockstep
+from colossalai.booster.plugin.fsdp_lockstep import Lockstep, fsdp_params, has_gradient
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.interface.nest import tensors
@@ -112,10 +112,20 @@ class TorchFSDPModel(ModelWrapper):
                     " before boost"
                 )
 
-    def compare_ranks(self) -> None:
-        """Raise if ranks have done different things since their forward pass."""
+    def compare_ranks(self, what: str) -> None:
+        """Raise if ranks have done different things since their forward pass, or do not all do ``what`` now."""
         if self._lockstep is not None:
+            self._lockstep.say(what)
             self._lockstep.compare()
+
+    def check_reduced(self) -> None:
+        """Refuse gradients that a backward pass has left whole, as each rank has computed them."""
+        if any(has_gradient(p) for unit in self._units for p in fsdp_params(unit)):
+            raise RuntimeError(
+                "a backward pass has computed gradients that TorchFSDPPlugin has not reduced over the ranks: FSDP2 learns of a backward"
+                " pass by the tensors that model(...) returns, in tuples, lists, dicts and dataclasses, and this loss came"
+                " otherwise (an attribute, an object of another class, a closure). Return the loss, or the tensors it is made of"
+            )
 
     def holds(self, p: Tensor) -> bool:
         """Whether ``p`` is a parameter that the model had at boost."""
@@ -217,12 +227,14 @@ class TorchFSDPOptimizer(OptimizerWrapper):
             raise
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._model.gradients_are_local:
+            self._model.check_reduced()
         self._model.reshard()  # what is gathered would not change with the parts
         self._model.check_parameters()
         self._check_groups()
         if self._model.gradients_are_local:
             raise local_gradients()
-        self._model.compare_ranks()
+        self._model.compare_ranks("updates its weights")
         return self.optim.step(*args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

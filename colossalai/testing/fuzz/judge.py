@@ -63,7 +63,7 @@ class Reference:
     """What the serial model logged, and its states at the saves."""
 
     log: Log = field(default_factory=list)
-    snaps: dict[str, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
+    snaps: dict[str, tuple[dict[str, Any], dict[Any, Any]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Noise:
             return 0.0
         return _norm_between(self.coarse.snaps[snap][0][key], self.exact.snaps[snap][0][key])
 
-    def of_state(self, snap: str, number: int, key: str) -> float:
+    def of_state(self, snap: str, number: Any, key: str) -> float:
         """The norm of what half precision changes of a state of the optimizer."""
         if self.coarse is None:
             return 0.0

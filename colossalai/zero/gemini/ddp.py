@@ -20,6 +20,7 @@ from colossalai.amp.casting import cast_floats
 from colossalai.checkpoint_io.ranks import FromFirst
 from colossalai.checkpoint_io.ranks import Ranks as JobRanks
 from colossalai.interface import ModelWrapper
+from colossalai.interface.arguments import Copies
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh
 from colossalai.utils.away import away
@@ -109,16 +110,17 @@ class ZeroDDP(ModelWrapper):
             self.gemini_manager.pre_iter()
         if self.gemini_manager.strict and not self._hooks.in_backward:
             self.gemini_manager.bring_all()
-        args, kwargs = cast_floats((args, kwargs), self.dtype)
+        passed = cast_floats((args, kwargs), self.dtype)
+        copies = Copies((args, kwargs), passed)
         asked = self.gemini_manager.agreement.asked
         try:
-            output = self.module(*args, **kwargs)
+            output = self.module(*passed[0], **passed[1])
             if not self._hooks.in_backward:
                 self.gemini_manager.end_forward(asked, torch.is_grad_enabled())
         except BaseException:
             self._hooks.reset()
             raise
-        self._hooks.watch(output)
+        self._hooks.watch((output, copies.hand_back()))
         if not torch.is_grad_enabled() and self.scatter_after_inference and not self._hooks.in_backward:
             self.gemini_manager.drop_all()
         return cast_floats(output, torch.float32) if self.force_outputs_fp32 else output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -357,6 +358,63 @@ def exception_in_backward(s: Script) -> None:
 
 def _raise(*_: Any) -> None:
     raise RuntimeError("skip this batch")
+
+
+def _train_collecting(s: Script, way: str, loss: Callable[[Any, list[Tensor]], Any]) -> None:
+    s.by_hand()
+    for _ in range(3):
+        s.optimizer.zero_grad()
+        x, y = s.batch()
+        notes: list[Tensor] = []
+        result = s.model(x, *([notes] if s.habit.model == "collecting" else []), y, way)
+        found = loss(result, notes)
+        s.mean("loss", found)
+        s.backward(found)
+        s.step()
+
+
+@habit(THEME, "modules append auxiliary losses to a list that the script has given", model="collecting")
+def auxiliary_losses(s: Script) -> None:
+    _train_collecting(s, "output", lambda output, notes: output + 0.1 * torch.stack(notes).sum())
+
+
+@habit(
+    THEME,
+    "the model appends its loss to a list that the script has given, and returns None",
+    model="collecting",
+)
+def loss_in_a_list(s: Script) -> None:
+    _train_collecting(s, "list", lambda output, notes: notes[-1] + 0.1 * notes[0])
+
+
+@habit(THEME, "the model keeps its loss as an attribute, and returns None", model="collecting")
+def loss_as_attribute(s: Script) -> None:
+    _train_collecting(s, "attribute", lambda output, notes: s.unwrap().loss)
+
+
+@habit(THEME, "the model returns its loss in an object of the script's own class", model="collecting")
+def loss_in_an_object(s: Script) -> None:
+    _train_collecting(s, "object", lambda output, notes: output.loss)
+
+
+@habit(
+    THEME,
+    "a model without blocks keeps its loss as an attribute, and returns None",
+    model="flat",
+    instead="return the loss",
+)
+def flat_loss_as_attribute(s: Script) -> None:
+    _train_collecting(s, "attribute", lambda output, notes: s.unwrap().loss)
+
+
+@habit(
+    THEME,
+    "a model without blocks returns its loss in an object of the script's own class",
+    model="flat",
+    instead="return a tensor, or a dataclass",
+)
+def flat_loss_in_an_object(s: Script) -> None:
+    _train_collecting(s, "object", lambda output, notes: output.loss)
 
 
 @habit(

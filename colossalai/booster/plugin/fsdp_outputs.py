@@ -1,0 +1,57 @@
+"""Outputs of a unit that FSDP2 does not see: views that are changed in place, and what the unit writes into its arguments.
+
+FSDP2 gathers the weights of a unit again when the gradient of its output is known, by a hook that an operation in place on a
+view loses.  Then the backward pass finds weights that are not there, and torch warns that it may be wrong.  So the same moment
+is also seen where the memory of the view was made; see [Note: outputs that change] in ``mesh.backward``.  FSDP2 also gives a
+unit copies of the lists and dicts among its arguments; what the unit writes into them goes back to the caller, as outputs do.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.interface.arguments import Copies
+from colossalai.interface.nest import tensors
+from colossalai.mesh.backward import Once, before_backward
+
+
+def see_outputs(unit: nn.Module) -> None:
+    """Let ``unit``, which ``fully_shard`` was applied to, gather its weights for all its outputs."""
+    calls = _Calls()
+    unit.register_forward_pre_hook(calls.given, prepend=True, with_kwargs=True)
+    unit.register_forward_pre_hook(calls.passed, with_kwargs=True)  # after the hook of FSDP2
+    unit.register_forward_hook(calls.returned, prepend=True, always_call=True)
+
+
+class _Calls:
+    """The calls of one unit that are under way, the last one last."""
+
+    def __init__(self) -> None:
+        self._open: list[Any] = []
+
+    def given(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._open.append((args, kwargs))
+
+    def passed(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._open[-1] = Copies(self._open[-1], (args, kwargs))
+
+    def returned(self, unit: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        copies = self._open.pop()
+        written = copies.hand_back() if isinstance(copies, Copies) else []  # else FSDP2 has raised
+        if torch.is_grad_enabled():
+            views = [t for t in tensors(output) if t.requires_grad and t._base is not None]
+            found = [*views, *(t for t in written if t.requires_grad)]
+            before_backward(found, Once(partial(_gather, unit)))
+
+
+def _gather(unit: Any) -> None:
+    """Do what torch's own hook does."""
+    unit._get_fsdp_state()._pre_backward(None)
