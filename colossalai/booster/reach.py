@@ -7,10 +7,9 @@ from torch.optim import Optimizer
 from colossalai.booster.plugin import Plugin, TorchFSDPPlugin
 from colossalai.interface import OptimizerWrapper
 from colossalai.mesh import placement
+from colossalai.zero.pieces import is_elementwise, or_say_so
 
-# Of torch's own; by their names, since older versions do not have all of them.
-OF_WHOLE_MODELS = ("LBFGS",)  # takes products of all gradients
-OF_WHOLE_MATRICES = ("Adafactor", "Muon")  # take means of rows and columns, or orthogonalize
+OF_WHOLE_MODELS = ("LBFGS",)  # of torch's own: takes products of all gradients
 
 
 def reach_problem(optimizer: Optimizer, kind: type[Plugin] | None, shares_model: bool) -> str | None:
@@ -25,10 +24,10 @@ def reach_problem(optimizer: Optimizer, kind: type[Plugin] | None, shares_model:
     problem = None
     if name in OF_WHOLE_MODELS and (shares_model or (kind is not None and issubclass(kind, TorchFSDPPlugin))):
         problem = "looks at the gradients of the whole model at once, of which each rank holds a part"
-    elif name in OF_WHOLE_MATRICES:
+    elif not is_elementwise(raw):  # Adafactor, Muon, LAMB, or what a script has written itself
         cut = [p for group in raw.param_groups for p in group["params"] if placement(p).sharded]
         if cut:
-            problem = f"looks at whole matrices, but tensor parallelism has cut some (here is a piece of shape {tuple(cut[0].shape)})"
+            problem = f"may look at whole matrices, but tensor parallelism has cut some (here is a piece of shape {tuple(cut[0].shape)})"
     if problem is None:
         return None
-    return f"{type(raw).__name__} {problem}; use an optimizer that works element by element, such as AdamW"
+    return f"{type(raw).__name__} {problem}; use an optimizer that works element by element, such as AdamW{or_say_so(raw)}"

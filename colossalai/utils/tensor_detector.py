@@ -11,6 +11,8 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from colossalai.mesh.parameter import own_grad
+
 MB = 1024 * 1024
 
 
@@ -78,7 +80,7 @@ class TensorDetector:
         found: dict[int, _Seen] = {}
         # type(), because isinstance() asks strange objects for their __class__
         for thing in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]:
-            for tensor, suffix in ((thing, ""), (thing.grad if thing.is_leaf else None, ".grad")):
+            for tensor, suffix in ((thing, ""), (own_grad(thing) if thing.is_leaf else None, ".grad")):
                 if tensor is not None and self._counts(tensor):
                     name = names.get(id(thing), type(thing).__name__) + suffix
                     found.setdefault(id(tensor), _describe(tensor, name))

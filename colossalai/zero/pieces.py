@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from colossalai.interface import Holding
 from colossalai.mesh import Layout, full_shape, place, placement
-from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils import copy_tensor_parallel_attributes
 from colossalai.utils.optimizer_state import SERIAL_SHAPE
 
@@ -103,11 +102,22 @@ def balanced_owners(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether a slice of a parameter can be stepped without the rest; an optimizer that nobody knows is given whole ones."""
-    if isinstance(optimizer, MultiTensorOptimizer):
-        return optimizer.elementwise
+    """Whether a slice of a parameter can be stepped without the rest, as far as we know.
+
+    An optimizer of a script's own says so by ``elementwise = True`` in its class; otherwise it is given whole parameters.
+    """
     kind = type(optimizer)
+    if (told := getattr(kind, "elementwise", None)) is not None:
+        return bool(told)
     return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+
+
+def or_say_so(optimizer: Optimizer) -> str:
+    """The end of a refusal of ``optimizer``: what a script can do whose own optimizer is refused without need."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim") or hasattr(kind, "elementwise"):
+        return ""
+    return f"; if {kind.__name__} does, say so by elementwise = True in its class"
 
 
 def whole_parameters_problem(optimizer: Any, ranks: int) -> str | None:
@@ -116,7 +126,7 @@ def whole_parameters_problem(optimizer: Any, ranks: int) -> str | None:
         return None
     return (
         f"{type(optimizer).__name__} needs whole parameters, but Gemini cuts chunks evenly over {ranks} ranks; use an optimizer that"
-        " works element by element, such as HybridAdam"
+        f" works element by element, such as HybridAdam{or_say_so(optimizer)}"
     )
 
 

@@ -62,17 +62,30 @@ def test_replicas_are_the_data_parallel_ranks(tmp_path: Path) -> None:
     spawn(_train, 4, folder=str(tmp_path))
 
 
+class Centered(torch.optim.SGD):
+    """An optimizer of a script's own, of which nothing is known."""
+
+
+class Declared(torch.optim.SGD):
+    """One that says what it is."""
+
+    elementwise = True
+
+
 def _refuse_far_sighted(rank: int, world_size: int, port: int) -> None:
     config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
     colossalai.launch(config, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
     cases = {
         "LBFGS": "LBFGS looks at the gradients of the whole model",
-        "Adafactor": "Adafactor looks at whole matrices",
+        "Adafactor": "Adafactor may look at whole matrices, .* such as AdamW$",
+        "Centered": "Centered may look at whole matrices, .* say so by elementwise = True in its class",
     }
     for name, words in cases.items():
         model = _model()
+        kind = Centered if name == "Centered" else getattr(torch.optim, name)
         with pytest.raises(ValueError, match=words):
-            Booster(device="cpu").boost(model, getattr(torch.optim, name)(model.parameters(), lr=0.1))
+            Booster(device="cpu").boost(model, kind(model.parameters(), lr=0.1))
+    Booster(device="cpu").boost(model := _model(), Declared(model.parameters(), lr=0.1))
     plain = nn.Linear(4, 4)
     Booster(device="cpu").boost(plain, torch.optim.Adafactor(plain.parameters(), lr=0.1))
 

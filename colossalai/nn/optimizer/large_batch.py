@@ -12,9 +12,11 @@ from torch import Tensor
 from colossalai.kernel import private
 from colossalai.kernel.lamb import LambLists, LambOptions, lamb_
 from colossalai.kernel.lars import LarsLists, LarsOptions, lars_
+from colossalai.mesh import grad_norm
 from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_rates
 from colossalai.nn.optimizer.moments import INF, MomentsOptimizer
 from colossalai.registry import OPTIMIZERS
+from colossalai.utils.parallel import launched_mesh
 
 
 class _Lamb(MomentsOptimizer):
@@ -60,7 +62,8 @@ class FusedLAMB(_Lamb):
     the first moment with the factor 1 - beta1, otherwise 1.  Groups without weight decay have one learning rate for all
     tensors unless ``use_nvlamb``.
 
-    Where this rank steps only some of the parameters, ``known_norm`` is set to the norm of all gradients before each step.
+    The norm is that of the gradients of all stages of a pipeline, so all ranks step together.  Where this rank steps only some of
+    the parameters of its model, ``known_norm`` is set to the norm of all gradients before each step.
     """
 
     known_norm: Tensor | None = None
@@ -108,7 +111,12 @@ class FusedLAMB(_Lamb):
     def prepare(self, buckets: list[Bucket]) -> None:
         super().prepare(buckets)
         limit, norm = self.defaults["max_grad_norm"], self.known_norm  # one for all groups
-        if not buckets or limit == 0:
+        if limit == 0:
+            return
+        mesh = launched_mesh()
+        if norm is None and mesh is not None and mesh.size.get("pp", 1) > 1:  # the other stages have the rest
+            norm = grad_norm((p for group in self.param_groups for p in group["params"]), mesh)
+        if not buckets:
             return
         if norm is None:
             norms = [norm for b in buckets for norm in private.norm(b.grads, 2, b.weights[0].dtype)]

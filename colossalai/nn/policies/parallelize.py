@@ -212,6 +212,7 @@ def _try(model: nn.Module, matches: list[Match], world: World) -> set[int]:
     """Apply the rules to empty twins; returns the ids of the parameters that will be cut."""
     trial = World(world.tp, world.mesh, world.whole_scores)
     cut: set[int] = set()
+    layouts: dict[int, tuple[str, Any]] = {}  # of shared parameters, with the first name
     for name, module, rule in matches:
         try:
             piece = rule.cut(_twin(module), trial)
@@ -221,6 +222,16 @@ def _try(model: nn.Module, matches: list[Match], world: World) -> set[int]:
             ) from error
         after = piece._parameters
         cut |= {id(p) for n, p in module._parameters.items() if p is not None and _is_cut(after.get(n))}
+        for n, p in module._parameters.items():
+            if id(p) not in world.shared or isinstance(rule, Head) or after.get(n) is None:
+                continue  # a head lies as the table that it is tied to
+            own = f"{name}.{n}", placement(after[n])  # type: ignore[arg-type]
+            first = layouts.setdefault(id(p), own)
+            if first[1] != own[1]:
+                raise ValueError(
+                    f"{type(model).__name__}: {first[0]} and {own[0]} are one parameter, which the policy would cut in two ways ({first[1]}"
+                    f" and {own[1]}); untie them, or give both the same rule"
+                )
     return cut
 
 
@@ -284,7 +295,9 @@ def _replace(model: nn.Module, matches: list[Match], world: World) -> None:
     )  # the last is first: a tied head takes the table's piece
     while matches:
         _, module, rule = matches.pop()
+        native = dict(module._parameters)
         new = rule.cut(module, world)
+        world.tie(new, native)
         for parent, name in parents[id(module)] if new is not module else []:
             setattr(parent, name, new)
 

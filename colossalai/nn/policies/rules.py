@@ -7,7 +7,7 @@ are; every rank does the same there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -50,10 +50,10 @@ class World:
         """Whether ranks hold different rows or features of the residual stream."""
         return bool(self.tp.hidden.sharded)
 
-    def tie(self, layer: nn.Module, native: nn.Module) -> None:
-        """Where ``native`` shares a parameter with another module, ``layer`` shares its piece."""
-        for name, param in native.named_parameters(recurse=False):
-            if isinstance(piece := getattr(layer, name, None), nn.Parameter):
+    def tie(self, layer: nn.Module, native: Mapping[str, nn.Parameter | None]) -> None:
+        """Where the module that ``layer`` replaces shared one of its parameters ``native`` with another, ``layer`` shares its piece."""
+        for name, param in native.items():
+            if param is not None and isinstance(piece := getattr(layer, name, None), nn.Parameter):
                 setattr(layer, name, self.one(param, piece))
 
     def one(self, param: nn.Parameter, piece: nn.Parameter) -> nn.Parameter:
@@ -114,9 +114,7 @@ class Table:
             raise ValueError(
                 f"a {type(module).__name__} may do more than look entries up; Table() is for nn.Embedding itself"
             )
-        layer = Embedding.from_native(module, tp=world.tp, mesh=world.mesh, vocab_parallel=True)
-        world.tie(layer, module)
-        return layer
+        return Embedding.from_native(module, tp=world.tp, mesh=world.mesh, vocab_parallel=True)
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,6 @@ class Head:
             vocab_parallel=self.vocabulary,
             gather_output=whole and self.vocabulary,
         )
-        world.tie(layer, module)
         return adapt(layer, WholeRows) if whole and world.stream_is_cut else layer
 
 

@@ -15,7 +15,14 @@ from colossalai.nn.optimizer.base import is_cut
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.ddp import ZeroDDP
-from colossalai.zero.pieces import FlatLayout, Piece, is_elementwise, piece_of, whole_parameters_problem
+from colossalai.zero.pieces import (
+    FlatLayout,
+    Piece,
+    is_elementwise,
+    or_say_so,
+    piece_of,
+    whole_parameters_problem,
+)
 from colossalai.zero.sharded import needs_masters
 
 Places = dict[Piece, tuple[Chunk, Slot]]
@@ -75,7 +82,7 @@ def check_params(optim: Any, module: ZeroDDP) -> None:
     if cut is not None and not is_elementwise(optim):
         raise ValueError(
             f"{type(optim).__name__} needs whole parameters, but one of shape {tuple(full_shape(cut))} is cut over ranks by tensor"
-            " parallelism; use an optimizer that works element by element, such as HybridAdam"
+            f" parallelism; use an optimizer that works element by element, such as HybridAdam{or_say_so(optim)}"
         )
     clips = isinstance(optim, FusedLAMB) and optim.defaults["max_grad_norm"]
     if clips and not module.gemini_manager.policy.rests_on_compute:

@@ -292,25 +292,34 @@ def test_every_rank_draws_its_own_where_the_stream_is_cut() -> None:
 
 
 class Block(nn.Module):
-    """A model that is not of Hugging Face."""
+    """A model that is not of Hugging Face, maybe with layers that share their weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool) -> None:
         super().__init__()
         self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 3)
+        self.up2, self.down2 = nn.Linear(8, 16), nn.Linear(16, 8)
+        if tied:
+            self.up2.weight, self.down2.weight, self.down2.bias = (
+                self.up.weight,
+                self.down.weight,
+                self.down.bias,
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.down(self.up(x).relu()))
+        x = x + self.down(self.up(x).relu())
+        return self.head(self.down2(self.up2(x).relu()))
 
 
-def check_own_policy(rank: int, world_size: int, port: int) -> None:
+def check_own_policy(rank: int, world_size: int, port: int, tied: bool) -> None:
     from colossalai.nn.policies import Cut, Policy
 
     launch({"size": 2, "mode": "1d"})
-    policy = Policy(("block",), {"up": Cut("expand"), "down": Cut("contract")})
+    up, down = Cut("expand"), Cut("contract")
+    policy = Policy(("block",), {"up": up, "up2": up, "down": down, "down2": down})
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return Block()
+        return Block(tied)
 
     problem = Problem(
         build=build,
@@ -326,8 +335,24 @@ def _own(problem: Problem, policy: Any) -> PlacedRun:
     return PlacedRun(problem, model, gpc.mesh, problem.loss)
 
 
-def test_a_policy_of_ones_own() -> None:
-    spawn(check_own_policy, 2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_policy_of_ones_own(tied: bool) -> None:
+    spawn(check_own_policy, 2, tied=tied)
+
+
+def check_two_ways(rank: int, world_size: int, port: int) -> None:
+    from colossalai.nn.policies import Cut, Policy
+
+    launch({"size": 2, "mode": "1d"})
+    model = nn.ModuleDict({"up": nn.Linear(8, 8, bias=False), "down": nn.Linear(8, 8, bias=False)})
+    model["down"].weight = model["up"].weight
+    policy = Policy(("square",), {"up": Cut("expand"), "down": Cut("contract")})
+    with pytest.raises(ValueError, match=r"up.weight and down.weight are one parameter, .* cut in two ways"):
+        colossalai.nn.parallelize(model, policy=policy)
+
+
+def test_one_weight_is_not_cut_in_two_ways() -> None:
+    spawn(check_two_ways, 2)
 
 
 # ---- on a GPU ----
