@@ -9,7 +9,9 @@ from colossalai.interface import OptimizerWrapper
 from colossalai.mesh import placement
 from colossalai.zero.pieces import is_elementwise, or_say_so
 
-OF_WHOLE_MODELS = ("LBFGS",)  # of torch's own: takes products of all gradients
+# Of torch's own.
+OF_WHOLE_MODELS = ("LBFGS",)  # takes products of all gradients
+OF_PLAIN_TENSORS = ("Rprop",)
 
 
 def reach_problem(optimizer: Optimizer, kind: type[Plugin] | None, shares_model: bool) -> str | None:
@@ -24,6 +26,10 @@ def reach_problem(optimizer: Optimizer, kind: type[Plugin] | None, shares_model:
     problem = None
     if name in OF_WHOLE_MODELS and (shares_model or (kind is not None and issubclass(kind, TorchFSDPPlugin))):
         problem = "looks at the gradients of the whole model at once, of which each rank holds a part"
+    elif name in OF_PLAIN_TENSORS and kind is not None and issubclass(kind, TorchFSDPPlugin):
+        problem = (
+            "writes to elements that it chooses, which torch cannot do with the DTensors of TorchFSDPPlugin"
+        )
     elif not is_elementwise(raw):  # Adafactor, Muon, LAMB, or what a script has written itself
         cut = [p for group in raw.param_groups for p in group["params"] if placement(p).sharded]
         if cut:

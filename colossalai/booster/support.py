@@ -24,6 +24,7 @@ from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper, user_module
 from colossalai.interface.strangers import strangers
 from colossalai.mesh.norm import DATA
+from colossalai.mesh.parameter import overlapping
 from colossalai.pipeline.chunks import count_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import split_problem
@@ -180,6 +181,19 @@ def _whole_parameters(wanted: Wanted) -> str | None:
     return whole_parameters_problem(raw, plan.replicas)
 
 
+def _overlapping(wanted: Wanted) -> str | None:
+    plan = wanted.plan
+    moving = TorchFSDPPlugin | LowLevelZeroPlugin | GeminiPlugin
+    if plan is None or not issubclass(plan.kind, moving):
+        return None
+    if (found := overlapping(user_module(wanted.model).named_parameters())) is None:
+        return None
+    return (
+        f"the parameters {found[0]} and {found[1]} lie in the same memory, and {plan.kind.__name__} would give each its own, so that"
+        " they train apart; use one parameter, and a part of it in the forward, or TorchDDPPlugin"
+    )
+
+
 def _reach(wanted: Wanted) -> str | None:
     if wanted.optimizer is None:
         return None
@@ -212,6 +226,7 @@ CHECKS: tuple[Callable[[Wanted], str | None], ...] = (
     _strangers,
     _nothing_to_train,
     _renormalizing,
+    _overlapping,
     _whole_parameters,
     _reach,
 )

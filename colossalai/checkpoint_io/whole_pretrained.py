@@ -8,13 +8,14 @@ then every rank must call it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from colossalai.checkpoint_io.entries import is_dtensor
 from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
+from colossalai.checkpoint_io.model_state import ModelState
 from colossalai.interface import ModelWrapper
 from colossalai.nn.policies.adapt import native_class
 from colossalai.nn.policies.stage import Stage
@@ -23,7 +24,7 @@ from colossalai.nn.policies.stage import Stage
 def save_pretrained(model: ModelWrapper, save_directory: Any, **options: Any) -> None:
     """Write the whole of a boosted ``model`` by its own ``save_pretrained``, with its ``options``.
 
-    With a ``state_dict`` among them, the first rank writes that.
+    With a ``state_dict`` among them, the first rank writes that, if all of the model is in it.
     """
     user = model.unwrap()
     if not is_spread(model):
@@ -31,10 +32,37 @@ def save_pretrained(model: ModelWrapper, save_directory: Any, **options: Any) ->
         return
     options.pop("is_main_process", None)  # the one that writes has all of it
     if "state_dict" in options:
-        io = GatheredCheckpointIO()
-        io.run_write(lambda: _write(user, save_directory, options.pop("state_dict"), options))
+        io, state = GatheredCheckpointIO(), options.pop("state_dict")
+        wanted = io.ranks.gather(
+            [(*entry.aliases, entry.name, entry.shape) for entry in ModelState(model, "").entries()]
+        )
+
+        def write() -> None:
+            _check_whole(state, [weight for weights in wanted for weight in weights])
+            _write(user, save_directory, state, options)
+
+        io.run_write(write)
         return
     _Whole().save(model, lambda state: _write(user, save_directory, state, options))
+
+
+def _check_whole(state: Mapping[str, Any], wanted: Iterable[tuple[Any, ...]]) -> None:
+    """Refuse a state that lacks a weight of the model; each of ``wanted`` has its names, and its shape in the serial model."""
+    lost = {
+        names[-1].removeprefix("/"): None
+        for *names, shape in wanted
+        if not any(_is_whole(state.get(name.removeprefix("/")), shape) for name in names)
+    }
+    if lost:
+        raise ValueError(
+            f"save_pretrained(..., state_dict=...): {len(lost)} weights of the model are not in the state_dict of the first rank, or"
+            f" only pieces of them (the first: {next(iter(lost))}). Leave out state_dict, and the whole model is written; another dtype is given"
+            " when it is loaded (from_pretrained(..., dtype=...))"
+        )
+
+
+def _is_whole(value: Any, shape: tuple[int, ...]) -> bool:
+    return value is not None and tuple(value.shape) == tuple(shape) and not is_dtensor(value)
 
 
 def push_to_hub(model: ModelWrapper, *args: Any, **options: Any) -> Any:

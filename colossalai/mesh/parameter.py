@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -99,3 +100,17 @@ def use(param: Tensor, rows: Iterable[str], mesh: Mesh) -> Tensor:
 @lru_cache(maxsize=1024)
 def _spread(layout: Layout, axes: frozenset[str]) -> Layout:
     return replace(layout, spread=axes)
+
+
+def overlapping(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
+    """The names of two parameters that lie in the same memory without being one, so that a change of one changes the other."""
+    spans = sorted(
+        (str(p.device), p.data_ptr(), p.numel() * p.element_size(), name)
+        for name, p in named
+        if p.layout is torch.strided and not p.is_meta and not hasattr(p, "to_local")
+        if p.numel() and p.is_contiguous()
+    )
+    for (device, start, size, name), (other_device, other_start, _, other) in pairwise(spans):
+        if device == other_device and other_start < start + size:
+            return name, other
+    return None

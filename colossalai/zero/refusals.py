@@ -21,10 +21,15 @@ from colossalai.zero.pieces import Piece
 
 
 class StatesOfPieces(MutableMapping[Tensor, Any]):
-    """The states of an optimizer, by its pieces; asked for the state of a weight of the model, it says where to look."""
+    """The states of an optimizer, by its pieces; asked for the state of a weight of the model, it says where to look.
 
-    def __init__(self, states: MutableMapping[Tensor, Any], pieces: list[Piece]) -> None:
+    Args:
+        written: whether what is written to it counts.
+    """
+
+    def __init__(self, states: MutableMapping[Tensor, Any], pieces: list[Piece], *, written: bool) -> None:
         self._states, self._weights = states, {id(piece.param) for piece in pieces}
+        self._written = written
 
     def _checked(self, key: Any) -> Any:
         if id(key) in self._weights and key not in self._states:
@@ -38,10 +43,16 @@ class StatesOfPieces(MutableMapping[Tensor, Any]):
         return self._states[self._checked(key)]
 
     def __setitem__(self, key: Tensor, value: Any) -> None:
+        self._check_written()
         self._states[self._checked(key)] = value
 
     def __delitem__(self, key: Tensor) -> None:
+        self._check_written()
         del self._states[self._checked(key)]
+
+    def _check_written(self) -> None:
+        if not self._written:
+            raise states_rest_elsewhere()
 
     def __contains__(self, key: object) -> bool:
         return self._checked(key) in self._states
@@ -53,9 +64,18 @@ class StatesOfPieces(MutableMapping[Tensor, Any]):
         return len(self._states)
 
 
+def states_rest_elsewhere() -> RuntimeError:
+    return RuntimeError(
+        "optimizer.state was written to, but under Gemini states rest with the chunks of their weights, where this does not reach them;"
+        " optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}}) on every rank forgets all of them, and with other"
+        " states in it changes them"
+    )
+
+
 class OptimizerOfPieces(ScaledOptimizer):
     """An optimizer whose groups hold pieces, and that refuses what would pass them by."""
 
+    takes_written_states = True  # what is written to ``state`` is where steps look for it
     pieces: list[Piece]
     kept: KeptGradients
     piece_gradients: PieceGradients
@@ -101,10 +121,12 @@ class OptimizerOfPieces(ScaledOptimizer):
 
     @property
     def state(self) -> Any:
-        return StatesOfPieces(self.optim.state, self.pieces)
+        return StatesOfPieces(self.optim.state, self.pieces, written=self.takes_written_states)
 
     @state.setter
     def state(self, value: Any) -> None:
+        if not self.takes_written_states:
+            raise states_rest_elsewhere()
         self.optim.state = value
 
     @property

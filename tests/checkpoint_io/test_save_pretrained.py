@@ -96,6 +96,14 @@ def check_plugins(rank: int, world_size: int, port: int, folder: Path) -> None:
                     wrong(folder / "wrong")
         dist.barrier()
         compare(folder / name, expected, name)
+        if name == "gemini cpu":
+            model.save_pretrained(folder / "given", state_dict=model.state_dict())  # type: ignore[operator]
+            compare(folder / "given", expected, "a state_dict")
+        if name == "fsdp":
+            with pytest.raises(
+                (ValueError, RuntimeError), match=r"28 weights .* only pieces of them.*Leave out state_dict"
+            ):
+                model.save_pretrained(folder / "given", state_dict=model.state_dict())  # type: ignore[operator]
         if name in ("fsdp", "gemini cpu"):
             model.save_pretrained(folder / f"{name} main", is_main_process=rank == 0)  # type: ignore[operator]
             compare(folder / f"{name} main", expected, f"{name}, is_main_process")
@@ -124,6 +132,11 @@ def check_stages(rank: int, world_size: int, port: int, folder: Path) -> None:
         save_pretrained(model, folder / name)
         dist.barrier()
         compare(folder / name, expected, name)
+        if name == "ddp":  # of which each rank has its stage alone
+            with pytest.raises(
+                (ValueError, RuntimeError), match=r"weights of the model are not in the state_dict"
+            ):
+                model.save_pretrained(folder / "given", state_dict=model.state_dict())  # type: ignore[operator]
 
 
 def test_stages_of_a_boosted_model_are_written_as_one(tmp_path: Path) -> None:

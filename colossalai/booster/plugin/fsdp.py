@@ -143,6 +143,7 @@ class TorchFSDPPlugin(DPPluginBase):
         if raw is not None:
             _check_ignored(raw, ignored)
         units = find_units(module, self.auto_wrap_policy, ignored)
+        _check_dtypes(module, units, ignored)
         mesh = self._mesh(device.type)
         _make_alike(module, mesh, self.sync_module_states)
         before = dict(module.named_parameters())
@@ -282,6 +283,20 @@ def _check_dense(module: nn.Module) -> None:
             raise ValueError(
                 f"TorchFSDPPlugin takes dense gradients, but {name!r} is an {type(part).__name__} with sparse=True; build it with"
                 " sparse=False, or use TorchDDPPlugin"
+            )
+
+
+def _check_dtypes(module: nn.Module, units: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Refuse parameters of several dtypes in one unit, which is gathered as one; inner units come first."""
+    names = {p: name for name, p in module.named_parameters()}
+    seen = {p for p in names if p in ignored or p.ndim == 0}
+    for unit in (*units, module):
+        own = [p for p in unit.parameters() if p not in seen]
+        seen.update(own)
+        if other := next((p for p in own if p.dtype != own[0].dtype), None):
+            raise ValueError(
+                f"TorchFSDPPlugin gathers {names[own[0]]} ({own[0].dtype}) and {names[other]} ({other.dtype}) together, and FSDP2 needs"
+                " one dtype for that; cast one of them, or put them into different units by auto_wrap_policy"
             )
 
 

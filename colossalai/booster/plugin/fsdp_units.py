@@ -24,7 +24,7 @@ def find_units(model: nn.Module, policy: Policy | None, ignored: set[nn.Paramete
     """
     wanted = _blocks(model) if policy is None else _by_policy(model, policy, ignored)
     users: dict[nn.Parameter, int] = {}
-    for module in model.modules():
+    for _, module in model.named_modules(remove_duplicate=False):  # a module in two places is used in both
         for p in module._parameters.values():
             if p is not None:
                 users[p] = users.get(p, 0) + 1
@@ -46,7 +46,7 @@ def _torn(unit: nn.Module, users: dict[nn.Parameter, int]) -> str | None:
     """The first parameter that is also used outside of ``unit``."""
     inside: dict[nn.Parameter, int] = {}
     names: dict[nn.Parameter, str] = {}
-    for prefix, module in unit.named_modules():
+    for prefix, module in unit.named_modules(remove_duplicate=False):
         for name, p in module._parameters.items():
             if p is not None:
                 inside[p] = inside.get(p, 0) + 1

@@ -74,6 +74,7 @@ class GradientWatch:
         self._local: set[int] = set()
         self._covered: set[int] = set()
         self._task = self._begun_by = -1
+        self._last = -1, 0  # the backward pass in which a gradient came last, and of which parameter
         self._told = quiet
         self.no_sync_depth = 0
         for p in params:
@@ -153,6 +154,10 @@ class GradientWatch:
 
     def came(self, number: int) -> None:
         """A gradient is in ``.grad``."""
+        task, (before, last) = torch._C._current_graph_task_id(), self._last
+        if task == before and (p := self._params[last]()) is not None and p.grad is None:
+            raise used_up(p)
+        self._last = task, number
         self._came.add(number)
         if self._expected is Expected.AVERAGED and number in self._by_ddp:
             self._covered.add(number)
@@ -268,11 +273,15 @@ def _register(p: Tensor, hook: Callable[[Tensor], None]) -> None:
 def _came(watch: weakref.ref[GradientWatch], number: int, p: Tensor) -> None:
     if (alive := watch()) is not None:
         if p.grad is None:
-            raise RuntimeError(
-                f"a hook of a parameter of shape {tuple(p.shape)} has used up its gradient in the backward pass, before it was"
-                " averaged over the replicas, which would drift apart; step and clear gradients after the backward pass, not in it"
-            )
+            raise used_up(p)
         alive.came(number)
+
+
+def used_up(p: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"a hook of a parameter of shape {tuple(p.shape)} has used up its gradient in the backward pass, before it was averaged over"
+        " the replicas, which would drift apart; step and clear gradients after the backward pass, not in it"
+    )
 
 
 def _begins(watch: weakref.ref[GradientWatch], grad: Tensor) -> None:

@@ -289,6 +289,11 @@ class WholeOutputs(Adapted):
         """Write the whole model as transformers does; every rank must call it, and rank 0 writes."""
         mesh = self.cut_as[1]
         assert isinstance(self, nn.Module)
+        if "state_dict" in options:
+            raise ValueError(
+                "save_pretrained of a model that parallelize has cut writes the whole model, and takes no state_dict, of which a rank has"
+                " pieces; leave it out. Another dtype is given when it is loaded (from_pretrained(..., dtype=...))"
+            )
         state = whole_state_dict(self, mesh, keep=mesh.rank == 0)
         if mesh.rank == 0:
             super().save_pretrained(save_directory, state_dict=state, **options)  # type: ignore[misc]

@@ -70,6 +70,8 @@ class GeminiOptimizer(ShardedOptimizer):
             updates in the backward pass back.  0 lets all updates wait for the norm of all gradients.
     """
 
+    takes_written_states = False
+
     def __init__(
         self,
         optim: Optimizer,

@@ -251,3 +251,41 @@ def sparse_embedding(s: Script) -> None:
         s.mean("loss", loss)
         s.backward(loss)
         s.step()
+
+
+@habit(
+    THEME,
+    "`optimizer.state.clear()`, to begin anew with Adam's moments",
+    optimizer="adam",
+    instead="`optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}})`",
+)
+def clear_states(s: Script) -> None:
+    s.train(2)
+    s.optimizer.state.clear()
+    s.train(2)
+
+
+@habit(THEME, "`optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}})`", optimizer="adam")
+def load_no_states(s: Script) -> None:
+    s.train(2)
+    s.optimizer.load_state_dict({**s.optimizer.state_dict(), "state": {}})
+    s.train(2)
+
+
+@habit(
+    THEME,
+    "an optimizer for each parameter that steps in a hook (`register_post_accumulate_grad_hook`)",
+    instead="one optimizer, given to `boost`; Gemini's `update_in_backward` does this",
+)
+def step_in_hooks(s: Script) -> None:
+    s.by_hand()
+    own = {p: torch.optim.SGD([p], lr=0.1) for p in s.parameters()}
+
+    def hook(p: Any) -> None:
+        own[p].step()
+        own[p].zero_grad()
+
+    for p in own:
+        p.register_post_accumulate_grad_hook(hook)
+    for _ in range(2):
+        s.passes()
