@@ -29,6 +29,7 @@ from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradSca
 from colossalai.amp.scaled_optimizer import SCALER_KEY
 from colossalai.checkpoint_io.gathered import PIECE
 from colossalai.interface.holding import MASTERS_KEY, Holding
+from colossalai.interface.hooks import tell_of_local_hooks
 from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh import Layout, Mesh, grad_norm, own_grad, place, placement, set_own_grad
 from colossalai.mesh._compat import multiply_all
@@ -87,6 +88,8 @@ class ShardedOptimizer(OptimizerOfPieces):
         self._adopt(pieces)
         self.refuse_steps_of_others()
         self.keep_gradients()
+        if self.group is not None:
+            tell_of_local_hooks(optim, [piece.param for piece in self.pieces], type(self).__name__)
         # ranks that hold nothing of the parameters of some axes must still take part in their norm
         axes = dict.fromkeys(placement(p.value).sharded for p in self.pieces)
         home = self.pieces[0].value.device if self.pieces else torch.device("cpu")

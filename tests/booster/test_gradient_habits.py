@@ -21,6 +21,7 @@ from colossalai.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from colossalai.interface import hooks
 from colossalai.testing import spawn
 from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
 from tests.booster.plans import batches, launch, loss_of, mlp
@@ -329,3 +330,28 @@ def check_stages(rank: int, world_size: int, port: int) -> None:
 
 def test_clipping_by_torch_sees_all_stages_of_a_pipeline() -> None:
     spawn(check_stages, 2)
+
+
+def check_hooks(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    for name, plugin in PLUGINS.items():
+        if name == "fsdp":  # whose hooks find the average
+            continue
+        for hooked in (False, True):
+            told: list[str] = []
+            booster = Booster(plugin=plugin(), **({} if "gemini" in name else {"device": "cpu"}))
+            model, optimizer, *_ = booster.boost(inner := mlp(), torch.optim.SGD(inner.parameters(), lr=0.1))
+            if hooked:
+                next(iter(model.parameters())).register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(hooks.get_dist_logger(), "warning", lambda text, **_: told.append(text))  # noqa: B023
+                for batch in batches([4, 4]):
+                    booster.backward(loss_of(model, batch), optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert len(told) == hooked, (name, told)
+            assert all("1 parameters have hooks" in text for text in told)
+
+
+def test_hooks_that_see_the_gradients_of_one_rank_are_told_of() -> None:
+    spawn(check_hooks, 2)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alike
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
+from colossalai.interface.hooks import tell_of_local_hooks
 from colossalai.interface.optimizer import local_gradients
 from colossalai.utils import is_ddp_ignored
 
@@ -128,6 +129,7 @@ class TorchDDPOptimizer(OptimizerWrapper):
         self._watch = watch
         self._watch.add(self._averaged())
         optim.register_step_pre_hook(partial(_refuse_local_gradients, watch))
+        tell_of_local_hooks(optim, self._averaged(), "TorchDDPPlugin")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

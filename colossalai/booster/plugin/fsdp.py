@@ -159,12 +159,13 @@ class TorchFSDPPlugin(DPPluginBase):
             model, everything, watch, self._compare_ranks(module, roots, everything, mesh)
         )
         new = {old: new for old, new in _pairs(before, module) if old is not new}
-        for old, cut_param in new.items():
-            copy_tensor_parallel_attributes(old, cut_param)
-            guard(old, cut_param)
         if raw is not None and optimizer is not None:
             _point_to(raw, new)
             optimizer = TorchFSDPOptimizer(optimizer, boosted)
+        for name, old in before.items():
+            if old in new:
+                copy_tensor_parallel_attributes(old, new[old])
+                guard(name, old, new[old])
         return boosted, optimizer
 
     def _cut(

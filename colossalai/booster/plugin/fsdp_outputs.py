@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossalai.booster.plugin.fsdp_lockstep import fsdp_params
 from colossalai.interface.arguments import Copies
 from colossalai.interface.nest import tensors
 from colossalai.mesh.backward import Once, before_backward
@@ -39,17 +40,30 @@ class _Calls:
 
     def passed(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._open[-1] = Copies(self._open[-1], (args, kwargs))
+            self._open[-1] = Copies(self._open[-1], (args, kwargs)), _versions(unit)
 
     def returned(self, unit: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        copies = self._open.pop()
-        written = copies.hand_back() if isinstance(copies, Copies) else []  # else FSDP2 has raised
+        copies, versions = self._open.pop()
+        if not isinstance(copies, Copies):  # FSDP2 has raised
+            return
+        if versions != _versions(unit):
+            raise RuntimeError(
+                f"the forward of {type(unit).__name__} has changed one of its weights in place, but TorchFSDPPlugin computes with gathered"
+                " copies of them, which are let go after it; change weights outside of the forward, where p is the rank's own part"
+                " (p.copy_, p.data = ...), or use TorchDDPPlugin"
+            )
+        written = copies.hand_back()
         if torch.is_grad_enabled():
             views = [t for t in tensors(output) if t.requires_grad and t._base is not None]
             found = [*views, *(t for t in written if t.requires_grad)]
             before_backward(found, Once(partial(_gather, unit)))
+
+
+def _versions(unit: nn.Module) -> list[int]:
+    """How often each of the gathered weights of ``unit`` was written to."""
+    return [p._unsharded_param._version for p in fsdp_params(unit) if hasattr(p, "_unsharded_param")]
 
 
 def _gather(unit: Any) -> None:

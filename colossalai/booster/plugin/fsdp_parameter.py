@@ -5,11 +5,14 @@ torch takes 2 seconds to import ``DTensor``, so this module is imported by the f
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from colossalai.zero.elsewhere import REASON, away_class
 
 
 class CutParameter(DTensor):
@@ -97,10 +100,30 @@ def check_hooks(module: nn.Module) -> None:
             )
 
 
-def guard(old: nn.Parameter, new: Any) -> None:
-    """Make ``new``, by which FSDP2 has replaced ``old``, a ``CutParameter`` with the hooks of ``old``."""
+def guard(name: str, old: nn.Parameter, new: Any) -> None:
+    """Make ``new``, by which FSDP2 has replaced ``old``, a ``CutParameter`` with the hooks of ``old``, which refuses to be used from now on."""
     new.__class__ = CutParameter
     if hooks := getattr(old, "_post_accumulate_grad_hooks", None):
         new._post_accumulate_grad_hooks = (
             hooks  # the same object: the handles that the user has still remove them
         )
+    setattr(
+        old,
+        REASON,
+        f"the parameter {name!r} that the model had before boost. TorchFSDPPlugin has put another in its place: take it from"
+        " model.parameters() again (an optimizer, a list or a closure still has the old one)",
+    )
+    old.__class__ = _retired(type(old))
+
+
+@cache
+def _retired(native: type) -> type:
+    """The class of parameters that are not in use any more; also that there is no gradient would be a wrong answer."""
+
+    def get(self: Any) -> Any:
+        raise RuntimeError(f"p.grad asks for {getattr(self, REASON)}")
+
+    def put(self: Any, value: Any) -> None:
+        get(self)
+
+    return type(native.__name__, (away_class(native),), {"grad": property(get, put)})

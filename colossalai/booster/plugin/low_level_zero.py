@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,11 @@ from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import user_module
 from colossalai.interface.nest import tensors
 from colossalai.interface.strangers import strangers
+from colossalai.mesh import own_grad, set_own_grad
 from colossalai.mesh.backward import before_backward
 from colossalai.utils import is_using_pp
 from colossalai.zero import LowLevelZeroOptimizer
+from colossalai.zero.elsewhere import KeptGradients
 
 
 class LowLevelZeroModel(CastModel):
@@ -29,6 +31,7 @@ class LowLevelZeroModel(CastModel):
 
     keeps_parameters = True
     optimizer: LowLevelZeroOptimizer | None = None
+    left_out: LeftOut | None = None
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, ranks: int = 1) -> None:
         half = dtype if dtype != torch.float32 else None
@@ -48,11 +51,13 @@ class LowLevelZeroModel(CastModel):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has weights of its own, which this optimizer knows nothing of
-        return {**self.__dict__, "optimizer": None}
+        return {**self.__dict__, "optimizer": None, "left_out": None}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+            if self.left_out is not None:
+                self.left_out.zero_grad()
         else:
             super().zero_grad(set_to_none)
 
@@ -162,7 +167,40 @@ class LowLevelZeroPlugin(OwnPrecisionPlugin):
                 **self.options,
             )
         _cast_rest(module, dtype, kept)
+        if boosted.optimizer is not None and self.world_size > 1:
+            trained = {id(piece.param) for piece in boosted.optimizer.pieces}
+            boosted.left_out = LeftOut(p for p in module.parameters() if id(p) not in trained)
         return boosted, boosted.optimizer or optimizer
+
+
+class LeftOut:
+    """The parameters of a model that the boosted optimizer does not hold, so that nothing averages their gradients.
+
+    Most are meant to stay as they are.  Another optimizer that steps them would let the replicas drift apart, so their
+    gradients refuse to be read.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._params = [p for p in params if p.is_floating_point() or p.is_complex()]
+        self._kept = KeptGradients(self, self._params)
+        self._kept.guard()
+
+    def keeps_gradient(self, param: Tensor) -> bool:
+        return own_grad(param) is not None
+
+    def shown_gradient(self, param: Tensor) -> Tensor | None:
+        return None
+
+    def why_no_gradient(self, param: Tensor) -> str:
+        return (
+            f"the gradient of a parameter of shape {tuple(param.shape)} that is not in the optimizer given to boost, so LowLevelZeroPlugin does"
+            " not average it over the ranks; give all parameters to one optimizer, in groups, or add them by add_param_group"
+        )
+
+    def zero_grad(self) -> None:
+        for p in self._params:
+            set_own_grad(p, None)
+        self._kept.forget()
 
 
 def _refuse_backward(grad: Tensor) -> None:

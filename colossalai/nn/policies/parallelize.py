@@ -226,6 +226,7 @@ def _try(model: nn.Module, matches: list[Match], world: World) -> set[int]:
             raise ValueError(
                 f"{type(model).__name__}, module {name or 'the model itself'!r}: {error}"
             ) from error
+        _check_own_hooks(f"{type(model).__name__}, module {name!r}", module)
         after = piece._parameters
         cut |= {id(p) for n, p in module._parameters.items() if p is not None and _is_cut(after.get(n))}
         for n, p in module._parameters.items():
@@ -239,6 +240,21 @@ def _try(model: nn.Module, matches: list[Match], world: World) -> set[int]:
                     f" and {own[1]}); untie them, or give both the same rule"
                 )
     return cut
+
+
+def _check_own_hooks(who: str, module: nn.Module) -> None:
+    """Refuse what a script has hung on a module that another will replace, and on its parameters."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = [name.strip("_") for name in hooks if getattr(module, name)]
+    found += ["a forward of its own"] if "forward" in module.__dict__ else []
+    for name, p in module._parameters.items():
+        if p is not None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
+            found.append(f"hooks of {name}")
+    if found:
+        raise ValueError(
+            f"{who} has {', '.join(found)}, which parallelize would lose, since it puts a layer in its place that holds a piece; register"
+            " hooks after parallelize"
+        )
 
 
 def _is_cut(param: nn.Parameter | None) -> bool:

@@ -215,3 +215,11 @@ def two_models(s: Script) -> None:
         first_optimizer.step()
         s.step()
     s.mean("other", nn.functional.cross_entropy(first(x), y))
+
+
+@habit(THEME, "a forward hook that scales outputs, registered before `boost`", prepares=True)
+def module_hook_before(s: Script) -> None:
+    model = s.build()
+    model.layers[0].up.register_forward_hook(lambda module, args, output: output * 0.5)  # type: ignore[index,union-attr]
+    s.prepare(model)
+    s.train(3)

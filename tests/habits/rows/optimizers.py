@@ -289,3 +289,39 @@ def step_in_hooks(s: Script) -> None:
         p.register_post_accumulate_grad_hook(hook)
     for _ in range(2):
         s.passes()
+
+
+@habit(
+    THEME,
+    "two optimizers of one model, of which `boost` gets the first",
+    instead="one optimizer with two groups",
+    prepares=True,
+)
+def second_optimizer_before(s: Script) -> None:
+    model = s.build()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    second = torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=0.05)
+    s.prepare(model, torch.optim.SGD(matrices, lr=0.1))
+    for _ in range(3):
+        s.optimizer.zero_grad()
+        second.zero_grad()
+        s.passes()
+        s.step()
+        second.step()
+
+
+@habit(
+    THEME,
+    "a list of the parameters from before `boost`, clipped by `torch.nn.utils.clip_grad_norm_`",
+    instead="`model.parameters()`",
+    prepares=True,
+)
+def clip_a_list_from_before(s: Script) -> None:
+    model = s.build()
+    params = list(model.parameters())
+    s.prepare(model)
+    for _ in range(3):
+        s.optimizer.zero_grad()
+        s.passes()
+        torch.nn.utils.clip_grad_norm_(params, 0.05)
+        s.step()

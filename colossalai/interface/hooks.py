@@ -1,0 +1,61 @@
+"""Hooks that scripts hang on parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colossalai.logging import get_dist_logger
+
+
+def tell_of_local_hooks(optimizer: Optimizer, params: Iterable[Tensor], who: str) -> None:
+    """In the first step of ``optimizer``, warn of hooks that have changed the gradients of ``params`` before ``who`` averaged them.
+
+    A hook that scales gradients has the same effect before and after; one that clamps or normalizes them has not.
+    """
+    optimizer.register_step_pre_hook(_Tell([weakref.ref(p) for p in params], who))
+
+
+class _Tell:
+    """What looks for hooks, once."""
+
+    def __init__(self, params: list[weakref.ref[Tensor]], who: str) -> None:
+        self._params: list[weakref.ref[Tensor]] | None = params
+        self._who = who
+
+    def __call__(self, *_: Any) -> None:
+        params, self._params = self._params, None
+        if params is not None:
+            _tell([p for ref in params if (p := ref()) is not None], self._who)
+
+    def __reduce__(self) -> Any:
+        return _Tell, ([], self._who)  # with a copy of the optimizer
+
+
+def _tell(params: list[Tensor], who: str) -> None:
+    hooked = [p for p in params if any(map(_is_foreign, _hooks(p)))]
+    if hooked:
+        get_dist_logger().warning(
+            f"{len(hooked)} parameters have hooks (the first has shape {tuple(hooked[0].shape)}), which see the gradients of this rank's part"
+            f" of the batch, before {who} averages them over the ranks: a hook that only scales gradients is right, one that clamps or"
+            " normalizes them does not do what it does on one device. Change gradients after the backward pass instead (optimizer.clip_grad_by_value,"
+            " clip_grad_by_norm)",
+            ranks=[0],
+        )
+
+
+def _hooks(p: Tensor) -> list[Callable[..., Any]]:
+    found: list[Any] = [p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)]
+    return [hook for hooks in found if hooks for hook in hooks.values()]
+
+
+def _is_foreign(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return not module.startswith("colossalai.")
