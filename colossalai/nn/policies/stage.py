@@ -69,6 +69,13 @@ class StandIn(nn.Module):
                 raise
             return getattr(self.__dict__["empty"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # a script that wraps a layer does so on all ranks; here it has wrapped an empty copy, which is no part of this stage
+        if isinstance(value, nn.Module | nn.Parameter) and "empty" in self.__dict__:
+            setattr(self.__dict__["empty"], name, value)
+        else:
+            super().__setattr__(name, value)
+
 
 class Entry(StandIn):
     def forward(self, *_: Any, **__: Any) -> Tensor:
