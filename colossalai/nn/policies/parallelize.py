@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from colossalai.context.tensor_modes import tensor_mode
 from colossalai.mesh import Mesh, placement
@@ -220,13 +221,13 @@ def _try(model: nn.Module, matches: list[Match], world: World) -> set[int]:
     cut: set[int] = set()
     layouts: dict[int, tuple[str, Any]] = {}  # of shared parameters, with the first name
     for name, module, rule in matches:
+        _check_own_hooks(f"{type(model).__name__}, module {name!r}", module)
         try:
             piece = rule.cut(_twin(module), trial)
         except ValueError as error:
             raise ValueError(
                 f"{type(model).__name__}, module {name or 'the model itself'!r}: {error}"
             ) from error
-        _check_own_hooks(f"{type(model).__name__}, module {name!r}", module)
         after = piece._parameters
         cut |= {id(p) for n, p in module._parameters.items() if p is not None and _is_cut(after.get(n))}
         for n, p in module._parameters.items():
@@ -247,13 +248,14 @@ def _check_own_hooks(who: str, module: nn.Module) -> None:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     found = [name.strip("_") for name in hooks if getattr(module, name)]
     found += ["a forward of its own"] if "forward" in module.__dict__ else []
+    found += ["parametrizations"] if is_parametrized(module) else []
     for name, p in module._parameters.items():
         if p is not None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
             found.append(f"hooks of {name}")
     if found:
         raise ValueError(
             f"{who} has {', '.join(found)}, which parallelize would lose, since it puts a layer in its place that holds a piece; register"
-            " hooks after parallelize"
+            " hooks after parallelize, and leave parametrized modules out of the policy"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import colossalai
 from colossalai.booster import Booster
+from colossalai.core import global_context as gpc
 from colossalai.mesh import Layout, place
 from colossalai.nn import Lamb
 from colossalai.nn import optimizer as optim
@@ -439,3 +442,28 @@ def test_sgd_goes_on_with_a_momentum_that_torch_did_not_count() -> None:
     optimizer.step()
     assert torch.equal(weight.detach(), torch.full((3,), 1.0 - (0.5 * 4.0 + 0.5 * 2.0)))
     assert "step" not in optimizer.state[idle]
+
+
+def _clip_stages(rank: int, world_size: int, port: int) -> None:
+    config = {"parallel": {"pipeline": 2}}
+    colossalai.launch(config, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(3, 4, generator=generator) for _ in range(2)]
+    grads = [torch.randn(3, 4, generator=generator) * scale for scale in (1.0, 5.0)]
+
+    def train(stages: Sequence[int]) -> list[torch.Tensor]:
+        params = [nn.Parameter(values[i].clone()) for i in stages]
+        optimizer = optim.FusedLAMB(params, lr=0.1, max_grad_norm=1.0)
+        for _ in range(2):
+            for p, i in zip(params, stages, strict=True):
+                p.grad = grads[i].clone()
+            optimizer.step()
+        return [p.detach() for p in params]
+
+    own = train([rank])
+    gpc.destroy()
+    torch.testing.assert_close(own[0], train([0, 1])[rank])
+
+
+def test_clipping_inside_of_lamb_sees_all_stages_of_a_pipeline() -> None:
+    spawn(_clip_stages, 2)

@@ -179,3 +179,31 @@ def test_rules_for_other_modules() -> None:
 def test_squares_of_side_one() -> None:
     with pytest.raises(ValueError, match=r"'2.5d' with squares of side 1 cuts nothing but the batch"):
         _cut(_meta("gpt2"), "2.5d", {"dep": 2, "row": 1, "col": 1})
+
+
+def _hook(*_: Any) -> None: ...
+
+
+def _patch(layer: Any) -> None:
+    layer.forward = layer.forward
+
+
+HUNG: dict[str, tuple[Any, str]] = {
+    "forward": (lambda layer: layer.register_forward_hook(_hook), "forward_hooks"),
+    "before": (lambda layer: layer.register_forward_pre_hook(_hook), "forward_pre_hooks"),
+    "backward": (lambda layer: layer.register_full_backward_hook(_hook), "backward_hooks"),
+    "weight": (lambda layer: layer.weight.register_hook(_hook), "hooks of weight"),
+    "patched": (_patch, "a forward of its own"),
+    "parametrized": (lambda layer: nn.utils.parametrizations.orthogonal(layer), "parametrizations"),
+}
+
+
+@pytest.mark.parametrize("what", HUNG)
+def test_hooks_that_would_be_lost(what: str) -> None:
+    hang, words = HUNG[what]
+    model = zoo.build("llama")
+    hang(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(
+        ValueError, match=rf"'model.layers.0.mlp.up_proj' has .*{words}.*hooks after parallelize"
+    ):
+        _cut(model, sizes={"tp": 2})
