@@ -23,6 +23,7 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper, user_module
 from colossalai.interface.strangers import strangers
+from colossalai.mesh import placement
 from colossalai.mesh.norm import DATA
 from colossalai.mesh.parameter import overlapping
 from colossalai.pipeline.chunks import count_chunks
@@ -71,10 +72,10 @@ class Wanted:
 def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> None:
     """Raise ``error`` for what cannot be trained.
 
-    Where stages may differ (with a schedule, or a plan that divides states) it raises on all ranks of the pipeline, which all call this.
+    With a schedule, or a plan over several ranks, it raises on all ranks of the pipeline, which all call this: stages may differ.
     """
     problem, plan = problem_of(wanted), wanted.plan
-    if wanted.pipeline is not None or (plan is not None and issubclass(plan.kind, OwnPrecisionPlugin)):
+    if wanted.pipeline is not None or (plan is not None and issubclass(plan.kind, DPPluginBase)):
         problem = first_problem(problem)
     if problem is not None:
         raise error(problem)
@@ -181,6 +182,17 @@ def _whole_parameters(wanted: Wanted) -> str | None:
     return whole_parameters_problem(raw, plan.replicas)
 
 
+def _cut_already(wanted: Wanted) -> str | None:
+    plan = wanted.plan
+    if plan is None or not issubclass(plan.kind, TorchFSDPPlugin):
+        return None
+    named = user_module(wanted.model).named_parameters()
+    cut = next((name for name, p in named if placement(p).sharded), None)
+    if cut is None:
+        return None
+    return f"TorchFSDPPlugin cuts whole parameters, but {cut} is cut already, by tensor parallelism; use TorchDDPPlugin"
+
+
 def _overlapping(wanted: Wanted) -> str | None:
     plan = wanted.plan
     moving = TorchFSDPPlugin | LowLevelZeroPlugin | GeminiPlugin
@@ -220,6 +232,7 @@ def _cannot_divide(plan: Plan, why: str) -> str:
 
 CHECKS: tuple[Callable[[Wanted], str | None], ...] = (
     _foreign_ranks,
+    _cut_already,
     _chunks,
     _schedule,
     _early_updates,

@@ -15,17 +15,21 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-_groups: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Any, dict[bool, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 class Ranks:
-    """All ranks of this job, or those of ``group``; of a process without ``torch.distributed``, that one."""
+    """All ranks of this job, or those of ``group``; of a process without ``torch.distributed``, that one.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    Args:
+        background: another thread speaks, while this one may have to speak about the next save.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, background: bool = False) -> None:
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if alone else dist.get_rank(group)
         self.size = 1 if alone else dist.get_world_size(group)
-        self._group = None if self.size == 1 else group or _own_group()
+        self._group = None if self.size == 1 else group or _own_group(background)
 
     def send_to_first(self, tensor: Tensor) -> None:
         """Give rank 0 a tensor; it calls ``receive`` for it."""
@@ -95,9 +99,9 @@ class FromFirst(Mapping[str, Any]):
         return len(self._names)
 
 
-def _own_group() -> dist.ProcessGroup:
+def _own_group(background: bool) -> dist.ProcessGroup:
     """Made once for each default group, by all ranks."""
-    world: Any = dist.group.WORLD
-    if world not in _groups:
-        _groups[world] = dist.new_group(backend="gloo")
-    return _groups[world]
+    made = _groups.setdefault(dist.group.WORLD, {})
+    if background not in made:
+        made[background] = dist.new_group(backend="gloo")
+    return made[background]

@@ -98,6 +98,16 @@ class Save:
         return self._thread is None or not self._thread.is_alive()
 
 
+# Of all writers, since saves in the background speak over one group.
+_last_in_background: list[Save | None] = [None]
+
+
+def _end_of_others() -> None:
+    """Wait until no save is under way in the background; its own writer raises its error."""
+    if (last := _last_in_background[0]) is not None and (thread := last._thread) is not None:
+        thread.join()
+
+
 class Writer:
     """The saves of one job, one after the other.  It keeps the host memory that saves in the background copy into."""
 
@@ -136,6 +146,8 @@ class Writer:
             wait_for_devices()  # files are written by other threads
             _write(draft)
             return Save(draft.folder)
+        _end_of_others()
+        draft.ranks = Ranks(background=True)
         save = Save(draft.folder)
 
         def run() -> None:
@@ -147,7 +159,7 @@ class Writer:
 
         save._thread = threading.Thread(target=run, name="colossalai-save")
         save._thread.start()
-        self._pending = save
+        self._pending = _last_in_background[0] = save
         return save
 
     def _snapshot(self, draft: Draft) -> None:

@@ -53,10 +53,12 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # torch's seam for sharded scalers: its result is what `step` and `update` decide by
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         total = found_inf.clone()
-        for value in found.values():
-            total = torch.maximum(total, value.to(total.device))
+        # torch unscales all gradients of a device in one call, which must not mix those that FSDP2 has cut with others
+        for part in _by_class(optimizer):
+            found = super()._unscale_grads_(part, inv_scale, found_inf.clone(), allow_fp16)
+            for value in found.values():
+                total = torch.maximum(total, value.to(total.device))
         return {total.device: maximum_over(total, self.groups)}
 
     def found_overflow(self, optimizer: Optimizer) -> bool:
@@ -69,6 +71,22 @@ class GradScaler(torch.amp.GradScaler):
         """Load; of the state of another kind of scaler only the scale is used."""
         own = self.state_dict()
         super().load_state_dict({**own, **{k: v for k, v in state_dict.items() if k in own}})
+
+
+class _Part:
+    """Some of the parameters of an optimizer, as far as torch's scaler looks at them."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def _by_class(optimizer: Optimizer) -> list[Any]:
+    cut: list[Tensor] = []
+    whole: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            (cut if hasattr(p, "placements") else whole).append(p)
+    return [_Part(params) for params in (whole, cut) if params]
 
 
 def check_options(

@@ -29,7 +29,6 @@ from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
 from colossalai.interface import OptimizerWrapper, user_module
-from colossalai.mesh import placement
 from colossalai.utils import copy_tensor_parallel_attributes
 
 if TYPE_CHECKING:
@@ -126,10 +125,6 @@ class TorchFSDPPlugin(DPPluginBase):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         module = user_module(model)
-        if cut := [name for name, p in module.named_parameters() if placement(p).sharded]:
-            raise ValueError(
-                f"TorchFSDPPlugin cuts whole parameters, but {cut[0]} is cut already, by tensor parallelism; use TorchDDPPlugin"
-            )
         from colossalai.booster.plugin.fsdp_parameter import check_hooks, guard, refuse_local_numbers
 
         check_hooks(module)

@@ -43,9 +43,10 @@ _NOT_REFUSALS = (
 _TORCH_REFUSES = (
     "Expected to mark a variable ready only once",  # DDP with find_unused_parameters and reentrant checkpoints
     "Expected to have finished reduction in the prior iteration",  # DDP without find_unused_parameters
+    "could not create a primitive descriptor for the LSTM",  # on a CPU, in fp16, also without any plan
 )
 _POLL = 0.004
-_IDLE = 0.05  # of a processor, which the threads of ranks use that wait for each other
+_IDLE = 0.05  # of a processor, which the threads of a rank use that waits for others
 _GRACE = 5.0  # how long the other ranks may take to raise as well
 
 
@@ -151,7 +152,7 @@ class _Watch:
         now = time.monotonic()
         if (passed := now - self._seen) > 1.0:
             used = self._time()
-            if used - self._used > _IDLE * passed:
+            if used - self._used > _IDLE * len(self._pids) * passed:
                 self._moved = now
             self._used, self._seen = used, now
         return now < self._moved + self._limit and now < self._end
@@ -159,6 +160,7 @@ class _Watch:
     def hurry(self) -> None:
         """A rank has raised: the others should soon."""
         self._limit = min(self._limit, _GRACE)
+        self._end = min(self._end, time.monotonic() + 4 * _GRACE)
 
     def _time(self) -> float:
         """The seconds of processor time of all ranks."""
