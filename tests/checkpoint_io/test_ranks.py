@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.testing import spawn
+from colossalai.utils import load_checkpoint, save_checkpoint
 from tests.booster.plans import launch
 
 
@@ -208,3 +210,31 @@ def test_statistics_that_differ_are_those_of_the_first_rank(tmp_path: Path) -> N
     booster.load(tmp_path / "c")
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, first[name]), name
+
+
+def _beside(rank: int, world_size: int, port: int, folder: Path) -> None:
+    """A save by the main thread, while one in the background is not done on every rank."""
+    launch(rank, world_size, port)
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    torch.manual_seed(0)
+    raw = nn.Linear(4, 4)
+    model, optimizer, *_ = booster.boost(raw, torch.optim.Adam(raw.parameters()))
+    may_write, write_files = threading.Event(), writing._write_files
+
+    def late(draft: Any) -> Any:
+        assert rank == 0 or may_write.wait(30)
+        return write_files(draft)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "_write_files", late)
+        save = booster.save(folder / "c", background=True)
+        save_checkpoint(folder / "file", 3, model, optimizer)
+        may_write.set()
+        save.wait()
+    other = nn.Linear(4, 4)
+    assert load_checkpoint(folder / "file", other) == 3
+    torch.testing.assert_close(other.weight, model.unwrap().weight.full_tensor())  # type: ignore[operator,union-attr]
+
+
+def test_a_save_beside_one_in_the_background(tmp_path: Path) -> None:
+    spawn(_beside, 2, folder=tmp_path)
