@@ -25,7 +25,7 @@ from colossalai.booster.pipelines import Pipelines
 from colossalai.booster.plugin import Plugin
 from colossalai.booster.runs import Runs
 from colossalai.booster.save_options import by_name
-from colossalai.booster.support import Plan, Wanted, check_supported, shares_models
+from colossalai.booster.support import Plan, Wanted, check_supported, raised_together, shares_models
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO, GeneralCheckpointIO, Save
 from colossalai.interface import (
     LossWatch,
@@ -146,9 +146,10 @@ class Booster:
         if self.mixed_precision is not None:
             model, optimizer, criterion = self.mixed_precision.configure(model, optimizer, criterion)
         if self.plugin is not None:
-            model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
-                model, optimizer, criterion, dataloader, lr_scheduler
-            )
+            with raised_together(plan):
+                model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
+                    model, optimizer, criterion, dataloader, lr_scheduler
+                )
         model = model if isinstance(model, ModelWrapper) else ModelWrapper(model)
         if optimizer is not None:
             optimizer = optimizer if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)

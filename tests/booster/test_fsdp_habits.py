@@ -215,7 +215,7 @@ def _scalars(rank: int, world_size: int, port: int, folder: Path) -> None:
         optim.step()
     half, raw = Booster("cpu", mixed_precision="fp16", plugin=TorchFSDPPlugin()), _net()
     model16, optimizer16, *_ = half.boost(raw, _adam(raw))
-    half.backward(model16(x).square().mean() * 1e-3, optimizer16)
+    half.backward(model16(x).float().square().mean() * 1e-3, optimizer16)
     assert optimizer16.clip_grad_by_norm(0.1).isfinite()  # cut gradients and whole ones are unscaled
     one = _net()
     one.load_state_dict({name: value.clone() for name, value in ddp.state_dict().items()})

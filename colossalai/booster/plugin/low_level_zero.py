@@ -55,7 +55,7 @@ class LowLevelZeroModel(CastModel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.optimizer is not None:
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad(set_to_none)
             if self.left_out is not None:
                 self.left_out.zero_grad()
         else:

@@ -88,7 +88,8 @@ class Noise:
         """The norm of what half precision changes of a state of the optimizer."""
         if self.coarse is None:
             return 0.0
-        return _norm_between(self.coarse.snaps[snap][1][number][key], self.exact.snaps[snap][1][number][key])
+        found, exact = (run.snaps[snap][1].get(number, {}).get(key) for run in (self.coarse, self.exact))
+        return _norm_between(found, exact) if found is not None and exact is not None else 0.0
 
 
 class Pools:

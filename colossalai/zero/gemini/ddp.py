@@ -145,7 +145,7 @@ class ZeroDDP(ModelWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; an update that has been asked for has taken its own."""
         if self.optimizer is not None:
-            self.optimizer.zero_grad()  # which calls the following
+            self.optimizer.zero_grad(set_to_none)  # which calls the following
         else:
             self.forget_gradients()
 

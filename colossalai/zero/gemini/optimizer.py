@@ -131,6 +131,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._stepping = False
         self._used_up = False  # the gradients of the last step, which nobody has cleared
         self._used: set[Slot] = set()
+        self._zeros: set[Slot] = set()  # that zero_grad(set_to_none=False) has left zeros for
         if scaler is not None or clipping_norm:
             module.gradients.norm_type = norm_type
         module.optimizer = self
@@ -295,9 +296,28 @@ class GeminiOptimizer(ShardedOptimizer):
         """Nobody asks for the gradients of the last step any more (called by the model)."""
         self._used_up = False
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        used = self._now_used()
+        self._zeros = set() if set_to_none else self._zeros | self._used | used
+        self._used = set()
         self.model.forget_gradients()
-        super().zero_grad(*args, **kwargs)
+        super().zero_grad()
+
+    def _now_used(self) -> set[Slot]:
+        """The slots that have got gradients since they were cleared, on any rank."""
+        self.model.gradients.resolve()
+        states = self.model.gradients.of.values()
+        return {slot for state in states for slot in (*state.arrived, *state.used, *state.direct)}
+
+    def _check_zeros(self, used: set[Slot]) -> None:
+        """Refuse to leave out what the serial optimizer would step with a gradient of zeros."""
+        left = sorted(slot.name for slot in self._zeros - used)
+        if left and not self.update_in_backward:
+            raise RuntimeError(
+                f"zero_grad(set_to_none=False) has left zeros as the gradient of {left[0]}, which no rank has used since: plain PyTorch still"
+                " moves it, by momentum and weight decay, and Gemini steps only what has a gradient; call zero_grad(), as is the"
+                " default, or use LowLevelZeroPlugin"
+            )
 
     def _has_grad(self) -> bool:
         gradients = self.model.gradients
@@ -312,9 +332,8 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         self.manager.begin_step()
-        has_grad = self._has_grad()
-        states = self.model.gradients.of.values()
-        used = {slot for state in states for slot in (*state.arrived, *state.used, *state.direct)}
+        has_grad, used = self._has_grad(), self._now_used()
+        self._check_zeros(used)
         if self._used_up and not has_grad:
             raise RuntimeError(_used_up("optimizer.step()"))
         if any(state.local is not None for state in self.model.gradients.of.values()):

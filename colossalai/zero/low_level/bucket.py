@@ -46,10 +46,11 @@ class Bucket:
         self._host_grad: Tensor | None = None
         self.forget()
 
-    def forget(self) -> None:
-        """Drop the gradients."""
+    def forget(self, *, to_zero: bool = False) -> None:
+        """Drop the gradients, or with ``to_zero`` let those that there are be zeros: parameters that have one are stepped."""
         self.grad = None
-        self.used = [False] * len(self.params)
+        if not to_zero:
+            self.used = [False] * len(self.params)
 
     def fill(self, dtype: torch.dtype) -> Tensor:
         """A flat buffer of the gradients of this rank, in ``dtype``; zeros where there is none."""

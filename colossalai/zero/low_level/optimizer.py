@@ -190,9 +190,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         for bucket in self.buckets:  # one copy for each
             bucket.write_weights()
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self.reducer.forget()
-        super().zero_grad(*args, **kwargs)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.reducer.forget(to_zero=not set_to_none)
+        super().zero_grad()
         self._in_pipeline = False
 
     def settle(self) -> None:

@@ -219,14 +219,14 @@ class Reducer:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def forget(self) -> None:
-        """Drop all gradients, those on their way too."""
+    def forget(self, *, to_zero: bool = False) -> None:
+        """Drop all gradients, those on their way too; ``to_zero``: parameters that had one have zeros, which the next step takes."""
         self._receive(0)
         if self._flags is not None:
             self._flags()  # the message is under way on all ranks
         self._flags = self._used = None
         for bucket in self.buckets:
-            bucket.forget()
+            bucket.forget(to_zero=to_zero)
         self.has_local = False
 
 
