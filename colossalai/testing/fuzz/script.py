@@ -21,6 +21,7 @@ _IMPORTS = {
     "colossalai": "import colossalai",
     "colossalai.nn.optimizer": "import colossalai.nn.optimizer",
     "Booster": "from colossalai.booster import Booster",
+    "FP16Torch": "from colossalai.booster.mixed_precision import FP16TorchMixedPrecision",
     "build_pipeline_model": "from colossalai.builder import build_pipeline_model",
     "gpc.": "from colossalai.core import global_context as gpc",
     "Policy(": "from colossalai.nn.policies import Cut, Head as ScoreHead, Policy, Table",
