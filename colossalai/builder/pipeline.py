@@ -14,7 +14,7 @@ from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline.partition import partition_balanced, partition_uniform
 from colossalai.pipeline.pipelinable import PipelinableContext
-from colossalai.pipeline.tied import tie_stages
+from colossalai.pipeline.tied import check_shared_buffers, tie_stages
 from colossalai.registry import MODELS
 
 # The documented ways to cut a model, and the policies they are.
@@ -41,6 +41,7 @@ def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bo
     named = [
         (name, m) for name, m in layers._modules.items() if m is not None
     ]  # one that is there twice runs twice
+    check_shared_buffers([m for _, m in named], parts)
     tie_stages([m for _, m in named], [dict(m.named_parameters()) for _, m in named], parts, rank)
     chunks = [nn.Sequential(OrderedDict(named[start:end])) for start, end in parts[rank]]
     model = chunks[0] if num_chunks == 1 else nn.ModuleList(chunks)

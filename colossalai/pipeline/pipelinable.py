@@ -28,7 +28,7 @@ from colossalai.pipeline.partition import (
     partition_uniform,
 )
 from colossalai.pipeline.sequence import Step, steps_of
-from colossalai.pipeline.tied import tie_stages
+from colossalai.pipeline.tied import check_shared_buffers, tie_stages
 
 POLICIES = ("balanced", "uniform", "customized")
 
@@ -176,6 +176,7 @@ class PipelinableContext:
             raise ValueError(
                 f"a pipeline of {pipeline_size} stages has the ranks 0 to {pipeline_size - 1}, got {rank!r}"
             )
+        check_shared_buffers([step.module for step in steps], parts)
         chunks = [self._stage(steps[start:end]) for start, end in parts[rank]]
         model = chunks[0] if num_chunks == 1 else nn.ModuleList(chunks)
         self._recording.materialize(model)

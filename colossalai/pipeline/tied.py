@@ -26,7 +26,7 @@ class Use(NamedTuple):
 
 
 def shared_parameters(
-    parameters: Sequence[Mapping[str, nn.Parameter]], parts: Parts
+    parameters: Sequence[Mapping[str, Tensor]], parts: Parts
 ) -> list[tuple[tuple[int, ...], list[Use]]]:
     """For each parameter on several ranks: these ranks and its uses.  ``parameters`` are those of each layer, by name."""
     rank_of = {layer: rank for rank, ranges in enumerate(parts) for r in ranges for layer in range(*r)}
@@ -60,6 +60,25 @@ def tie_stages(
         own = next((use for use in uses if use.rank == rank), None)
         if own is not None:  # further uses on this rank are of the same parameter
             wrappers[ranks].register_parameter(layers[own.layer].get_parameter(own.name))
+
+
+def check_shared_buffers(layers: Sequence[nn.Module | None], parts: Parts) -> None:
+    """Refuse a layer that stages on several ranks use and that has buffers, of which each would keep its own.
+
+    Statistics of a batch norm would be those of one place, and a checkpoint would have two values for one buffer.
+    """
+    states = [{} if layer is None else layer.state_dict(keep_vars=True) for layer in layers]
+    buffers: list[dict[str, Any]] = [
+        {name: t for name, t in state.items() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
+        for state in states
+    ]
+    for ranks, uses in shared_parameters(buffers, parts):
+        first, second = uses[0], next(use for use in uses if use.rank != uses[0].rank)
+        raise ValueError(
+            f"layers {first.layer} and {second.layer} of the pipeline are one module, used on the ranks {', '.join(map(str, ranks))} of the"
+            f" pipeline, and its buffer {first.name!r} would be another on each of them; cut the model so that both are on one rank, use"
+            " two modules, or register the buffer with persistent=False if it never changes"
+        )
 
 
 def _warn_without_parameters(parameters: Sequence[Mapping[str, nn.Parameter]], parts: Parts) -> None:

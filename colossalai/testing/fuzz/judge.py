@@ -163,8 +163,8 @@ def _end_of(result: Result, name: str, plan: Plan) -> Verdict | None:
         if not told_by_another:
             return Verdict(CRASHED, f"{name}: {crash.error}", details)
     refusals = [a for a in raised if a.refusal]
-    # stages have different layers, so each may have a reason of its own
-    if plan.pipeline == 1 and len({_kind(str(a.error)) for a in refusals}) > 1:
+    # stages have different layers, so each may have a reason of its own; and each rank may say what it does itself
+    if plan.pipeline == 1 and len({_kind(str(a.error))[:60] for a in refusals}) > 1:
         texts = " | ".join(str(a.error) for a in refusals)
         return Verdict(DISAGREE, f"{name}: ranks refuse differently: {texts}", details)
     return Verdict(REFUSED, str(refusals[0].error), details)
