@@ -277,8 +277,17 @@ class ShardedOptimizer(OptimizerOfPieces):
                 continue
             if piece.is_shared:
                 increment_version(piece.value)  # the optimizer looks whether its parameter has changed
+                self._renew_digits(piece.value)
             else:
                 renew_(piece.value, piece.weight)
+
+    def _renew_digits(self, value: Tensor) -> None:
+        """Let the optimizer look now: it does so in its step, but not at a weight without a gradient, which may be saved next."""
+        inner = self.unwrap()
+        if self.takes_written_states and isinstance(inner, MultiTensorOptimizer) and value.dtype in HALVES:
+            state = inner.state.get(value, {})
+            if {"master", "tail"} & state.keys():
+                inner.follow(value, state)
 
     def weights_loaded(self) -> None:
         super().weights_loaded()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
@@ -202,3 +202,47 @@ def check_one_file(rank: int, world_size: int, port: int, file: Path) -> None:
 
 def test_one_file_for_a_whole_training(tmp_path: Path) -> None:
     spawn(check_one_file, 2, file=tmp_path / "training.pt")
+
+
+class Spare(nn.Module):
+    """A layer in use, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def check_unused(rank: int, world_size: int, port: int, folder: Path) -> None:
+    """A weight without a gradient that was loaded is saved as it was loaded, also where the optimizer keeps further digits."""
+    launch()
+    torch.manual_seed(77)
+    other = Spare().state_dict()
+    torch.save(other, folder / f"other{rank}.pt")
+    for precision in ("fp16", "bf16"):
+        torch.manual_seed(0)
+        booster = Booster(device="cpu", plugin=LowLevelZeroPlugin(2, precision, initial_scale=64))
+        raw = Spare()
+        model, optimizer, *_ = booster.boost(raw, HybridAdam(raw.parameters(), lr=0.01))
+        for i in range(2):
+            booster.backward(model(torch.ones(2, 4)).square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 0:
+                booster.load_model(model, folder / f"other{rank}.pt")
+        booster.save(folder / precision)
+        again = Booster(device="cpu")
+        plain = again.boost(Spare()).model
+        again.load(folder / precision, strict=False)
+        torch.testing.assert_close(
+            plain.unwrap().spare.weight,
+            other["spare.weight"],
+            rtol=1e-2,
+            atol=1e-3,  # type: ignore[union-attr]
+        )
+
+
+def test_an_unused_weight_is_saved_as_it_was_loaded(tmp_path: Path) -> None:
+    spawn(check_unused, 2, folder=tmp_path)

@@ -153,3 +153,26 @@ def _train_twice(rank: int, world_size: int, port: int) -> None:
 def test_a_layer_at_two_places_and_a_tied_weight() -> None:
     """The layer runs at both places; stages meet the shared weights in different orders, and add what belongs together."""
     spawn(_train_twice, 2)
+
+
+class Counting(nn.Linear):
+    """A layer with a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+
+def check_shared_buffers(rank: int, world_size: int, port: int) -> None:
+    colossalai.launch_from_torch(config={"parallel": {"pipeline": 2}}, backend="gloo", verbose=False)
+    shared = Counting()
+    build_pipeline_model(nn.Sequential(shared, shared, nn.Linear(4, 4), nn.Linear(4, 4)))  # on one rank
+    with pytest.raises(ValueError, match=r"layers 0 and 3 .* one module, used on the ranks 0, 1 .* 'calls'"):
+        build_pipeline_model(nn.Sequential(shared, nn.Linear(4, 4), nn.Linear(4, 4), shared))
+    del shared.calls
+    shared.register_buffer("calls", torch.zeros(()), persistent=False)
+    build_pipeline_model(nn.Sequential(shared, nn.Linear(4, 4), nn.Linear(4, 4), shared))
+
+
+def test_buffers_that_stages_would_share_are_refused() -> None:
+    spawn(check_shared_buffers, 2)

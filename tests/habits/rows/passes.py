@@ -177,6 +177,20 @@ def branch_by_rank(s: Script) -> None:
         s.step()
 
 
+@habit(
+    THEME,
+    "`zero_grad(set_to_none=False)`, then passes that leave out a layer (its momentum goes on)",
+    model="branching",
+    instead="`zero_grad()`",
+)
+def zeros_for_a_layer(s: Script) -> None:
+    s.by_hand()
+    for branch in (True, True, False, False):
+        s.optimizer.zero_grad(set_to_none=False)
+        s.backward(loss_of("branching", s.model, s.batch(), branch=branch))
+        s.step()
+
+
 @habit(THEME, "a last batch of other sizes on each rank (the mean of the ranks' means)")
 def uneven_batch(s: Script) -> None:
     s.by_hand()
