@@ -71,8 +71,7 @@ def compare_ranks(
         hooks = _UnitHooks(lockstep, name, unit in roots)
         unit.register_forward_pre_hook(hooks.before_forward, prepend=True)
         unit.register_forward_hook(hooks.after_forward, prepend=True)
-        state: Any = unit._get_fsdp_state()  # type: ignore[operator]
-        for group in state._fsdp_param_groups:
+        for group in _groups(unit):
             own = [parameters.get(id(p.sharded_param), "a parameter") for p in group.fsdp_params]
             group.post_backward = partial(_post_backward, weakref.ref(group), lockstep, name, own)
 
@@ -112,8 +111,16 @@ def _post_backward(
 
 def fsdp_params(unit: Any) -> Iterator[Any]:
     """What FSDP2 knows of each parameter of ``unit``."""
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for group in _groups(unit):
         yield from group.fsdp_params
+
+
+def _groups(unit: Any) -> list[Any]:
+    """What FSDP2 gathers at once; torch before 2.13 has one such group for each unit, or none without parameters."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def has_gradient(param: Any) -> bool:
