@@ -36,7 +36,7 @@ from colossalai.interface import (
     check_loss,
     user_module,
 )
-from colossalai.interface.first_step import watch_first_step
+from colossalai.interface.first_step import watch_first_step, watch_steps
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import launched_mesh
@@ -157,6 +157,7 @@ class Booster:
                 optimizer.mesh = launched_mesh()
             if lr_scheduler is not None and optimizer.skips_steps:
                 lr_scheduler = LRSchedulerWrapper(lr_scheduler, optimizer)
+            watch_steps(user_module(model), optimizer, launched_mesh())
         watch_first_step(model, launched_mesh())
         model.hand_over()
         _boosted.update(raw)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from colossalai.core import global_context as gpc
+from colossalai.interface.optimizer import OptimizerWrapper
 from colossalai.mesh import Mesh
-from colossalai.mesh.agreement import FirstStep
+from colossalai.mesh.agreement import FirstStep, SameSteps
 from colossalai.mesh.norm import STAGES, tensor_axes
 from colossalai.nn.policies.adapt import WholeOutputs
 
@@ -48,6 +50,16 @@ def watch_first_step(model: nn.Module, mesh: Mesh | None) -> None:
             model.register_forward_pre_hook(hooks.before, with_kwargs=True),
             model.register_forward_hook(hooks.after),
         ]
+
+
+def watch_steps(model: nn.Module, optimizer: Optimizer, mesh: Mesh | None) -> None:
+    """Compare gradients of ``model`` before steps of ``optimizer``, where they are in its parameters."""
+    if mesh is None or gpc.plan.mode not in _OURS or all(mesh.size[axis] == 1 for axis in tensor_axes(mesh)):
+        return
+    raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
+    held = {id(p) for group in raw.param_groups for p in group["params"]}
+    named = [(name, p) for name, p in model.named_parameters() if id(p) in held]
+    raw.register_step_pre_hook(SameSteps(named, mesh))
 
 
 def _completes_later() -> bool:

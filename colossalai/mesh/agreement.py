@@ -10,6 +10,7 @@ parameter, so that whatever nobody thought of is refused by name in the first st
 from __future__ import annotations
 
 import math
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from colossalai.mesh._compat import at_end_of_task
 from colossalai.mesh.backward import before_backward
 from colossalai.mesh.mesh import Axes, Mesh, mesh_groups
 from colossalai.mesh.norm import piece_axes, tensor_axes
+from colossalai.mesh.parameter import own_grad
 
 SHOWN = 4
 # of the gradient of one parameter: its norm and two projections
@@ -161,37 +163,9 @@ class SameGradients:
     def _compare(self) -> None:
         """Every tensor rank comes here at the end of the same backward pass, whatever it has seen."""
         self._queued = False
-        numbers = [self._numbers.get(i) for i in range(len(self._names))]
-        bad: dict[int, str] = {}
-        finite = True
-        for axis in self.axes:
-            group = self.mesh.group(axis)
-            everyone: list[Any] = [None] * self.mesh.size[axis]
-            dist.all_gather_object(everyone, numbers, group=group)
-            scale = max((n[0] for each in everyone for n in each if n and math.isfinite(n[0])), default=0.0)
-            for index in range(len(self._names)):
-                seen = [each[index] for each in everyone]
-                finite &= all(n is None or all(map(math.isfinite, n)) for n in seen)
-                if axis in self._copies[index] and self._differ(index, seen, scale):
-                    norms = " and ".join("none" if n is None else f"{n[0]:.3g}" for n in seen[:SHOWN])
-                    bad[index] = f"{self._names[index]} (norms {norms} along {axis!r})"
-        for axis in self.axes:  # so that all tensor ranks raise, and say the same
-            everyone = [None] * self.mesh.size[axis]
-            dist.all_gather_object(everyone, (bad, finite), group=self.mesh.group(axis))
-            bad = {i: text for each, _ in reversed(everyone) for i, text in each.items()}
-            finite = all(each for _, each in everyone)
-        self._settle(bad, finite)
-
-    def _differ(self, index: int, seen: list[Numbers | None], scale: float) -> bool:
-        if any(n is None for n in seen):
-            return any(n is not None and n[0] > 0 for n in seen)
-        present = [n for n in seen if n is not None]
-        if not all(math.isfinite(value) for n in present for value in n):
-            return False  # an overflow in half precision: seen again in the next pass
-        # a gradient that is all rounding, such as that of a bias before a softmax, has no digits to compare
-        allowed = self._tolerance.get(index, 1e-3) * max(*(n[0] for n in present), 1e-6 * scale)
-        first = present[0]
-        return any(abs(n[k] - first[k]) > allowed for n in present[1:] for k in (0, 1, 2))
+        self._settle(
+            *_differing(self.mesh, self.axes, self._names, self._copies, self._numbers, self._tolerance)
+        )
 
     def _settle(self, bad: dict[int, str], finite: bool) -> None:
         seen_any = bool(self._numbers)
@@ -202,14 +176,107 @@ class SameGradients:
                 handle.remove()
             self._handles.clear()
         if bad:
-            texts = [bad[i] for i in sorted(bad)]
-            more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
             raise RuntimeError(
-                f"in the first backward pass, {len(texts)} of {len(self._names)} parameters that all tensor-parallel ranks hold "
-                f"alike got different gradients on these ranks, so the copies would drift apart: "
-                f"{', '.join(texts[:SHOWN])}{more}. Either the ranks apply them to their own heads or features (name the module in "
+                f"in the first backward pass, {len(bad)} of {len(self._names)} parameters that all tensor-parallel ranks hold "
+                f"alike got different gradients on these ranks, so the copies would drift apart: {_listed(bad)}. Either the ranks apply them to their own heads or features (name the module in "
                 "the policy, as Pieces('inner'), so that its gradients are summed), or draw different dropout masks for "
                 "one activation, or were given different batches, labels or initial weights"
+            )
+
+
+def _differing(
+    mesh: Mesh,
+    axes: Axes,
+    names: Sequence[str],
+    copies: Sequence[Axes],
+    numbers: Mapping[int, Numbers],
+    tolerance: Mapping[int, float],
+) -> tuple[dict[int, str], bool]:
+    """Which gradients are not alike on the ranks that have copies, by index, and whether all are finite; the same on all tensor ranks.
+
+    ``copies`` are, for each name, the axes along which the gradient should be alike.
+    """
+    own = [numbers.get(i) for i in range(len(names))]
+    bad: dict[int, str] = {}
+    finite = True
+    for axis in axes:
+        everyone: list[Any] = [None] * mesh.size[axis]
+        dist.all_gather_object(everyone, own, group=mesh.group(axis))
+        scale = max((n[0] for each in everyone for n in each if n and math.isfinite(n[0])), default=0.0)
+        for index, name in enumerate(names):
+            seen = [each[index] for each in everyone]
+            finite &= all(n is None or all(map(math.isfinite, n)) for n in seen)
+            if axis in copies[index] and _differ(seen, tolerance.get(index, 1e-3), scale):
+                norms = " and ".join("none" if n is None else f"{n[0]:.3g}" for n in seen[:SHOWN])
+                bad[index] = f"{name} (norms {norms} along {axis!r})"
+    for axis in axes:  # so that all tensor ranks raise, and say the same
+        told: list[Any] = [None] * mesh.size[axis]
+        dist.all_gather_object(told, (bad, finite), group=mesh.group(axis))
+        bad = {i: text for each, _ in reversed(told) for i, text in each.items()}
+        finite = all(each for _, each in told)
+    return bad, finite
+
+
+def _differ(seen: list[Numbers | None], tolerance: float, scale: float) -> bool:
+    if any(n is None for n in seen):
+        return any(n is not None and n[0] > 0 for n in seen)
+    present = [n for n in seen if n is not None]
+    if not all(math.isfinite(value) for n in present for value in n):
+        return False  # an overflow in half precision: seen again in the next pass
+    # a gradient that is all rounding, such as that of a bias before a softmax, has no digits to compare
+    allowed = tolerance * max(*(n[0] for n in present), 1e-6 * scale)
+    first = present[0]
+    return any(abs(n[k] - first[k]) > allowed for n in present[1:] for k in (0, 1, 2))
+
+
+def _listed(bad: Mapping[int, str]) -> str:
+    texts = [bad[i] for i in sorted(bad)]
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return f"{', '.join(texts[:SHOWN])}{more}"
+
+
+class SameSteps:
+    """Compares the gradients of copies of parameters over the tensor axes before steps of an optimizer: 1, 2, 4, 8 and so on.
+
+    Between the backward pass and the step a script may have changed them, by a norm that it has computed of its own pieces.
+    It is a hook of ``optimizer.step``, on every tensor rank.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._axes: Axes = tuple(axis for axis in tensor_axes(mesh) if mesh.size[axis] > 1)
+        self._params: list[weakref.ref[Tensor]] = []
+        self._names: list[str] = []
+        self._copies: list[Axes] = []
+        self._steps = 0
+        for name, param in named:
+            copies = tuple(axis for axis in self._axes if axis not in piece_axes(param, mesh))
+            if copies and not hasattr(param, "placements"):
+                self._params.append(weakref.ref(param))
+                self._names.append(name)
+                self._copies.append(copies)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SameSteps, ((), self._mesh)  # with a copy of the optimizer, whose parameters are others
+
+    def __call__(self, *_: Any) -> None:
+        self._steps += 1
+        if not self._names or self._steps & (self._steps - 1):
+            return
+        numbers: dict[int, Numbers] = {}
+        tolerance: dict[int, float] = {}
+        for index, ref in enumerate(self._params):
+            grad = None if (param := ref()) is None else own_grad(param)
+            if grad is not None and not grad.is_sparse and not grad.is_meta:
+                numbers[index] = _project(grad.detach())
+                tolerance[index] = math.sqrt(torch.finfo(grad.dtype).eps)
+        bad = _differing(self._mesh, self._axes, self._names, self._copies, numbers, tolerance)[0]
+        if bad:
+            raise RuntimeError(
+                f"before a step, {len(bad)} of {len(self._names)} parameters that all tensor-parallel ranks hold alike have different gradients"
+                f" on these ranks, so the copies would drift apart: {_listed(bad)}. They were changed after the backward pass by something"
+                " that each rank computes of its own pieces, such as a norm of p.grad; use optimizer.clip_grad_by_norm, or"
+                " torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
             )
 
 

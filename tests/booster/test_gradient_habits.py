@@ -308,6 +308,11 @@ def check_tensor_parallel(rank: int, world_size: int, port: int) -> None:
         assert float(norm) > local
     with pytest.raises(RuntimeError, match="are not just those that OptimizerWrapper trains"):
         clip_grad_norm_(next(iter(model.parameters())), 1.0)
+    optimizer.step()  # type: ignore[union-attr]
+    for p in model.parameters():
+        p.grad.div_(1.0 + local + rank)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"before a step, 1 of 1 .* 2.bias \(norms .* a norm of p.grad"):
+        optimizer.step()  # type: ignore[union-attr]
 
 
 def test_clipping_by_torch_under_tensor_parallelism() -> None:

@@ -194,7 +194,7 @@ class LeftOut:
     def why_no_gradient(self, param: Tensor) -> str:
         return (
             f"the gradient of a parameter of shape {tuple(param.shape)} that is not in the optimizer given to boost, so LowLevelZeroPlugin does"
-            " not average it over the ranks; give all parameters to one optimizer, in groups, or add them by add_param_group"
+            " not average it over the ranks; give all parameters to one optimizer, in groups"
         )
 
     def zero_grad(self) -> None:

@@ -38,6 +38,8 @@ class ChunkGradients:
     """Gradients of a chunk that never leaves the compute tier, as the backward pass made them."""
     used: set[Slot] = field(default_factory=set)
     """Which parameters have had a gradient since the last step."""
+    untold: set[Slot] = field(default_factory=set)
+    """Which have had one that other ranks do not know of; an update in the backward pass may have taken it already."""
     norms: dict[Slot, Tensor] | None = None
     """Of the sum, taken on the compute tier before it left; None where they are not known."""
     rows: list[str] = field(default_factory=list)

@@ -199,7 +199,13 @@ class Gradients(HomeGradients):
     def _share_used(self) -> None:
         """Ask which parameters got a gradient on any rank; ``resolve`` reads the answer."""
         device = self.meeting
-        marks = [int(slot in self.of[i].used) for i in self.of for slot in self.chunks.chunks[i].slots]
+        marks = [
+            int(slot in state.used or slot in state.untold)
+            for i, state in self.of.items()
+            for slot in self.chunks.chunks[i].slots
+        ]
+        for state in self.of.values():
+            state.untold.clear()
         flags = torch.tensor(marks, dtype=torch.int32).to(device, non_blocking=True)
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.chunks.ranks.reduce, async_op=True)
         if device.type == "cpu":
@@ -249,6 +255,7 @@ class Gradients(HomeGradients):
     def _send(self, chunk: Chunk) -> None:
         state = self.of[chunk.index]
         state.used |= state.arrived
+        state.untold |= state.arrived
         arrived, state.arrived = state.arrived, set()
         for slot in arrived:
             if slot.state is TensorState.READY_FOR_REDUCE:
@@ -405,4 +412,5 @@ class Gradients(HomeGradients):
         state.rows, state.norms, state.parts = [], None, 0
         state.arrived.clear()
         state.used.clear()
+        state.untold.clear()
         state.sent = False

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import spawn
 from colossalai.zero import GeminiDDP, GeminiOptimizer
@@ -185,3 +188,42 @@ def check_three(rank: int, world_size: int, port: int, habit: str, is_right: boo
 )
 def test_three_ranks_never_wait_for_each_other(habit: str, is_right: bool, options: dict[str, Any]) -> None:
     spawn(check_three, 3, habit=habit, is_right=is_right, timeout=60, **options)
+
+
+class Fork(nn.Module):
+    """Two layers, of which a pass takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        x = self.first(x)
+        return x + (self.left(x) if left else self.right(x)).tanh()
+
+
+def check_early_updates(rank: int, world_size: int, port: int) -> None:
+    """A rank that updates its part of a chunk in the backward pass tells the others that it has used it."""
+    colossalai.launch({}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    torch.manual_seed(0)
+    serial, raw = Fork(), Fork()
+    raw.load_state_dict(serial.state_dict())
+    plain = torch.optim.SGD(serial.parameters(), lr=0.1)
+    options = {"min_chunk_size_mb": 0.0002, "search_range_mb": 0.0002, "update_in_backward": True}
+    booster = Booster(plugin=GeminiPlugin(device="cpu", precision="fp32", **options))
+    model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    for step in range(3):
+        x = torch.randn(world_size, 4, generator=torch.Generator().manual_seed(step))
+        losses = [serial(x[i], left=i == 0).square().mean() for i in range(world_size)]
+        torch.stack(losses).mean().backward()
+        plain.step()
+        plain.zero_grad()
+        booster.backward(model(x[rank], left=rank == 0).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict(only_rank_0=False).items():
+        torch.testing.assert_close(value, serial.state_dict()[name])
+
+
+def test_branches_with_updates_in_the_backward_pass() -> None:
+    spawn(check_early_updates, 2)
