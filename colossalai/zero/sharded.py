@@ -277,9 +277,9 @@ class ShardedOptimizer(OptimizerOfPieces):
                 continue
             if piece.is_shared:
                 increment_version(piece.value)  # the optimizer looks whether its parameter has changed
-                self._renew_digits(piece.value)
             else:
                 renew_(piece.value, piece.weight)
+            self._renew_digits(piece.value)
 
     def _renew_digits(self, value: Tensor) -> None:
         """Let the optimizer look now: it does so in its step, but not at a weight without a gradient, which may be saved next."""

@@ -196,10 +196,11 @@ class Fork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
         x = self.first(x)
-        return x + (self.left(x) if left else self.right(x)).tanh()
+        return self.head(x + (self.left(x) if left else self.right(x)).tanh())
 
 
 def check_early_updates(rank: int, world_size: int, port: int) -> None:
