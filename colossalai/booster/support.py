@@ -250,11 +250,11 @@ def _cannot_divide(plan: Plan, why: str) -> str:
 
 CHECKS: tuple[Callable[[Wanted], str | None], ...] = (
     _foreign_ranks,
-    _cut_already,
     _chunks,
     _schedule,
     _early_updates,
     _strangers,
+    _cut_already,
     _nothing_to_train,
     _renormalizing,
     _overlapping,

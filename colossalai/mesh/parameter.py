@@ -108,9 +108,16 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
         (str(p.device), p.data_ptr(), p.numel() * p.element_size(), name)
         for name, p in named
         if p.layout is torch.strided and not p.is_meta and not hasattr(p, "to_local")
-        if p.numel() and p.is_contiguous()
+        if p.numel() and p.is_contiguous() and _has_values(p)
     )
     for (device, start, size, name), (other_device, other_start, _, other) in pairwise(spans):
         if device == other_device and other_start < start + size:
             return name, other
     return None
+
+
+def _has_values(p: Tensor) -> bool:
+    """Whether ``p`` is an ordinary tensor with memory for all elements, and not one that is built later or rests elsewhere."""
+    if type(p) not in (Tensor, nn.Parameter):
+        return False
+    return p.untyped_storage().nbytes() >= (p.storage_offset() + p.numel()) * p.element_size()

@@ -284,6 +284,8 @@ class ShardedOptimizer(OptimizerOfPieces):
     def _renew_digits(self, value: Tensor) -> None:
         """Let the optimizer look now: it does so in its step, but not at a weight without a gradient, which may be saved next."""
         inner = self.unwrap()
+        if getattr(inner, "_offload", None) is not None:
+            return  # states on a disk are compared when they come for a step
         if self.takes_written_states and isinstance(inner, MultiTensorOptimizer) and value.dtype in HALVES:
             state = inner.state.get(value, {})
             if {"master", "tail"} & state.keys():

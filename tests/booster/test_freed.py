@@ -139,7 +139,7 @@ def check_boosters(rank: int, world_size: int, port: int, names: list[str], fold
 
 
 def test_boosted_models_are_freed(tmp_path: Path) -> None:
-    spawn(check_boosters, 2, names=list(PLUGINS), folder=str(tmp_path))
+    spawn(check_boosters, 2, names=list(PLUGINS), folder=str(tmp_path), timeout=180)
 
 
 def check_engines(rank: int, world_size: int, port: int) -> None:

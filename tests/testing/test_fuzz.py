@@ -38,7 +38,7 @@ def _check(summary: Summary) -> None:
 
 
 def test_random_cases_are_equal_or_refused() -> None:
-    _check(fuzz(seeded_cases(0, 27), minutes=MINUTES, most_failures=1))
+    _check(fuzz(seeded_cases(60, 200), minutes=MINUTES, most_failures=1))
 
 
 @pytest.mark.slow

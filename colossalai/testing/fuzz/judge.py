@@ -76,7 +76,8 @@ class Noise:
 
     @property
     def is_too_large(self) -> bool:
-        return self.fine > 1e-3
+        """Whether a comparison says nothing, as where the losses of a training that diverges are off by themselves."""
+        return self.fine > 1e-3 or (self.coarse is not None and _log_distance(self.coarse, self.exact) > 0.02)
 
     def of_weight(self, snap: str, key: str) -> float:
         """The norm of what half precision changes of a weight."""
@@ -245,10 +246,13 @@ def _distance(one: Reference, other: Reference) -> float:
     for name, (weights, _) in one.snaps.items():
         for key, value in weights.items():
             worst = max(worst, _off(other.snaps[name][0][key], value))
-    for (_, _, a), (_, _, b) in zip(one.log, other.log, strict=True):
-        if isinstance(a, float):
-            worst = max(worst, abs(a - b) / (1 + abs(b)))
-    return worst
+    return max(worst, _log_distance(one, other))
+
+
+def _log_distance(one: Reference, other: Reference) -> float:
+    """The largest difference between the numbers that two serial runs have logged, relative to them."""
+    pairs = [(a, b) for (_, _, a), (_, _, b) in zip(one.log, other.log, strict=True) if isinstance(a, float)]
+    return max((abs(a - b) / (1 + abs(b)) for a, b in pairs), default=0.0)
 
 
 def _off(value: Tensor, expected: Tensor) -> float:
