@@ -63,21 +63,23 @@ def tie_stages(
 
 
 def check_shared_buffers(layers: Sequence[nn.Module | None], parts: Parts) -> None:
-    """Refuse a layer that stages on several ranks use and that has buffers, of which each would keep its own.
+    """Refuse a layer that several stages use and that has buffers.
 
-    Statistics of a batch norm would be those of one place, and a checkpoint would have two values for one buffer.
+    On several ranks each would keep its own, and a checkpoint would have two values for one buffer; on one rank micro-batches
+    come to its places in another order than in the serial model, which statistics of a batch norm depend on.
     """
     states = [{} if layer is None else layer.state_dict(keep_vars=True) for layer in layers]
     buffers: list[dict[str, Any]] = [
         {name: t for name, t in state.items() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
         for state in states
     ]
-    for ranks, uses in shared_parameters(buffers, parts):
+    stages = [[chunk] for chunks in parts for chunk in chunks]
+    for _, uses in shared_parameters(buffers, stages):
         first, second = uses[0], next(use for use in uses if use.rank != uses[0].rank)
         raise ValueError(
-            f"layers {first.layer} and {second.layer} of the pipeline are one module, used on the ranks {', '.join(map(str, ranks))} of the"
-            f" pipeline, and its buffer {first.name!r} would be another on each of them; cut the model so that both are on one rank, use"
-            " two modules, or register the buffer with persistent=False if it never changes"
+            f"layers {first.layer} and {second.layer} of the pipeline are one module, used by two stages, and its buffer {first.name!r} would"
+            " not be that of the serial model; cut the model so that both are in one stage, use two modules, or register the buffer"
+            " with persistent=False if it never changes"
         )
 
 

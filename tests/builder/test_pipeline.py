@@ -166,8 +166,8 @@ class Counting(nn.Linear):
 def check_shared_buffers(rank: int, world_size: int, port: int) -> None:
     colossalai.launch_from_torch(config={"parallel": {"pipeline": 2}}, backend="gloo", verbose=False)
     shared = Counting()
-    build_pipeline_model(nn.Sequential(shared, shared, nn.Linear(4, 4), nn.Linear(4, 4)))  # on one rank
-    with pytest.raises(ValueError, match=r"layers 0 and 3 .* one module, used on the ranks 0, 1 .* 'calls'"):
+    build_pipeline_model(nn.Sequential(shared, shared, nn.Linear(4, 4), nn.Linear(4, 4)))  # in one stage
+    with pytest.raises(ValueError, match=r"layers 0 and 3 .* one module, used by two stages, .* 'calls'"):
         build_pipeline_model(nn.Sequential(shared, nn.Linear(4, 4), nn.Linear(4, 4), shared))
     del shared.calls
     shared.register_buffer("calls", torch.zeros(()), persistent=False)
