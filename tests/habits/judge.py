@@ -21,16 +21,18 @@ from tests.habits.script import CannotBeWritten, Script, Seen
 
 _OURS = str(Path(colossalai.__file__).parent)
 # What torch itself says, as clearly as we would, on every rank.
-CLEAR_WORDS_OF_TORCH = (
-    "Expected to have finished reduction in the prior iteration",  # DDP, of a parameter without a gradient
-    "size mismatch for",  # a state of whole tensors, loaded into pieces
-    "Unexpected key(s) in state_dict",  # a state of the whole model, loaded into a stage
-    "FSDP does not support deepcopy",
-    "which lie in a chunk and are whole only while",  # ours, in the words of torch's load_state_dict
-    "got mixed torch.Tensor and DTensor",  # FSDP: a weight that is cut meets an ordinary tensor
-    "tolist() is not supported for tensor subclasses",
-    "Cannot flatten unevenly sharded tensor",
-    "appears to not have been used in the graph",  # torch.autograd.grad of weights that FSDP does not compute with
+CLEAR_WORDS_OF_TORCH = (  # each with those of older versions
+    ("Expected to have finished reduction in the prior iteration",),  # DDP, of a parameter without a gradient
+    ("size mismatch for",),  # a state of whole tensors, loaded into pieces
+    ("Unexpected key(s) in state_dict",),  # a state of the whole model, loaded into a stage
+    ("FSDP does not support deepcopy",),
+    ("which lie in a chunk and are whole only while",),  # ours, in the words of torch's load_state_dict
+    ("got mixed torch.Tensor and DTensor",),  # FSDP: a weight that is cut meets an ordinary tensor
+    ("tolist() is not supported for tensor subclasses",),
+    ("Cannot flatten unevenly sharded tensor", "Attempted to flatten unevenly sharded dimension"),
+    (
+        "appears to not have been used in the graph",
+    ),  # autograd.grad of weights that FSDP does not compute with
 )
 
 EQUAL, PIECE, REFUSED, UNWRITTEN = "equal", "piece", "refused", "unwritten"
@@ -89,7 +91,7 @@ def report(habit: Habit, plan: str, serial: Script, planned: Script, results: tu
         words = str(error).strip()
         found.error = (type(error).__name__, words)
         found.is_ours = _is_ours(error)
-        found.is_torchs = any(clear in words for clear in CLEAR_WORDS_OF_TORCH)
+        found.is_torchs = any(clear in words for same in CLEAR_WORDS_OF_TORCH for clear in same)
         found.trace = "".join(traceback.format_exception(error))[-3000:]
         return found
     found.pieces = planned.pieces

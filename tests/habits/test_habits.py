@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from tests.habits.habit import all_habits
-from tests.habits.judge import GOOD, REFUSED, Cell
+from tests.habits.judge import CLEAR_WORDS_OF_TORCH, GOOD, REFUSED, Cell
 from tests.habits.page import PAGE, read_table, render, short
 from tests.habits.plans import PLANS
 from tests.habits.run import run_column
@@ -40,7 +42,7 @@ def test_the_table_says_what_happens(plan: str) -> None:
         for n, cell in found.items()
         if cell.outcome != wanted[n].outcome
         # where ranks do different things, it depends on which is first what each of them says of the others
-        or (not habits[n].breaks and short(cell.words) != wanted[n].words)
+        or (not habits[n].breaks and _told(cell.words) != _told(wanted[n].words))
     }
     assert not changed, f"{plan}: {_lines(changed)}\n{AGAIN}"
 
@@ -55,6 +57,13 @@ def test_an_engine_gives_the_same_answers(plan: str) -> None:
         name: (cell, wanted[name]) for name, cell in found.items() if cell.outcome != wanted[name].outcome
     }
     assert not changed, f"{plan}: {_lines(changed)}"
+
+
+def _told(words: str) -> str:
+    """What a refusal says; an older torch has other words around those that we know it by."""
+    if TorchVersion(torch.__version__) < "2.13":
+        words = next((same[0] for same in CLEAR_WORDS_OF_TORCH if any(w in words for w in same)), words)
+    return short(words)
 
 
 def _lines(changed: dict[str, tuple[Cell, Cell]]) -> str:

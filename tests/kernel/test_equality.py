@@ -208,6 +208,8 @@ def test_triton_in_its_interpreter() -> None:
         capture_output=True,
         text=True,
     )
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this Triton's interpreter does not know this numpy: pip install 'numpy<2.4'")
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from colossalai.testing import sample_cases, spawn
 from tests.pipeline.doors import SCHEDULES, Case, Outcome, run, serial
@@ -30,6 +31,7 @@ ONE_DOOR = [
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # a step is in the order of 0.5
 ROUGH = 3e-3
 IN_HALVES = "computes the gradients of weights after the backward pass of a stage"
+SHARED_BY_STAGES = "which two stages of one rank share"  # torch 2.11 and 2.12 cannot shard it
 
 
 def assert_equal_to_serial(case: Case, found: Outcome, door: str, skipped: int = 0) -> None:
@@ -65,7 +67,8 @@ def check_one(rank: int, world_size: int, port: int, cases: list[Case]) -> None:
     for case in cases:
         found = run(case, "booster")
         if case.plugin == "fsdp" and case.schedule in ("zbh1", "zbv"):
-            assert IN_HALVES in found.refusal, f"{case}: {found.refusal!r}"
+            old = TorchVersion(torch.__version__) < "2.13" and case.schedule == "zbv" and case.tied
+            assert (SHARED_BY_STAGES if old else IN_HALVES) in found.refusal, f"{case}: {found.refusal!r}"
         else:
             assert_equal_to_serial(case, found, "booster")
 

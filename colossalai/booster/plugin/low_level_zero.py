@@ -37,13 +37,14 @@ class LowLevelZeroModel(CastModel):
         half = dtype if dtype != torch.float32 else None
         # between stages half precision travels; the pipeline casts the output of the last one
         super().__init__(module, half, torch.float32 if half is not None and not is_using_pp() else None)
-        self._local = False
+        self._local = self._is_kept_local = False
         self._ranks = ranks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.optimizer is not None and torch.is_grad_enabled():
-            # as with torch's DDP, the forward pass decides for the backward pass that follows
-            self.optimizer.keep_gradients_local(self._local)
+            # as with torch's DDP, the forward pass decides for the backward pass that follows; kept here, as a
+            # compiled forward pass may change its module, but not an optimizer
+            self._is_kept_local = self._local
         output = super().forward(*args, **kwargs)
         if self.optimizer is None and self._ranks > 1 and any(p.requires_grad for p in self.parameters()):
             before_backward((t for t in tensors(output) if t.requires_grad), _refuse_backward)
@@ -64,8 +65,7 @@ class LowLevelZeroModel(CastModel):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         before, self._local = self._local, True
-        if self.optimizer is not None:
-            self.optimizer.keep_gradients_local(True)
+        self._is_kept_local = True
         try:
             yield
         finally:
@@ -166,6 +166,7 @@ class LowLevelZeroPlugin(OwnPrecisionPlugin):
                 keep_dtype=[*beside, *(p for m in kept for p in m.parameters(recurse=False))],
                 **self.options,
             )
+            boosted.optimizer.is_kept_local = lambda: boosted._is_kept_local
         _cast_rest(module, dtype, kept)
         if boosted.optimizer is not None and self.world_size > 1:
             trained = {id(piece.param) for piece in boosted.optimizer.pieces}

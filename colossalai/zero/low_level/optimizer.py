@@ -7,7 +7,7 @@ gradients, hidden behind the backward pass, and one gather of the updated weight
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,6 +108,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         )
         self._partition_grad = partition_grad
         self._local_passes = self._in_pipeline = False
+        self.is_kept_local: Callable[[], bool] = lambda: (
+            False
+        )  # what the model says of the passes that follow
         if verbose:
             self._log()
 
@@ -127,7 +130,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         name = "gradient" if isinstance(retain_graph, Tensor) else "retain_graph"
         kwargs[name] = retain_graph
         loss = self.scale_loss(loss)
-        if not sync_grad or self._local_passes or self._in_pipeline:
+        if not sync_grad or self._local_passes or self._in_pipeline or self.is_kept_local():
             loss.backward(**kwargs)
             return
         self.reducer.begin()
@@ -142,10 +145,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """A pipeline begins, whose stages have a pass for each micro-batch: their gradients are reduced once, in the step."""
         super().expect_gradients()
         self._in_pipeline = self.reducer.has_local = True  # passes that are cut in two call no hooks
-
-    def keep_gradients_local(self, local: bool) -> None:
-        """Whether the next backward passes leave gradients where they are, as with ``sync_grad=False``."""
-        self._local_passes = local
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
