@@ -23,9 +23,10 @@ from colossalai.booster.accelerator import Accelerator
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory, precision_name
 from colossalai.booster.pipelines import Pipelines
 from colossalai.booster.plugin import Plugin
+from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.booster.runs import Runs
 from colossalai.booster.save_options import by_name
-from colossalai.booster.support import Plan, Wanted, check_supported, raised_together, shares_models
+from colossalai.booster.support import Plan, Wanted, check_supported, shares_models
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO, GeneralCheckpointIO, Save
 from colossalai.interface import (
     LossWatch,
@@ -39,7 +40,7 @@ from colossalai.interface import (
 from colossalai.interface.first_step import watch_first_step, watch_steps
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.dataloader import check_not_empty
-from colossalai.utils.parallel import launched_mesh
+from colossalai.utils.parallel import launched_mesh, raised_together
 
 
 class Boosted(NamedTuple):
@@ -146,7 +147,7 @@ class Booster:
         if self.mixed_precision is not None:
             model, optimizer, criterion = self.mixed_precision.configure(model, optimizer, criterion)
         if self.plugin is not None:
-            with raised_together(plan):
+            with raised_together("could not be boosted", isinstance(self.plugin, DPPluginBase)):
                 model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
                     model, optimizer, criterion, dataloader, lr_scheduler
                 )

@@ -7,8 +7,7 @@ rank that it plays.  So all of them refuse the same, in the same words.  Which p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,23 +79,6 @@ def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> Non
         problem = first_problem(problem)
     if problem is not None:
         raise error(problem)
-
-
-@contextmanager
-def raised_together(plan: Plan | None) -> Iterator[None]:
-    """Raise, on all ranks of a pipeline, what one stage raises inside; the others would wait for it in the first step."""
-    failure = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    told = None
-    if plan is not None and issubclass(plan.kind, DPPluginBase):
-        told = first_problem(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    if told is not None:
-        raise RuntimeError(f"another stage could not be boosted: {told}")
 
 
 def shares_models() -> bool:

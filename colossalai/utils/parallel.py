@@ -61,6 +61,25 @@ def first_problem(problem: str | None) -> str | None:
     return next(told, None)
 
 
+@contextmanager
+def raised_together(what: str, is_due: bool = True) -> Iterator[None]:
+    """Raise, on all ranks of a pipeline, what one stage raises inside: "another stage ``what``"; the others would wait for it.
+
+    All of them come here, with the same ``is_due``; if it is false, each rank raises its own.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    told = first_problem(told) if is_due else None
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise RuntimeError(f"another stage {what}: {told}")
+
+
 def is_using_sequence() -> bool:
     """Whether sequences are divided over ranks (``mode='sequence'``)."""
     return _is_using(ParallelMode.SEQUENCE)

@@ -194,7 +194,8 @@ def _references(case: Case, functions: dict[str, Any]) -> tuple[Noise, dict[str,
     fine = _distance(parts[last], _serial(functions, cuts[last], jitter=True))
     coarse = None
     if case.half:
-        with torch.autocast("cpu", torch.bfloat16):
+        # a cache would keep the weights of the first step for the whole run
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             coarse = _serial(functions, cuts[last])
     if not case.model.by_parts:
         whole = _serial(functions, [(1, 1)] * case.steps)

@@ -105,6 +105,9 @@ def run(rank, world_size, port, function, folder):
     return entries
 """
 
+# a run that goes on from a checkpoint has no gradients; zeros would let an optimizer decay weights that are not used
+_DROP = ["optimizer.zero_grad()"]
+
 
 def script_text(case: Case) -> str:
     """A script that repeats a case and prints what the serial model and the plans did."""
@@ -231,7 +234,7 @@ def _serial(case: Case) -> list[str]:
         *lines_of(case.habits, "after", serial=True),
     ]
     if case.save_at is not None:
-        body += [f"if step + 1 == {case.save_at}:", '    snap("mid", model, optimizer)']
+        body += [f"if step + 1 == {case.save_at}:", *_indent(['snap("mid", model, optimizer)', *_DROP])]
     return [
         "model = build(0)",
         "optimizer = make_optimizer(model)",
@@ -319,7 +322,7 @@ def _boosted(case: Case, plan: Plan, name: str, first: int) -> list[str]:
         *lines_of(case.habits, "after", serial=False),
     ]
     if case.save_at is not None and first == 0:
-        body += [f"if step + 1 == {case.save_at}:", f"    {_save(case, 'mid')}"]
+        body += [f"if step + 1 == {case.save_at}:", *_indent([_save(case, "mid"), *_DROP])]
     config = plan.config(case.accumulate, clip)
     lines = [
         f"colossalai.launch({config!r}, rank, world_size, '127.0.0.1', port, backend='gloo', verbose=False)"

@@ -26,6 +26,7 @@ from colossalai.mesh import placement, set_own_grad
 from colossalai.mesh._compat import norms_of
 from colossalai.mesh.norm import counts_here
 from colossalai.nn.optimizer import HybridAdam
+from colossalai.utils.parallel import raised_together
 from colossalai.zero.elsewhere import KeptGradients
 from colossalai.zero.gemini.accounts import Accounts
 from colossalai.zero.gemini.checks import check_shares
@@ -127,7 +128,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self.manager.before_fetch = self._before_fetch
         self._early: set[int] = set()  # chunks whose update began in the backward pass
         self._early_options: Options | None = None
-        self._promoted = False
+        self._promoted = self._has_updated = False
         self._stepping = False
         self._used_up = False  # the gradients of the last step, which nobody has cleared
         self._used: set[Slot] = set()
@@ -363,6 +364,13 @@ class GeminiOptimizer(ShardedOptimizer):
     def update(self, pieces: Sequence[Piece] | None = None, factor: float | Tensor | None = None) -> Any:
         if pieces is not None:
             return super().update(pieces, factor)
+        # in the first update the states of a stage are made, for which there may be no room
+        with raised_together("could not be updated", not self._has_updated):
+            result = self._update_all(factor)
+        self._has_updated = True
+        return result
+
+    def _update_all(self, factor: float | Tensor | None) -> Any:
         gradients, options = self.model.gradients, options_of(self.optim)
         hosted = [
             self.chunks.chunks[i]

@@ -37,7 +37,11 @@ class Kinds:
         if not isinstance(optim, MultiTensorOptimizer):
             if not is_elementwise(optim):
                 return ()
-            return tuple((n, v.dtype) for n, v in known.items()) or self._probe(number, value.dtype)
+            if known or optim.state.get(
+                value
+            ):  # of a weight without dims, states that were made are not large
+                return tuple((n, v.dtype) for n, v in known.items())
+            return self._probe(number, value.dtype)
         found = [(name, wide(value)) for name in optim.state_names(optim.param_groups[number])]
         if value.dtype in HALVES:
             extra = MASTER if MASTER in known else optim.extra(value)
