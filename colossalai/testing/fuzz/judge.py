@@ -287,7 +287,7 @@ class Measure:
             return f"shape {tuple(value.shape)} in the place of {tuple(expected.shape)}"
         a, b = value.detach().double(), expected.detach().double()
         moved = (b - start.double()).norm().item() if start is not None else b.norm().item()
-        allowed = 0.35 * moved + 4 * noise + 0.01 * b.norm().item() + 2e-3 * b.numel() ** 0.5
+        allowed = 0.15 * moved + 4 * noise + 0.005 * b.norm().item() + 5e-4 * b.numel() ** 0.5
         if start is not None and 0 < moved < 1e-4 * b.numel() ** 0.5:
             # its gradient is zero but for rounding, which Adam makes as large as any other: a bias before a norm
             allowed += self.reach * b.numel() ** 0.5
@@ -354,7 +354,7 @@ def _compare_logs(logs: list[Log], expected: Log, measure: Measure, start: dict[
             continue
         # replicas have parts of a batch; of layers with statistics of their own, the first is the one that counts
         number = sum(found) / len(found) if what == "loss" else found[0]
-        allowed = (measure.fine if not measure.half else 5e-2) * (1 + abs(value))
+        allowed = (measure.fine if not measure.half else 2e-2) * (1 + abs(value))
         if not abs(number - value) <= allowed:
             return f"{what} of step {step} is {number:.7g}, serial {value:.7g}"
     return None
