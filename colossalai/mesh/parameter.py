@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -103,17 +102,29 @@ def _spread(layout: Layout, axes: frozenset[str]) -> Layout:
 
 
 def overlapping(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """The names of two parameters that lie in the same memory without being one, so that a change of one changes the other."""
-    spans = sorted(
-        (str(p.device), p.data_ptr(), p.numel() * p.element_size(), name)
-        for name, p in named
-        if p.layout is torch.strided and not p.is_meta and not hasattr(p, "to_local")
-        if p.numel() and p.is_contiguous() and _has_values(p)
-    )
-    for (device, start, size, name), (other_device, other_start, _, other) in pairwise(spans):
-        if device == other_device and other_start < start + size:
-            return name, other
+    """The names of two parameters that lie in the same memory without being one, so that a change of one changes the other.
+
+    One of the two has all the memory from its first element to its last, in whatever order; columns of a matrix lie between each other.
+    """
+    with torch._C.DisableTorchFunction():  # Deferred would answer for tensors that it has not built yet
+        spans = sorted(
+            (str(p.device), p.data_ptr(), not _is_dense(p), p.numel() * p.element_size(), name)
+            for name, p in named
+            if p.layout is torch.strided and not p.is_meta and not hasattr(p, "to_local")
+            if p.numel() and _has_values(p)
+        )
+    where, end, before = "", 0, ""  # until where the last dense one goes, and its name
+    for device, start, scattered, size, name in spans:
+        if device == where and start < end:
+            return before, name
+        if not scattered:
+            where, end, before = device, start + size, name
     return None
+
+
+def _is_dense(p: Tensor) -> bool:
+    """Whether the elements of ``p``, in some order, are all that lies between its first and its last."""
+    return sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) + 1 == p.numel()
 
 
 def _has_values(p: Tensor) -> bool:

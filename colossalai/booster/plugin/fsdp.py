@@ -289,7 +289,8 @@ def _check_dtypes(module: nn.Module, units: Sequence[nn.Module], ignored: set[nn
     for unit in (*units, module):
         own = [p for p in unit.parameters() if p not in seen]
         seen.update(own)
-        if other := next((p for p in own if p.dtype != own[0].dtype), None):
+        other = next((p for p in own if p.dtype != own[0].dtype), None)
+        if other is not None:
             raise ValueError(
                 f"TorchFSDPPlugin gathers {names[own[0]]} ({own[0].dtype}) and {names[other]} ({other.dtype}) together, and FSDP2 needs"
                 " one dtype for that; cast one of them, or put them into different units by auto_wrap_policy"

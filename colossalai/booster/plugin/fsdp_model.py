@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colossalai.booster.plugin.fsdp_lockstep import Lockstep, fsdp_params, has_gradient
+from colossalai.booster.plugin.fsdp_outputs import check_written
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.interface.nest import tensors
@@ -58,6 +59,8 @@ class TorchFSDPModel(ModelWrapper):
         if not self._gathered and not torch.compiler.is_compiling():
             self.reshard()  # the module inside may have been called by itself
             self.check_parameters()
+            if torch.is_inference_mode_enabled():
+                self._make_room()
         self._gathered = True
         if torch.is_grad_enabled():
             self.gradients_are_local = self._is_local
@@ -74,6 +77,14 @@ class TorchFSDPModel(ModelWrapper):
         elif watched:
             before_backward((t for t in tensors(result) if t.requires_grad), self._begin_backward)
         return result
+
+    @torch.inference_mode(False)
+    def _make_room(self) -> None:
+        """Gather the weights of each unit once: FSDP2 keeps the tensors, and none of inference mode could be trained with later."""
+        for unit in self._units:
+            if not all(hasattr(p, "_unsharded_param") for p in fsdp_params(unit)):
+                unit.unshard()
+                unit.reshard()
 
     def _begin_backward(self, grad: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -100,7 +111,8 @@ class TorchFSDPModel(ModelWrapper):
         self._gathered = False
 
     def check_parameters(self) -> None:
-        """Refuse weights that the user has replaced by others; nothing is gathered now."""
+        """Refuse weights that the user has replaced by others, or written to while they were gathered; nothing is gathered now."""
+        check_written(self._units)
         for module, name, p in self._places:
             if module._parameters.get(name) is not p:
                 full = next(

@@ -8,16 +8,19 @@ unit copies of the lists and dicts among its arguments; what the unit writes int
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossalai.booster.plugin.fsdp_lockstep import fsdp_params
 from colossalai.interface.arguments import Copies
 from colossalai.interface.nest import tensors
 from colossalai.mesh.backward import Once, before_backward
+
+VERSION = "_colo_version"
 
 
 def see_outputs(unit: nn.Module) -> None:
@@ -40,20 +43,16 @@ class _Calls:
 
     def passed(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._open[-1] = Copies(self._open[-1], (args, kwargs)), _versions(unit)
+            _remember_versions(unit)
+            self._open[-1] = Copies(self._open[-1], (args, kwargs))
 
     def returned(self, unit: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        copies, versions = self._open.pop()
+        copies = self._open.pop()
         if not isinstance(copies, Copies):  # FSDP2 has raised
             return
-        if versions != _versions(unit):
-            raise RuntimeError(
-                f"the forward of {type(unit).__name__} has changed one of its weights in place, but TorchFSDPPlugin computes with gathered"
-                " copies of them, which are let go after it; change weights outside of the forward, where p is the rank's own part"
-                " (p.copy_, p.data = ...), or use TorchDDPPlugin"
-            )
+        check_written([unit])
         written = copies.hand_back()
         if torch.is_grad_enabled():
             views = [t for t in tensors(output) if t.requires_grad and t._base is not None]
@@ -61,9 +60,29 @@ class _Calls:
             before_backward(found, Once(partial(_gather, unit)))
 
 
-def _versions(unit: nn.Module) -> list[int]:
-    """How often each of the gathered weights of ``unit`` was written to."""
-    return [p._unsharded_param._version for p in fsdp_params(unit) if hasattr(p, "_unsharded_param")]
+def _remember_versions(unit: nn.Module) -> None:
+    """How often each of the gathered weights of ``unit`` was written to, when it is first seen; FSDP2 does so without being counted."""
+    for p in fsdp_params(unit):
+        if (version := _version(p)) is not None and not hasattr(p, VERSION):
+            setattr(p, VERSION, version)
+
+
+def check_written(units: Iterable[nn.Module]) -> None:
+    """Refuse writes to the gathered weights of ``units``."""
+    for unit in units:
+        for p in fsdp_params(unit):
+            if hasattr(p, VERSION) and getattr(p, VERSION) != _version(p):
+                raise RuntimeError(
+                    f"the forward of {type(unit).__name__}, or the script after it, has changed one of its weights in place, but"
+                    " TorchFSDPPlugin computes with gathered copies of them, which are let go at the end of the backward pass; change"
+                    " weights outside of both passes, where p is the rank's own part (p.copy_, p.data = ...), or use TorchDDPPlugin"
+                )
+
+
+def _version(p: Any) -> int | None:
+    """None where nothing is gathered yet, or in inference mode, which does not count."""
+    whole: Tensor | None = getattr(p, "_unsharded_param", None)
+    return None if whole is None or whole.is_inference() else whole._version
 
 
 def _gather(unit: Any) -> None:

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from colossalai.context.tensor_modes import tensor_mode
 from colossalai.mesh import Mesh, placement
+from colossalai.mesh.parameter import overlapping
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
 from colossalai.nn.policies.adapt import WholeOutputs, adapt, first_step
@@ -140,6 +141,11 @@ def _shared(model: nn.Module) -> frozenset[int]:
 
 def _check(model: nn.Module, policy: Policy, matches: list[Match], world: World) -> None:
     who, mode = type(model).__name__, world.tp.mode
+    if (found := overlapping(model.named_parameters())) is not None:
+        raise ValueError(
+            f"{who}: the parameters {found[0]} and {found[1]} lie in the same memory, and pieces of them would train apart; use one"
+            " parameter, and a part of it in the forward"
+        )
     if world.stream_is_cut and policy.only_1d:
         raise ValueError(
             f"{who} is cut by the plan that its config carries, which knows mode '1d' only; pass policy= for mode {mode!r}"

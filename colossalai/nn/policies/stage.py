@@ -76,6 +76,15 @@ class StandIn(nn.Module):
         else:
             super().__setattr__(name, value)
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self.__dict__["empty"].add_module(name, module)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self.__dict__["empty"].register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self.__dict__["empty"].register_buffer(name, tensor, persistent)
+
 
 class Entry(StandIn):
     def forward(self, *_: Any, **__: Any) -> Tensor:
