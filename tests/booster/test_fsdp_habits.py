@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import ShardingStrategy, register_fsdp_forward_method
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
@@ -366,3 +366,81 @@ def test_ranks_that_take_different_ways_are_refused(way: str) -> None:
 def test_ranks_that_take_different_ways_are_refused_before_the_step() -> None:
     """Where messages of one size were taken for each other already, since only the end of a pass is compared."""
     spawn(check_ways, 2, way="another layer of the same size", late=True)
+
+
+class Writes(nn.Module):
+    """Halves a weight in its forward: one of the model itself, or one of a block that has computed already."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "model":
+            self.halve(self.first)
+        x = self.blocks[0](self.first(x))
+        if self.where == "block":
+            self.halve(self.blocks[0])
+        return self.last(x)
+
+    @torch.no_grad()
+    def halve(self, layer: Any) -> None:
+        layer.bias.mul_(0.5)
+
+
+def _train_writes(
+    where: str, rank: int, world_size: int, booster: Booster | None, steps: int = 1
+) -> nn.Module:
+    raw = Writes(where)
+    model, optimizer = (raw, _adam(raw)) if booster is None else booster.boost(raw, _adam(raw))[:2]
+    for i in range(steps):
+        loss = model((_x() + i)[rank::world_size]).square().mean()
+        if where == "script":
+            raw.halve(raw.last)
+        loss.backward() if booster is None else booster.backward(loss, optimizer)  # type: ignore[arg-type]
+        optimizer.step()  # type: ignore[union-attr]
+        optimizer.zero_grad()  # type: ignore[union-attr]
+    return model
+
+
+def _writes(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    words = r"the forward of FSDP{}, or the script after it, has changed one of its weights in place.* TorchDDPPlugin"
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        booster = Booster("cpu", plugin=TorchFSDPPlugin(sharding_strategy=strategy))
+        with pytest.raises(RuntimeError, match=words.format("Writes")):
+            booster.boost(Writes("model")).model(_x())
+        with pytest.raises(RuntimeError, match=words.format("Writes")):
+            _train_writes("script", rank, world_size, booster)
+        if strategy is ShardingStrategy.FULL_SHARD:  # only this rank's part of the block is there
+            found = _train_writes("block", rank, world_size, booster, steps=2)
+            _assert_equal(found, _train_writes("block", 0, 1, None, steps=2))
+            continue
+        with pytest.raises(RuntimeError, match=words.format("Linear")):
+            _train_writes("block", rank, world_size, booster)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_that_are_written_to_while_they_are_gathered_are_refused(world_size: int) -> None:
+    spawn(_writes, world_size)
+
+
+def _inference_first(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    raw, booster = _net(), Booster("cpu", plugin=TorchFSDPPlugin())
+    model, optimizer, *_ = booster.boost(raw, _adam(raw))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(_x()), _net()(_x()))
+    for i in range(2):
+        booster.backward(model((_x() + i)[rank::world_size]).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    _assert_equal(model, _serial(lambda m, x, backward: backward(m(x).square().mean()), 2))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_is_trained_after_an_evaluation_in_inference_mode(world_size: int) -> None:
+    spawn(_inference_first, world_size)

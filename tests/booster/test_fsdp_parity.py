@@ -16,7 +16,7 @@ from colossalai.booster.plugin import TorchFSDPPlugin, fsdp
 from colossalai.testing import RankError, spawn
 from colossalai.testing.parity import ParityError, Tolerance, check_plan
 from tests.booster.plans import Case, PluginRun, clipping, launch, mlp, problem
-from tests.booster.towers import TiedTower, Tower, groups
+from tests.booster.towers import Block, TiedTower, Tower, groups
 
 
 def frozen_tower() -> nn.Module:
@@ -30,6 +30,24 @@ def frozen_tower() -> nn.Module:
 class HalfUsed(Tower):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.blocks[1](self.first(x)))
+
+
+class Shared(Tower):
+    """A block that is the first two of the list, a layer that is also in another block, and one that is also the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = self.blocks[0]
+        self.blocks.append(Block(7))
+        self.blocks[3].inner = self.blocks[2].inner
+        self.blocks.append(self.first)
+        self.middle = nn.Linear(7, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks[:4]:
+            x = block(x)
+        return self.last(self.blocks[4](self.middle(x)))
 
 
 tower = partial(problem, Tower)
@@ -63,6 +81,10 @@ CASES = {
     "unused parameters": Case(lambda: problem(HalfUsed)),
     "frozen parameters": Case(lambda: problem(frozen_tower)),
     "tied parameters": Case(lambda: problem(TiedTower)),
+    "modules in two places": Case(lambda: problem(Shared)),
+    "modules in two places, kept whole": Case(
+        lambda: problem(Shared), plugin={"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    ),
     "weights kept whole": Case(tower, plugin={"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
     "units by class": Case(tower, plugin={"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}),
     "units by size": Case(
@@ -80,6 +102,7 @@ ON_FOUR = (
     "clipping by 1-norm",
     "clipping by largest",
     "tied parameters",
+    "modules in two places",
 )
 
 

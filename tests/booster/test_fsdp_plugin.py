@@ -337,3 +337,50 @@ def _evaluation(rank: int, world_size: int, port: int) -> None:
 
 def test_weights_are_current_after_an_evaluation() -> None:
     spawn(_evaluation, 2)
+
+
+def _dtypes(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    model = Tower()
+    model.last.bfloat16()
+    words = r"gathers first.weight \(torch.float32\) and last.weight \(torch.bfloat16\) together.* auto_wrap_policy"
+    with pytest.raises(ValueError, match=words):
+        booster.boost(model)
+    one = nn.Sequential(nn.Linear(6, 3), nn.Linear(1, 1, bias=False).half())
+    nn.init.zeros_(one[1].weight)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"gathers 0.weight \(torch.float32\) and 1.weight \(torch.float16\)"
+    ):
+        booster.boost(one)
+    policy = TorchFSDPPlugin(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), sync_module_states=True)
+    boosted, *_ = Booster("cpu", plugin=policy).boost(model)
+    assert {p.dtype for p in boosted.parameters()} == {torch.float32, torch.bfloat16}
+
+
+def test_a_unit_has_one_dtype() -> None:
+    spawn(_dtypes, 2)
+
+
+class OwnRprop(torch.optim.Rprop):
+    """Also an optimizer of a script's own that goes on from one of torch."""
+
+    elementwise = True
+
+
+def _optimizers(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    written = "writes to elements that it chooses, which torch cannot do with the DTensors of TorchFSDPPlugin"
+    refused: list[tuple[type[torch.optim.Optimizer], str]] = [
+        (torch.optim.Rprop, f"^Rprop {written}; use .* such as AdamW$"),
+        (OwnRprop, f"^OwnRprop {written}"),
+        (torch.optim.LBFGS, "^LBFGS looks at the gradients of the whole model at once"),
+    ]
+    for kind, words in refused:
+        model = mlp()
+        with pytest.raises(ValueError, match=words):
+            Booster("cpu", plugin=TorchFSDPPlugin()).boost(model, kind(model.parameters()))  # type: ignore[call-arg]
+
+
+def test_optimizers_that_cannot_step_parts_are_refused() -> None:
+    spawn(_optimizers, 2)

@@ -1,4 +1,4 @@
-"""Parameters that are not contiguous in memory: every plugin trains, saves and loads them like others."""
+"""Parameters that are not contiguous in memory: every plugin trains, saves and loads them like others.  Those in one memory are refused."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from colossalai.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from colossalai.mesh.parameter import overlapping
 from colossalai.testing import assert_close, spawn
 from colossalai.utils import load_checkpoint, save_checkpoint
 from tests.booster.plans import launch
@@ -76,3 +77,51 @@ def _all_plugins(rank: int, world_size: int, port: int, folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_strides(ranks: int, tmp_path: Path) -> None:
     spawn(_all_plugins, ranks, folder=tmp_path)
+
+
+class Views(nn.Module):
+    """A matrix, and a parameter that is a view of it."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.ones(5, 7))
+        self.view = nn.Parameter(view(self.whole.detach()))
+
+
+OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda whole: whole,
+    "rows": lambda whole: whole[3:],
+    "turned": lambda whole: whole.t(),
+    "columns": lambda whole: whole[:, 3:],
+}
+
+
+def _one_memory(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    for plugin in PLUGINS:
+        made = plugin()
+        booster = Booster(None if isinstance(made, GeminiPlugin) else "cpu", plugin=made)
+        for view in OVERLAPPING.values():
+            model = Views(view)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            if isinstance(made, TorchDDPPlugin):
+                booster.boost(model, optimizer)
+                continue
+            words = (
+                rf"(whole and view|view and whole) lie in the same memory, and {type(made).__name__} would"
+            )
+            with pytest.raises(ValueError, match=words):
+                booster.boost(model, optimizer)
+
+
+def test_parameters_in_one_memory_are_refused_where_they_would_be_moved() -> None:
+    spawn(_one_memory, 2)
+
+
+def test_parameters_that_only_lie_side_by_side_do_not_overlap() -> None:
+    matrix = torch.ones(5, 7)
+    parts = [matrix[:2], matrix[2:, :3], matrix[2:, 3:], torch.ones(5, 7).t(), torch.ones(1).expand(3)]
+    named = [(str(i), nn.Parameter(part)) for i, part in enumerate(parts)]
+    assert overlapping(named) is None
+    assert overlapping([*named, ("column", nn.Parameter(matrix[:2, 3]))]) == ("0", "column")
+    assert overlapping([("no memory", nn.Parameter(torch.empty(3, device="meta")))] * 2) is None

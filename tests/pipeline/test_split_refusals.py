@@ -15,6 +15,7 @@ from colossalai.nn.policies import Cut, Depth, Policy
 from colossalai.pipeline import save_pretrained, split_model
 from colossalai.pipeline.stage import Placement, Shape
 from colossalai.testing import spawn
+from tests.pipeline import plans
 from tests.pipeline.plans import config, launch
 
 
@@ -105,6 +106,35 @@ def test_a_stand_in_answers_for_the_module() -> None:
     assert copy.deepcopy(stage).table.num_embeddings == 11  # type: ignore[union-attr]
     with pytest.raises(AttributeError, match="nonsense"):
         stage.table.nonsense  # type: ignore[union-attr]  # noqa: B018
+
+
+class Scaled(nn.Module):
+    """A layer in a wrapper with a parameter of its own, as adapters are."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.full((1,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+def test_a_layer_that_is_wrapped_on_all_ranks_belongs_to_the_stage_that_holds_it() -> None:
+    serial, ids = Net(), torch.arange(6).view(2, 3)
+    serial.parts = nn.ModuleList(plans.Block() for _ in range(5))
+    stages = stages_of(serial, Placement(2), policy=POLICY)
+    for model in (serial, *stages):
+        for part in model.parts:  # type: ignore[union-attr]
+            part.up = Scaled(part.up)
+            part.gate = nn.Parameter(torch.ones(8))
+            part.register_parameter("late", nn.Parameter(torch.ones(8)))
+            part.register_buffer("seen", torch.ones(8))
+            part.add_module("adapter", nn.Linear(8, 1))
+            assert isinstance(part.up.inner, nn.Linear)
+            assert part.gate.shape == (8,)
+    assert [name for stage in stages for name in stage.state_dict()] == list(serial.state_dict())
+    assert not any(p.is_meta for stage in stages for p in stage.parameters())
+    assert torch.equal(stages[1](stages[0](ids=ids), ids=ids), serial(ids))
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -18,10 +18,11 @@ from colossalai.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.dry_run import Parts, dry_run
 from colossalai.nn.optimizer import Lamb
-from colossalai.testing import spawn
+from colossalai.testing import parameterize, spawn
 from tests.pipeline.plans import config, launch
 
 Make = Callable[[], nn.Module]
@@ -138,6 +139,29 @@ def test_the_same_words_at_every_door(words: dict[str, list[str]], name: str) ->
         dry_run(case.config, 4, parts)
     # a dry run plays one rank after the other: nobody must be told whose problem it is
     assert engine in (str(dry.value), f"{dry.value} (rank 0 of the pipeline)")
+
+
+@parameterize("broken", [[0], [1], [0, 1]])
+def check_one_stage(rank: int, world_size: int, port: int, broken: list[int]) -> None:
+    """What the plugin itself refuses, at one stage or both."""
+    if not gpc.is_initialized(ParallelMode.GLOBAL):
+        launch(config("1f1b", 2, 4))
+    stage = gpc.get_local_rank(ParallelMode.PIPELINE)
+    model = nn.Embedding(3, 5, sparse=True) if stage in broken else nn.Linear(5, 3)
+    nn.init.ones_(model.weight)
+    own = r"TorchFSDPPlugin takes dense gradients, .* use TorchDDPPlugin"
+    error, told = ValueError, f"^{own}$"
+    if stage not in broken:
+        error = RuntimeError
+        told = (
+            rf"^another stage could not be boosted: ValueError: {own} \(rank {broken[0]} of the pipeline\)$"
+        )
+    with pytest.raises(error, match=told):
+        Booster(plugin=TorchFSDPPlugin()).boost(model)
+
+
+def test_a_stage_that_cannot_be_boosted_is_an_error_on_every_stage() -> None:
+    spawn(check_one_stage, 4)
 
 
 def check_ranks(rank: int, world_size: int, port: int) -> None:

@@ -207,3 +207,19 @@ def test_hooks_that_would_be_lost(what: str) -> None:
         ValueError, match=rf"'model.layers.0.mlp.up_proj' has .*{words}.*hooks after parallelize"
     ):
         _cut(model, sizes={"tp": 2})
+
+
+def test_parameters_in_one_memory() -> None:
+    model = zoo.build("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight = nn.Parameter(mlp.gate_proj.weight.detach())
+    words = r"LlamaForCausalLM: the parameters .*layers.0.mlp.gate_proj.weight and .*up_proj.weight lie in the same memory"
+    with pytest.raises(ValueError, match=words):
+        _cut(model, sizes={"tp": 2})
+    mlp.up_proj.weight = nn.Parameter(mlp.down_proj.weight.detach().t())
+    with pytest.raises(
+        ValueError, match=r"(down|up)_proj.weight and .*(down|up)_proj.weight lie in the same"
+    ):
+        _cut(model, sizes={"tp": 2})
+    mlp.up_proj.weight = nn.Parameter(mlp.gate_proj.weight.detach().clone())
+    _cut(model, sizes={"tp": 2})
