@@ -26,6 +26,7 @@ from colossalai.interface.strangers import strangers
 from colossalai.mesh import placement
 from colossalai.mesh.norm import DATA
 from colossalai.mesh.parameter import overlapping
+from colossalai.nn.policies.stage import wrapped_elsewhere
 from colossalai.pipeline.chunks import count_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import split_problem
@@ -206,6 +207,18 @@ def _overlapping(wanted: Wanted) -> str | None:
     )
 
 
+def _wrapped_elsewhere(wanted: Wanted) -> str | None:
+    path = wrapped_elsewhere(wanted.model)
+    if path is None or (
+        wanted.plan is None and wanted.pipeline is None
+    ):  # then told to all stages, before their first step
+        return None
+    return (
+        f"{path} is on another stage, and a wrapper around the place that it had here would be computed on every stage; wrap the model's"
+        " blocks before split_model, or layers inside of them"
+    )
+
+
 def _reach(wanted: Wanted) -> str | None:
     if wanted.optimizer is None:
         return None
@@ -240,6 +253,7 @@ CHECKS: tuple[Callable[[Wanted], str | None], ...] = (
     _nothing_to_train,
     _renormalizing,
     _overlapping,
+    _wrapped_elsewhere,
     _whole_parameters,
     _reach,
 )

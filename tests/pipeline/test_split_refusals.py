@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from colossalai.booster import Booster
+from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.nn.policies import Cut, Depth, Policy
 from colossalai.pipeline import save_pretrained, split_model
 from colossalai.pipeline.stage import Placement, Shape
@@ -135,6 +138,30 @@ def test_a_layer_that_is_wrapped_on_all_ranks_belongs_to_the_stage_that_holds_it
     assert [name for stage in stages for name in stage.state_dict()] == list(serial.state_dict())
     assert not any(p.is_meta for stage in stages for p in stage.parameters())
     assert torch.equal(stages[1](stages[0](ids=ids), ids=ids), serial(ids))
+
+
+def train_once(model: nn.Module, plugin: TorchDDPPlugin | None) -> None:
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = {"ids": torch.arange(8).view(4, 2)}, torch.zeros(4)
+    booster.execute_pipeline(iter([batch]), model, lambda out, _: out.sum(), optimizer)
+
+
+def check_wrapped_blocks(rank: int, world_size: int, port: int) -> None:
+    launch(config("1f1b", 2, 2))
+    told = r"parts\.0 is on another stage, and a wrapper .* before split_model"
+    for plugin in (TorchDDPPlugin(), None):
+        stage: Any = split_model(Net(), Placement(2), rank, policy=POLICY)
+        stage.parts[0] = Scaled(stage.parts[0])
+        with pytest.raises(ValueError, match=told):
+            train_once(stage, plugin)
+        stage = split_model(Net(), Placement(2), rank, policy=POLICY)
+        stage.parts[0] = checkpoint_wrapper(stage.parts[0])
+        train_once(stage, plugin)
+
+
+def test_a_block_that_is_wrapped_where_another_stage_holds_it_is_refused() -> None:
+    spawn(check_wrapped_blocks, 2)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -254,6 +254,20 @@ def _elsewhere(parts: Parts, share: Share) -> dict[str, type[StandIn]]:
     return kinds
 
 
+def wrapped_elsewhere(model: nn.Module) -> str | None:
+    """The path of a block that was put into a wrapper where a stand-in for it is; None if there is none.
+
+    What the wrapper adds would be computed, and trained, on every stage.  Activation checkpointing adds nothing.
+    """
+    for stage in model.modules():
+        if not isinstance(stage, Stage):
+            continue
+        for name, module in stage.named_modules():
+            if isinstance(module, StandIn) and name.replace("._checkpoint_wrapped_module", "") != module.path:
+                return module.path
+    return None
+
+
 def copy_above(module: nn.Module, paths: list[str]) -> nn.Module:
     """A copy of ``module`` in which the modules at ``paths`` can be replaced; all below and beside them is shared."""
     twin = copy.copy(module)
