@@ -185,3 +185,23 @@ def check_ranks(rank: int, world_size: int, port: int) -> None:
 
 def test_ranks_of_other_stages_are_no_replicas() -> None:
     spawn(check_ranks, 4)
+
+
+def check_room(rank: int, world_size: int, port: int) -> None:
+    launch(config("1f1b", 2, 4))
+    stage = gpc.get_local_rank(ParallelMode.PIPELINE)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)) if stage == 0 else nn.Linear(8, 2)
+    plugin = GeminiPlugin(device="cpu", placement_policy="cuda", precision="fp32", compute_capacity=5000)
+    booster = Booster(plugin=plugin)
+    boosted = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    batch = torch.ones(4, 16), torch.ones(4, 2)
+    booster.execute_pipeline(iter([batch]), boosted.model, nn.functional.mse_loss, boosted.optimizer)
+    room = "the compute tier holds .* and has no room for optimizer states"
+    told = f"^{room}" if stage == 0 else f"^another stage could not be updated: OutOfCapacity: {room}"
+    with pytest.raises(RuntimeError, match=told):
+        boosted.optimizer.step()
+
+
+def test_a_stage_without_room_for_its_states_is_an_error_on_every_stage() -> None:
+    spawn(check_room, 2)

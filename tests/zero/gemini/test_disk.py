@@ -297,3 +297,59 @@ def test_other_optimizers(tmp_path: Path) -> None:
     run.optimizer.backward(loss_of(run.model, batch(0)))
     with pytest.raises(RuntimeError, match="clip_grad_by_value needs all gradients on the host"):
         run.optimizer.clip_grad_by_value(0.1)
+
+
+class Eager(torch.optim.Optimizer):
+    """Adagrad as torch 2.11 has it: all states are made by the constructor, and a step finds them there."""
+
+    elementwise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    total = self.state[p]["sum"].addcmul_(p.grad, p.grad)
+                    p.addcdiv_(p.grad, total.sqrt().add_(1e-2), value=-group["lr"])
+
+
+class Gained(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain, self.layer = torch.nn.Parameter(torch.tensor(1.5)), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).tanh() * self.gain
+
+
+def check_eager(rank: int, world_size: int, port: int, folder: str) -> None:
+    launch(rank, world_size, port)
+    plugin = GeminiPlugin(
+        device="cpu", placement_policy="cpu", precision="fp32", disk_dir=folder, host_capacity=100_000
+    )
+    booster = Booster(plugin=plugin)
+    serial, model = Gained(), Gained()
+    expected, optimizer = Eager(serial.parameters()), Eager(model.parameters())
+    boosted = booster.boost(model, optimizer)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        serial(x).square().mean().backward()
+        expected.step()
+        expected.zero_grad()
+        booster.backward(boosted.model(x).square().mean(), boosted.optimizer)
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+    found = boosted.model.state_dict()
+    if rank == 0:
+        check_state_dict_equal(found, serial.state_dict())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_that_a_constructor_made_of_a_weight_without_dims(ranks: int, tmp_path: Path) -> None:
+    spawn(check_eager, ranks, folder=str(tmp_path))
