@@ -371,12 +371,12 @@ def test_ranks_that_take_different_ways_are_refused_before_the_step() -> None:
 class Writes(nn.Module):
     """Halves a weight in its forward: one of the model itself, or one of a block that has computed already."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, data: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
         self.blocks = nn.ModuleList([nn.Linear(5, 5)])
-        self.where = where
+        self.where, self.data = where, data
 
     def forward(self, x: Tensor) -> Tensor:
         if self.where == "model":
@@ -388,7 +388,10 @@ class Writes(nn.Module):
 
     @torch.no_grad()
     def halve(self, layer: Any) -> None:
-        layer.bias.mul_(0.5)
+        if self.data:
+            layer.bias.data.mul_(0.5)  # which torch does not count
+        else:
+            layer.bias.mul_(0.5)
 
 
 def _train_writes(
@@ -413,6 +416,8 @@ def _writes(rank: int, world_size: int, port: int) -> None:
         booster = Booster("cpu", plugin=TorchFSDPPlugin(sharding_strategy=strategy))
         with pytest.raises(RuntimeError, match=words.format("Writes")):
             booster.boost(Writes("model")).model(_x())
+        with pytest.raises(RuntimeError, match=words.format("Writes")):
+            booster.boost(Writes("model", data=True)).model(_x())
         with pytest.raises(RuntimeError, match=words.format("Writes")):
             _train_writes("script", rank, world_size, booster)
         if strategy is ShardingStrategy.FULL_SHARD:  # only this rank's part of the block is there

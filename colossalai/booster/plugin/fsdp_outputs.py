@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from colossalai.booster.plugin.fsdp_lockstep import fsdp_params
 from colossalai.interface.arguments import Copies
 from colossalai.interface.nest import tensors
+from colossalai.interface.written import is_watched, sums_of_bits
 from colossalai.mesh.backward import Once, before_backward
 
 VERSION = "_colo_version"
@@ -36,6 +37,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self._open: list[Any] = []
+        self._trained = 0  # how many of them had gradients
 
     def given(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -44,15 +46,20 @@ class _Calls:
     def passed(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             _remember_versions(unit)
-            self._open[-1] = Copies(self._open[-1], (args, kwargs))
+            self._trained += torch.is_grad_enabled()
+            watched = torch.is_grad_enabled() and is_watched(self._trained)
+            before = sums_of_bits(_gathered(unit)) if watched else None
+            self._open[-1] = Copies(self._open[-1], (args, kwargs)), before
 
     def returned(self, unit: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        copies = self._open.pop()
+        copies, before = self._open.pop()
         if not isinstance(copies, Copies):  # FSDP2 has raised
             return
         check_written([unit])
+        if before is not None and not torch.equal(before, cast("Tensor", sums_of_bits(_gathered(unit)))):
+            raise _written(unit)
         written = copies.hand_back()
         if torch.is_grad_enabled():
             views = [t for t in tensors(output) if t.requires_grad and t._base is not None]
@@ -72,11 +79,19 @@ def check_written(units: Iterable[nn.Module]) -> None:
     for unit in units:
         for p in fsdp_params(unit):
             if hasattr(p, VERSION) and getattr(p, VERSION) != _version(p):
-                raise RuntimeError(
-                    f"the forward of {type(unit).__name__}, or the script after it, has changed one of its weights in place, but"
-                    " TorchFSDPPlugin computes with gathered copies of them, which are let go at the end of the backward pass; change"
-                    " weights outside of both passes, where p is the rank's own part (p.copy_, p.data = ...), or use TorchDDPPlugin"
-                )
+                raise _written(unit)
+
+
+def _written(unit: nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f"the forward of {type(unit).__name__}, or the script after it, has changed one of its weights in place, but TorchFSDPPlugin"
+        " computes with gathered copies of them, which are let go at the end of the backward pass; change weights outside of both"
+        " passes, where p is the rank's own part (p.copy_, p.data = ...), or use TorchDDPPlugin"
+    )
+
+
+def _gathered(unit: nn.Module) -> list[Tensor]:
+    return [whole for p in fsdp_params(unit) if (whole := getattr(p, "_unsharded_param", None)) is not None]
 
 
 def _version(p: Any) -> int | None:

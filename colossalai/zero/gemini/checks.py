@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from colossalai.amp._compat import changes
+from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.pieces import IN_CHUNKS
 from colossalai.zero.renormalizing import renormalizing
@@ -78,10 +79,13 @@ class Untouched:
                     " move and cast the model before, and write weights by load_state_dict"
                 )
             if not chunk.resident and changes(param) != seen:
-                raise RuntimeError(
-                    f"{slot.name!r} was written to in place, which does not reach {chunk.name}; write weights before, or by"
-                    " load_state_dict"
-                )
+                raise not_reached(slot, chunk)
+
+
+def not_reached(slot: Slot, chunk: Chunk) -> RuntimeError:
+    return RuntimeError(
+        f"{slot.name!r} was written to in place, which does not reach {chunk.name}; write weights before, or by load_state_dict"
+    )
 
 
 def compare_keys(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:

@@ -18,7 +18,7 @@ The backward pass of a call is over, and its weights can go, at the first of the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -27,12 +27,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossalai.interface.written import is_watched, sums_of_bits
 from colossalai.mesh import own_grad
 from colossalai.mesh.backward import before_backward, when_known
 from colossalai.zero.gemini._compat import at_end_of_task, current_task
+from colossalai.zero.gemini.checks import not_reached
 from colossalai.zero.gemini.chunk import Chunk, Slot
 from colossalai.zero.gemini.graph import put_away, tensors_in, tensors_of, without_weights
 from colossalai.zero.gemini.manager import GeminiManager
+
+
+def _bits(slot: Slot) -> Tensor:
+    found = sums_of_bits([slot.param])
+    assert found is not None
+    return found
 
 
 @dataclass(eq=False)
@@ -44,6 +52,7 @@ class Unit:
     chunks: list[Chunk] = field(default_factory=list)
     moving: tuple[Chunk, ...] = ()  # those of its chunks that come and go
     simple: bool = False  # one node of the graph
+    trained: int = 0  # calls with gradients
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         return self  # a copy of the model must not copy its chunks; see ``without_hooks``
@@ -71,6 +80,7 @@ class Call:
     )  # the inputs, and how often each had been written to
     waiting: set[Slot] = field(default_factory=set)
     task: int = -1  # the backward pass for which its weights are held
+    bits: dict[Slot, Tensor] | None = None  # sums of its weights as they came, where they are compared
 
 
 class WatchedParameters(dict[str, Any]):
@@ -153,6 +163,10 @@ class ModuleHooks:
         if not unit.moving:
             return
         self.manager.access(unit.moving, unit.slots, call, unit.name)
+        if torch.is_grad_enabled():
+            unit.trained += 1
+            call.bits = {} if is_watched(unit.trained) else None
+            self._note_bits(call, unit.slots)
         if unit.simple or not all(slot.trained for slot in unit.slots):
             for tensor, _ in call.given:
                 if tensor.requires_grad:
@@ -178,8 +192,15 @@ class ModuleHooks:
             written = [tensor for tensor, version in given if tensor._version != version]
             found = tensors_of((output, written)), put_away(module)
             before_backward(chain(*found), partial(_before_backward, weakref.ref(self), call))
+        changed = [slot for slot, bits in (call.bits or {}).items() if not torch.equal(bits, _bits(slot))]
         self._release(call)
+        if changed:
+            raise not_reached(changed[0], self.chunks.get_chunk(changed[0].param))
         return output
+
+    def _note_bits(self, call: Call, slots: Iterable[Slot]) -> None:
+        if call.bits is not None:
+            call.bits.update({slot: _bits(slot) for slot in slots if slot.moves and slot not in call.bits})
 
     def _release(self, call: Call) -> None:
         self.manager.release(call.unit.moving, call.unit.slots, call)
@@ -195,6 +216,7 @@ class ModuleHooks:
         if slot not in call.unit.slots:
             call.unit.add(slot, chunk)
         self.manager.access([chunk], [slot], call, call.unit.name)
+        self._note_bits(call, [slot])
 
     # Backward
 

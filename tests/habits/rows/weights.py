@@ -49,6 +49,17 @@ def list_parameters(s: Script) -> None:
     s.train()
 
 
+@habit(THEME, "`module.weight.data.clamp_(-0.2, 0.2)` in the forward pass")
+def clamp_in_forward(s: Script) -> None:
+    s.unwrap().layers[0].register_forward_pre_hook(lambda m, args: _clamp_data(m.up.weight))
+    s.train()
+    s.train()
+
+
+def _clamp_data(weight: torch.Tensor) -> None:
+    weight.data.clamp_(-0.2, 0.2)
+
+
 @habit(
     THEME,
     "a penalty of the weights in the loss: `loss + 0.01 * sum(p.square().sum() for p in model.parameters())`",
