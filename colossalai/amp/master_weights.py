@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.amp._compat import changes, copy_all
-from colossalai.nn.optimizer.digits import renew_
+from colossalai.nn.optimizer.digits import Uncounted, renew_
 from colossalai.utils import copy_tensor_parallel_attributes
 
 HALF = (torch.float16, torch.bfloat16)
@@ -46,6 +46,7 @@ class MasterWeights:
     def __init__(self, optim: Optimizer, values: Mapping[Tensor, Tensor] | None = None) -> None:
         self.optim = optim
         self._pairs: list[_Pair] = []
+        self._uncounted = Uncounted()
         self.adopt(values or {})
 
     def adopt(self, values: Mapping[Tensor, Tensor]) -> None:
@@ -80,8 +81,9 @@ class MasterWeights:
             pair.master.grad = None if grad is None else grad.to(torch.float32)
 
     @torch.no_grad()
-    def follow_changes(self) -> None:
+    def follow_changes(self, *, is_step: bool = False) -> None:
         """Bring to the masters what others wrote to the weights [Note: which weights count]."""
+        compares = self._uncounted.is_due() if is_step else True
         for pair in self._pairs:
             if changes(pair.weight) != pair.seen:
                 if pair.begun:
@@ -89,6 +91,8 @@ class MasterWeights:
                 else:
                     pair.master.copy_(pair.weight)
                 pair.seen = changes(pair.weight)
+            elif compares and renew_(pair.master, pair.weight):
+                self._uncounted.found()
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -35,7 +35,7 @@ from colossalai.mesh import Layout, Mesh, grad_norm, own_grad, place, placement,
 from colossalai.mesh._compat import multiply_all
 from colossalai.mesh.norm import check_clipping, clip_factor
 from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
-from colossalai.nn.optimizer.digits import renew_
+from colossalai.nn.optimizer.digits import Uncounted, renew_
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.utils.optimizer_state import check_state
 from colossalai.zero.pieces import Piece
@@ -63,6 +63,7 @@ class ShardedOptimizer(OptimizerOfPieces):
     """
 
     scaler: BaseGradScaler
+    shows_weights = True  # a script can write to them between steps
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class ShardedOptimizer(OptimizerOfPieces):
         self._factor: float | Tensor = 1.0  # what the gradients of the pieces must still be multiplied by
         self._norms: dict[float, Tensor] = {}  # of the gradients as they are, by their kind
         self._overflow = False
+        self._uncounted = Uncounted()
         self._adopt(pieces)
         self.refuse_steps_of_others()
         self.keep_gradients()
@@ -214,7 +216,7 @@ class ShardedOptimizer(OptimizerOfPieces):
     def _apply_step(self) -> Any:
         if self._max_norm > 0:
             self.grad_norm = self.clip_grad_by_norm(self._max_norm, self._norm_type)
-        self.follow_changes()
+        self.follow_changes(is_step=True)
         inner = self.optim
         if isinstance(inner, FusedLAMB) and inner.defaults["max_grad_norm"]:
             inner.known_norm = self.global_norm()
@@ -266,11 +268,14 @@ class ShardedOptimizer(OptimizerOfPieces):
                 piece.weight.copy_(piece.value.detach(), non_blocking=True)
 
     @torch.no_grad()
-    def follow_changes(self) -> None:
+    def follow_changes(self, *, is_step: bool = False) -> None:
         """Bring to the pieces what others wrote to the weights; see [Note: which weights count] in ``nn.optimizer.digits``."""
+        compares = self.shows_weights and (self._uncounted.is_due() if is_step else True)
         for piece in self.pieces:
             now = changes(piece.param)
             if now == piece.seen:
+                if compares and not piece.is_shared and renew_(piece.value, piece.weight):
+                    self._uncounted.found()
                 continue
             piece.seen = now
             if piece.is_empty:

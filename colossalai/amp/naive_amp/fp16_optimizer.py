@@ -128,7 +128,7 @@ class FP16Optimizer(ScaledOptimizer):
         if self._max_norm > 0:
             self.grad_norm = self.clip_grad_by_norm(self._max_norm)
         if self.masters:
-            self.masters.follow_changes()
+            self.masters.follow_changes(is_step=True)
         result = self.optim.step()
         if self.masters:
             self.masters.write_back()

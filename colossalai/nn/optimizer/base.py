@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from colossalai.kernel import private
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
-from colossalai.nn.optimizer.digits import renew_
+from colossalai.nn.optimizer.digits import Uncounted, renew_
 from colossalai.utils.away import lazily
 from colossalai.utils.optimizer_state import check_state
 
@@ -69,6 +69,7 @@ class MultiTensorOptimizer(Optimizer):
     divides = False  # ``step`` and ``step_on`` take a ``div_scale``
     keeps = False  # ``step_on`` takes memory for what was before (``kept``)
     devices: tuple[str, ...] = ()  # where parameters may be; empty: anywhere
+    _compares = False  # in this step, parameters with their masters
 
     @abstractmethod
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -120,6 +121,7 @@ class MultiTensorOptimizer(Optimizer):
         )
 
     def _update(self, groups: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        self._compares = self.uncounted.is_due()
         for _, parameters in groups:  # all of them, before the first is changed
             for parameter in parameters:
                 if (grad := parameter.grad) is not None and (
@@ -198,6 +200,10 @@ class MultiTensorOptimizer(Optimizer):
         """Bring the float32 weights in line with a parameter that others changed [Note: which weights count]."""
         has_changed = self.versions.get(parameter) != parameter._version
         now = local(parameter.detach())
+        if not has_changed and self._compares and "master" in state and self.extra(parameter) == "master":
+            if renew_(local(state["master"]), now):
+                self.uncounted.found()
+            return
         if self.extra(parameter) == "tail":
             if "master" in state:  # begun or loaded
                 state["tail"] = torch.zeros_like(parameter, dtype=torch.int16)
@@ -217,6 +223,11 @@ class MultiTensorOptimizer(Optimizer):
         if "tail" in state and "master" not in state:
             return join(local(parameter.detach()), local(state["tail"]))
         return local(state.get("master", parameter.detach()))
+
+    @property
+    def uncounted(self) -> Uncounted:
+        """When this optimizer compares its parameters with its masters."""
+        return self.__dict__.setdefault("_uncounted", Uncounted())
 
     @property
     def versions(self) -> dict[Tensor, int]:

@@ -8,6 +8,8 @@ loaded in any order, and either without the other.
 The two are compared before a step and before saving, where somebody else may have written since our last step:
 
 - Scripts, ``load_state_dict`` and ``DistributedDataParallel`` write through torch, which counts the changes of a tensor (its version).
+- A script may write by ``p.data``, which torch does not count: weights are compared now and then, and in every step after such a write was
+  found (``Uncounted``).
 - ``booster.load`` reads files straight into memory, which torch does not count.  It says so afterwards, by
   ``OptimizerWrapper.weights_loaded``, whatever it wrote: weights, masters or both.
 
@@ -21,14 +23,49 @@ loaded after the optimizer.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
+from colossalai.mesh.written import is_watched
+
+
+class Uncounted:
+    """When weights are compared with what is kept beside them though torch has counted no change."""
+
+    def __init__(self) -> None:
+        self._steps, self._always = 0, False
+
+    def is_due(self) -> bool:
+        """A step begins."""
+        self._steps += 1
+        return self._always or is_watched(self._steps)
+
+    def found(self) -> None:
+        """A weight has changed that torch had not counted."""
+        if not self._always:
+            self._always = True
+            since = (
+                ""
+                if self._steps <= 2
+                else f"  Writes in the {self._steps - self._steps // 2} steps before may have been lost."
+            )
+            warnings.warn(
+                "weights were written to by p.data (or Tensor.set_), which torch does not count, while the optimizer keeps copies of them"
+                " with more digits or on another device; from now on they are compared in every step, which takes time: write"
+                f" `with torch.no_grad(): p.copy_(...)` instead.{since}",
+                stacklevel=2,
+            )
+
 
 @torch.no_grad()
-def renew_(kept: Tensor, weight: Tensor) -> None:
-    """Start ``kept`` again from ``weight`` where it does not round to it; it is not written to if it does everywhere."""
+def renew_(kept: Tensor, weight: Tensor) -> bool:
+    """Start ``kept`` again from ``weight`` where it does not round to it; whether there was any such place."""
     weight = weight.to(kept.device)
-    same = kept.to(weight.dtype) == weight
-    if not bool(same.all()):
-        kept.copy_(torch.where(same, kept, weight.to(kept.dtype)))
+    rounded = kept.to(weight.dtype)
+    same = (rounded == weight) | (rounded.isnan() & weight.isnan())
+    if bool(same.all()):
+        return False
+    kept.copy_(torch.where(same, kept, weight.to(kept.dtype)))
+    return True

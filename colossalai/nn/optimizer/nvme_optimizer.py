@@ -40,7 +40,8 @@ class Job:
     step: int
     weight: Tensor  # all elements in the order of memory
     grad: Tensor
-    has_changed: bool  # by others, since the last step
+    has_changed: bool  # by others, since the last step, as torch has counted
+    compares: bool  # whether to look for changes that torch has not counted
 
 
 class NVMeOptimizer(MultiTensorOptimizer):
@@ -171,7 +172,8 @@ class NVMeOptimizer(MultiTensorOptimizer):
             if grad.stride() != weight.stride():
                 grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
             has_changed = p.dtype in HALVES and self.versions.get(p) != p._version
-            jobs[p] = Job(group, int(step), row(weight), row(grad), has_changed)
+            compares = self._compares and p.dtype in HALVES and self.extra(p) == "master"
+            jobs[p] = Job(group, int(step), row(weight), row(grad), has_changed, compares)
         return jobs
 
     def _update_slot(self, slot: Slot, buffer: Tensor, jobs: dict[Tensor, Job]) -> None:
@@ -185,6 +187,8 @@ class NVMeOptimizer(MultiTensorOptimizer):
             weight, grad = extent.of(job.weight), extent.of(job.grad)
             if job.has_changed:
                 _follow(weight, states, slot.is_filled)
+            elif job.compares and renew_(states["master"], weight):
+                self.uncounted.found()
             key = (id(job.group), job.step, grad.dtype)
             _, bucket = buckets.setdefault(key, (job.group, Bucket(job.step)))
             bucket.add(weight, grad, states.get("master"), states.get("tail"))

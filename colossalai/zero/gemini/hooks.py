@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossalai.interface.written import is_watched, sums_of_bits
 from colossalai.mesh import own_grad
 from colossalai.mesh.backward import before_backward, when_known
+from colossalai.mesh.written import is_watched, sums_of_bits
 from colossalai.zero.gemini._compat import at_end_of_task, current_task
 from colossalai.zero.gemini.checks import not_reached
 from colossalai.zero.gemini.chunk import Chunk, Slot

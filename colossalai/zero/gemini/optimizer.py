@@ -72,6 +72,7 @@ class GeminiOptimizer(ShardedOptimizer):
     """
 
     takes_written_states = False
+    shows_weights = False  # they refuse p.data
 
     def __init__(
         self,

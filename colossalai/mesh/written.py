@@ -1,6 +1,7 @@
-"""Whether a forward pass has changed weights by ``p.data``, which torch does not count as a write.
+"""Writes to weights by ``p.data``, which torch does not count.
 
-Where weights are gathered for a forward pass and let go after it, such a change is lost without a word.
+They are lost without a word where weights are gathered for a forward pass and let go after it, or where an optimizer steps a copy with more
+digits.  To compare all weights each time would cost too much, so it is done less and less often (``is_watched``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_watched(call: int) -> bool:
-    """Whether the weights are compared in this call, counted from 1: to read all of them each time would cost too much.
+    """Whether the weights are compared in this call, counted from 1: the first, second, fourth, eighth ...
 
     A change that begins late, such as that of a weight which has grown too large, is seen before twice as many calls.
     """
