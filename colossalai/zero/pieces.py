@@ -246,7 +246,7 @@ def piece_of(
     if home is not None:
         start, end = layout.piece(index, rank)
         begin = layout.offsets[index] + start - layout.bounds(rank)[0]
-        value = home[begin : begin + end - start].view(weight.shape).copy_(value)
+        value = home[begin : begin + end - start].view(weight.shape).copy_(value).data
     elif (dtype or weight.dtype, device or weight.device) != (weight.dtype, weight.device) or pin:
         target = torch.empty(
             weight.shape, dtype=dtype or weight.dtype, device=device or weight.device, pin_memory=pin

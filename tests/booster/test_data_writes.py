@@ -120,3 +120,31 @@ def test_comparisons_become_rare_until_there_is_a_reason() -> None:
         watch.found()
     assert watch.is_due()
     assert watch.is_due()
+
+
+def check_digits(rank: int, world_size: int, port: int) -> None:
+    colossalai.launch({}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 3))
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="bf16", cpu_offload=True))
+    model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=0.02))
+    inner: Any = optimizer
+    for _ in range(2):
+        booster.backward(model(torch.ones(4, 8)).float().square().mean(), inner)
+        inner.step()
+        inner.zero_grad()
+    before = [inner.optim.master(piece.value).clone() for piece in inner.pieces]
+    with torch.no_grad():
+        inner.pieces[0].param.mul_(0.5)
+    inner.follow_changes()
+    for piece, digits in zip(inner.pieces, before, strict=True):
+        if piece.is_empty:
+            continue
+        inner.optim.follow(piece.value, inner.optim.state[piece.value])  # as the next step begins
+        now = inner.optim.master(piece.value)
+        assert piece is inner.pieces[0] or torch.equal(now, digits)
+        assert torch.equal(now.bfloat16(), piece.weight)
+
+
+def test_a_write_to_one_weight_on_the_host_leaves_the_digits_of_the_others() -> None:
+    spawn(check_digits, 2)

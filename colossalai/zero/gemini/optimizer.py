@@ -133,6 +133,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._stepping = False
         self._used_up = False  # the gradients of the last step, which nobody has cleared
         self._used: set[Slot] = set()
+        self._early_used: set[Slot] = set()  # whose gradients updates in this backward pass have taken
         self._zeros: set[Slot] = set()  # that zero_grad(set_to_none=False) has left zeros for
         if scaler is not None or clipping_norm:
             module.gradients.norm_type = norm_type
@@ -178,6 +179,7 @@ class GeminiOptimizer(ShardedOptimizer):
             self._trials.begin(chunk, self._early_options, self._good_factor())
             return
         self._early.add(chunk.index)
+        self._early_used.update(state.used)
         self._updates.submit(chunk, self._early_options, 1.0)
 
     def _good_factor(self) -> float:
@@ -309,12 +311,12 @@ class GeminiOptimizer(ShardedOptimizer):
         """The slots that have got gradients since they were cleared, on any rank."""
         self.model.gradients.resolve()
         states = self.model.gradients.of.values()
-        return {slot for state in states for slot in (*state.arrived, *state.used, *state.direct)}
+        return self._early_used.union(*((*s.arrived, *s.used, *s.direct) for s in states))
 
     def _check_zeros(self, used: set[Slot]) -> None:
         """Refuse to leave out what the serial optimizer would step with a gradient of zeros."""
         left = sorted(slot.name for slot in self._zeros - used)
-        if left and not self.update_in_backward:
+        if left:
             raise RuntimeError(
                 f"zero_grad(set_to_none=False) has left zeros as the gradient of {left[0]}, which no rank has used since: plain PyTorch still"
                 " moves it, by momentum and weight decay, and Gemini steps only what has a gradient; call zero_grad(), as is the"
@@ -352,6 +354,7 @@ class GeminiOptimizer(ShardedOptimizer):
         else:
             self._used_up, self._used = has_grad, used
         self._early.clear()
+        self._early_used.clear()
         self._early_options = None
         self._by_hand = False
         if self._resting is not None:

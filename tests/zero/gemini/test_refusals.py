@@ -187,3 +187,35 @@ def test_zero_keeps_float64() -> None:
     for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
         assert mine.dtype is torch.float64
         torch.testing.assert_close(mine.data, theirs.data, rtol=1e-14, atol=1e-14)
+
+
+def check_zeros(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    for early in (False, True):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        plugin = GeminiPlugin(
+            device="cpu",
+            placement_policy="cpu",
+            precision="fp32",
+            update_in_backward=early,
+            min_chunk_size_mb=0.0001,
+        )
+        booster = Booster(plugin=plugin)
+        boosted: Any = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for step in range(3):
+            if step == 2:
+                model[0].requires_grad_(False)
+            booster.backward(boosted.model(torch.ones(2, 4)).square().mean(), boosted.optimizer)
+            if step < 2:
+                boosted.optimizer.step()
+                boosted.optimizer.zero_grad(set_to_none=False)
+        with pytest.raises(
+            RuntimeError, match=r"has left zeros as the gradient of 0\.(bias|weight), which no rank"
+        ):
+            boosted.optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_zeros_that_would_move_a_frozen_weight(world_size: int) -> None:
+    spawn(check_zeros, world_size)
