@@ -63,7 +63,6 @@ class ShardedOptimizer(OptimizerOfPieces):
     """
 
     scaler: BaseGradScaler
-    shows_weights = True  # a script can write to them between steps
 
     def __init__(
         self,
@@ -270,11 +269,12 @@ class ShardedOptimizer(OptimizerOfPieces):
     @torch.no_grad()
     def follow_changes(self, *, is_step: bool = False) -> None:
         """Bring to the pieces what others wrote to the weights; see [Note: which weights count] in ``nn.optimizer.digits``."""
-        compares = self.shows_weights and (self._uncounted.is_due() if is_step else True)
+        compares = self._uncounted.is_due() if is_step else True
         for piece in self.pieces:
             now = changes(piece.param)
             if now == piece.seen:
-                if compares and not piece.is_shared and renew_(piece.value, piece.weight):
+                looks = compares and self.rests_here(piece) and not piece.is_shared
+                if looks and renew_(piece.value, piece.weight):
                     self._uncounted.found()
                 continue
             piece.seen = now
@@ -284,17 +284,10 @@ class ShardedOptimizer(OptimizerOfPieces):
                 increment_version(piece.value)  # the optimizer looks whether its parameter has changed
             else:
                 renew_(piece.value, piece.weight)
-            self._renew_digits(piece.value)
 
-    def _renew_digits(self, value: Tensor) -> None:
-        """Let the optimizer look now: it does so in its step, but not at a weight without a gradient, which may be saved next."""
-        inner = self.unwrap()
-        if getattr(inner, "_offload", None) is not None:
-            return  # states on a disk are compared when they come for a step
-        if self.takes_written_states and isinstance(inner, MultiTensorOptimizer) and value.dtype in HALVES:
-            state = inner.state.get(value, {})
-            if {"master", "tail"} & state.keys():
-                inner.follow(value, state)
+    def rests_here(self, piece: Piece) -> bool:
+        """Whether the states of ``piece`` are where the user's optimizer has them."""
+        return True
 
     def weights_loaded(self) -> None:
         super().weights_loaded()

@@ -1,8 +1,10 @@
-"""Weights that a script writes to by ``p.data``, which torch does not count, while an optimizer keeps more of their digits elsewhere."""
+"""Weights that a script writes to, also by ``p.data``, which torch does not count, while an optimizer keeps more of their digits elsewhere."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,8 @@ from torch import nn
 
 import colossalai
 from colossalai.booster import Booster
-from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
-from colossalai.nn.optimizer import HybridAdam
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from colossalai.nn.optimizer import FusedSGD, HybridAdam
 from colossalai.nn.optimizer.digits import Uncounted
 from colossalai.testing import spawn
 
@@ -148,3 +150,81 @@ def check_digits(rank: int, world_size: int, port: int) -> None:
 
 def test_a_write_to_one_weight_on_the_host_leaves_the_digits_of_the_others() -> None:
     spawn(check_digits, 2)
+
+
+def zero(precision: str, **options: Any) -> Any:
+    return lambda: {"plugin": LowLevelZeroPlugin(precision=precision, initial_scale=64, **options)}
+
+
+def gemini(precision: str) -> Any:
+    return lambda: {
+        "plugin": GeminiPlugin(
+            device="cpu",
+            placement_policy="cuda",
+            precision=precision,
+            initial_scale=64,
+            min_chunk_size_mb=0.0001,
+        )
+    }
+
+
+SAVED: dict[str, tuple[Any, torch.dtype]] = {
+    "fp16": (lambda: {"device": "cpu"}, torch.float16),
+    "bf16": (lambda: {"device": "cpu"}, torch.bfloat16),
+    "naive": (lambda: {"device": "cpu", "mixed_precision": "fp16_naive"}, torch.float32),
+    "zero fp16": (zero("fp16"), torch.float32),
+    "zero bf16": (zero("bf16"), torch.float32),
+    "zero fp16 on the host": (zero("fp16", cpu_offload=True), torch.float32),
+    "zero bf16 on the host": (zero("bf16", cpu_offload=True), torch.float32),
+    "gemini fp16": (gemini("fp16"), torch.float32),
+    "gemini bf16": (gemini("bf16"), torch.float32),
+}
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 3)).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.to(next(self.parameters()).dtype)).float()
+
+
+def check_saved(rank: int, world_size: int, port: int, folder: str) -> None:
+    colossalai.launch({}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    on_disk: Any = {"nvme_offload_fraction": 1.0, "nvme_offload_dir": folder}
+    makers: dict[str, Any] = {
+        "HybridAdam": lambda params: HybridAdam(params, lr=0.02),
+        "HybridAdam on a disk": lambda params: HybridAdam(params, lr=0.02, **on_disk),
+        "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+        "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02),
+    }
+    cases = itertools.product(SAVED.items(), makers.items(), (False, True))
+    for number, ((plan, (options, dtype)), (name, make), by_data) in enumerate(cases):
+        if (plan.startswith("gemini") and world_size > 1) or (name == "AdamW" and dtype != torch.float32):
+            continue  # whose weights are not there, or which has no masters
+        booster = Booster(**options())
+        model: Any = Cast(dtype)
+        model, optimizer, *_ = booster.boost(model, make(model.parameters()))
+        for _ in range(2):
+            booster.backward(model(torch.ones(4, 8)).square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for p in model.parameters():
+                (p.data if by_data else p).mul_(0.5)
+            wanted = {key: value.clone().float() for key, value in model.state_dict().items()}
+            booster.save(f"{folder}/{number}")
+        serial: Any = Cast(torch.float32)
+        plain = Booster(device="cpu")
+        serial, *_ = plain.boost(serial, makers[name.removesuffix(" on a disk")](serial.parameters()))
+        plain.load(f"{folder}/{number}")
+        for key, value in serial.state_dict().items():
+            assert rank or torch.allclose(value, wanted[key], rtol=8e-3), f"{plan}, {name}, {by_data}: {key}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_that_are_written_to_before_a_save_are_saved(world_size: int, tmp_path: Path) -> None:
+    spawn(check_saved, world_size, folder=str(tmp_path))

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from colossalai.kernel import private
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
-from colossalai.nn.optimizer.digits import Uncounted, renew_
+from colossalai.nn.optimizer.digits import Uncounted, followed, renew_
 from colossalai.utils.away import lazily
 from colossalai.utils.optimizer_state import check_state
 
@@ -198,7 +198,7 @@ class MultiTensorOptimizer(Optimizer):
 
     def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Bring the float32 weights in line with a parameter that others changed [Note: which weights count]."""
-        has_changed = self.versions.get(parameter) != parameter._version
+        has_changed = not self.has_followed(parameter)
         now = local(parameter.detach())
         if not has_changed and self._compares and "master" in state and self.extra(parameter) == "master":
             if renew_(local(state["master"]), now):
@@ -219,10 +219,16 @@ class MultiTensorOptimizer(Optimizer):
 
         For a parameter that is cut over ranks this is the local part.
         """
-        state = self.state.get(parameter, {})
-        if "tail" in state and "master" not in state:
-            return join(local(parameter.detach()), local(state["tail"]))
-        return local(state.get("master", parameter.detach()))
+        state, now = self.state.get(parameter, {}), local(parameter.detach())
+        if "master" in state:
+            return followed(local(state["master"]), now)
+        if "tail" in state and self.has_followed(parameter):
+            return join(now, local(state["tail"]))
+        return now.to(wide(parameter)) if "tail" in state else now
+
+    def has_followed(self, parameter: Tensor) -> bool:
+        """Whether the digits that are kept of ``parameter`` are those of its weights, as far as torch counts changes."""
+        return self.versions.get(parameter) == parameter._version
 
     @property
     def uncounted(self) -> Uncounted:
@@ -276,18 +282,19 @@ class MultiTensorOptimizer(Optimizer):
     def portable_state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of ``parameter`` with its master instead of a tail, which means nothing without the parameter."""
         state = dict(self.state[parameter])
-        if "tail" in state:
+        if {"tail", "master"} & state.keys():
             master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
             local(master).copy_(self.master(parameter))
             state["master"] = master
-            del state["tail"]
+            state.pop("tail", None)
         return state
 
     def lazy_state(self, parameter: Tensor) -> dict[str, Any]:
         """``portable_state``, in which a function stands for a tensor that must first be computed: for checkpoints."""
         state = dict(self.state.get(parameter, {}))
-        if state.pop("tail", None) is not None:
-            state.setdefault("master", partial(self.master, parameter))
+        if {"tail", "master"} & state.keys():
+            state.pop("tail", None)
+            state["master"] = partial(self.master, parameter)
         return {name: lazily(value) for name, value in state.items()}
 
     def states_replaced(self) -> None:

@@ -60,12 +60,18 @@ class Uncounted:
 
 
 @torch.no_grad()
-def renew_(kept: Tensor, weight: Tensor) -> bool:
-    """Start ``kept`` again from ``weight`` where it does not round to it; whether there was any such place."""
+def followed(kept: Tensor, weight: Tensor) -> Tensor:
+    """``kept`` where it rounds to ``weight``, and elsewhere the weight; ``kept`` itself if it does everywhere."""
     weight = weight.to(kept.device)
     rounded = kept.to(weight.dtype)
     same = (rounded == weight) | (rounded.isnan() & weight.isnan())
-    if bool(same.all()):
-        return False
-    kept.copy_(torch.where(same, kept, weight.to(kept.dtype)))
-    return True
+    return kept if bool(same.all()) else torch.where(same, kept, weight.to(kept.dtype))
+
+
+@torch.no_grad()
+def renew_(kept: Tensor, weight: Tensor) -> bool:
+    """Start ``kept`` again from ``weight`` where it does not round to it; whether there was any such place."""
+    now = followed(kept, weight)
+    if now is not kept:
+        kept.copy_(now)
+    return now is not kept

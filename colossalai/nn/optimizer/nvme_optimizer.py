@@ -24,7 +24,7 @@ from colossalai.kernel import private
 from colossalai.kernel.lists import covers_its_memory, row
 from colossalai.kernel.split import join
 from colossalai.nn.optimizer.base import HALVES, Bucket, MultiTensorOptimizer, local, wide
-from colossalai.nn.optimizer.digits import renew_
+from colossalai.nn.optimizer.digits import followed, renew_
 from colossalai.nn.optimizer.offload import Offload
 from colossalai.nn.optimizer.slots import Extent, Fields, Slot, begin
 from colossalai.utils.disk import aligned_empty
@@ -171,7 +171,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
             weight, grad = local(p.detach()), local(p.grad)
             if grad.stride() != weight.stride():
                 grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
-            has_changed = p.dtype in HALVES and self.versions.get(p) != p._version
+            has_changed = p.dtype in HALVES and not self.has_followed(p)
             compares = self._compares and p.dtype in HALVES and self.extra(p) == "master"
             jobs[p] = Job(group, int(step), row(weight), row(grad), has_changed, compares)
         return jobs
@@ -224,7 +224,13 @@ class NVMeOptimizer(MultiTensorOptimizer):
                 if extent.parameter is not parameter:
                     continue
                 if "tail" in states:
-                    states["master"] = join(extent.of(weight), states.pop("tail"))
+                    tail = states.pop("tail")
+                    has_followed = self.has_followed(parameter) or not slot.is_filled
+                    states["master"] = join(
+                        extent.of(weight), tail if has_followed else torch.zeros_like(tail)
+                    )
+                elif "master" in states:
+                    states["master"] = followed(states["master"], extent.of(weight))
                 for name, state in states.items():
                     if name not in whole:
                         whole[name] = _laid_out(part, offload.strides[parameter], state.dtype)

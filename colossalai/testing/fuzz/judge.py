@@ -185,7 +185,9 @@ def _told(rank: int, answer: Answer | None) -> str:
 
 
 def _kind(message: str) -> str:
-    return re.sub(r"[0-9]+", "#", message.split("\n")[0])
+    """A refusal without its numbers, and without who of the others has told it."""
+    first = re.sub(r"[0-9]+", "#", message.split("\n")[0])
+    return re.sub(r"^\w+: rank # could not (load|save): ", "", first)
 
 
 # Comparisons

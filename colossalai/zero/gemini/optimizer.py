@@ -72,7 +72,6 @@ class GeminiOptimizer(ShardedOptimizer):
     """
 
     takes_written_states = False
-    shows_weights = False  # they refuse p.data
 
     def __init__(
         self,
@@ -402,6 +401,9 @@ class GeminiOptimizer(ShardedOptimizer):
             if self._places[piece][0].home is self.chunks.compute:
                 set_own_grad(piece.value, None)
         return result
+
+    def rests_here(self, piece: Piece) -> bool:
+        return self._places[piece][0].home is self.chunks.compute
 
     def settle(self) -> None:
         self.take_back()
