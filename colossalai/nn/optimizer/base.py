@@ -29,7 +29,7 @@ from colossalai.kernel import private
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
 from colossalai.nn.optimizer.digits import Uncounted, followed, renew_
-from colossalai.utils.away import lazily
+from colossalai.utils.away import is_away, lazily
 from colossalai.utils.optimizer_state import check_state
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -198,7 +198,7 @@ class MultiTensorOptimizer(Optimizer):
 
     def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Bring the float32 weights in line with a parameter that others changed [Note: which weights count]."""
-        has_changed = not self.has_followed(parameter)
+        has_changed = self.versions.get(parameter) != parameter._version
         now = local(parameter.detach())
         if not has_changed and self._compares and "master" in state and self.extra(parameter) == "master":
             if renew_(local(state["master"]), now):
@@ -221,14 +221,19 @@ class MultiTensorOptimizer(Optimizer):
         """
         state, now = self.state.get(parameter, {}), local(parameter.detach())
         if "master" in state:
-            return followed(local(state["master"]), now)
-        if "tail" in state and self.has_followed(parameter):
-            return join(now, local(state["tail"]))
-        return now.to(wide(parameter)) if "tail" in state else now
+            if is_away(state["master"]):  # so is the weight, which nobody can have written to
+                return state["master"]
+            kept = local(state["master"])
+            # a tail rounds ties up, and torch to even
+            splits = self.extra(parameter) == "tail" and kept.device == now.device
+            return join(now, tail_of(kept, now)) if splits else followed(kept, now)
+        if "tail" not in state:
+            return now
+        return now.to(wide(parameter)) if self.is_stale(parameter) else join(now, local(state["tail"]))
 
-    def has_followed(self, parameter: Tensor) -> bool:
-        """Whether the digits that are kept of ``parameter`` are those of its weights, as far as torch counts changes."""
-        return self.versions.get(parameter) == parameter._version
+    def is_stale(self, parameter: Tensor) -> bool:
+        """Whether others wrote to ``parameter`` after our last step; not if somebody else steps it, as Gemini does."""
+        return self.versions.get(parameter, parameter._version) != parameter._version
 
     @property
     def uncounted(self) -> Uncounted:
@@ -282,7 +287,7 @@ class MultiTensorOptimizer(Optimizer):
     def portable_state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of ``parameter`` with its master instead of a tail, which means nothing without the parameter."""
         state = dict(self.state[parameter])
-        if {"tail", "master"} & state.keys():
+        if {"tail", "master"} & state.keys() and not is_away(state.get("master")):
             master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
             local(master).copy_(self.master(parameter))
             state["master"] = master
@@ -292,7 +297,7 @@ class MultiTensorOptimizer(Optimizer):
     def lazy_state(self, parameter: Tensor) -> dict[str, Any]:
         """``portable_state``, in which a function stands for a tensor that must first be computed: for checkpoints."""
         state = dict(self.state.get(parameter, {}))
-        if {"tail", "master"} & state.keys():
+        if {"tail", "master"} & state.keys() and not is_away(state.get("master")):
             state.pop("tail", None)
             state["master"] = partial(self.master, parameter)
         return {name: lazily(value) for name, value in state.items()}

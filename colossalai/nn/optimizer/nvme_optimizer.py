@@ -171,7 +171,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
             weight, grad = local(p.detach()), local(p.grad)
             if grad.stride() != weight.stride():
                 grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
-            has_changed = p.dtype in HALVES and not self.has_followed(p)
+            has_changed = p.dtype in HALVES and self.versions.get(p) != p._version
             compares = self._compares and p.dtype in HALVES and self.extra(p) == "master"
             jobs[p] = Job(group, int(step), row(weight), row(grad), has_changed, compares)
         return jobs
@@ -225,10 +225,8 @@ class NVMeOptimizer(MultiTensorOptimizer):
                     continue
                 if "tail" in states:
                     tail = states.pop("tail")
-                    has_followed = self.has_followed(parameter) or not slot.is_filled
-                    states["master"] = join(
-                        extent.of(weight), tail if has_followed else torch.zeros_like(tail)
-                    )
+                    tail = torch.zeros_like(tail) if slot.is_filled and self.is_stale(parameter) else tail
+                    states["master"] = join(extent.of(weight), tail)
                 elif "master" in states:
                     states["master"] = followed(states["master"], extent.of(weight))
                 for name, state in states.items():
