@@ -30,6 +30,8 @@ from torch import Tensor
 
 from colossalai.mesh.written import is_watched
 
+BLOCK = 1 << 22  # elements that are compared at a time: to compare must not need the memory of a weight
+
 
 class Uncounted:
     """When weights are compared with what is kept beside them though torch has counted no change."""
@@ -62,10 +64,19 @@ class Uncounted:
 @torch.no_grad()
 def followed(kept: Tensor, weight: Tensor) -> Tensor:
     """``kept`` where it rounds to ``weight``, and elsewhere the weight; ``kept`` itself if it does everywhere."""
+    if kept.is_meta or all(map(_rounds, kept.reshape(-1).split(BLOCK), weight.reshape(-1).split(BLOCK))):
+        return kept
     weight = weight.to(kept.device)
+    return torch.where(_same(kept, weight), kept, weight.to(kept.dtype))
+
+
+def _rounds(kept: Tensor, weight: Tensor) -> bool:
+    return bool(_same(kept, weight.to(kept.device)).all())
+
+
+def _same(kept: Tensor, weight: Tensor) -> Tensor:
     rounded = kept.to(weight.dtype)
-    same = (rounded == weight) | (rounded.isnan() & weight.isnan())
-    return kept if bool(same.all()) else torch.where(same, kept, weight.to(kept.dtype))
+    return (rounded == weight) | (rounded.isnan() & weight.isnan())
 
 
 @torch.no_grad()
