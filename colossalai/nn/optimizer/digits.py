@@ -40,7 +40,7 @@ class Uncounted:
         self._steps, self._always = 0, False
 
     def is_due(self) -> bool:
-        """A step begins."""
+        """Whether the step that begins now compares them."""
         self._steps += 1
         return self._always or is_watched(self._steps)
 

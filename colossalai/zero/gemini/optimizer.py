@@ -303,6 +303,7 @@ class GeminiOptimizer(ShardedOptimizer):
         used = self._now_used()
         self._zeros = set() if set_to_none else self._zeros | self._used | used
         self._used = set()
+        self._early_used.clear()
         self.model.forget_gradients()
         super().zero_grad()
 
