@@ -79,6 +79,9 @@ class Away:
 
     __format__ = __repr__
 
+    def as_subclass(self, cls: type) -> Any:
+        raise _refusal(self, "as_subclass needs")
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise _refusal(self, "a copy needs")
 

@@ -54,6 +54,7 @@ HABITS: dict[str, Callable[[Any], Any]] = {
     "data": give_new_memory,
     "half": lambda m: m.half(),
     "double": lambda m: m.unwrap().double(),
+    "as_subclass": lambda m: m.embed.weight.as_subclass(torch.Tensor),
     "deepcopy": lambda m: copy.deepcopy(m.unwrap()),
     "deepcopy of a layer": lambda m: copy.deepcopy(m.blocks[0].inner),
     "pickle": lambda m: pickle.dumps(m.embed.weight),
