@@ -284,11 +284,12 @@ class GeminiOptimizer(ShardedOptimizer):
                 home.copy_(piece.value.grad.view(-1))  # what a master got is a copy
 
     def _refuse_early(self, who: str) -> None:
-        if self._early:
+        # not by what this rank has updated: with branches the others may have updated other chunks, and would go on
+        waits = not self.update_in_backward or self._trials is not None
+        if not waits and any(chunk.home is not self.chunks.compute for chunk in self.chunks.chunks):
             raise RuntimeError(
-                f"{who} comes too late: with update_in_backward=True {len(self._early)} chunks have been updated in the backward"
-                " pass; give the norm to the optimizer (clipping_norm, max_norm of GeminiPlugin, clip_grad of a zero section), or leave"
-                " update_in_backward out"
+                f"{who} comes too late: with update_in_backward=True chunks are updated in the backward pass; give the norm to the"
+                " optimizer (clipping_norm, max_norm of GeminiPlugin, clip_grad of a zero section), or leave update_in_backward out"
             )
 
     def used_up(self, param: nn.Parameter) -> bool:

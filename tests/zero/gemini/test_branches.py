@@ -224,6 +224,10 @@ def check_early_updates(rank: int, world_size: int, port: int) -> None:
         optimizer.zero_grad()
     for name, value in model.state_dict(only_rank_0=False).items():
         torch.testing.assert_close(value, serial.state_dict()[name])
+    # also on ranks that have updated nothing yet
+    booster.backward(model(x[rank], left=rank == 0).square().mean(), optimizer)
+    with pytest.raises(RuntimeError, match="clip_grad_by_norm comes too late: with update_in_backward=True"):
+        optimizer.clip_grad_by_norm(1.0)
 
 
 def test_branches_with_updates_in_the_backward_pass() -> None:

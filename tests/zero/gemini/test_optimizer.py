@@ -210,6 +210,8 @@ def tower(reentrant: bool | None = None) -> nn.Module:
 
 def test_update_in_backward_refuses_what_it_cannot_do() -> None:
     run = Training(Case(early=True), build=tower)
+    with pytest.raises(RuntimeError, match="clip_grad_by_norm comes too late"):  # before anything is updated
+        run.optimizer.clip_grad_by_norm(1.0)
     run.step(batch(0))
     run.optimizer.backward(loss_of(run.model, batch(1)))
     with pytest.raises(RuntimeError, match="clip_grad_by_norm comes too late: with update_in_backward=True"):
