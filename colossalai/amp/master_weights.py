@@ -4,9 +4,9 @@ A small update of a large fp16 weight is rounded away.  So the optimizer holds a
 master, in the place that the weight had in its parameter group; the optimizer steps the master, and the weight is the
 master rounded.  Groups, their options and learning-rate schedulers do not notice.
 
-Somebody else may write to the weights: see [Note: which weights count] in ``colossalai.nn.optimizer.digits``.
-The digits that a model had before it was rounded are kept only if nobody writes to it before the first step: replicas
-that began with different weights and got those of rank 0 must not differ in the digits that only rank 0 has.
+Scripts may write to the weights too: see [Note: which weights count] in ``colossalai.nn.optimizer.masters``.
+The digits that a model had before it was rounded are kept only if no script writes to it before the first step:
+replicas that began with different weights and got those of rank 0 must not differ in digits that only rank 0 has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.amp._compat import changes, copy_all
-from colossalai.nn.optimizer.digits import Uncounted, renew_
+from colossalai.nn.optimizer.masters import UncountedWrites
 from colossalai.utils import copy_tensor_parallel_attributes
 
 HALF = (torch.float16, torch.bfloat16)
@@ -46,7 +46,7 @@ class MasterWeights:
     def __init__(self, optim: Optimizer, values: Mapping[Tensor, Tensor] | None = None) -> None:
         self.optim = optim
         self._pairs: list[_Pair] = []
-        self._uncounted = Uncounted()
+        self._uncounted = UncountedWrites()
         self.adopt(values or {})
 
     def adopt(self, values: Mapping[Tensor, Tensor]) -> None:
@@ -81,18 +81,16 @@ class MasterWeights:
             pair.master.grad = None if grad is None else grad.to(torch.float32)
 
     @torch.no_grad()
-    def follow_changes(self, *, is_step: bool = False) -> None:
+    def refresh(self, *, is_step: bool = False) -> None:
         """Bring to the masters what others wrote to the weights [Note: which weights count]."""
         compares = self._uncounted.is_due() if is_step else True
         for pair in self._pairs:
-            if changes(pair.weight) != pair.seen:
-                if pair.begun:
-                    renew_(pair.master, pair.weight)
-                else:
-                    pair.master.copy_(pair.weight)
-                pair.seen = changes(pair.weight)
-            elif compares and renew_(pair.master, pair.weight):
-                self._uncounted.found()
+            now = changes(pair.weight)
+            has_changed, pair.seen = now != pair.seen, now
+            if has_changed and not pair.begun:
+                pair.master.copy_(pair.weight)
+            else:
+                self._uncounted.refresh_(pair.master, pair.weight, has_changed=has_changed, compares=compares)
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -104,7 +102,7 @@ class MasterWeights:
 
     def state_dict(self) -> dict[int, Tensor]:
         """The masters by the index that their parameter has in the optimizer's state."""
-        self.follow_changes()
+        self.refresh()
         owned = {id(master) for master in self.masters()}
         return {i: p.detach() for i, p in self._numbered() if id(p) in owned}
 

@@ -1,15 +1,19 @@
-"""``ScaledOptimizer``: an optimizer whose losses are scaled, and whose step may be skipped.
+"""``ScaledOptimizer`` scales losses, and may skip a step; its ``step`` is the step of every plan.
 
 Small gradients vanish in fp16, so the loss is multiplied by a scale before the backward pass, and the gradients are
 divided by it before they are used.  A gradient that overflows shows as inf or nan: then the step is skipped and the
-scale reduced.  This class is the order of these things; where gradients and scale live is up to its subclasses.
+scale reduced.
+
+``ScaledOptimizer.step`` says in which order things happen, for fp16 by torch, fp16 with masters, ZeRO and Gemini.  These
+plans supply the parts: ``stepping``, ``collect``, ``unscale``, ``clip``, ``refresh_masters``, ``update``, ``publish``.
 """
 
 from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +29,7 @@ SCALER_KEY = "grad_scaler"
 
 
 class ScaledOptimizer(OptimizerWrapper):
-    """Gradients are unscaled once: when they are clipped, or else when the optimizer steps.
+    """An optimizer that unscales gradients once: when they are clipped, or else when it steps.
 
     Args:
         groups: the ranks that decide together; each of them must call ``step``, also if it has no gradient of its own.
@@ -47,6 +51,7 @@ class ScaledOptimizer(OptimizerWrapper):
         self._groups = list(groups)
         self._report = SkipReport(report)
         self._unscaled = False
+        self._overflow: bool | Tensor = False  # what ``unscale`` found
         self._scaled = False  # a loss since the last step or zero_grad
 
     @property
@@ -70,20 +75,36 @@ class ScaledOptimizer(OptimizerWrapper):
     def loss_scale(self) -> float:
         """What the next loss is multiplied by."""
 
-    @abstractmethod
-    def _unscale(self) -> None:
-        """Divide the gradients by the scale and find out whether any rank has one that overflowed."""
+    # The parts of a step, in their order
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Surround a step: checks before it, and what is left to do after it."""
+        yield
+
+    def collect(self) -> None:
+        """Give every tensor that the optimizer steps its gradient, averaged over the ranks, still scaled."""
 
     @abstractmethod
-    def _overflowed(self) -> bool:
-        """What ``_unscale`` found."""
+    def unscale(self) -> bool | Tensor:
+        """Divide the gradients by the scale; returns whether a gradient of any rank has overflowed."""
 
-    @abstractmethod
-    def _update_scale(self, overflowed: bool) -> None:
-        """Choose the scale of the next iteration."""
+    def clip(self) -> None:
+        """Clip the gradients to the norm that the plan was given."""
 
-    def _apply_step(self) -> Any:
+    def refresh_masters(self, *, is_step: bool = False) -> None:
+        """Bring to the masters what others wrote to the weights [Note: which weights count]."""
+
+    def update(self) -> Any:
+        """Let the optimizer inside step."""
         return self.optim.step()
+
+    def publish(self) -> None:
+        """Write the updated values to the weights that the model computes with, on every rank."""
+
+    @abstractmethod
+    def update_scale(self, overflowed: bool) -> None:
+        """Choose the scale of the next iteration."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self._check_not_unscaled()
@@ -103,7 +124,8 @@ class ScaledOptimizer(OptimizerWrapper):
     def unscale_grad(self) -> None:
         if not self._unscaled and (self._groups or self._has_grad()):
             self._check_scaled()
-            self._unscale()
+            self.collect()
+            self._overflow = self.unscale()
             self._unscaled = True
 
     def _check_scaled(self) -> None:
@@ -117,23 +139,30 @@ class ScaledOptimizer(OptimizerWrapper):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step, unless a gradient is inf or nan; then only the loss scale is reduced."""
         if args or kwargs:
-            raise ValueError("an optimizer under fp16 takes no closure: the loss scale may skip the step")
-        self.unscale_grad()
-        if not self._unscaled:  # no gradient, and nobody to agree with
-            self._skipped = False
-            return self.optim.step()
-        self._skipped = self._overflowed()
-        result = None if self._skipped else self._apply_step()
-        # a skipped step is no reason for torch to warn that the scheduler ran before the optimizer
-        self.optim._opt_called = True  # type: ignore[attr-defined]
-        self._end_of_iteration(self._skipped)
+            raise ValueError(
+                f"{type(self).__name__}.step takes no closure and no options: call backward(loss), then step()"
+            )
+        with self.stepping():
+            self.unscale_grad()  # collect and unscale, unless clipping by hand has done so
+            if not self._unscaled:  # no gradient, and no other rank to agree with
+                self._skipped = False
+                return self.optim.step()
+            self._skipped, result = bool(self._overflow), None
+            if not self._skipped:
+                self.clip()
+                self.refresh_masters(is_step=True)
+                result = self.update()
+                self.publish()
+            # a skipped step is no reason for torch to warn that the scheduler ran before the optimizer
+            self.optim._opt_called = True  # type: ignore[attr-defined]
+            self._end_iteration(self._skipped)
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
         self._scaled = False
         if self._unscaled:  # the gradients were clipped and then thrown away
-            self._end_of_iteration(self._overflowed())
+            self._end_iteration(bool(self._overflow))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), SCALER_KEY: self.scaler.state_dict()}
@@ -169,9 +198,9 @@ class ScaledOptimizer(OptimizerWrapper):
                 stacklevel=2,
             )
 
-    def _end_of_iteration(self, overflowed: bool) -> None:
+    def _end_iteration(self, overflowed: bool) -> None:
         scale = self.loss_scale if overflowed else None
-        self._update_scale(overflowed)
+        self.update_scale(overflowed)
         if scale is None:
             self._report.good_step()
         else:

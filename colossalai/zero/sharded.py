@@ -7,7 +7,8 @@ steps, and a state that looks like the serial optimizer's.
 Our own optimizers take half-precision pieces and keep the missing digits in their states.  To an optimizer of
 somebody else a piece is its fp32 master, whose rounded values are copied to the weights after each step.
 
-How gradients come to the pieces and updated pieces to the other ranks is up to subclasses: ``collect`` and ``publish``.
+How gradients come to the pieces and updated pieces to the other ranks is up to subclasses: ``bring_gradients`` and
+``publish``.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from colossalai.mesh import Layout, Mesh, grad_norm, own_grad, place, placement,
 from colossalai.mesh._compat import multiply_all
 from colossalai.mesh.norm import check_clipping, clip_factor
 from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
-from colossalai.nn.optimizer.digits import Uncounted, renew_
 from colossalai.nn.optimizer.large_batch import FusedLAMB
+from colossalai.nn.optimizer.masters import UncountedWrites
 from colossalai.utils.optimizer_state import check_state
 from colossalai.zero.pieces import Piece
 from colossalai.zero.refusals import OptimizerOfPieces
@@ -85,7 +86,7 @@ class ShardedOptimizer(OptimizerOfPieces):
         self._factor: float | Tensor = 1.0  # what the gradients of the pieces must still be multiplied by
         self._norms: dict[float, Tensor] = {}  # of the gradients as they are, by their kind
         self._overflow = False
-        self._uncounted = Uncounted()
+        self._uncounted = UncountedWrites()
         self._adopt(pieces)
         self.refuse_steps_of_others()
         self.keep_gradients()
@@ -136,34 +137,11 @@ class ShardedOptimizer(OptimizerOfPieces):
         self._scaled = True
         return loss.float() * self.scaler.scale if self.is_scaled else loss
 
-    def _unscale(self) -> None:
-        self.kept.check()
-        self.piece_gradients.open()
-        self.collect()
-        self._factor, self._overflow, self.grad_norm = 1.0, False, None
-        self._norms.clear()
-        if self.is_scaled:
-            self._factor = self.scaler.inv_scale
-            # a norm is finite if all gradients are, and it is taken over all ranks
-            self.grad_norm = self.global_norm(self._norm_type)
-            self._overflow = not math.isfinite(self.grad_norm.item())
-
-    def _overflowed(self) -> bool:
-        return self._overflow
-
-    def _update_scale(self, overflowed: bool) -> None:
+    def update_scale(self, overflowed: bool) -> None:
         self.scaler.update(overflowed)
         self.piece_gradients.close()
         self._factor = 1.0
         self._norms.clear()
-
-    # What subclasses do
-
-    def collect(self) -> None:
-        """Let every piece have its gradient, averaged over the ranks; those of parameters that nobody used stay None."""
-
-    def publish(self) -> None:
-        """Give the updated pieces to the ranks that compute with them."""
 
     # Norm and clipping
 
@@ -201,34 +179,43 @@ class ShardedOptimizer(OptimizerOfPieces):
         self._factor = 1.0
         self._norms.clear()
 
-    # The step
+    # The parts of a step, see ``ScaledOptimizer.step``
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step all pieces and give them to the other ranks, unless a scaled gradient overflowed."""
-        if args or kwargs:
-            raise ValueError(
-                f"{type(self).__name__}.step takes no closure and no options: call backward(loss), then step()"
-            )
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
         with self.own_step():
-            return super().step()
+            yield
 
-    def _apply_step(self) -> Any:
+    def collect(self) -> None:
+        self.kept.check()
+        self.piece_gradients.open()
+        self.bring_gradients()
+        self._factor, self.grad_norm = 1.0, None
+        self._norms.clear()
+
+    def bring_gradients(self) -> None:
+        """Let every piece have its gradient, averaged over the ranks; pieces of unused parameters keep None."""
+
+    def unscale(self) -> bool:
+        if not self.is_scaled:
+            return False
+        self._factor = self.scaler.inv_scale
+        # a norm is finite if all gradients are, and it is taken over all ranks
+        self.grad_norm = self.global_norm(self._norm_type)
+        return not math.isfinite(self.grad_norm.item())
+
+    def clip(self) -> None:
         if self._max_norm > 0:
             self.grad_norm = self.clip_grad_by_norm(self._max_norm, self._norm_type)
-        self.follow_changes(is_step=True)
-        inner = self.optim
-        if isinstance(inner, FusedLAMB) and inner.defaults["max_grad_norm"]:
-            inner.known_norm = self.global_norm()
-        result = self.update()
-        self.publish()
-        return result
+        if isinstance(self.optim, FusedLAMB) and self.optim.defaults["max_grad_norm"]:
+            self.optim.known_norm = self.global_norm()
 
     def update(self, pieces: Sequence[Piece] | None = None, factor: float | Tensor | None = None) -> Any:
         """Let the user's optimizer step all pieces that have a gradient, or ``pieces`` alone, and write their weights.
 
         Gradients are multiplied by ``factor``, by default what unscaling and clipping left to do
         (``pending_factor``).  A plan that updates part by part calls ``unscale_grad``, clips, and calls
-        ``follow_changes`` before the first.
+        ``refresh_masters`` before the first.
         """
         inner: Any = self.optim
         factor = self._factor if factor is None else factor
@@ -267,23 +254,18 @@ class ShardedOptimizer(OptimizerOfPieces):
                 piece.weight.copy_(piece.value.detach(), non_blocking=True)
 
     @torch.no_grad()
-    def follow_changes(self, *, is_step: bool = False) -> None:
-        """Bring to the pieces what others wrote to the weights; see [Note: which weights count] in ``nn.optimizer.digits``."""
+    def refresh_masters(self, *, is_step: bool = False) -> None:
         compares = self._uncounted.is_due() if is_step else True
         for piece in self.pieces:
             now = changes(piece.param)
-            if now == piece.seen:
-                looks = compares and self.rests_here(piece) and not piece.is_shared
-                if looks and renew_(piece.value, piece.weight):
-                    self._uncounted.found()
+            has_changed, piece.seen = now != piece.seen, now
+            if not has_changed and not compares:
                 continue
-            piece.seen = now
-            if piece.is_empty:
-                continue
-            if piece.is_shared:
+            if not piece.is_shared:
+                looks = compares and self.rests_here(piece)
+                self._uncounted.refresh_(piece.value, piece.weight, has_changed=has_changed, compares=looks)
+            elif has_changed and not piece.is_empty:
                 increment_version(piece.value)  # the optimizer looks whether its parameter has changed
-            else:
-                renew_(piece.value, piece.weight)
 
     def rests_here(self, piece: Piece) -> bool:
         """Whether the states of ``piece`` are where the user's optimizer has them."""
@@ -322,14 +304,14 @@ class ShardedOptimizer(OptimizerOfPieces):
 
     def holdings(self) -> list[Holding]:
         self.settle()
-        self.follow_changes()
+        self.refresh_masters()
         pieces = {id(piece.value): piece for piece in self.pieces}
         return [pieces[id(p)].holding if id(p) in pieces else Holding(p, p) for p in self.parameters()]
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The state of the serial optimizer, with a ``SlicedTensor`` for every tensor that lies on several ranks."""
         self.settle()
-        self.follow_changes()
+        self.refresh_masters()
         found: dict[str, Any] = {"state": sliced_states(self._numbered, self._state_of, self.group)}
         found["param_groups"] = self._serial_groups()
         masters = {n: p for n, p in self._numbered.items() if needs_masters(self.unwrap(), p.param.dtype)}

@@ -15,7 +15,7 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.nn.optimizer import FusedSGD, HybridAdam
-from colossalai.nn.optimizer.digits import Uncounted
+from colossalai.nn.optimizer.masters import UncountedWrites
 from colossalai.testing import spawn
 
 LIMIT = 0.1
@@ -116,10 +116,10 @@ def test_weights_that_are_nan_are_not_taken_for_written() -> None:
 
 
 def test_comparisons_become_rare_until_there_is_a_reason() -> None:
-    watch = Uncounted()
+    watch = UncountedWrites()
     assert [step for step in range(1, 20) if watch.is_due()] == [1, 2, 4, 8, 16]
     with pytest.warns(UserWarning, match="written to by p.data"):
-        watch.found()
+        watch.refresh_(torch.ones(2), torch.zeros(2), has_changed=False, compares=True)
     assert watch.is_due()
     assert watch.is_due()
 
@@ -138,11 +138,11 @@ def check_digits(rank: int, world_size: int, port: int) -> None:
     before = [inner.optim.master(piece.value).clone() for piece in inner.pieces]
     with torch.no_grad():
         inner.pieces[0].param.mul_(0.5)
-    inner.follow_changes()
+    inner.refresh_masters()
     for piece, digits in zip(inner.pieces, before, strict=True):
         if piece.is_empty:
             continue
-        inner.optim.follow(piece.value, inner.optim.state[piece.value])  # as the next step begins
+        inner.optim.refresh_master(piece.value, inner.optim.state[piece.value])  # as the next step begins
         now = inner.optim.master(piece.value)
         assert piece is inner.pieces[0] or torch.equal(now, digits)
         assert torch.equal(now.bfloat16(), piece.weight)

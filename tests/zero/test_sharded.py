@@ -39,7 +39,7 @@ class Plain(ShardedOptimizer):
             self.flats.append(flat)
         super().__init__(optim, pieces, group=dist.group.WORLD, **options)
 
-    def collect(self) -> None:
+    def bring_gradients(self) -> None:
         for piece in self.pieces:
             if (own := own_grad(piece.param)) is not None:
                 dist.all_reduce(own.div_(dist.get_world_size()))
@@ -156,7 +156,7 @@ def check_masters(rank: int, world_size: int, port: int) -> None:
     # weights that somebody else writes win over masters
     with torch.no_grad():
         model[0].weight.zero_()
-    optimizer.follow_changes()
+    optimizer.refresh_masters()
     piece = next(p for p in optimizer.pieces if p.param is model[0].weight)
     assert piece.value.dtype == torch.float32
     assert not piece.value.any()
@@ -211,7 +211,7 @@ def check_parts(rank: int, world_size: int, port: int) -> None:
                 backward(m, o, step, rank, world_size)
             together.step()
             parted.clip_grad_by_norm(0.1)
-            parted.follow_changes()
+            parted.refresh_masters()
             for piece in reversed(parted.pieces):
                 parted.update([piece])
             parted.publish()

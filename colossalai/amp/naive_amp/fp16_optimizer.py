@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,7 +77,6 @@ class FP16Optimizer(ScaledOptimizer):
         self.grad_norm: Tensor | None = None
         self.num_zeros_in_grad: int | None = None
         self._max_norm, self._count_zeros = clip_grad_norm, log_num_zeros_in_grad
-        self._found_inf = torch.zeros(())
         if verbose:
             get_dist_logger("colossalai.amp").info(
                 f"{type(self).__name__}: {len(self.masters.weights()) if self.masters else 0} master weights of"
@@ -93,10 +93,17 @@ class FP16Optimizer(ScaledOptimizer):
         self._scaled = True
         return loss.float() * self.scaler.scale  # a scaled loss in fp16 would overflow at once
 
-    def _unscale(self) -> None:
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        self.grad_norm = self.num_zeros_in_grad = None
+        yield
+
+    def collect(self) -> None:
         if self.masters:
             self.masters.adopt({})
             self.masters.take_gradients()
+
+    def unscale(self) -> Tensor:
         parameters = self.parameters()
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in parameters:
@@ -104,35 +111,30 @@ class FP16Optimizer(ScaledOptimizer):
                 values = p.grad._values() if p.grad.is_sparse else p.grad
                 by_kind.setdefault((values.device, values.dtype), []).append(values)
         home = parameters[0].device if parameters else torch.device("cpu")
-        self._found_inf = torch.zeros((), device=home)
+        overflow = torch.zeros((), device=home)
         for (device, _), grads in by_kind.items():
             found = torch.zeros((), device=device)
             unscale_and_check(grads, found, torch.full((), self.scaler.inv_scale, device=device))
-            self._found_inf = torch.maximum(self._found_inf, found.to(home))
-        maximum_over(self._found_inf, self._groups)
+            overflow = torch.maximum(overflow, found.to(home))
+        return maximum_over(overflow, self._groups)
 
-    def _overflowed(self) -> bool:
-        return bool(self._found_inf.item())
-
-    def _update_scale(self, overflowed: bool) -> None:
+    def update_scale(self, overflowed: bool) -> None:
         self.scaler.update(overflowed)
         self._drop_master_gradients()
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        self.grad_norm = self.num_zeros_in_grad = None
-        return super().step(*args, **kwargs)
-
-    def _apply_step(self) -> Any:
+    def clip(self) -> None:
         if self._count_zeros:
             self._log_zeros()
         if self._max_norm > 0:
             self.grad_norm = self.clip_grad_by_norm(self._max_norm)
+
+    def refresh_masters(self, *, is_step: bool = False) -> None:
         if self.masters:
-            self.masters.follow_changes(is_step=True)
-        result = self.optim.step()
+            self.masters.refresh(is_step=is_step)
+
+    def publish(self) -> None:
         if self.masters:
             self.masters.write_back()
-        return result
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -185,8 +187,7 @@ class FP16Optimizer(ScaledOptimizer):
             self.masters.load_state_dict(saved)
 
     def holdings(self) -> list[Holding]:
-        if self.masters:
-            self.masters.follow_changes()
+        self.refresh_masters()
         weights = self.masters.weights_by_master() if self.masters else {}
         return [Holding(weights.get(p, p), p) for p in self.parameters()]
 

@@ -50,13 +50,11 @@ class TorchAMPOptimizer(ScaledOptimizer):
         self._scaled = True
         return self.scaler.scale(loss)
 
-    def _unscale(self) -> None:
+    def unscale(self) -> bool:
         self.scaler.unscale_(self.optim)
-
-    def _overflowed(self) -> bool:
         return self.scaler.found_overflow(self.optim)
 
-    def _update_scale(self, overflowed: bool) -> None:
+    def update_scale(self, overflowed: bool) -> None:
         self.scaler.update()
 
 

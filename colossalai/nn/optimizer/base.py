@@ -6,7 +6,7 @@ too.  The optimizer's state holds the float32 weights as ``master``, or, where t
 ``splits``, the 16 bits that the parameter lacks as ``tail`` (see ``colossalai.kernel.split``).
 
 Somebody else may write into a parameter between two steps, as loading a model does: see [Note: which weights count] in
-``colossalai.nn.optimizer.digits``.
+``colossalai.nn.optimizer.masters``.
 
 Parameters that are cut over ranks (``DTensor``) are updated in their local parts, if the update is element by element.
 """
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from colossalai.kernel import private
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
-from colossalai.nn.optimizer.digits import Uncounted, followed, renew_
+from colossalai.nn.optimizer.masters import UncountedWrites, current_master
 from colossalai.utils.away import is_away, lazily
 from colossalai.utils.optimizer_state import check_state
 
@@ -177,7 +177,7 @@ class MultiTensorOptimizer(Optimizer):
         if missing:
             self.start(parameter, state, missing)
         if parameter.dtype in HALVES:
-            self.follow(parameter, state)
+            self.refresh_master(parameter, state)
         return state
 
     def start(self, parameter: Tensor, state: dict[str, Any], names: Iterable[str]) -> None:
@@ -196,23 +196,20 @@ class MultiTensorOptimizer(Optimizer):
         """How the state of a half-precision parameter holds the digits that the parameter lacks."""
         return "tail" if self.splits and parameter.dtype == torch.bfloat16 else "master"
 
-    def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
+    def refresh_master(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Bring the float32 weights in line with a parameter that others changed [Note: which weights count]."""
         has_changed = self.versions.get(parameter) != parameter._version
-        now = local(parameter.detach())
-        if not has_changed and self._compares and "master" in state and self.extra(parameter) == "master":
-            if renew_(local(state["master"]), now):
-                self.uncounted.found()
-            return
-        if self.extra(parameter) == "tail":
-            if "master" in state:  # begun or loaded
-                state["tail"] = torch.zeros_like(parameter, dtype=torch.int16)
-                local(state["tail"]).copy_(tail_of(local(state.pop("master")), now))
-            elif has_changed:
-                state["tail"].zero_()
-        elif has_changed:
-            renew_(local(state["master"]), now)
         self.versions[parameter] = parameter._version
+        now = local(parameter.detach())
+        if self.extra(parameter) == "master":
+            self.uncounted.refresh_(
+                local(state["master"]), now, has_changed=has_changed, compares=self._compares
+            )
+        elif "master" in state:  # begun or loaded
+            state["tail"] = torch.zeros_like(parameter, dtype=torch.int16)
+            local(state["tail"]).copy_(tail_of(local(state.pop("master")), now))
+        elif has_changed:
+            state["tail"].zero_()
 
     def master(self, parameter: Tensor) -> Tensor:
         """The weights of ``parameter`` as the optimizer knows them: in float32, if the parameter is in half precision.
@@ -226,7 +223,7 @@ class MultiTensorOptimizer(Optimizer):
             kept = local(state["master"])
             # a tail rounds ties up, and torch to even
             splits = self.extra(parameter) == "tail" and kept.device == now.device
-            return join(now, tail_of(kept, now)) if splits else followed(kept, now)
+            return join(now, tail_of(kept, now)) if splits else current_master(kept, now)
         if "tail" not in state:
             return now
         return now.to(wide(parameter)) if self.is_stale(parameter) else join(now, local(state["tail"]))
@@ -236,9 +233,9 @@ class MultiTensorOptimizer(Optimizer):
         return self.versions.get(parameter, parameter._version) != parameter._version
 
     @property
-    def uncounted(self) -> Uncounted:
+    def uncounted(self) -> UncountedWrites:
         """When this optimizer compares its parameters with its masters."""
-        return self.__dict__.setdefault("_uncounted", Uncounted())
+        return self.__dict__.setdefault("_uncounted", UncountedWrites())
 
     @property
     def versions(self) -> dict[Tensor, int]:

@@ -24,7 +24,7 @@ from colossalai.kernel import private
 from colossalai.kernel.lists import covers_its_memory, row
 from colossalai.kernel.split import join
 from colossalai.nn.optimizer.base import HALVES, Bucket, MultiTensorOptimizer, local, wide
-from colossalai.nn.optimizer.digits import followed, renew_
+from colossalai.nn.optimizer.masters import current_master
 from colossalai.nn.optimizer.offload import Offload
 from colossalai.nn.optimizer.slots import Extent, Fields, Slot, begin
 from colossalai.utils.disk import aligned_empty
@@ -185,10 +185,12 @@ class NVMeOptimizer(MultiTensorOptimizer):
             if job is None:
                 continue
             weight, grad = extent.of(job.weight), extent.of(job.grad)
-            if job.has_changed:
-                _follow(weight, states, slot.is_filled)
-            elif job.compares and renew_(states["master"], weight):
-                self.uncounted.found()
+            if "master" in states:
+                self.uncounted.refresh_(
+                    states["master"], weight, has_changed=job.has_changed, compares=job.compares
+                )
+            elif job.has_changed and slot.is_filled:  # a tail that was just filled is in line already
+                states["tail"].zero_()
             key = (id(job.group), job.step, grad.dtype)
             _, bucket = buckets.setdefault(key, (job.group, Bucket(job.step)))
             bucket.add(weight, grad, states.get("master"), states.get("tail"))
@@ -228,7 +230,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
                     tail = torch.zeros_like(tail) if slot.is_filled and self.is_stale(parameter) else tail
                     states["master"] = join(extent.of(weight), tail)
                 elif "master" in states:
-                    states["master"] = followed(states["master"], extent.of(weight))
+                    states["master"] = current_master(states["master"], extent.of(weight))
                 for name, state in states.items():
                     if name not in whole:
                         whole[name] = _laid_out(part, offload.strides[parameter], state.dtype)
@@ -308,11 +310,3 @@ def _order(tensor: Tensor, strides: tuple[int, ...]) -> list[int]:
 def _laid_out(tensor: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An empty tensor on the CPU with the shape of ``tensor``."""
     return torch.empty_strided(tensor.shape, strides, dtype=dtype, device="cpu")
-
-
-def _follow(weight: Tensor, states: dict[str, Tensor], was_filled: bool) -> None:
-    """See [Note: which weights count] in ``digits``; a tail that was just filled is in line already."""
-    if "master" in states:
-        renew_(states["master"], weight)
-    elif was_filled:
-        states["tail"].zero_()

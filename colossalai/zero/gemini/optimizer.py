@@ -13,7 +13,8 @@ backward pass are on trial (``colossalai.zero.gemini.trials``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ class GeminiOptimizer(ShardedOptimizer):
             return
         if self._early_options is None:  # the first of this step
             self._early_options = options_of(self.optim)
-            self.follow_changes()
+            self.refresh_masters()
         if self._trials is not None:
             self._trials.begin(chunk, self._early_options, self._good_factor())
             return
@@ -201,7 +202,7 @@ class GeminiOptimizer(ShardedOptimizer):
             self._trials.take_back()
             self._early_options = None  # they may be changed now
 
-    def collect(self) -> None:
+    def bring_gradients(self) -> None:
         self.model.gradients.take_shared()
         # their norms are known: nobody looks at those that are still on their way to the host
         self.give_gradients(everywhere=self.is_scaled or self._max_norm > 0, wait=False)
@@ -335,7 +336,8 @@ class GeminiOptimizer(ShardedOptimizer):
         if self._used_up:
             raise RuntimeError(_used_up("a backward pass"))
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
         self.manager.begin_step()
         has_grad, used = self._has_grad(), self._now_used()
         self._check_zeros(used)
@@ -345,7 +347,8 @@ class GeminiOptimizer(ShardedOptimizer):
             raise local_gradients()
         self._stepping = True
         try:
-            result = super().step(*args, **kwargs)
+            with super().stepping():
+                yield
         finally:
             self._stepping = False
         self.manager.drop_all()
@@ -364,7 +367,6 @@ class GeminiOptimizer(ShardedOptimizer):
             self._promoted = True
             self._accounts.agree()
             self._homes.promote()
-        return result
 
     def update(self, pieces: Sequence[Piece] | None = None, factor: float | Tensor | None = None) -> Any:
         if pieces is not None:

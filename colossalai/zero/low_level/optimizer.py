@@ -165,7 +165,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.reducer.has_local = True
         return own_grad(param)
 
-    def collect(self) -> None:
+    def bring_gradients(self) -> None:
         self._check_places()
         self._in_pipeline = False
         self.reducer.complete()
