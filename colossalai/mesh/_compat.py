@@ -46,3 +46,8 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def at_end_of_task(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward pass that this thread is in is over."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def current_task() -> int:
+    """Return the number of the backward pass that this thread is in; a nested one (reentrant checkpointing) has its own."""
+    return torch._C._current_graph_task_id()

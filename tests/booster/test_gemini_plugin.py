@@ -121,7 +121,7 @@ def _on_trial(rank: int, world_size: int, port: int) -> None:
         _train(booster, model, optimizer, range(4), rank, world_size)
         numbers = model.gemini_manager.timeline.numbers()
         found.append((numbers.tried + numbers.undone, model.state_dict(only_rank_0=False)))
-        assert (optimizer._trials is None) == (ratio == 0)
+        assert (optimizer._speculative is None) == (ratio == 0)
     assert found[1][0] == 0
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
 

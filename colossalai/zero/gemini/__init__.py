@@ -1,11 +1,10 @@
 """Gemini: ZeRO-3 with chunks over memory tiers."""
 
-from colossalai.zero.gemini.chunk import Chunk, ChunkFullError
-from colossalai.zero.gemini.chunk_manager import ChunkManager
-from colossalai.zero.gemini.ddp import GeminiDDP, ZeroDDP
-from colossalai.zero.gemini.init_chunks import init_chunk_manager
+from colossalai.zero.gemini.chunk import STATE_TRANS, Chunk, ChunkFullError, TensorState
+from colossalai.zero.gemini.chunk_manager import ChunkManager, init_chunk_manager
+from colossalai.zero.gemini.chunk_search import classify_params_by_dp_degree, search_chunk_configuration
+from colossalai.zero.gemini.ddp import GeminiDDP, ZeroDDP, get_static_torch_model
 from colossalai.zero.gemini.manager import GeminiManager
-from colossalai.zero.gemini.memory import MemStats, MemStatsCollector
 from colossalai.zero.gemini.memory_tracer import (
     AsyncMemoryMonitor,
     ChunkMemStatsCollector,
@@ -18,11 +17,10 @@ from colossalai.zero.gemini.placement import (
     ConstPlacementPolicy,
     CPUPlacementPolicy,
     CUDAPlacementPolicy,
+    MemStats,
+    MemStatsCollector,
     PlacementPolicyFactory,
 )
-from colossalai.zero.gemini.search import classify_params_by_dp_degree, search_chunk_configuration
-from colossalai.zero.gemini.states import STATE_TRANS, TensorState
-from colossalai.zero.gemini.static_model import get_static_torch_model
 from colossalai.zero.gemini.tiers import OutOfCapacity, Tier
 
 __all__ = [

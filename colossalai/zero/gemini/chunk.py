@@ -12,12 +12,15 @@ parameter whose chunk is not there shows NaN instead, in its true shape.
 A module that computes, and whoever asks for ``whole_parameters()``.  While nobody does, the class of a parameter that comes and goes refuses to be
 read or written (``colossalai.zero.elsewhere``), also if its chunk happens to be there still: what is read then would be gone when the backward
 pass needs it.
+
+What is being done with a parameter, and which changes of that are possible.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -26,9 +29,46 @@ from torch import Tensor, nn
 
 from colossalai.mesh._compat import plain_torch
 from colossalai.zero.elsewhere import REASON
-from colossalai.zero.gemini.states import TensorState, check_transition
-from colossalai.zero.gemini.tiers import Move, Tier
+from colossalai.zero.gemini.tiers import PendingCopy, Tier
 from colossalai.zero.pieces import FlatLayout
+
+
+class TensorState(Enum):
+    FREE = 0
+    """Its values are not on the compute device."""
+    COMPUTE = 1
+    """A module computes with it, forward or backward."""
+    HOLD = 2
+    """Its values are there, nobody uses them now."""
+    HOLD_AFTER_BWD = 3
+    """Its gradient is done, and lies where the backward pass left it."""
+    READY_FOR_REDUCE = 4
+    """Its gradient lies in the gradient buffer of its chunk."""
+
+
+_S = TensorState
+STATE_TRANS = frozenset(
+    {
+        (_S.FREE, _S.HOLD),
+        (_S.FREE, _S.COMPUTE),
+        (_S.HOLD, _S.FREE),
+        (_S.HOLD, _S.COMPUTE),
+        (_S.COMPUTE, _S.HOLD),
+        (_S.COMPUTE, _S.HOLD_AFTER_BWD),
+        (_S.HOLD_AFTER_BWD, _S.COMPUTE),
+        (_S.HOLD_AFTER_BWD, _S.READY_FOR_REDUCE),
+        (_S.READY_FOR_REDUCE, _S.HOLD),
+    }
+)
+
+
+def check_transition(name: str, old: TensorState, new: TensorState) -> None:
+    if old is not new and (old, new) not in STATE_TRANS:
+        allowed = ", ".join(sorted(b.name for a, b in STATE_TRANS if a is old))
+        raise RuntimeError(
+            f"parameter {name!r} cannot go from {old.name} to {new.name}; from {old.name} it can go to {allowed}"
+        )
+
 
 ALIGN = 16  # elements: every shard and every parameter begins at an address that vector instructions like
 
@@ -38,7 +78,7 @@ class ChunkFullError(Exception):
 
 
 @dataclass(eq=False)
-class Slot:
+class ParamSlot:
     """A parameter's place in its chunk."""
 
     param: nn.Parameter = field(repr=False)  # tensors that have given their memory away cannot be printed
@@ -82,7 +122,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ChunkRanks:
     """The ranks that share chunks, and the two process groups they talk over.
 
     Gathering has a group of its own: where a rank skips a part of the model, its gradients come at another moment than
@@ -99,16 +139,16 @@ class Ranks:
 class Chunk:
     """Parameters of one dtype in one buffer of ``size`` elements."""
 
-    def __init__(self, index: int, size: int, dtype: torch.dtype, ranks: Ranks) -> None:
+    def __init__(self, index: int, size: int, dtype: torch.dtype, ranks: ChunkRanks) -> None:
         if size % (ranks.size * ALIGN):
             raise ValueError(
                 f"a chunk shared by {ranks.size} ranks needs a size that is a multiple of {ranks.size * ALIGN}, got {size}"
             )
         self.index, self.size, self.dtype, self.ranks = index, size, dtype, ranks
-        self.slots: list[Slot] = []
+        self.slots: list[ParamSlot] = []
         self.used = 0
         self.users: set[Any] = set()
-        self.arriving: Move | None = None
+        self.arriving: PendingCopy | None = None
         self.present = False
         self.home: Tier | None = None
         self.compute: Tier | None = None
@@ -161,19 +201,19 @@ class Chunk:
         sizes, offsets = zip(*((slot.numel, slot.offset) for slot in self.slots), strict=True)
         return FlatLayout(sizes, offsets, self.ranks.size, self.shard_size)
 
-    def own_part(self, slot: Slot, shard: Tensor | None = None) -> Tensor | None:
+    def own_part(self, slot: ParamSlot, shard: Tensor | None = None) -> Tensor | None:
         """What this rank's shard (or a tensor like it) holds of ``slot``, flat; None if that is nothing."""
         low = max(slot.offset, self.own.start) - self.own.start
         high = min(slot.end, self.own.stop) - self.own.start
         return (self.shard if shard is None else shard)[low:high] if high > low else None
 
-    def append(self, param: nn.Parameter, name: str) -> Slot:
+    def append(self, param: nn.Parameter, name: str) -> ParamSlot:
         offset = aligned(self.used)
         if offset + param.numel() > self.size:
             raise ChunkFullError(
                 f"parameter {name!r} has {param.numel():,} elements, but {self.name} has room for {self.size - offset:,}"
             )
-        slot = Slot(param, name, offset, param.numel(), param.shape)
+        slot = ParamSlot(param, name, offset, param.numel(), param.shape)
         setattr(param, REASON, _reason(name))
         self.slots.append(slot)
         self.used = slot.end
@@ -271,12 +311,12 @@ def padded(size: int, ranks: int) -> int:
 _second: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def group_ranks(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
+def group_ranks(group: dist.ProcessGroup | None, device: torch.device) -> ChunkRanks:
     """The ranks of a data-parallel group; a second group of the same ranks is for gradients."""
     if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return Ranks()
+        return ChunkRanks()
     members = dist.get_process_group_ranks(group)
     if group not in _second:
         _second[group] = dist.new_group(members, use_local_synchronization=True)
     staged = device.type == "cuda" and dist.get_backend(group) == "gloo"
-    return Ranks(len(members), dist.get_rank(group), group, _second[group], staged)
+    return ChunkRanks(len(members), dist.get_rank(group), group, _second[group], staged)

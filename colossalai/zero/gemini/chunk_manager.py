@@ -1,6 +1,8 @@
 """``ChunkManager``: all chunks of a model, the tiers they lie in, and the elementary moves.
 
 It decides nothing: what is moved when is up to ``GeminiManager``.
+
+A chunk manager for a model.
 """
 
 from __future__ import annotations
@@ -14,15 +16,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
 from colossalai.tensor import ProcessGroup
 from colossalai.utils.disk import Buffers
-from colossalai.zero.gemini.chunk import Chunk, Ranks, Slot, aligned, group_ranks, padded
-from colossalai.zero.gemini.disk import DiskShelf, Reader, TierMemory, weights_of
-from colossalai.zero.gemini.search import check_configuration, data_parallel_size, search
-from colossalai.zero.gemini.states import TensorState
-from colossalai.zero.gemini.tiers import Copier, Move, Tier
+from colossalai.zero.gemini.chunk import (
+    Chunk,
+    ChunkRanks,
+    ParamSlot,
+    TensorState,
+    aligned,
+    group_ranks,
+    padded,
+)
+from colossalai.zero.gemini.chunk_search import (
+    HIDDEN,
+    MB,
+    check_configuration,
+    check_search,
+    data_parallel_size,
+    model_mesh,
+    search,
+    search_chunk_configuration,
+)
+from colossalai.zero.gemini.disk_tier import DiskShelf, TierMemory, WeightReader, weights_of
+from colossalai.zero.gemini.tiers import Copier, PendingCopy, Tier
 
 STAGES = 4  # buffers for weights that are read ahead from the disk
 
@@ -52,7 +71,7 @@ class ChunkManager:
         init_device: torch.device | str | None = None,
         *,
         device: torch.device | str | None = None,
-        ranks: Ranks | None = None,
+        ranks: ChunkRanks | None = None,
         compute_capacity: int | None = None,
         host_capacity: int | None = None,
         disk_dir: str | os.PathLike[str] | None = None,
@@ -74,18 +93,18 @@ class ChunkManager:
             init_device = place
         self.init_device = torch.device(init_device or "cpu")
         self.configuration = chunk_configuration
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or ChunkRanks()
         self.compute = Tier("compute", self.device, compute_capacity)
         self.host = Tier("host", torch.device("cpu"), host_capacity, self.device.type == "cuda")
         self.copier = Copier(self.device)
         self.shelf: DiskShelf | None = None
-        self.reader: Reader | None = None
+        self.reader: WeightReader | None = None
         self.passing: list[Buffers] = []
         if disk_dir is not None:
             self.add_disk(disk_dir, disk_capacity)
         self.chunks: list[Chunk] = []
         self._open: dict[torch.dtype, Chunk] = {}
-        self._slots: dict[nn.Parameter, tuple[Chunk, Slot]] = {}
+        self._slots: dict[nn.Parameter, tuple[Chunk, ParamSlot]] = {}
         self.bytes_up = self.bytes_down = 0
         self._largest_moving: int | None = None
 
@@ -114,7 +133,7 @@ class ChunkManager:
         """Have a disk as third tier."""
         self.shelf = DiskShelf(directory, capacity)
         memory = TierMemory(self.host, "weights on their way from the disk", pinned=True)
-        self.reader = Reader(self.shelf, Buffers(STAGES, memory))
+        self.reader = WeightReader(self.shelf, Buffers(STAGES, memory))
         self.host.below = self.shelf.tier
         self.passing.append(self.reader.buffers)
 
@@ -171,10 +190,10 @@ class ChunkManager:
     def get_chunk(self, tensor: nn.Parameter) -> Chunk:
         return self._find(tensor)[0]
 
-    def get_slot(self, tensor: nn.Parameter) -> Slot:
+    def get_slot(self, tensor: nn.Parameter) -> ParamSlot:
         return self._find(tensor)[1]
 
-    def _find(self, tensor: nn.Parameter) -> tuple[Chunk, Slot]:
+    def _find(self, tensor: nn.Parameter) -> tuple[Chunk, ParamSlot]:
         if tensor not in self._slots:
             raise ValueError(
                 f"a parameter of shape {tuple(tensor.shape)} is in no chunk: it was not in the model when its chunks were made"
@@ -224,7 +243,7 @@ class ChunkManager:
         chunk.arriving = self._gather(chunk)
         self.bytes_up += chunk.shard_nbytes if chunk.home is not self.compute else 0
 
-    def _gather(self, chunk: Chunk) -> Move:
+    def _gather(self, chunk: Chunk) -> PendingCopy:
         if not self.is_on_disk(chunk):
             return self._gather_from(chunk, chunk.shard)
         assert self.reader is not None
@@ -232,17 +251,17 @@ class ChunkManager:
         self.reader.used(chunk, move)
         return move
 
-    def _gather_from(self, chunk: Chunk, shard: Tensor) -> Move:
+    def _gather_from(self, chunk: Chunk, shard: Tensor) -> PendingCopy:
         if chunk.ranks.size == 1:
             return self.copier.start(chunk.flat, shard)
         if chunk.ranks.staged:
             whole = torch.empty(chunk.size, dtype=chunk.dtype)
             all_gather_single(whole, shard.cpu(), group=chunk.ranks.gather)
             chunk.flat.copy_(whole)
-            return Move()
+            return PendingCopy()
         if not self.copier.is_async:
             work = all_gather_single(chunk.flat, shard, group=chunk.ranks.gather, async_op=True)
-            return Move(work=work)
+            return PendingCopy(work=work)
         own = chunk.flat[chunk.own]
         move = self.copier.start(own, shard)
         with torch.cuda.stream(self.copier.upload):  # the collective follows the copy
@@ -287,19 +306,19 @@ class ChunkManager:
             chunk.drop()
 
     @torch.no_grad()
-    def reduce_chunk(self, chunk: Chunk, grads: Tensor) -> tuple[Tensor, Move]:
+    def reduce_chunk(self, chunk: Chunk, grads: Tensor) -> tuple[Tensor, PendingCopy]:
         """This rank's shard of the mean of ``grads``, a whole gradient buffer that is used up, over the ranks."""
         ranks = chunk.ranks
         if ranks.size == 1:
-            return grads, Move()
+            return grads, PendingCopy()
         if ranks.staged:
             own = torch.empty(chunk.shard_size, dtype=chunk.dtype)
             reduce_scatter_single(own, grads.div_(ranks.size).cpu(), group=ranks.reduce)
-            return own.to(self.device), Move()
+            return own.to(self.device), PendingCopy()
         own = torch.empty(chunk.shard_size, dtype=chunk.dtype, device=self.device)
         if not self.copier.is_async:
             reduce_scatter_single(own, grads, group=ranks.reduce)
-            return own.div_(ranks.size), Move()
+            return own.div_(ranks.size), PendingCopy()
         stream = self.copier.download
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -309,7 +328,7 @@ class ChunkManager:
             event.record(stream)
         own.record_stream(stream)
         grads.record_stream(stream)
-        return own, Move(event)
+        return own, PendingCopy(event)
 
     @torch.no_grad()
     def move_chunk(self, chunk: Chunk, tier: Tier) -> None:
@@ -381,8 +400,45 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def data_ranks(mesh: Mesh | None, device: torch.device | None) -> Ranks:
+def data_ranks(mesh: Mesh | None, device: torch.device | None) -> ChunkRanks:
     """The data-parallel ranks of ``mesh``."""
     if mesh is None or mesh.size.get("dp", 1) == 1:
-        return Ranks()
+        return ChunkRanks()
     return group_ranks(mesh.group("dp"), device or default_device())
+
+
+def init_chunk_manager(
+    model: nn.Module,
+    init_device: torch.device | str | None = None,
+    hidden_dim: int | None = None,
+    verbose: bool = False,
+    *,
+    search_range_mb: float = 32,
+    min_chunk_size_mb: float = 32,
+    filter_exlarge_params: bool = True,
+    strict_ddp_flag: bool = False,
+    dtype: torch.dtype = torch.float16,
+    **manager: Any,
+) -> ChunkManager:
+    """A chunk manager with the chunk size that wastes least for ``model``; ``manager`` goes to ``ChunkManager``."""
+    interval = HIDDEN if hidden_dim is None else hidden_dim
+    check_search(search_range_mb, interval, min_chunk_size_mb)
+    config, total, wasted = search_chunk_configuration(
+        model,
+        search_range_mb,
+        interval,
+        min_chunk_size_mb,
+        filter_exlarge_params,
+        strict_ddp_flag,
+        dtype=dtype,
+    )
+    if verbose:
+        size = config[data_parallel_size(model)]["chunk_size"]
+        mb = size * dtype.itemsize / MB
+        get_dist_logger().info(
+            f"chunks of {mb:.1f} MB for {total * dtype.itemsize / MB:.1f} MB of parameters;"
+            f" {wasted * dtype.itemsize / MB:.2f} MB ({wasted / max(total + wasted, 1):.2%}) are wasted"
+        )
+    if manager.get("ranks") is None:
+        manager["ranks"] = data_ranks(model_mesh(model), manager.get("device"))
+    return ChunkManager(config, init_device, **manager)

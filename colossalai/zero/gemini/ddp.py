@@ -2,16 +2,25 @@
 
 It is called like the model.  Weights come to the compute device when a module needs them; gradients are averaged over the
 data-parallel ranks chunk by chunk while the backward pass goes on; ``GeminiOptimizer`` updates each chunk where it rests.
+
+What scripts see of the gradients of a model in chunks, see the note in ``colossalai.zero.elsewhere``.
+
+The weights of a model in shards, gathered chunk by chunk: nobody ever holds more than a shard and the few chunks that come and go.
+
+An ordinary copy of a model whose weights lie in chunks.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +28,73 @@ from torch import Tensor, nn
 from colossalai.amp.casting import cast_floats
 from colossalai.checkpoint_io.ranks import FromFirst
 from colossalai.checkpoint_io.ranks import Ranks as JobRanks
+from colossalai.checkpoint_io.sharding import MB, calculate_tensor_size, plan_shards
 from colossalai.interface import ModelWrapper
 from colossalai.interface.arguments import Copies
 from colossalai.interface.holding import Holding
-from colossalai.mesh import Mesh
+from colossalai.mesh import Mesh, own_grad
 from colossalai.utils.away import away
-from colossalai.zero.gemini.checks import Untouched, check_model, compare_keys
-from colossalai.zero.gemini.chunk import Chunk, Slot
-from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks
-from colossalai.zero.gemini.fill import Replaced, fill, give_meta_storage, place_buffers, register
-from colossalai.zero.gemini.hooks import ModuleHooks
-from colossalai.zero.gemini.init_chunks import init_chunk_manager
+from colossalai.zero.elsewhere import KeptGradients, away_class, why_no_gradient
+from colossalai.zero.gemini.chunk import Chunk, ParamSlot
+from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks, init_chunk_manager
+from colossalai.zero.gemini.chunk_search import model_mesh
+from colossalai.zero.gemini.fill import (
+    ParameterGuard,
+    Replaced,
+    check_model,
+    compare_keys,
+    fill,
+    give_meta_storage,
+    place_buffers,
+    register,
+)
+from colossalai.zero.gemini.hooks import ModuleHooks, without_hooks
 from colossalai.zero.gemini.manager import GeminiManager
-from colossalai.zero.gemini.memory import MemStats
-from colossalai.zero.gemini.placement import PlacementPolicyFactory
-from colossalai.zero.gemini.search import model_mesh
-from colossalai.zero.gemini.shards import state_shards
-from colossalai.zero.gemini.shown import ShownGradients
+from colossalai.zero.gemini.placement import MemStats, PlacementPolicyFactory
 from colossalai.zero.states import SlicedTensor
+
+
+class VisibleGradients:
+    """The gradients of ``model``, which lie in chunks, whatever the script does with ``p.grad``."""
+
+    def __init__(self, model: ZeroDDP) -> None:
+        self._model, self._chunks = weakref.ref(model), model.chunk_manager
+        self._of = model.gradients.of
+        self._name = type(model).__name__
+        slots = [slot for chunk in self._chunks.chunks for slot in chunk.slots]
+        self.kept = KeptGradients(self, [slot.param for slot in slots if slot.trained])
+        away: dict[type, type] = {}
+        for slot in slots:
+            if slot.trained:
+                slot.native = self.kept.class_of(slot.native)
+            if slot.native not in away:
+                away[slot.native] = away_class(slot.native)
+            slot.away = away[slot.native]
+        for chunk in self._chunks.chunks:
+            chunk.guard()
+
+    def keeps_gradient(self, param: Tensor) -> bool:
+        found = cast(nn.Parameter, param)
+        state, slot = self._of[self._chunks.get_chunk(found).index], self._chunks.get_slot(found)
+        model = self._model()
+        used_up = model is not None and model.optimizer is not None and model.optimizer.used_up(found)
+        return (
+            used_up
+            or slot in state.arrived
+            or slot in state.used
+            or slot in state.direct
+            or own_grad(param) is not None
+        )
+
+    def shown_gradient(self, param: Tensor) -> Tensor | None:
+        return None
+
+    def why_no_gradient(self, param: Tensor) -> str:
+        return why_no_gradient(repr(self._chunks.get_slot(cast(nn.Parameter, param)).name), self._name)
+
+    def zero_grad(self) -> None:
+        if (model := self._model()) is not None:
+            model.zero_grad()
 
 
 class ZeroDDP(ModelWrapper):
@@ -91,8 +149,8 @@ class ZeroDDP(ModelWrapper):
         self.gradients = gemini_manager.gradients
         self.gradients.start(chunk for chunk in self.chunk_manager.chunks if chunk.trained)
         self.optimizer: Any = None  # told when gradients of a chunk have come, and when a step is over
-        self.shown = ShownGradients(self)
-        self._untouched = Untouched(self.chunk_manager)
+        self.shown = VisibleGradients(self)
+        self._guard = ParameterGuard(self.chunk_manager)
         self._hooks = ModuleHooks(user, gemini_manager, self._take_gradient, self._end_backward)
 
     keeps_parameters = True
@@ -102,14 +160,14 @@ class ZeroDDP(ModelWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         trains = torch.is_grad_enabled() and self.training and not self._hooks.in_backward
         if not self._hooks.in_backward:
-            self._take_back()
-            self.gemini_manager.drop_stale()
+            self._roll_back()
+            self.gemini_manager.evict_stale()
         if trains:
-            self._untouched.check()
+            self._guard.check()
             self.shown.kept.check()
             self.gemini_manager.pre_iter()
         if self.gemini_manager.strict and not self._hooks.in_backward:
-            self.gemini_manager.bring_all()
+            self.gemini_manager.fetch_all()
         passed = cast_floats((args, kwargs), self.dtype)
         copies = Copies((args, kwargs), passed)
         asked = self.gemini_manager.agreement.asked
@@ -122,7 +180,7 @@ class ZeroDDP(ModelWrapper):
             raise
         self._hooks.watch((output, copies.hand_back()))
         if not torch.is_grad_enabled() and self.scatter_after_inference and not self._hooks.in_backward:
-            self.gemini_manager.drop_all()
+            self.gemini_manager.evict_all()
         return cast_floats(output, torch.float32) if self.force_outputs_fp32 else output
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -151,11 +209,11 @@ class ZeroDDP(ModelWrapper):
 
     def forget_gradients(self) -> None:
         """Drop the gradients that the chunks have."""
-        self._take_back()
+        self._roll_back()
         self.shown.kept.forget()
         if self.optimizer is not None:
             self.optimizer.gradients_cleared()
-        self.gradients.shared.clear()
+        self.gradients.tied.clear()
         for index in self.gradients.of:
             self.gradients.clear(self.chunk_manager.chunks[index])
 
@@ -163,17 +221,17 @@ class ZeroDDP(ModelWrapper):
     def is_in_backward(self) -> bool:
         return self._hooks.in_backward
 
-    def _take_back(self) -> None:
+    def _roll_back(self) -> None:
         """What was updated in the backward pass on trial, and not stepped, has not happened."""
         if self.optimizer is not None:
-            self.optimizer.take_back()
+            self.optimizer.roll_back()
 
-    def _take_gradient(self, chunk: Chunk, slot: Slot) -> None:
+    def _take_gradient(self, chunk: Chunk, slot: ParamSlot) -> None:
         if self.optimizer is not None:
             self.optimizer.check_cleared()
         gradients = self.gradients
-        if slot in gradients.shared.slots:
-            gradients.shared.keep(slot)
+        if slot in gradients.tied.slots:
+            gradients.tied.keep(slot)
             self._hooks.gradient_taken(slot)
             return
         gradients.collect(chunk, slot)
@@ -188,7 +246,7 @@ class ZeroDDP(ModelWrapper):
             self.gemini_manager.timeline.note("grads", chunk)
             if self.optimizer is not None:
                 self.optimizer.gradients_sent(chunk)
-            self.gemini_manager.drop_if_done(chunk)
+            self.gemini_manager.evict_if_done(chunk)
 
     def _end_backward(self) -> None:
         self._sent(self.gradients.finish())
@@ -221,7 +279,7 @@ class ZeroDDP(ModelWrapper):
         if self.optimizer is not None:
             self.optimizer.settle()
         self.gemini_manager.worker.wait_all()
-        self.gemini_manager.drop_stale()
+        self.gemini_manager.evict_stale()
 
     @torch.no_grad()
     def whole_values(
@@ -238,7 +296,7 @@ class ZeroDDP(ModelWrapper):
                     yield slot.name, slot.view.to("cpu", dtype or chunk.dtype, copy=True) if keep else None
             finally:  # also if nobody asks for the rest
                 self.gemini_manager.release(moving, [], user)
-        self.gemini_manager.drop_all()
+        self.gemini_manager.evict_all()
 
     def state_dict(  # type: ignore[override]
         self,
@@ -250,7 +308,7 @@ class ZeroDDP(ModelWrapper):
     ) -> dict[str, Any]:
         """The weights under the names of the model, on the CPU of the first rank (of all, unless ``only_rank_0``).
 
-        Every rank must call it.  ``dtype`` is that of the parameters by default.  Ranks that get nothing return an empty dict.
+        Every rank must call it.  ``dtype`` is that of the parameters by default.  ChunkRanks that get nothing return an empty dict.
         """
         keep = not only_rank_0 or self.chunk_manager.ranks.rank == 0
         values = dict(self.whole_values(dtype, keep))
@@ -296,7 +354,7 @@ class ZeroDDP(ModelWrapper):
     def weights_loaded(self, elsewhere: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         for param, part in elsewhere:
             self._write_part(param, part)
-        self.gemini_manager.drop_all()
+        self.gemini_manager.evict_all()
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The weights under the names of the model, as tensors whose slices lie on the ranks, and the buffers."""
@@ -314,7 +372,7 @@ class ZeroDDP(ModelWrapper):
             found[name] = sliced.get(id(tensor), tensor)
         return found
 
-    def _own_part(self, chunk: Chunk, slot: Slot, read: Callable[[Chunk], Tensor]) -> Tensor | None:
+    def _own_part(self, chunk: Chunk, slot: ParamSlot, read: Callable[[Chunk], Tensor]) -> Tensor | None:
         part = chunk.own_part(slot)
         if part is None or not self.chunk_manager.is_on_disk(chunk):
             return part
@@ -326,7 +384,7 @@ class ZeroDDP(ModelWrapper):
     ) -> Any:
         """Load whole tensors under the names of the model; every rank must call it.
 
-        Each rank takes the values of its own shards from its own dict.  Ranks whose dict is empty, as ``state_dict`` returns it
+        Each rank takes the values of its own shards from its own dict.  ChunkRanks whose dict is empty, as ``state_dict`` returns it
         on all but the first, take those of the first rank.
         """
         self.settle()
@@ -342,7 +400,7 @@ class ZeroDDP(ModelWrapper):
                 tensor.copy_(state_dict[name])
         for param, name in names.items():
             self.write(param, state_dict[name])
-        self.gemini_manager.drop_all()
+        self.gemini_manager.evict_all()
         return result
 
     def _given_to_all(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -453,3 +511,66 @@ class GeminiDDP(ZeroDDP):
             mesh=mesh,
             seed=seed,
         )
+
+
+def state_shards(
+    model: ZeroDDP, prefix: str, max_shard_size: float, keep: bool, dtype: torch.dtype | None
+) -> Iterator[OrderedDict[str, Any]]:
+    """Weights and buffers in shards of at most ``max_shard_size`` MB; a tensor under several names is in one of them.
+
+    ChunkRanks that do not ``keep`` get as many, without anything inside.
+    """
+    if not max_shard_size > 0:
+        raise ValueError(f"state_dict_shard needs max_shard_size in MB, above 0; got {max_shard_size!r}")
+    return _shards(model, prefix, max_shard_size, keep, dtype)
+
+
+def _shards(
+    model: ZeroDDP, prefix: str, max_shard_size: float, keep: bool, dtype: torch.dtype | None
+) -> Iterator[OrderedDict[str, Any]]:
+    names: dict[int, list[str]] = {}
+    state = model.unwrap().state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(prefix + name)
+    slots = [(chunk, slot) for chunk in model.chunk_manager.chunks for slot in chunk.slots]
+    params = {id(slot.param) for _, slot in slots}
+    buffers = {id(t): t.detach() for t in state.values() if isinstance(t, Tensor) and id(t) not in params}
+    found = [names.get(id(slot.param), []) for _, slot in slots] + [names[key] for key in buffers]
+    sizes = [slot.numel * (dtype or chunk.dtype).itemsize / MB for chunk, slot in slots]
+    sizes += map(calculate_tensor_size, buffers.values())
+    # closed by us if the caller stops early: when Python would do so differs between its versions
+    with closing(model.whole_values(dtype, keep)) as gathered:
+        values = chain((value for _, value in gathered), (t.to("cpu", copy=True) for t in buffers.values()))
+        for numbers, _ in plan_shards((([i], size) for i, size in enumerate(sizes)), max_shard_size):
+            taken = [(found[i], next(values)) for i in numbers]
+            yield OrderedDict((name, value) for own, value in taken if keep for name in own)
+        next(values, None)  # the gathering lets the last chunk go
+
+
+def get_static_torch_model(
+    zero_ddp_model: ZeroDDP,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    only_rank_0: bool = True,
+) -> nn.Module:
+    """An ordinary copy of the model, with whole weights, on the first rank (on the others with NaN, unless not ``only_rank_0``)."""
+    state = zero_ddp_model.state_dict(only_rank_0=only_rank_0)
+    empty = {
+        id(slot.param): _empty(slot) for chunk in zero_ddp_model.chunk_manager.chunks for slot in chunk.slots
+    }
+    model = without_hooks(copy.deepcopy(zero_ddp_model.unwrap(), empty)).to_empty(device=device).to(dtype)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.fill_(float("nan"))
+    if state:
+        model.load_state_dict(state)
+    return model
+
+
+def _empty(slot: ParamSlot) -> nn.Parameter:
+    """A copy without values, also of a parameter whose values are elsewhere."""
+    copied: nn.Parameter = slot.kind(
+        torch.empty(slot.shape, dtype=slot.view.dtype, device="meta"), slot.param.requires_grad
+    )
+    copied.__dict__.update(slot.param.__dict__)
+    return copied

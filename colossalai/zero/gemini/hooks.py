@@ -13,12 +13,17 @@ The backward pass of a call is over, and its weights can go, at the first of the
 - it is a linear layer, which is one node of the graph: the gradient of its input is known (its weight may be tied, and wait for more);
 - the backward pass of a call that had ended before this one began: autograd goes through a graph in the reverse order of its making;
 - the end of the backward pass it belongs to; reentrant checkpointing has one for each segment, inside the whole.
+
+The private names of torch that Gemini needs; the same in torch 2.11 and 2.13.
+
+What a call of a module left in the graph of autograd, and what of it reaches beyond the call.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -26,38 +31,79 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossalai.mesh import own_grad
+from colossalai.mesh._compat import at_end_of_task, current_task
 from colossalai.mesh.backward import before_backward, when_known
 from colossalai.mesh.written import is_watched, sums_of_bits
-from colossalai.zero.gemini._compat import at_end_of_task, current_task
-from colossalai.zero.gemini.checks import not_reached
-from colossalai.zero.gemini.chunk import Chunk, Slot
-from colossalai.zero.gemini.graph import put_away, tensors_in, tensors_of, without_weights
+from colossalai.zero.gemini.chunk import Chunk, ParamSlot
+from colossalai.zero.gemini.fill import lost_write
 from colossalai.zero.gemini.manager import GeminiManager
 
+DEPTH = 4  # of objects in objects that are searched for tensors
+OF_TORCH = frozenset(vars(nn.Module()))
 
-def _bits(slot: Slot) -> Tensor:
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors in tuples, lists, dicts and what else torch's trees know."""
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def tensors_of(values: Any, depth: int = DEPTH) -> Iterator[Tensor]:
+    """The tensors in ``values`` that have a backward pass, also those in dataclasses and in attributes of other objects."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                yield leaf
+        elif depth and not isinstance(leaf, nn.Module | type):
+            yield from tensors_of(_attributes(leaf), depth - 1)
+
+
+def _attributes(value: Any) -> list[Any]:
+    if dataclasses.is_dataclass(value):  # may have slots
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def put_away(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors with a backward pass that ``module`` keeps as attributes, as losses of routers are."""
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor) and value.requires_grad and name not in OF_TORCH:
+            yield value
+
+
+def without_weights(output: Any, chunks: Iterable[Chunk]) -> Any:
+    """``output``, with copies in the place of weights and views of them: those leave before whoever gets it has computed with them."""
+    wholes = {chunk.flat.untyped_storage().data_ptr() for chunk in chunks if chunk.present}
+    aliases = [t for t in tensors_in(output) if t.untyped_storage().data_ptr() in wholes]
+    if not aliases:
+        return output
+    ids = set(map(id, aliases))
+    return tree_map_only(Tensor, lambda t: t.clone() if id(t) in ids else t, output)
+
+
+def _bits(slot: ParamSlot) -> Tensor:
     found = sums_of_bits([slot.param])
     assert found is not None
     return found
 
 
 @dataclass(eq=False)
-class Unit:
+class HookedModule:
     """A module, and the parameters that its forward pass reads."""
 
     name: str
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[ParamSlot] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     moving: tuple[Chunk, ...] = ()  # those of its chunks that come and go
     simple: bool = False  # one node of the graph
     trained: int = 0  # calls with gradients
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookedModule:
         return self  # a copy of the model must not copy its chunks; see ``without_hooks``
 
-    def add(self, slot: Slot, chunk: Chunk) -> None:
+    def add(self, slot: ParamSlot, chunk: Chunk) -> None:
         self.slots.append(slot)
         if chunk not in self.chunks:
             self.chunks.append(chunk)
@@ -68,19 +114,19 @@ class Unit:
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """One forward pass of a unit, and the backward pass that belongs to it."""
 
-    unit: Unit
+    unit: HookedModule
     begin: int
     end: int = 0
     inputs: int = 0  # whose gradients are not known yet; counted only where some parameters are frozen
     given: list[tuple[Tensor, int]] = field(
         default_factory=list
     )  # the inputs, and how often each had been written to
-    waiting: set[Slot] = field(default_factory=set)
+    waiting: set[ParamSlot] = field(default_factory=set)
     task: int = -1  # the backward pass for which its weights are held
-    bits: dict[Slot, Tensor] | None = None  # sums of its weights as they came, where they are compared
+    bits: dict[ParamSlot, Tensor] | None = None  # sums of its weights as they came, where they are compared
 
 
 class WatchedParameters(dict[str, Any]):
@@ -110,19 +156,19 @@ class ModuleHooks:
         self,
         module: nn.Module,
         manager: GeminiManager,
-        on_grad: Callable[[Chunk, Slot], None],
+        on_grad: Callable[[Chunk, ParamSlot], None],
         on_end: Callable[[], None],
     ) -> None:
         self.manager, self.on_grad, self.on_end = manager, on_grad, on_end
         self.chunks = manager.chunk_manager
-        self.units: list[Unit] = []
-        self.stack: list[Call] = []
-        self.held: dict[Call, None] = {}
+        self.units: list[HookedModule] = []
+        self.stack: list[ModuleCall] = []
+        self.held: dict[ModuleCall, None] = {}
         self.in_backward = False
         self._clock = 0
         self._outermost = -1
         self._handles: list[Any] = []
-        self._modules = weakref.WeakKeyDictionary[nn.Module, Unit]()
+        self._modules = weakref.WeakKeyDictionary[nn.Module, HookedModule]()
         touch = partial(_touch, weakref.ref(self))
         for name, child in module.named_modules():
             own = [p for p in child._parameters.values() if p is not None and self.chunks.holds(p)]
@@ -137,7 +183,7 @@ class ModuleHooks:
                     self._handles.append(slot.param.register_post_accumulate_grad_hook(grad_hook))
 
     def _hook(self, name: str, module: nn.Module, own: list[nn.Parameter]) -> None:
-        unit = Unit(name, simple=type(module) is nn.Linear)
+        unit = HookedModule(name, simple=type(module) is nn.Linear)
         for param in own:
             unit.add(self.chunks.get_slot(param), self.chunks.get_chunk(param))
         self.units.append(unit)
@@ -154,9 +200,9 @@ class ModuleHooks:
 
     # Forward
 
-    def before_forward(self, unit: Unit, inputs: Any) -> None:
+    def before_forward(self, unit: HookedModule, inputs: Any) -> None:
         self._clock += 1
-        call = Call(unit, self._clock)
+        call = ModuleCall(unit, self._clock)
         self.stack.append(call)
         if torch.is_grad_enabled():
             call.given = [(tensor, tensor._version) for tensor in tensors_in(inputs)]
@@ -173,7 +219,7 @@ class ModuleHooks:
                     call.inputs += 1
                     when_known(tensor, partial(_input_done, weakref.ref(self), call))
 
-    def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
+    def after_forward(self, unit: HookedModule, module: nn.Module, output: Any) -> Any:
         """Let weights go, and know when the backward pass will need them; returns what the module returns."""
         while self.stack:  # a call that an exception ended has been left on top
             call = self.stack.pop()
@@ -195,14 +241,14 @@ class ModuleHooks:
         changed = [slot for slot, bits in (call.bits or {}).items() if not torch.equal(bits, _bits(slot))]
         self._release(call)
         if changed:
-            raise not_reached(changed[0], self.chunks.get_chunk(changed[0].param))
+            raise lost_write(changed[0], self.chunks.get_chunk(changed[0].param))
         return output
 
-    def _note_bits(self, call: Call, slots: Iterable[Slot]) -> None:
+    def _note_bits(self, call: ModuleCall, slots: Iterable[ParamSlot]) -> None:
         if call.bits is not None:
             call.bits.update({slot: _bits(slot) for slot in slots if slot.moves and slot not in call.bits})
 
-    def _release(self, call: Call) -> None:
+    def _release(self, call: ModuleCall) -> None:
         self.manager.release(call.unit.moving, call.unit.slots, call)
 
     def touch(self, param: nn.Parameter) -> None:
@@ -231,7 +277,7 @@ class ModuleHooks:
             self._outermost = current_task()
             at_end_of_task(partial(_end, weakref.ref(self), self._outermost))
 
-    def before_backward(self, call: Call) -> None:
+    def before_backward(self, call: ModuleCall) -> None:
         if torch.is_grad_enabled():  # the graph of this pass would hold weights that leave with its end
             raise RuntimeError(
                 f"the backward pass of {call.unit.name} was asked for with create_graph=True, but Gemini lets its weights go after it;"
@@ -250,16 +296,16 @@ class ModuleHooks:
         self.held[call] = None
         self.manager.access(call.unit.moving, call.unit.slots, call, f"the backward pass of {call.unit.name}")
 
-    def _end_call(self, call: Call) -> None:
+    def _end_call(self, call: ModuleCall) -> None:
         del self.held[call]
         self._release(call)
 
-    def input_done(self, call: Call) -> None:
+    def input_done(self, call: ModuleCall) -> None:
         call.inputs -= 1
         if call in self.held and not call.inputs and (call.unit.simple or not call.waiting):
             self._end_call(call)
 
-    def after_grad(self, chunk: Chunk, slot: Slot) -> None:
+    def after_grad(self, chunk: Chunk, slot: ParamSlot) -> None:
         self.begin_backward()
         grad = own_grad(slot.param)
         if grad is not None and grad.layout != torch.strided:
@@ -269,7 +315,7 @@ class ModuleHooks:
         if grad is not None:
             self.on_grad(chunk, slot)
 
-    def gradient_taken(self, slot: Slot) -> None:
+    def gradient_taken(self, slot: ParamSlot) -> None:
         """Let calls go that have nothing left to do."""
         for call in [c for c in self.held if slot in c.waiting]:
             call.waiting.discard(slot)
@@ -319,13 +365,13 @@ def without_hooks(copied: nn.Module) -> nn.Module:
 Weak = Callable[[], "ModuleHooks | None"]
 
 
-def _before_forward(weak: Weak, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+def _before_forward(weak: Weak, unit: HookedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
     hooks = weak()
     if hooks is not None:
         hooks.before_forward(unit, (args, kwargs))
 
 
-def _after_forward(weak: Weak, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+def _after_forward(weak: Weak, unit: HookedModule, module: nn.Module, args: Any, output: Any) -> Any:
     hooks = weak()
     return output if hooks is None else hooks.after_forward(unit, module, output)
 
@@ -336,13 +382,13 @@ def _begin_backward(weak: Weak, grads: Any) -> None:
         hooks.begin_backward()
 
 
-def _before_backward(weak: Weak, call: Call, grads: Any) -> None:
+def _before_backward(weak: Weak, call: ModuleCall, grads: Any) -> None:
     hooks = weak()
     if hooks is not None:
         hooks.before_backward(call)
 
 
-def _input_done(weak: Weak, call: Call, grads: Any) -> None:
+def _input_done(weak: Weak, call: ModuleCall, grads: Any) -> None:
     hooks = weak()
     if hooks is not None:
         hooks.input_done(call)

@@ -14,18 +14,30 @@ from typing import Any
 import torch
 
 from colossalai.utils.disk.memory import padded
-from colossalai.zero.gemini.agreement import AGAIN, BACKWARD, END, FORWARD, LOOK, STEP, Agreement
-from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.zero.gemini.access_order import (
+    AGAIN,
+    BACKWARD,
+    END,
+    FORWARD,
+    LOOK,
+    NEVER,
+    STEP,
+    AccessTrace,
+    RankAgreement,
+)
+from colossalai.zero.gemini.chunk import Chunk, ParamSlot, TensorState
 from colossalai.zero.gemini.chunk_manager import ChunkManager
-from colossalai.zero.gemini.disk import passing_bytes
-from colossalai.zero.gemini.grads import Gradients
-from colossalai.zero.gemini.memory import MemStats, MemStatsCollector
-from colossalai.zero.gemini.placement import PlacementPolicy, PlacementPolicyFactory
-from colossalai.zero.gemini.states import TensorState
+from colossalai.zero.gemini.disk_tier import passing_bytes
+from colossalai.zero.gemini.gradients import Gradients
+from colossalai.zero.gemini.placement import (
+    MemStats,
+    MemStatsCollector,
+    PlacementPolicy,
+    PlacementPolicyFactory,
+)
 from colossalai.zero.gemini.tiers import UNLIMITED, OutOfCapacity, Tier, nowhere
 from colossalai.zero.gemini.timeline import Timeline
-from colossalai.zero.gemini.trace import NEVER, Trace
-from colossalai.zero.gemini.worker import Worker
+from colossalai.zero.gemini.update_worker import UpdateWorker
 
 GRADIENTS = 2  # buffers at least that wait on the host, where there is a disk for the others
 
@@ -62,10 +74,10 @@ class GeminiManager:
                 f"host_buffers is a number of gradient buffers, at least 1; got {host_buffers!r}"
             )
         self.chunk_manager, self.prefetch = chunk_manager, prefetch
-        self.trace = Trace()
-        self.worker = Worker()
+        self.trace = AccessTrace()
+        self.worker = UpdateWorker()
         self.timeline = Timeline(chunk_manager)
-        self.agreement = Agreement(chunk_manager)
+        self.agreement = RankAgreement(chunk_manager)
         self.gradients = Gradients(chunk_manager, self.make_room, self.worker.wait_any, host_buffers)
         self.gradients.may_average = self._may_average
         self.collector = MemStatsCollector(chunk_manager, memstats)
@@ -125,7 +137,7 @@ class GeminiManager:
         if self.is_warmup():
             self.collector.start_collection()
 
-    def bring_all(self) -> None:
+    def fetch_all(self) -> None:
         """Before a pass that may use any chunk, also one that other ranks do not use."""
         self.adjust_layout([c for c in self.chunk_manager.chunks if not c.present])
 
@@ -204,7 +216,7 @@ class GeminiManager:
 
     # Access and release
 
-    def access(self, chunks: Sequence[Chunk], slots: Iterable[Slot], user: Any, who: str) -> None:
+    def access(self, chunks: Sequence[Chunk], slots: Iterable[ParamSlot], user: Any, who: str) -> None:
         """``who`` computes with ``slots`` until ``user`` releases their ``chunks``."""
         self.sample_overall_data()
         for chunk in chunks:
@@ -223,7 +235,7 @@ class GeminiManager:
         self._prefetch()
         self._read_ahead()
 
-    def release(self, chunks: Sequence[Chunk], slots: Iterable[Slot], user: Any) -> None:
+    def release(self, chunks: Sequence[Chunk], slots: Iterable[ParamSlot], user: Any) -> None:
         for slot in slots:
             slot.close(user)
             if slot.state is TensorState.COMPUTE:
@@ -231,7 +243,7 @@ class GeminiManager:
         for chunk in chunks:
             chunk.users.discard(user)
             if not chunk.users and chunk.index in self._stale:
-                self._drop(chunk)
+                self._evict(chunk)
         self._keep_to_limit()
 
     def _bring(self, chunk: Chunk, who: str, together: Sequence[Chunk]) -> None:
@@ -260,7 +272,7 @@ class GeminiManager:
         self._present_bytes += chunk.nbytes
         self.timeline.note("fetch", chunk)
 
-    def _drop(self, chunk: Chunk) -> None:
+    def _evict(self, chunk: Chunk) -> None:
         self._stale.discard(chunk.index)
         if chunk.present and not chunk.resident:
             self.chunk_manager.release_chunk(chunk)
@@ -281,7 +293,7 @@ class GeminiManager:
         while compute.free < nbytes:
             victim = self._needed_last()
             if victim is not None:
-                self._drop(victim)
+                self._evict(victim)
             elif not self.gradients.spill():
                 compute.take(nbytes, what)  # says what is wrong
 
@@ -295,7 +307,7 @@ class GeminiManager:
             victim = self._needed_last()
             if victim is None:
                 return
-            self._drop(victim)
+            self._evict(victim)
 
     def _prefetch(self) -> None:
         """Fetch what the trace says comes next, as long as nothing that is needed earlier must go for it."""
@@ -318,7 +330,7 @@ class GeminiManager:
                 victim = self._needed_last()
                 if victim is None or self.trace.distance(victim.index) <= self.trace.distance(index):
                     return
-                self._drop(victim)
+                self._evict(victim)
             self._fetch(chunk)
 
     def _read_ahead(self) -> None:
@@ -348,9 +360,9 @@ class GeminiManager:
         if chunk.users:
             self._stale.add(chunk.index)
         else:
-            self._drop(chunk)
+            self._evict(chunk)
 
-    def drop_if_done(self, chunk: Chunk) -> None:
+    def evict_if_done(self, chunk: Chunk) -> None:
         """Let ``chunk`` go if this step does not need it again."""
         if (
             self.trace.complete
@@ -358,14 +370,14 @@ class GeminiManager:
             and not chunk.users
             and self.trace.next_use(chunk.index) == NEVER
         ):
-            self._drop(chunk)
+            self._evict(chunk)
 
-    def drop_stale(self) -> None:
+    def evict_stale(self) -> None:
         """Let go what should have gone while somebody used it."""
         for index in list(self._stale):
             self.mark_stale(self.chunk_manager.chunks[index])
 
-    def drop_all(self) -> None:
+    def evict_all(self) -> None:
         """Let every whole chunk go that has a home elsewhere."""
         for chunk in self.chunk_manager.chunks:
             self.mark_stale(chunk)

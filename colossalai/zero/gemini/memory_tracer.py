@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from colossalai.utils.memory_monitor import AsyncMemoryMonitor, SyncCudaMemoryMonitor
 from colossalai.zero.gemini.ddp import GeminiDDP
-from colossalai.zero.gemini.memory import MemStats, MemStatsCollector
+from colossalai.zero.gemini.placement import MemStats, MemStatsCollector
 
 
 class ChunkMemStatsCollector(MemStatsCollector):

@@ -7,7 +7,7 @@ needs the chunk, and jobs are done in the order in which it will.
 With ``update_in_backward`` the job of a chunk begins as soon as its gradient has left the device, while the backward pass goes on; of several
 that wait, the one that the next forward pass needs first is next.  This is for one backward pass in each step, or several of which all
 but the last are under ``no_sync``.  Clipping and a loss scale need all gradients before the first update; with them, updates in the
-backward pass are on trial (``colossalai.zero.gemini.trials``).
+backward pass are on trial (``colossalai.zero.gemini.speculative``).
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from colossalai.mesh.norm import counts_here
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.utils.parallel import raised_together
 from colossalai.zero.elsewhere import KeptGradients
-from colossalai.zero.gemini.accounts import Accounts
-from colossalai.zero.gemini.checks import check_shares
-from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.zero.gemini.access_order import NEVER
+from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.ddp import ZeroDDP
-from colossalai.zero.gemini.homes import Homes
-from colossalai.zero.gemini.loading import install_states, make_resting, share_on_disk
-from colossalai.zero.gemini.second import Options, Second, options_of
-from colossalai.zero.gemini.stepping import Members, check_params, like, make_pieces
-from colossalai.zero.gemini.trace import NEVER
-from colossalai.zero.gemini.trials import UNDO_RATIO, Trials, can_take_back
-from colossalai.zero.gemini.updates import Updates
+from colossalai.zero.gemini.disk_states import install_states, make_disk_states, share_on_disk
+from colossalai.zero.gemini.fill import check_shares
+from colossalai.zero.gemini.host_updates import HostUpdates
+from colossalai.zero.gemini.optimizer_states import ChunkPieces, StateBytes, check_params, like, make_pieces
+from colossalai.zero.gemini.promotion import Promotion
+from colossalai.zero.gemini.shadow_optimizer import Options, ShadowOptimizer, group_options
+from colossalai.zero.gemini.speculative import UNDO_RATIO, SpeculativeUpdates, can_roll_back
 from colossalai.zero.pieces import Piece
 from colossalai.zero.sharded import ShardedOptimizer, stand_in
 from colossalai.zero.states import cut_state
@@ -102,9 +101,9 @@ class GeminiOptimizer(ShardedOptimizer):
         # a step that may be clipped or skipped: without memory for a way back, updates wait for it
         may_be_bad = scaler is not None or clipping_norm > 0
         self.update_in_backward = update_in_backward and not (may_be_bad and undo_ratio == 0)
-        needs_trials = self.update_in_backward and may_be_bad
-        if needs_trials:
-            _check_trials(optim, module, "a loss scale" if scaler is not None else "clipping")
+        is_speculative = self.update_in_backward and may_be_bad
+        if is_speculative:
+            _check_speculative(optim, module, "a loss scale" if scaler is not None else "clipping")
         self._places = make_pieces(optim, module)
         super().__init__(
             optim,
@@ -116,14 +115,16 @@ class GeminiOptimizer(ShardedOptimizer):
             mesh=module.mesh,
             report=verbose,
         )
-        self._members = members = Members(optim, self.pieces, self._places)
+        self._chunk_pieces = chunk_pieces = ChunkPieces(optim, self.pieces, self._places)
         self._numbers = {piece: number for number, piece in self._numbered.items()}
-        self._second = Second(optim)
-        self._resting = make_resting(module, self._second, members, share)
-        self._accounts = Accounts(module, optim, members, self._resting)
-        self._updates = Updates(module, optim, members, self._second, self._resting, self._accounts)
-        self._homes = Homes(module, members, self._second, self._accounts, gpu_margin_mem_ratio)
-        self._trials = Trials(self._updates, undo_ratio) if needs_trials else None
+        self._shadow = ShadowOptimizer(optim)
+        self._disk = make_disk_states(module, self._shadow, chunk_pieces, share)
+        self._state_bytes = StateBytes(module, optim, chunk_pieces, self._disk)
+        self._updates = HostUpdates(module, optim, chunk_pieces, self._shadow, self._disk, self._state_bytes)
+        self._promotion = Promotion(
+            module, chunk_pieces, self._shadow, self._state_bytes, gpu_margin_mem_ratio
+        )
+        self._speculative = SpeculativeUpdates(self._updates, undo_ratio) if is_speculative else None
         self._by_hand = False  # somebody looked at the gradients of this step, and will again
         self._expects_good = True  # that the next step will neither be clipped nor overflow
         self.manager.before_fetch = self._before_fetch
@@ -132,9 +133,9 @@ class GeminiOptimizer(ShardedOptimizer):
         self._promoted = self._has_updated = False
         self._stepping = False
         self._used_up = False  # the gradients of the last step, which nobody has cleared
-        self._used: set[Slot] = set()
-        self._early_used: set[Slot] = set()  # whose gradients updates in this backward pass have taken
-        self._zeros: set[Slot] = set()  # that zero_grad(set_to_none=False) has left zeros for
+        self._used: set[ParamSlot] = set()
+        self._early_used: set[ParamSlot] = set()  # whose gradients updates in this backward pass have taken
+        self._zeros: set[ParamSlot] = set()  # that zero_grad(set_to_none=False) has left zeros for
         if scaler is not None or clipping_norm:
             module.gradients.norm_type = norm_type
         module.optimizer = self
@@ -165,18 +166,18 @@ class GeminiOptimizer(ShardedOptimizer):
             raise RuntimeError(f"a second gradient came for {chunk.name} whose update had begun; {ONE_PASS}")
         if self.manager.trace.complete and self.manager.trace.next_use(chunk.index) != NEVER:
             return  # the backward pass needs its weights again
-        if chunk.home is self.chunks.compute or chunk.index in gradients.late or gradients.shared.has(chunk):
+        if chunk.home is self.chunks.compute or chunk.index in gradients.late or gradients.tied.has(chunk):
             return
         state = self.model.gradients.of[chunk.index]
         if chunk.ranks.size > 1 and len(state.used) < len(self.model.gradients.trained[chunk.index]):
             return  # other ranks may have the missing ones: known at the end
-        if self._trials is not None and not self._expects_good:
+        if self._speculative is not None and not self._expects_good:
             return
         if self._early_options is None:  # the first of this step
-            self._early_options = options_of(self.optim)
+            self._early_options = group_options(self.optim)
             self.refresh_masters()
-        if self._trials is not None:
-            self._trials.begin(chunk, self._early_options, self._good_factor())
+        if self._speculative is not None:
+            self._speculative.begin(chunk, self._early_options, self._good_factor())
             return
         self._early.add(chunk.index)
         self._early_used.update(state.used)
@@ -189,21 +190,21 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def _before_fetch(self, chunk: Chunk) -> None:
         """The weights of ``chunk`` at home are about to be read: in the backward pass these must be those of the forward pass."""
-        if self._trials is not None:
-            self._trials.take_back_one(chunk)
+        if self._speculative is not None:
+            self._speculative.roll_back_chunk(chunk)
         elif chunk.index in self._early and self.model.is_in_backward:
             raise RuntimeError(
                 f"the backward pass needs {chunk.name} again, whose update had begun; {ONE_PASS}"
             )
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Somebody looks at weights or gradients, or drops them, before the step: updates on trial have not happened."""
-        if self._trials is not None and self._trials.has_open:
-            self._trials.take_back()
+        if self._speculative is not None and self._speculative.has_pending:
+            self._speculative.roll_back()
             self._early_options = None  # they may be changed now
 
     def bring_gradients(self) -> None:
-        self.model.gradients.take_shared()
+        self.model.gradients.take_tied()
         # their norms are known: nobody looks at those that are still on their way to the host
         self.give_gradients(everywhere=self.is_scaled or self._max_norm > 0, wait=False)
 
@@ -255,7 +256,7 @@ class GeminiOptimizer(ShardedOptimizer):
         """Called by whoever looks at all gradients."""
         before = self._unscaled
         if not self._stepping:
-            self.take_back()  # whoever asks may write to them
+            self.roll_back()  # whoever asks may write to them
             self._by_hand = True
         super().unscale_grad()
         if not before and self._unscaled and not self._stepping:
@@ -286,7 +287,7 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def _refuse_early(self, who: str) -> None:
         # not by what this rank has updated: with branches the others may have updated other chunks, and would go on
-        waits = not self.update_in_backward or self._trials is not None
+        waits = not self.update_in_backward or self._speculative is not None
         if not waits and any(chunk.home is not self.chunks.compute for chunk in self.chunks.chunks):
             raise RuntimeError(
                 f"{who} comes too late: with update_in_backward=True chunks are updated in the backward pass; give the norm to the"
@@ -309,13 +310,13 @@ class GeminiOptimizer(ShardedOptimizer):
         self.model.forget_gradients()
         super().zero_grad()
 
-    def _now_used(self) -> set[Slot]:
+    def _now_used(self) -> set[ParamSlot]:
         """The slots that have got gradients since they were cleared, on any rank."""
         self.model.gradients.resolve()
         states = self.model.gradients.of.values()
         return self._early_used.union(*((*s.arrived, *s.used, *s.direct) for s in states))
 
-    def _check_zeros(self, used: set[Slot]) -> None:
+    def _check_zeros(self, used: set[ParamSlot]) -> None:
         """Refuse to leave out what the serial optimizer would step with a gradient of zeros."""
         left = sorted(slot.name for slot in self._zeros - used)
         if left:
@@ -327,7 +328,7 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def _has_grad(self) -> bool:
         gradients = self.model.gradients
-        return bool(self._early) or gradients.has_any() or gradients.shared.has_any()
+        return bool(self._early) or gradients.has_any() or gradients.tied.has_any()
 
     # The step
 
@@ -351,7 +352,7 @@ class GeminiOptimizer(ShardedOptimizer):
                 yield
         finally:
             self._stepping = False
-        self.manager.drop_all()
+        self.manager.evict_all()
         if self.step_was_skipped:
             self._expects_good = False
             self.zero_grad()
@@ -361,12 +362,12 @@ class GeminiOptimizer(ShardedOptimizer):
         self._early_used.clear()
         self._early_options = None
         self._by_hand = False
-        if self._resting is not None:
-            self._resting.shelf.raise_failures()
+        if self._disk is not None:
+            self._disk.shelf.raise_failures()
         if not self._promoted and not self.manager.is_warmup() and not self.step_was_skipped:
             self._promoted = True
-            self._accounts.agree()
-            self._homes.promote()
+            self._state_bytes.agree()
+            self._promotion.promote()
 
     def update(self, pieces: Sequence[Piece] | None = None, factor: float | Tensor | None = None) -> Any:
         if pieces is not None:
@@ -378,28 +379,28 @@ class GeminiOptimizer(ShardedOptimizer):
         return result
 
     def _update_all(self, factor: float | Tensor | None) -> Any:
-        gradients, options = self.model.gradients, options_of(self.optim)
+        gradients, options = self.model.gradients, group_options(self.optim)
         hosted = [
             self.chunks.chunks[i]
             for i in gradients.of
             if self.chunks.chunks[i].home is not self.chunks.compute and gradients.of[i].is_begun
         ]
         for chunk in hosted:
-            for _, piece, _ in self._members.of(chunk):
-                set_own_grad(piece.value, None)  # its job has one for its twin
+            for _, piece, _ in self._chunk_pieces.of(chunk):
+                set_own_grad(piece.value, None)  # its job has one for its shadow
         result = super().update(None, factor)  # what rests on the compute device
         if hosted:
             now = float(self._factor if factor is None else factor)
             self._expects_good = now == self._good_factor() and not self._by_hand
-            tried = self._trials.judge(options, now) if self._trials is not None else set()
+            tried = self._speculative.decide(options, now) if self._speculative is not None else set()
             for chunk in sorted(hosted, key=lambda c: self.manager.trace.first_use(c.index)):
                 if chunk.index not in tried:
                     self._updates.submit(chunk, options, now)
-        self.manager.drop_all()  # states that were made now take the room that was left to chunks that come and go
+        self.manager.evict_all()  # states that were made now take the room that was left to chunks that come and go
         for i in gradients.of:
             chunk = self.chunks.chunks[i]
             if chunk.home is self.chunks.compute:
-                self._accounts.count(chunk)
+                self._state_bytes.count(chunk)
                 gradients.clear(chunk)
         for piece in self.pieces:
             if self._places[piece][0].home is self.chunks.compute:
@@ -410,7 +411,7 @@ class GeminiOptimizer(ShardedOptimizer):
         return self._places[piece][0].home is self.chunks.compute
 
     def settle(self) -> None:
-        self.take_back()
+        self.roll_back()
         self.manager.worker.wait_all()
 
     def load_states(self, state_dict: dict[str, Any], states: dict[int, Any]) -> None:
@@ -431,38 +432,38 @@ class GeminiOptimizer(ShardedOptimizer):
             self._lay_in(chunk, {})
 
     def _forget_states(self) -> None:
-        if self._resting is not None:
-            self._resting.forget()
+        if self._disk is not None:
+            self._disk.forget()
         for chunk in self.chunks.chunks:
-            self._accounts.forget(chunk)
+            self._state_bytes.forget(chunk)
 
     def _lay_in(self, chunk: Chunk, states: dict[int, Any]) -> None:
         """Let states of ``chunk`` that were loaded, and those of ``states``, rest where they belong."""
-        rests = self._resting if chunk.home is not self.chunks.compute else None
+        rests = self._disk if chunk.home is not self.chunks.compute else None
         weights = None if rests is None else rests.bring(chunk)
-        pieces = self._members.pieces(chunk)
+        pieces = self._chunk_pieces.pieces(chunk)
         install_states(
             self.optim, {p: cut for p in pieces if (cut := cut_state(states.get(self._numbers[p], {}), p))}
         )
         if rests is not None:
             loaded = [p for p in pieces if self.optim.state.get(p.value)]
-            rests.place(chunk, loaded, self._accounts.room())
+            rests.place(chunk, loaded, self._state_bytes.room())
             rests.lay_in(loaded)
             rests.put(chunk, weights)
-        self._accounts.count(chunk)
+        self._state_bytes.count(chunk)
 
     @torch.no_grad()
-    def write(self, slot: Slot, part: Tensor) -> bool:
+    def write(self, slot: ParamSlot, part: Tensor) -> bool:
         """Give the weights of ``slot`` other values at their home, where the optimizer has a piece of them."""
         chunk = self.chunks.get_chunk(slot.param)
-        piece = next((m.piece for m in self._members.of(chunk) if m.slot is slot), None)
+        piece = next((m.piece for m in self._chunk_pieces.of(chunk) if m.slot is slot), None)
         if piece is None or piece.is_empty:
             return False
-        buffer = None if self._resting is None else self._resting.bring(chunk)
+        buffer = None if self._disk is None else self._disk.bring(chunk)
         piece.weight.copy_(part.view(piece.weight.shape))
         piece.seen = -1
-        if self._resting is not None:
-            self._resting.put(chunk, buffer)
+        if self._disk is not None:
+            self._disk.put(chunk, buffer)
         return True
 
 
@@ -482,14 +483,14 @@ class GeminiAdamOptimizer(GeminiOptimizer):
 _OWN = [name for name in inspect.signature(GeminiOptimizer).parameters if name not in ("optim", "module")]
 
 
-def _check_trials(optim: Optimizer, module: ZeroDDP, why: str) -> None:
+def _check_speculative(optim: Optimizer, module: ZeroDDP, why: str) -> None:
     """Refuse updates in the backward pass that could not be taken back."""
     if module.chunk_manager.shelf is not None:
         raise ValueError(
             f"update_in_backward=True with {why} keeps on the host what it may have to take back, for which there is no room beside a"
             " disk tier; leave update_in_backward out"
         )
-    if not can_take_back(optim):
+    if not can_roll_back(optim):
         raise ValueError(
             f"update_in_backward=True with {why} may have to take updates back, and those of {type(optim).__name__} cannot be; use"
             " HybridAdam, or leave update_in_backward out"

@@ -5,7 +5,7 @@ allocated and given back when it is freed, so a tier knows what it holds and ref
 without GPU has the same tiers: both are host memory then, and the capacity of ``compute`` is what the user says.
 
 Copies are asynchronous where there is a GPU: each direction has a stream of its own, host memory is pinned, and nobody waits on
-the CPU.  A ``Move`` is a copy under way; elsewhere it is done when it begins.
+the CPU.  A ``PendingCopy`` is a copy under way; elsewhere it is done when it begins.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def nowhere(tiers: Sequence[Tier], what: str, nbytes: int) -> OutOfCapacity:
 
 
 @dataclass
-class Move:
+class PendingCopy:
     """A copy that may still be under way; ``keep`` are tensors that must live until it is done."""
 
     event: Any = None
@@ -151,11 +151,11 @@ class Copier:
         self.timed = False  # measure copies, and how long computation waits for them
         self._measured: list[tuple[Any, Any, Any]] = []
 
-    def start(self, target: Tensor, source: Tensor) -> Move:
+    def start(self, target: Tensor, source: Tensor) -> PendingCopy:
         """Copy after everything that the current stream was given before."""
         if not self.is_async:
             target.copy_(source)
-            return Move()
+            return PendingCopy()
         stream = self.download if target.device.type == "cpu" else self.upload
         stream.wait_stream(torch.cuda.current_stream(self.device))
         begin, needed = (
@@ -170,7 +170,7 @@ class Copier:
             event.record(stream)
         if begin is not None:
             self._measured.append((begin, event, needed))
-        return Move(event, keep=[target, source], needed=needed)
+        return PendingCopy(event, keep=[target, source], needed=needed)
 
     def times(self) -> tuple[float, float]:
         """Seconds of all copies since the last call, and seconds that computation waited for them; zeros if nobody measured."""

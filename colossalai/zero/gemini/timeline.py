@@ -21,7 +21,7 @@ INTERVALS = {"present": ("fetch", "drop"), "update": ("update", "updated")}
 
 
 @dataclass(frozen=True)
-class Event:
+class ChunkEvent:
     """``kind``: fetch, drop, grads (sent home), update, updated, try (an update on trial) or undo; ``when`` in seconds since the step began."""
 
     when: float
@@ -31,7 +31,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StepNumbers:
     """One step.  ``copying`` and ``waiting`` are seconds of the device: of all copies, and of computation that waited for them."""
 
     seconds: float
@@ -45,7 +45,7 @@ class Numbers:
     blocked: float = 0.0
     """Seconds in which the script waited for an update."""
     tried: int = 0
-    """Updates on trial in the backward pass."""
+    """HostUpdates on trial in the backward pass."""
     undone: int = 0
     """Of these, those that were taken back."""
 
@@ -70,9 +70,9 @@ class Timeline:
 
     def __init__(self, chunks: ChunkManager) -> None:
         self.chunks = chunks
-        self.events: list[Event] = []
-        self.last: list[Event] = []
-        self.last_numbers: Numbers | None = None
+        self.events: list[ChunkEvent] = []
+        self.last: list[ChunkEvent] = []
+        self.last_numbers: StepNumbers | None = None
         self.blocked = 0.0
         self._start: float | None = None
         self._before = (0, 0)
@@ -96,12 +96,12 @@ class Timeline:
 
     def note(self, kind: str, chunk: Chunk) -> None:
         home = chunk.home.name if chunk.home is not None else ""
-        self.events.append(Event(perf_counter() - (self._start or 0.0), kind, chunk.index, home))
+        self.events.append(ChunkEvent(perf_counter() - (self._start or 0.0), kind, chunk.index, home))
 
-    def _numbers(self, seconds: float) -> Numbers:
+    def _numbers(self, seconds: float) -> StepNumbers:
         up, down = self._before
         copying, waiting = self.chunks.copier.times()
-        return Numbers(
+        return StepNumbers(
             seconds=seconds,
             bytes_up=self.chunks.bytes_up - up,
             bytes_down=self.chunks.bytes_down - down,
@@ -114,7 +114,7 @@ class Timeline:
             undone=sum(event.kind == "undo" for event in self.events),
         )
 
-    def numbers(self) -> Numbers:
+    def numbers(self) -> StepNumbers:
         """Of the last whole step."""
         if self.last_numbers is None:
             raise RuntimeError(
@@ -181,7 +181,7 @@ class Timeline:
         return Path(path)
 
 
-def _intervals(events: list[Event], kind: str, end: float) -> Iterator[tuple[int, float, float]]:
+def _intervals(events: list[ChunkEvent], kind: str, end: float) -> Iterator[tuple[int, float, float]]:
     begins, ends = INTERVALS[kind]
     open_: dict[int, float] = {}
     for event in sorted(events, key=lambda e: e.when):

@@ -22,12 +22,11 @@ from colossalai.zero.gemini import (
     init_chunk_manager,
     search_chunk_configuration,
 )
-from colossalai.zero.gemini.chunk import ALIGN, Chunk, Ranks
+from colossalai.zero.gemini.access_order import NEVER, AccessTrace
+from colossalai.zero.gemini.chunk import ALIGN, Chunk, ChunkRanks, check_transition
+from colossalai.zero.gemini.chunk_search import pack, search
 from colossalai.zero.gemini.placement import AutoPlacementPolicy, ConstPlacementPolicy
-from colossalai.zero.gemini.search import pack, search
-from colossalai.zero.gemini.states import check_transition
-from colossalai.zero.gemini.trace import NEVER, Trace
-from colossalai.zero.gemini.worker import Worker
+from colossalai.zero.gemini.update_worker import UpdateWorker
 
 CPU = torch.device("cpu")
 
@@ -79,13 +78,13 @@ def test_search_chunk_configuration() -> None:
 
 
 def test_a_chunk_holds_what_fits() -> None:
-    chunk = Chunk(0, 64, torch.float32, Ranks())
+    chunk = Chunk(0, 64, torch.float32, ChunkRanks())
     chunk.append(nn.Parameter(torch.zeros(5)), "a")
     assert chunk.append(nn.Parameter(torch.zeros(30)), "b").offset == ALIGN
     with pytest.raises(ChunkFullError, match=r"'c' has 40 elements, but chunk 0 \(a .. b\) has room for 16"):
         chunk.append(nn.Parameter(torch.zeros(40)), "c")
     with pytest.raises(ValueError, match="shared by 3 ranks needs a size that is a multiple of 48, got 64"):
-        Chunk(0, 64, torch.float32, Ranks(size=3))
+        Chunk(0, 64, torch.float32, ChunkRanks(size=3))
 
 
 def test_chunk_manager() -> None:
@@ -126,7 +125,7 @@ def test_states(old: TensorState) -> None:
 
 
 def test_trace() -> None:
-    trace = Trace()
+    trace = AccessTrace()
     for index in (0, 1, 1, 2, 2, 1, 0):
         trace.visit(index)
     assert max((0, 1, 2), key=trace.distance) == 2 or trace.distance(0) > trace.distance(2)
@@ -145,7 +144,7 @@ def test_trace() -> None:
 
 
 def test_the_worker_keeps_to_priorities() -> None:
-    worker, done, gate = Worker(), [], threading.Event()
+    worker, done, gate = UpdateWorker(), [], threading.Event()
     worker.submit(0, 0, "first", gate.wait)
     for key, priority in ((1, 30), (2, 10), (3, 20)):
         worker.submit(key, priority, "chunk", lambda key=key: done.append(key))
@@ -157,7 +156,7 @@ def test_the_worker_keeps_to_priorities() -> None:
 
 
 def test_errors_of_the_worker_surface() -> None:
-    worker = Worker()
+    worker = UpdateWorker()
 
     def fail() -> None:
         raise ValueError("no such number")
@@ -174,8 +173,8 @@ def test_errors_of_the_worker_surface() -> None:
 def test_a_script_that_ends_waits_for_the_update_at_hand() -> None:
     script = """
 import threading
-from colossalai.zero.gemini.worker import Worker
-worker, begun = Worker(), threading.Event()
+from colossalai.zero.gemini.update_worker import UpdateWorker
+worker, begun = UpdateWorker(), threading.Event()
 def update():
     begun.set()
     sum(range(3_000_000))

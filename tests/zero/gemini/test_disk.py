@@ -183,9 +183,9 @@ def test_checkpoints_of_the_booster(tmp_path: Path) -> None:
 def _all_of_a_step(run: Training, number: int) -> None:
     run.step(batch(number))
     run.model.settle()
-    resting = run.optimizer._resting
-    assert resting is not None
-    resting.shelf.finish()
+    disk = run.optimizer._disk
+    assert disk is not None
+    disk.shelf.finish()
 
 
 def offloaded(fraction: float, folder: str) -> Any:
@@ -201,12 +201,12 @@ def test_nvme_fraction(tmp_path: Path, dtype: torch.dtype) -> None:
         run = Training(case, shallow, offloaded(fraction, str(tmp_path)))
         for got, wanted in zip(_weights_and_states(run, 3), expected, strict=True):
             check_state_dict_equal(got, wanted)
-        resting = run.optimizer._resting
-        assert resting is not None
-        assert resting.share is not None
-        sizes.append(resting.share)
-        largest = max(slot.nbytes for slot in resting.slots_of(resting._slots))
-        assert abs(resting.share.on_disk - fraction * resting.share.total) <= largest
+        disk = run.optimizer._disk
+        assert disk is not None
+        assert disk.share is not None
+        sizes.append(disk.share)
+        largest = max(slot.nbytes for slot in disk.slots_of(disk._slots))
+        assert abs(disk.share.on_disk - fraction * disk.share.total) <= largest
     assert sizes[0].total == sizes[1].total == sizes[1].on_disk > 0
     with pytest.raises(
         ValueError, match=r"HybridAdam has nvme_offload_fraction=0.5, and the model has disk_dir"
@@ -236,7 +236,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run.optimizer.zero_grad()
     run.model.settle()
     with suppress(OSError):  # the others, once
-        run.optimizer._resting.shelf.finish()
+        run.optimizer._disk.shelf.finish()
     broken = False
     run.step(batch(3))
     for got, wanted in zip((run.model.state_dict(), run.optimizer.state_dict()), expected, strict=True):

@@ -12,7 +12,7 @@ from colossalai.testing import check_state_dict_equal
 from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
 from tests.zero.gemini.runs import SMALL, batch, hybrid, loss_of, net, sgd
 from tests.zero.gemini.test_disk import BYTES
-from tests.zero.gemini.test_trials import SCALES, loud
+from tests.zero.gemini.test_speculative import SCALES, loud
 
 pytestmark = pytest.mark.gpu
 

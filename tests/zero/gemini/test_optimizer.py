@@ -17,8 +17,8 @@ from colossalai.nn.optimizer import FusedLAMB, HybridAdam, Lamb
 from colossalai.testing import RankError, spawn
 from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
 from colossalai.zero.gemini import ChunkManager, GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
-from colossalai.zero.gemini.updates import Updates
-from colossalai.zero.gemini.worker import Worker
+from colossalai.zero.gemini.host_updates import HostUpdates
+from colossalai.zero.gemini.update_worker import UpdateWorker
 from tests.zero.gemini.runs import Case, Serial, Training, batch, compare, launch, loss_of, net
 from tests.zero.gemini.test_model import small
 
@@ -243,7 +243,7 @@ def test_refusals() -> None:
 def test_the_margin_is_given_to_chunks() -> None:
     case = Case(share=4.0)
     run, serial = Training(case), Serial(case)
-    run.optimizer._homes.margin = 0.5
+    run.optimizer._promotion.margin = 0.5
     for step in range(4):
         assert torch.allclose(run.step(batch(step)), serial.step(batch(step)), rtol=1e-5)
     homes = [c.home.name for c in run.model.chunk_manager.chunks if c.home]
@@ -266,15 +266,15 @@ def test_stage_3_of_the_wrappers() -> None:
 
 def test_without_waiting_for_updates_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    update = Updates.run
+    update = HostUpdates.run
 
     def late(self: Any, *args: Any) -> None:
         gate.wait(timeout=0.5)
         update(self, *args)
 
-    monkeypatch.setattr(Updates, "run", late)
-    monkeypatch.setattr(Worker, "wait", lambda self, key: None)
-    monkeypatch.setattr(Worker, "is_done", lambda self, key: True)
+    monkeypatch.setattr(HostUpdates, "run", late)
+    monkeypatch.setattr(UpdateWorker, "wait", lambda self, key: None)
+    monkeypatch.setattr(UpdateWorker, "is_done", lambda self, key: True)
     case = Case()
     run, serial = Training(case), Serial(case)
     run.step(batch(0))
@@ -332,7 +332,7 @@ def test_optimizers_of_whole_parameters_are_refused_where_parameters_are_cut() -
 
 
 def test_of_jobs_that_wait_the_most_urgent_that_is_ready_is_next() -> None:
-    worker, go = Worker(), threading.Event()
+    worker, go = UpdateWorker(), threading.Event()
     begun: list[str] = []
 
     def first() -> None:

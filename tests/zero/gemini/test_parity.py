@@ -73,7 +73,7 @@ def test_the_whole_grid(ranks: int, part: int) -> None:
 
 
 def _trial(*at: int) -> Case:
-    """Updates in the backward pass on trial; with this norm about a quarter of the steps are clipped."""
+    """HostUpdates in the backward pass on trial; with this norm about a quarter of the steps are clipped."""
     return replace(_case(*at), clip=0.3, early=True)
 
 

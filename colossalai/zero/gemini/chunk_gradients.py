@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from colossalai.utils.disk import Buffers
-from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
-from colossalai.zero.gemini.disk import TierMemory
-from colossalai.zero.gemini.tiers import Move, Tier
+from colossalai.zero.gemini.disk_tier import TierMemory
+from colossalai.zero.gemini.tiers import PendingCopy, Tier
 
 
 @dataclass
@@ -21,7 +21,7 @@ class ChunkGradients:
 
     buffer: Tensor | None = None
     """Of the whole chunk, on the compute tier, filled by the backward pass."""
-    arrived: set[Slot] = field(default_factory=set)
+    arrived: set[ParamSlot] = field(default_factory=set)
     """Whose gradients are in the buffer."""
     sent: bool = False
     """Whether the buffer of this backward pass has been averaged already."""
@@ -30,17 +30,17 @@ class ChunkGradients:
     local_tier: Tier | None = None
     shard: Tensor | None = None
     """At the chunk's home: the averaged sum of all passes since the last step."""
-    move: Move = field(default_factory=Move)
+    move: PendingCopy = field(default_factory=PendingCopy)
     """The copy that fills ``shard``."""
-    extra: list[tuple[Tensor, Move]] = field(default_factory=list)
+    extra: list[tuple[Tensor, PendingCopy]] = field(default_factory=list)
     """More shards to be added to it, still arriving."""
-    direct: dict[Slot, Tensor] = field(default_factory=dict)
+    direct: dict[ParamSlot, Tensor] = field(default_factory=dict)
     """Gradients of a chunk that never leaves the compute tier, as the backward pass made them."""
-    used: set[Slot] = field(default_factory=set)
+    used: set[ParamSlot] = field(default_factory=set)
     """Which parameters have had a gradient since the last step."""
-    untold: set[Slot] = field(default_factory=set)
+    untold: set[ParamSlot] = field(default_factory=set)
     """Which have had one that other ranks do not know of; an update in the backward pass may have taken it already."""
-    norms: dict[Slot, Tensor] | None = None
+    norms: dict[ParamSlot, Tensor] | None = None
     """Of the sum, taken on the compute tier before it left; None where they are not known."""
     rows: list[str] = field(default_factory=list)
     """Summands that wait on the disk."""
@@ -54,13 +54,13 @@ class ChunkGradients:
 
 
 @dataclass
-class Taken:
+class PendingGradients:
     """The gradients of a chunk that an update has taken over: the sum, and what is still to be added to it."""
 
     shard: Tensor | None
-    arriving: list[Move]
+    arriving: list[PendingCopy]
     extra: list[Tensor]
-    used: frozenset[Slot]
+    used: frozenset[ParamSlot]
     rows: list[str]
 
     def is_here(self) -> bool:
@@ -68,7 +68,7 @@ class Taken:
         return all(move.event is None or move.event.query() for move in self.arriving)
 
 
-class HostBuffers:
+class HostGradientBuffers:
     """Gradient buffers on the host that are used again and again: page-locked memory takes long to get.
 
     Where their number is limited, or there is a disk, each is large enough for any chunk.  ``wait`` waits until an update gives one back,
@@ -112,7 +112,7 @@ class HostBuffers:
         self._free[whole.nbytes].append(whole)
 
 
-class Spilled:
+class SpilledGradients:
     """Gradients that wait on the disk, and the two buffers in which their sum is made."""
 
     def __init__(self, chunks: ChunkManager) -> None:

@@ -12,10 +12,19 @@ on, the one in which the gradients of rank 0 were complete in the first.
 [Note: late parts]
 With reentrant checkpointing, a parameter that several segments use gets a gradient from each, one after the other.  A chunk that was
 thought complete then gets more.  The first step finds these chunks; from then on they wait for the end of the backward pass.
+
+Gradients of weights that several pipeline stages hold together, such as an embedding that is also the head.
+
+Those of other stages must be added before the ranks average, after all micro-batches.  So the backward pass leaves them where it makes
+them, in ``param.grad``; whoever runs the pipeline adds them up over the stages there (``colossalai.pipeline.tied``), and the step
+sends them to the homes of their chunks like all others.
+
+Gradients at the homes of their chunks, where they wait for the update: on the compute tier, on the host, or on the disk.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -24,20 +33,194 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossalai.mesh import own_grad, set_own_grad
 from colossalai.mesh._compat import norms_of
-from colossalai.zero.gemini.chunk import Chunk, Slot
+from colossalai.mesh.parameter import SHARED_GROUP, own_grad, set_own_grad
+from colossalai.zero.gemini.chunk import Chunk, ParamSlot, TensorState
+from colossalai.zero.gemini.chunk_gradients import (
+    ChunkGradients,
+    HostGradientBuffers,
+    PendingGradients,
+    SpilledGradients,
+)
 from colossalai.zero.gemini.chunk_manager import ChunkManager
-from colossalai.zero.gemini.grad_buffers import ChunkGradients
-from colossalai.zero.gemini.home_grads import HomeGradients
-from colossalai.zero.gemini.shared_grads import SharedGradients
-from colossalai.zero.gemini.states import TensorState
-from colossalai.zero.gemini.tiers import Move, Tier
+from colossalai.zero.gemini.tiers import PendingCopy, Tier
+
+
+class TiedGradients:
+    """The parameters of a model that other stages hold too, and the memory of their gradients on the compute tier."""
+
+    def __init__(self, compute: Tier, make_room: Callable[[int, str], None]) -> None:
+        self._compute, self._make_room = compute, make_room
+        self.slots: dict[ParamSlot, Chunk] = {}
+        self._counted: set[ParamSlot] = set()
+
+    def find(self, chunks: Iterable[Chunk]) -> None:
+        """Take the shared parameters among those of ``chunks``."""
+        self.slots = {
+            s: chunk for chunk in chunks for s in chunk.slots if s.trained and hasattr(s.param, SHARED_GROUP)
+        }
+
+    def has(self, chunk: Chunk) -> bool:
+        """Whether ``chunk`` holds a shared parameter."""
+        return chunk in self.slots.values()
+
+    def has_any(self) -> bool:
+        """Whether a gradient waits for the step."""
+        return any(own_grad(slot.param) is not None for slot in self.slots)
+
+    def keep(self, slot: ParamSlot) -> None:
+        """The backward pass has left a gradient in ``slot.param.grad``: count its memory once."""
+        if slot not in self._counted:
+            nbytes, what = self._nbytes(slot), f"the gradient of {slot.name}"
+            self._make_room(nbytes, what)
+            self._compute.take(nbytes, what)
+            self._counted.add(slot)
+
+    def release(self) -> Iterator[tuple[Chunk, ParamSlot]]:
+        """Yield every shared parameter that has a gradient, which is from then on in the account of whoever takes it."""
+        for slot, chunk in self.slots.items():
+            if slot in self._counted:
+                self._counted.discard(slot)
+                self._compute.give(self._nbytes(slot))
+            if own_grad(slot.param) is not None:
+                yield chunk, slot
+
+    def clear(self) -> None:
+        """Forget all of these gradients."""
+        for _, slot in self.release():
+            set_own_grad(slot.param, None)
+
+    def _nbytes(self, slot: ParamSlot) -> int:
+        return slot.numel * self.slots[slot].dtype.itemsize
+
+
+class ReducedGradients:
+    """The averaged gradients of all chunks; ``wait`` waits for a host buffer to come back."""
+
+    def __init__(self, chunks: ChunkManager, wait: Callable[[], bool], host_buffers: int | None) -> None:
+        self.chunks = chunks
+        self.host = HostGradientBuffers(chunks, host_buffers, wait, self._spill_to_disk)
+        self.spilled = SpilledGradients(chunks)
+        self.of: dict[int, ChunkGradients] = {}
+        self.settling = threading.Lock()  # an update on trial may ask for the same sum as the script
+        self.norm_type: float | None = None  # the norm to take of gradients before they leave for the host
+
+    @torch.no_grad()
+    def settle(self, chunk: Chunk) -> None:
+        """Wait on the CPU until the sum is complete in ``shard``."""
+        state = self.of[chunk.index]
+        with self.settling:
+            state.move.finish()
+            for more, move in state.extra:
+                move.finish()
+                assert state.shard is not None
+                state.shard.add_(more)
+                self.host.put(more)
+            state.extra.clear()
+
+    def look(self, chunk: Chunk) -> PendingGradients | None:
+        """What ``take`` would hand over, which stays here; None if there is nothing, or something of it on the disk."""
+        state = self.of[chunk.index]
+        if state.shard is None or state.rows or chunk.home is self.chunks.compute:
+            return None
+        moves = [state.move, *(move for _, move in state.extra)]
+        return PendingGradients(state.shard, moves, [], frozenset(state.used), [])
+
+    def take(self, chunk: Chunk) -> PendingGradients | None:
+        """Hand the gradients of a chunk that rests on the host over to its update; None if there are none."""
+        state = self.of[chunk.index]
+        if not state.is_begun or chunk.home is self.chunks.compute:
+            return None
+        with self.settling:
+            moves = [state.move, *(move for _, move in state.extra)]
+            more = [more for more, _ in state.extra]
+            taken = PendingGradients(state.shard, moves, more, frozenset(state.used), state.rows)
+            state.shard, state.move, state.norms, state.rows, state.parts = None, PendingCopy(), None, [], 0
+            state.extra.clear()
+        state.used.clear()
+        return taken
+
+    @torch.no_grad()
+    def sum_up(self, chunk: Chunk, taken: PendingGradients) -> Tensor:
+        """The averaged sum, complete; waits on the CPU for what is under way."""
+        for move in taken.arriving:
+            move.finish()
+        for more in taken.extra:
+            assert taken.shard is not None
+            taken.shard.add_(more)
+            self.host.put(more)
+        taken.extra.clear()
+        if not taken.rows:
+            assert taken.shard is not None
+            return taken.shard
+        total = self.spilled.sum(chunk, taken.rows)
+        if taken.shard is not None:
+            total.add_(taken.shard)
+            self.host.put(taken.shard)
+        self.spilled.free(taken.rows)
+        return total
+
+    def put(self, shard: Tensor) -> None:
+        """An update is done with what ``sum_up`` returned."""
+        if not self.spilled.give(shard):
+            self.host.put(shard)
+
+    @torch.no_grad()
+    def _spill_to_disk(self) -> bool:
+        """Let the gradients of one chunk wait on the disk; those of the last layers, which are updated last."""
+        for index in sorted(self.of, reverse=True) if self.chunks.shelf is not None else []:
+            chunk, state = self.chunks.chunks[index], self.of[index]
+            if state.shard is None or chunk.home is self.chunks.compute:
+                continue
+            self.settle(chunk)
+            shard, state.shard, state.move = state.shard, None, PendingCopy()
+            state.rows.append(self.spilled.write(chunk, shard))
+            self.host.put(shard)
+            return True
+        return False
+
+    def has_any(self) -> bool:
+        return any(s.is_begun or s.direct or s.local is not None for s in self.of.values())
+
+    def piece(self, chunk: Chunk, slot: ParamSlot) -> Tensor | None:
+        """This rank's slice of the averaged gradient of ``slot``; None if it has had no gradient."""
+        state = self.of[chunk.index]
+        if slot in state.direct:
+            return state.direct[slot]
+        if not state.is_begun or slot not in state.used:
+            return None
+        if state.rows:  # its values are on the disk
+            own = chunk.own_part(slot, chunk.shard)
+            return (
+                None if own is None else torch.full((), float("nan"), dtype=chunk.dtype).expand(own.numel())
+            )
+        return chunk.own_part(slot, state.shard)
+
+    def norm(self, chunk: Chunk, slot: ParamSlot) -> Tensor | None:
+        """The norm of ``piece``, if it is known."""
+        state = self.of[chunk.index]
+        if state.rows and state.norms is None:
+            state.norms = self._norms_on_disk(chunk, state)
+        return state.norms.get(slot) if state.norms is not None and slot in state.used else None
+
+    def _norms_on_disk(self, chunk: Chunk, state: ChunkGradients) -> dict[ParamSlot, Tensor]:
+        assert self.norm_type is not None
+        while self.host.wait():  # updates of an earlier step use the same buffers
+            pass
+        self.settle(chunk)
+        total = self.spilled.sum(chunk, state.rows)
+        if state.shard is not None:
+            total.add_(state.shard)
+        parts = {slot: part for slot in chunk.slots if (part := chunk.own_part(slot, total)) is not None}
+        norms = norms_of(list(parts.values()), self.norm_type) if parts else []
+        self.spilled.give(total)
+        return dict(zip(parts, norms, strict=True))
+
 
 IN_FLIGHT = 3  # gradient buffers that may be on their way to the host while the next one fills
 
 
-class Gradients(HomeGradients):
+class Gradients(ReducedGradients):
     """All gradients of a model.
 
     ``make_room(nbytes, what)`` frees that much of the compute tier; ``wait`` waits for a host buffer to come back.
@@ -53,15 +236,15 @@ class Gradients(HomeGradients):
         super().__init__(chunks, wait, host_buffers)
         self.make_room = make_room
         self.may_average: Callable[[Chunk], bool] = lambda chunk: True
-        self.shared = SharedGradients(chunks.compute, make_room)
+        self.tied = TiedGradients(chunks.compute, make_room)
         self.order: list[int] = []
         self.late: set[int] = set()
         self.turn = 0
         self.sync = True
         self.done_order: list[int] = []
-        self._flying: deque[tuple[Move, int]] = deque()
+        self._flying: deque[tuple[PendingCopy, int]] = deque()
         self._agreed = False
-        self._masks: tuple[Tensor, Move] | None = None
+        self._masks: tuple[Tensor, PendingCopy] | None = None
 
     def start(self, chunks: Iterable[Chunk]) -> None:
         """Take part in the averaging of ``chunks``, those with trained parameters."""
@@ -69,14 +252,14 @@ class Gradients(HomeGradients):
         self.trained = {
             i: frozenset(slot for slot in self.chunks.chunks[i].slots if slot.trained) for i in self.of
         }
-        self.shared.find(self.chunks.chunks[i] for i in self.of)
-        self.awaited = {i: slots - self.shared.slots.keys() for i, slots in self.trained.items()}
+        self.tied.find(self.chunks.chunks[i] for i in self.of)
+        self.awaited = {i: slots - self.tied.slots.keys() for i, slots in self.trained.items()}
         self.order = sorted((i for i in self.of if self.awaited[i]), reverse=True)
 
     # From the backward pass into the buffer
 
     @torch.no_grad()
-    def collect(self, chunk: Chunk, slot: Slot) -> None:
+    def collect(self, chunk: Chunk, slot: ParamSlot) -> None:
         """Take the gradient that the backward pass left in ``slot.param.grad``."""
         grad, state = own_grad(slot.param), self.of[chunk.index]
         assert grad is not None
@@ -93,7 +276,7 @@ class Gradients(HomeGradients):
             slot.to(TensorState.HOLD_AFTER_BWD)
             slot.to(TensorState.READY_FOR_REDUCE)
 
-    def _collect_direct(self, chunk: Chunk, slot: Slot, grad: Tensor, state: ChunkGradients) -> None:
+    def _collect_direct(self, chunk: Chunk, slot: ParamSlot, grad: Tensor, state: ChunkGradients) -> None:
         if slot in state.direct:
             state.direct[slot].add_(grad.reshape(-1))
             return
@@ -160,15 +343,15 @@ class Gradients(HomeGradients):
             state.sent = False
         self.turn = 0
 
-    def take_shared(self) -> None:
+    def take_tied(self) -> None:
         """The gradients of shared weights have been added up over the stages: send them, on every rank of the stage."""
-        if not self.shared.slots:
+        if not self.tied.slots:
             return
         self.resolve()
-        for chunk, slot in self.shared.release():
+        for chunk, slot in self.tied.release():
             self.collect(chunk, slot)
         sync, self.sync = self.sync, True  # a step follows
-        for chunk in dict.fromkeys(self.shared.slots.values()):
+        for chunk in dict.fromkeys(self.tied.slots.values()):
             self._send(chunk)
             self.of[chunk.index].sent = False
         self.sync = sync
@@ -209,7 +392,7 @@ class Gradients(HomeGradients):
         flags = torch.tensor(marks, dtype=torch.int32).to(device, non_blocking=True)
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.chunks.ranks.reduce, async_op=True)
         if device.type == "cpu":
-            self._masks = flags, Move(work=work)
+            self._masks = flags, PendingCopy(work=work)
             return
         assert work is not None
         work.wait()
@@ -283,7 +466,7 @@ class Gradients(HomeGradients):
         self._send_home(chunk, state, buffer, own, move)
 
     def _send_home(
-        self, chunk: Chunk, state: ChunkGradients, buffer: Tensor, own: Tensor, move: Move
+        self, chunk: Chunk, state: ChunkGradients, buffer: Tensor, own: Tensor, move: PendingCopy
     ) -> None:
         compute = self.chunks.compute
         if chunk.home is compute:
@@ -306,7 +489,7 @@ class Gradients(HomeGradients):
         self.chunks.bytes_down += chunk.shard_nbytes
         if not self.chunks.copier.is_async:
             self.land()
-        done = Move(copy.event)
+        done = PendingCopy(copy.event)
         if state.shard is None:
             state.shard, state.move = target, done
         else:
@@ -314,8 +497,8 @@ class Gradients(HomeGradients):
                 state.extra.append((target, done))
 
     def _norms_of(
-        self, chunk: Chunk, state: ChunkGradients, own: Tensor, move: Move
-    ) -> dict[Slot, Tensor] | None:
+        self, chunk: Chunk, state: ChunkGradients, own: Tensor, move: PendingCopy
+    ) -> dict[ParamSlot, Tensor] | None:
         """The norms of the gradients in ``own``, this rank's shard: the host would need many times as long for them."""
         if self.norm_type is None or state.is_begun:
             return None  # it is one summand of several
@@ -324,7 +507,7 @@ class Gradients(HomeGradients):
         norms = norms_of(list(parts.values()), self.norm_type) if parts else []
         return dict(zip(parts, norms, strict=True))
 
-    def _download(self, target: Tensor, own: Tensor, move: Move) -> Move:
+    def _download(self, target: Tensor, own: Tensor, move: PendingCopy) -> PendingCopy:
         copier = self.chunks.copier
         if move.event is None or not copier.is_async:
             return copier.start(target, own)
@@ -332,7 +515,7 @@ class Gradients(HomeGradients):
             target.copy_(own, non_blocking=True)
             event: Any = torch.cuda.Event(blocking=True)
             event.record(copier.download)
-        return Move(event)
+        return PendingCopy(event)
 
     def land(self) -> None:
         """Free the oldest buffer whose copy to the host has been started, once that is done."""
@@ -407,7 +590,7 @@ class Gradients(HomeGradients):
                 compute.give(chunk.shard_nbytes)
             else:
                 self.host.put(state.shard)
-            state.shard, state.move = None, Move()
+            state.shard, state.move = None, PendingCopy()
         self.spilled.free(state.rows)
         state.rows, state.norms, state.parts = [], None, 0
         state.arrived.clear()

@@ -1,4 +1,4 @@
-"""Updates on trial in the backward pass, with clipping and loss scale: they stand, or are taken back to the last bit."""
+"""HostUpdates on trial in the backward pass, with clipping and loss scale: they stand, or are taken back to the last bit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import spawn
 from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
-from colossalai.zero.gemini.trials import Trials, same
-from colossalai.zero.gemini.undo import Undo
+from colossalai.zero.gemini.speculative import Snapshot, SpeculativeUpdates, same_options
 from tests.zero.gemini.runs import SMALL, batch, hybrid, launch, loss_of
 from tests.zero.gemini.test_model import small
 from tests.zero.gemini.test_optimizer import Reader, adamw, tower
@@ -131,19 +130,19 @@ def test_steps_that_overflow_are_taken_back() -> None:
 
 
 def test_without_going_back_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Undo, "restore", lambda self: None)
+    monkeypatch.setattr(Snapshot, "restore", lambda self: None)
     with pytest.raises(AssertionError):
         loud(SCALES, torch.bfloat16, True)
 
 
 def test_the_digits_beside_bf16_weights_are_taken_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    restore = Trials._restore
+    restore = SpeculativeUpdates._restore
 
-    def forgetful(trials: Trials, trial: Any) -> None:
+    def forgetful(trials: SpeculativeUpdates, trial: Any) -> None:
         restore(trials, trial)
-        trials.updates.second.hold.versions.clear()  # type: ignore[attr-defined]
+        trials.updates.shadow.inner.versions.clear()  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Trials, "_restore", forgetful)
+    monkeypatch.setattr(SpeculativeUpdates, "_restore", forgetful)
     with pytest.raises(AssertionError):
         loud(SCALES, torch.bfloat16, True)
 
@@ -259,13 +258,13 @@ def test_who_comes_between_the_backward_pass_and_the_step_sees_no_trial(
     for step in range(5):
         run.backward(batch(step))
         other.backward(batch(step))
-        assert run.optimizer._trials.has_open or step not in (1, 3)
+        assert run.optimizer._speculative.has_pending or step not in (1, 3)
         for one in (run, other):
             if step in (1, 3):
                 between(one)
             one.optimizer.step()
             one.optimizer.zero_grad()
-        assert not run.optimizer._trials.has_open
+        assert not run.optimizer._speculative.has_pending
     assert_equal(run.everything(), other.everything())
 
 
@@ -275,7 +274,7 @@ def test_before_the_step_a_checkpoint_has_the_weights_of_before() -> None:
         run.step(batch(step))
     before = run.everything()
     run.backward(batch(3))
-    assert run.optimizer._trials.has_open
+    assert run.optimizer._speculative.has_pending
     assert_equal(run.everything(), before)
 
 
@@ -490,7 +489,7 @@ def test_the_host_holds_a_share_twice(ratio: float) -> None:
     for step in range(3):
         run.step(batch(step))
     run.model.settle()
-    trials = run.optimizer._trials
+    trials = run.optimizer._speculative
     assert trials is not None
     whole = sum(p.numel() for p in run.model.parameters()) * 12  # bf16 weights, their digits, two moments
     assert trials.buffers.made <= 1.1 * ratio * whole  # with what is padded
@@ -596,7 +595,7 @@ def test_the_numbers_of_a_step_tell_of_trials() -> None:
 
 
 def test_options_are_compared() -> None:
-    assert same([{"lr": torch.tensor(1.0)}], [{"lr": torch.tensor(1.0)}])
-    assert not same([{"lr": torch.tensor(1.0)}], [{"lr": torch.tensor(2.0)}])
-    assert not same([{"lr": torch.tensor(1.0)}], [{"lr": 1.0}])
-    assert not same([{"lr": 1.0}], [{"lr": 1.0, "eps": 0.1}])
+    assert same_options([{"lr": torch.tensor(1.0)}], [{"lr": torch.tensor(1.0)}])
+    assert not same_options([{"lr": torch.tensor(1.0)}], [{"lr": torch.tensor(2.0)}])
+    assert not same_options([{"lr": torch.tensor(1.0)}], [{"lr": 1.0}])
+    assert not same_options([{"lr": 1.0}], [{"lr": 1.0, "eps": 0.1}])

@@ -1,6 +1,6 @@
 """A second hold on the user's optimizer, for updates on another thread than the script's.
 
-Jobs step some parameters with the options of an earlier moment, while the script may read and change the groups.  So they step *twins*:
+Jobs step some parameters with the options of an earlier moment, while the script may read and change the groups.  So they step *shadows*:
 parameters with the memory of the pieces, but gradients of their own, in groups of their own.
 """
 
@@ -29,7 +29,7 @@ HOOKS = (
 )
 
 
-def options_of(optim: Optimizer) -> list[dict[str, Any]]:
+def group_options(optim: Optimizer) -> list[dict[str, Any]]:
     """The options of all groups as they are now: a scheduler may change them before a job runs."""
     return [
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
@@ -37,61 +37,61 @@ def options_of(optim: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def second_hold(optim: Optimizer) -> Optimizer:
+def stateless_copy(optim: Optimizer) -> Optimizer:
     """Another object for the same optimizer, with no parameters yet, no states and no hooks."""
-    second = object.__new__(type(optim))
+    copy = object.__new__(type(optim))
     # a scheduler may have put a `step` of its own there
-    second.__dict__.update({k: v for k, v in optim.__dict__.items() if k not in ("step", "_versions")})
-    second.state = defaultdict(dict)
-    second.__dict__.update({name: OrderedDict() for name in HOOKS})
-    second.param_groups = []
-    return second
+    copy.__dict__.update({k: v for k, v in optim.__dict__.items() if k not in ("step", "_versions")})
+    copy.state = defaultdict(dict)
+    copy.__dict__.update({name: OrderedDict() for name in HOOKS})
+    copy.param_groups = []
+    return copy
 
 
-class Second:
-    """Steps twins of pieces of ``optim``."""
+class ShadowOptimizer:
+    """Steps shadows of pieces of ``optim``."""
 
     def __init__(self, optim: Optimizer) -> None:
-        self.optim, self.hold = optim, second_hold(optim)
-        self.twins: dict[Piece, nn.Parameter] = {}
+        self.optim, self.inner = optim, stateless_copy(optim)
+        self._params: dict[Piece, nn.Parameter] = {}
 
     @property
     def state(self) -> Any:
-        return self.hold.state
+        return self.inner.state
 
-    def twin(self, piece: Piece) -> nn.Parameter:
-        if piece not in self.twins:
-            self.twins[piece] = nn.Parameter(piece.value.detach())
-        return self.twins[piece]
+    def param(self, piece: Piece) -> nn.Parameter:
+        if piece not in self._params:
+            self._params[piece] = nn.Parameter(piece.value.detach())
+        return self._params[piece]
 
     def with_states(self, piece: Piece) -> nn.Parameter:
-        """The twin of ``piece``, with the states of the piece."""
-        twin = self.twin(piece)
-        self.state[twin] = self.optim.state[piece.value]
-        return twin
+        """The shadow of ``piece``, with the states of the piece."""
+        shadow = self.param(piece)
+        self.state[shadow] = self.optim.state[piece.value]
+        return shadow
 
     def show(self, piece: Piece, weight: Tensor) -> None:
         """The weights of ``piece`` are here now."""
         piece.weight = piece.value.data = weight
-        if piece in self.twins:
-            self.twins[piece].data = weight
+        if piece in self._params:
+            self._params[piece].data = weight
 
     def forget(self, piece: Piece) -> None:
-        self.state.pop(self.twins.pop(piece, piece.value), None)
+        self.state.pop(self._params.pop(piece, piece.value), None)
 
     # Whether the digits that an optimizer keeps beside half-precision weights belong to the weights as they are
 
     def is_followed(self, piece: Piece) -> bool:
         """Nobody else wrote to ``piece`` since its last update."""
-        twin, hold = self.twins.get(piece), self.hold
-        if twin is None or not isinstance(hold, MultiTensorOptimizer):
+        shadow, inner = self._params.get(piece), self.inner
+        if shadow is None or not isinstance(inner, MultiTensorOptimizer):
             return False
-        return hold.versions.get(twin) == twin._version
+        return inner.versions.get(shadow) == shadow._version
 
     def follows(self, value: nn.Parameter) -> None:
-        """The digits of this twin are those of its weights."""
-        if isinstance(self.hold, MultiTensorOptimizer):
-            self.hold.versions[value] = value._version
+        """The digits of this shadow are those of its weights."""
+        if isinstance(self.inner, MultiTensorOptimizer):
+            self.inner.versions[value] = value._version
 
     @contextmanager
     def steady(self, pieces: Iterable[Piece]) -> Iterator[None]:
@@ -99,46 +99,46 @@ class Second:
         followed = [piece for piece in pieces if self.is_followed(piece)]
         yield
         for piece in followed:
-            self.follows(self.twins[piece])
+            self.follows(self._params[piece])
 
     # The step
 
     @torch.no_grad()
     def step(
         self,
-        twins: Sequence[tuple[int, nn.Parameter]],
+        shadows: Sequence[tuple[int, nn.Parameter]],
         options: Options,
         factor: float,
         kept: Kept | None = None,
     ) -> None:
-        """Step ``twins``, given with the numbers of their groups; gradients are multiplied by ``factor``.
+        """Step ``shadows``, given with the numbers of their groups; gradients are multiplied by ``factor``.
 
         What was before goes to ``kept``, if the optimizer ``keeps``.
         """
         groups: dict[int, list[nn.Parameter]] = {}
-        for number, twin in twins:
-            groups.setdefault(number, []).append(twin)
-        hold: Any = self.hold
-        hold.param_groups = [{**options[n], "params": values} for n, values in groups.items()]
-        values = [twin for _, twin in twins]
-        ours = isinstance(hold, MultiTensorOptimizer)
-        if ours and hold.divides and factor > 0:
+        for number, shadow in shadows:
+            groups.setdefault(number, []).append(shadow)
+        inner: Any = self.inner
+        inner.param_groups = [{**options[n], "params": values} for n, values in groups.items()]
+        values = [shadow for _, shadow in shadows]
+        ours = isinstance(inner, MultiTensorOptimizer)
+        if ours and inner.divides and factor > 0:
             scale = {} if factor == 1.0 else {"div_scale": 1.0 / factor}
-            hold.step_on(values, **scale, **({} if kept is None else {"kept": kept}))
+            inner.step_on(values, **scale, **({} if kept is None else {"kept": kept}))
             return
         assert kept is None
         if factor != 1.0:
             multiply_all([v.grad for v in values if v.grad is not None], torch.tensor(factor))
         if ours:
-            hold.step_on(values)
+            inner.step_on(values)
         else:
-            hold.step()
+            inner.step()
 
     @torch.no_grad()
     def step_part(self, parts: Sequence[tuple[int, nn.Parameter]], options: Options, factor: float) -> None:
-        """``step`` for twins that live for this step only; their states are left to the caller."""
+        """``step`` for shadows that live for this step only; their states are left to the caller."""
         self.step(parts, options, factor)
-        for _, twin in parts:
-            twin.grad = None
-            if isinstance(self.hold, MultiTensorOptimizer):
-                self.hold.versions.pop(twin, None)
+        for _, shadow in parts:
+            shadow.grad = None
+            if isinstance(self.inner, MultiTensorOptimizer):
+                self.inner.versions.pop(shadow, None)

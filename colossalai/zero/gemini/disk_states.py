@@ -10,11 +10,13 @@ While states are away, ``optim.state`` has tensors with a shape and a dtype whos
 [Note: masters that wait]
 A checkpoint holds the float32 weights of bfloat16 parameters, of which our optimizers keep only the digits that the parameter lacks.  The model
 may be loaded after its optimizer, so a loaded master rests as it is until the next update, which takes the digits from it.
+
+The disk tier of an optimizer, and states that are loaded into it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,21 +27,24 @@ from torch.optim import Optimizer
 
 from colossalai.kernel.lists import row
 from colossalai.kernel.split import join, tail_of
+from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
 from colossalai.nn.optimizer.slot_pipeline import BUFFERS, SlotPipeline, slot_size
 from colossalai.nn.optimizer.slots import Extent, Share, Slot, begin, slots_for
 from colossalai.utils.away import away, fetched, is_away
 from colossalai.utils.disk import Buffers, Pending
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.chunk_manager import ChunkManager
-from colossalai.zero.gemini.disk import UPDATES, TierMemory, largest_slot, weights_of
-from colossalai.zero.gemini.second import Second
-from colossalai.zero.gemini.state_kinds import MASTER, Kinds, is_large
+from colossalai.zero.gemini.ddp import ZeroDDP
+from colossalai.zero.gemini.disk_tier import UPDATES, TierMemory, largest_slot, weights_of
+from colossalai.zero.gemini.optimizer_states import MASTER, ChunkPieces, StateKinds, is_large
+from colossalai.zero.gemini.shadow_optimizer import ShadowOptimizer, group_options, stateless_copy
 from colossalai.zero.gemini.tiers import OutOfCapacity, nowhere
 from colossalai.zero.pieces import Piece, is_elementwise
+from colossalai.zero.sharded import needs_masters
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """A part of a piece that is updated: its ``states``, and whether they are known to belong to its weights."""
 
     piece: Piece
@@ -54,10 +59,10 @@ class Part:
         return self.piece.value.shape if numel == self.piece.value.numel() else torch.Size([numel])
 
 
-Work = Callable[[list[Part]], None]
+Work = Callable[[list[StatePart]], None]
 
 
-class Resting:
+class DiskStates:
     """What rests on the disk of an optimizer over chunks.
 
     ``pieces_of`` gives the pieces of a chunk that are not empty.  With ``share``, so much of all states is to rest there, without, what the host
@@ -67,15 +72,15 @@ class Resting:
     def __init__(
         self,
         chunks: ChunkManager,
-        second: Second,
+        shadow: ShadowOptimizer,
         pieces_of: Callable[[Chunk], Sequence[Piece]],
         share: float | None = None,
     ) -> None:
         assert chunks.shelf is not None
         self.chunks, self.shelf = chunks, chunks.shelf
-        self.second, self.pieces_of = second, pieces_of
-        self.optim: Optimizer = second.optim
-        self.kinds = Kinds(self.optim)
+        self.shadow, self.pieces_of = shadow, pieces_of
+        self.optim: Optimizer = shadow.optim
+        self.kinds = StateKinds(self.optim)
         self.share = None if share is None else Share(share)
         states = TierMemory(chunks.host, "optimizer states on their way from and to the disk")
         weights = TierMemory(chunks.host, "weights on their way from and to the disk")
@@ -215,7 +220,7 @@ class Resting:
 
     def _show(self, chunk: Chunk, shard: Tensor) -> None:
         for piece in self.pieces_of(chunk):
-            self.second.show(piece, piece.in_shard(shard))
+            self.shadow.show(piece, piece.in_shard(shard))
 
     # States
 
@@ -232,7 +237,7 @@ class Resting:
         self._seen = None
         self.pipeline.run(self.slots_of(pieces), on)
 
-    def _parts(self, slot: Slot, buffer: Tensor, has_weights: bool) -> list[Part]:
+    def _parts(self, slot: Slot, buffer: Tensor, has_weights: bool) -> list[StatePart]:
         """The parts of ``slot``, with its states begun."""
         is_new = not slot.is_filled
         if is_new:
@@ -244,7 +249,7 @@ class Resting:
             self._take_digits(slot, buffer)
             is_new = True
         found = slot.states(buffer)
-        return [Part(self._piece_of[e.parameter], e, states, is_new) for e, states in found]
+        return [StatePart(self._piece_of[e.parameter], e, states, is_new) for e, states in found]
 
     def _take_digits(self, slot: Slot, buffer: Tensor) -> None:
         """See [Note: masters that wait]."""
@@ -257,7 +262,7 @@ class Resting:
             self.shelf.room(slot.name, slot.nbytes, slot.what)
         for (extent, states), tail in zip(slot.states(buffer), tails, strict=True):
             states["tail"].copy_(tail)
-            self.second.follows(self.second.twin(self._piece_of[extent.parameter]))
+            self.shadow.follows(self.shadow.param(self._piece_of[extent.parameter]))
 
     def rest(self, piece: Piece, small: dict[str, Any]) -> None:
         """``piece`` has been updated, or its states laid into slots: ``small`` is what it keeps beside them."""
@@ -317,3 +322,55 @@ def small_of(state: dict[str, Any]) -> dict[str, Any]:
         for name, value in state.items()
         if not is_large(value) and not is_away(value)
     }
+
+
+def share_on_disk(optim: Optimizer, module: ZeroDDP) -> float | None:
+    """``nvme_offload_fraction`` of the user's optimizer: from here on the disk tier does what it asked for."""
+    fraction, directory = optim.give_up_offload() if isinstance(optim, NVMeOptimizer) else (0.0, None)
+    chunks = module.chunk_manager
+    if not fraction:
+        return None
+    if chunks.shelf is not None:
+        raise ValueError(
+            f"{type(optim).__name__} has nvme_offload_fraction={fraction}, and the model has disk_dir={chunks.shelf.store.directory!r};"
+            " give one of them: the disk tier takes the optimizer states too"
+        )
+    chunks.add_disk(directory)
+    module.gradients.spilled.reserve(module.gradients.host.largest)
+    return fraction
+
+
+def make_disk_states(
+    module: ZeroDDP, shadow: ShadowOptimizer, chunk_pieces: ChunkPieces, share: float | None
+) -> DiskStates | None:
+    """What the optimizer needs for the disk tier of ``module``; None if it has none."""
+    optim = shadow.optim
+    if module.chunk_manager.shelf is None:
+        return None
+    if needs_masters(optim, module.dtype):
+        raise ValueError(
+            f"the disk tier has no place for the float32 weights that {type(optim).__name__} needs to train in {module.dtype}; use one of"
+            " our optimizers (HybridAdam, FusedSGD), or float32"
+        )
+    return DiskStates(module.chunk_manager, shadow, chunk_pieces.pieces, share)
+
+
+def install_states(optim: Optimizer, states: Mapping[Piece, Mapping[str, Any]]) -> None:
+    """Load ``states`` of some pieces as ``optim.load_state_dict`` would, and leave those of the others as they are."""
+    if not states:
+        return
+    copy = stateless_copy(optim)
+    of = {id(piece.value): state for piece, state in states.items()}
+    own = [[p for p in group["params"] if id(p) in of] for group in optim.param_groups]
+    options = group_options(optim)
+    copy.param_groups = [{**o, "params": params} for o, params in zip(options, own, strict=True)]
+    numbers = {id(p): n for n, p in enumerate(p for params in own for p in params)}
+    copy.load_state_dict(
+        {
+            "state": {numbers[key]: dict(state) for key, state in of.items()},
+            "param_groups": [
+                {**o, "params": [numbers[id(p)] for p in ps]} for o, ps in zip(options, own, strict=True)
+            ],
+        }
+    )
+    optim.state.update(copy.state)

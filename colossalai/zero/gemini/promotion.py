@@ -6,25 +6,28 @@ import torch
 import torch.distributed as dist
 
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
-from colossalai.zero.gemini.accounts import Accounts
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.ddp import ZeroDDP
-from colossalai.zero.gemini.grads import IN_FLIGHT
-from colossalai.zero.gemini.second import Second
-from colossalai.zero.gemini.state_kinds import is_large
-from colossalai.zero.gemini.stepping import Members
+from colossalai.zero.gemini.gradients import IN_FLIGHT
+from colossalai.zero.gemini.optimizer_states import ChunkPieces, StateBytes, is_large
+from colossalai.zero.gemini.shadow_optimizer import ShadowOptimizer
 from colossalai.zero.gemini.tiers import UNLIMITED, Tier
 from colossalai.zero.pieces import Piece
 
 
-class Homes:
+class Promotion:
     """Where the chunks of ``model`` rest; ``margin`` is the share of what is free that they get, ``auto`` gives all of it."""
 
     def __init__(
-        self, model: ZeroDDP, members: Members, second: Second, accounts: Accounts, margin: float
+        self,
+        model: ZeroDDP,
+        chunk_pieces: ChunkPieces,
+        shadow: ShadowOptimizer,
+        state_bytes: StateBytes,
+        margin: float,
     ) -> None:
         self.model, self.chunks, self.manager = model, model.chunk_manager, model.gemini_manager
-        self.members, self.second, self.accounts = members, second, accounts
+        self.chunk_pieces, self.shadow, self.state_bytes = chunk_pieces, shadow, state_bytes
         self.margin = margin
         self._expected: dict[int, int] = {}
 
@@ -34,13 +37,13 @@ class Homes:
         if not share or self.manager.policy.rests_on_compute:
             return
         self.manager.worker.wait_all()
-        self._expected = self.accounts.expected()
+        self._expected = self.state_bytes.expected()
         budget = self._budget(share)
         order = sorted(
             (
                 c
                 for c in self.chunks.chunks
-                if c.home is self.chunks.host and c.index not in self.accounts.away
+                if c.home is self.chunks.host and c.index not in self.state_bytes.away
             ),
             key=lambda c: (self.manager.trace.first_use(c.index), c.index),
         )
@@ -59,7 +62,7 @@ class Homes:
 
     def _cost(self, chunk: Chunk) -> int:
         """Bytes that ``chunk`` takes of the compute tier when it rests there: weights, gradients, states, also those to come."""
-        states = max(self.accounts.of(chunk), self._expected[chunk.index])
+        states = max(self.state_bytes.of(chunk), self._expected[chunk.index])
         return chunk.shard_nbytes * (2 if chunk.trained else 1) + states
 
     def _window(self) -> int:
@@ -81,18 +84,18 @@ class Homes:
         """Let ``chunk`` rest in ``tier``, with its states."""
         old = chunk.home
         assert old is not None
-        states = self.accounts.of(chunk)
+        states = self.state_bytes.of(chunk)
         self.manager.mark_stale(chunk)
         self.chunks.move_chunk(chunk, tier)
         tier.take(states, f"optimizer states of {chunk.name}")
         old.give(states)
-        for _, piece, _ in self.members.of(chunk):
+        for _, piece, _ in self.chunk_pieces.of(chunk):
             self._follow(piece, chunk, tier)
 
     def _follow(self, piece: Piece, chunk: Chunk, tier: Tier) -> None:
-        optim = self.second.optim
-        shared, known = piece.is_shared, self.second.is_followed(piece)
-        self.second.forget(piece)
+        optim = self.shadow.optim
+        shared, known = piece.is_shared, self.shadow.is_followed(piece)
+        self.shadow.forget(piece)
         piece.weight = piece.in_shard(chunk.shard) if not piece.is_empty else chunk.shard[:0]
         piece.value.data = piece.weight if shared else piece.value.data.to(tier.device)
         state = optim.state.get(piece.value, {})

@@ -1,4 +1,4 @@
-"""Updates of chunks on a thread of their own, in the order in which the next step will need them.
+"""HostUpdates of chunks on a thread of their own, in the order in which the next step will need them.
 
 A job waits until its gradient has arrived on the host, then updates the weights there.  Whoever needs the weights of a chunk waits for
 its job alone.  An error in a job is raised where somebody waits for it.
@@ -36,7 +36,7 @@ def nothing() -> bool:
     return False
 
 
-class _Shared:
+class _WorkerState:
     """What the thread holds on to; not the worker itself, so that the thread ends when nobody holds the worker."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _Shared:
         self.thread: threading.Thread | None = None
 
 
-def _run(shared: _Shared) -> None:
+def _run(shared: _WorkerState) -> None:
     while True:
         with shared.changed:
             while not shared.jobs and not shared.closed:
@@ -94,14 +94,14 @@ def _urgency(job: _Job) -> tuple[bool, int, int]:
     return not job.prepared, job.priority, job.key
 
 
-def _close(shared: _Shared) -> None:
+def _close(shared: _WorkerState) -> None:
     # no waiting here: the garbage collector may call this while the thread it interrupts holds any lock
     with shared.changed:
         shared.closed = True
         shared.changed.notify_all()
 
 
-_running: weakref.WeakSet[_Shared] = weakref.WeakSet()
+_running: weakref.WeakSet[_WorkerState] = weakref.WeakSet()
 
 
 def _close_all() -> None:
@@ -112,7 +112,7 @@ def _close_all() -> None:
             shared.thread.join()
 
 
-def _start(shared: _Shared) -> None:
+def _start(shared: _WorkerState) -> None:
     atexit.unregister(_close_all)  # of an earlier one
     atexit.register(_close_all)
     _running.add(shared)
@@ -120,11 +120,11 @@ def _start(shared: _Shared) -> None:
     shared.thread.start()
 
 
-class Worker:
+class UpdateWorker:
     """One thread, started with the first job."""
 
     def __init__(self) -> None:
-        self._shared = _Shared()
+        self._shared = _WorkerState()
         self._count = 0
         weakref.finalize(self, _close, self._shared)
 

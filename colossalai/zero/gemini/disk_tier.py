@@ -13,7 +13,7 @@ from colossalai.nn.optimizer.slots import GRAIN, RUN
 from colossalai.utils.disk import Buffers, Pending, Shelf, aligned_empty
 from colossalai.utils.disk.memory import padded
 from colossalai.zero.gemini.chunk import Chunk
-from colossalai.zero.gemini.tiers import Move, OutOfCapacity, Tier
+from colossalai.zero.gemini.tiers import OutOfCapacity, PendingCopy, Tier
 
 UPDATES = 3  # buffers for weights that are updated: one is updated, one is read, one is written
 STATES = 4  # at most, of a parameter
@@ -78,7 +78,7 @@ class TierMemory:
         self.tier.give(nbytes)
 
 
-class Reader:
+class WeightReader:
     """Weights of chunks that rest on the disk, read ahead of their way to the compute tier."""
 
     def __init__(self, shelf: Shelf, buffers: Buffers) -> None:
@@ -110,7 +110,7 @@ class Reader:
             ) from error
         return buffer[: chunk.shard_nbytes].view(chunk.dtype)
 
-    def used(self, chunk: Chunk, move: Move) -> None:
+    def used(self, chunk: Chunk, move: PendingCopy) -> None:
         """The shard is being copied by ``move``."""
         buffer, _ = self._staged.pop(chunk.index)
         event, work = move.event, move.work

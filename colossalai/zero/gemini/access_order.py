@@ -1,6 +1,6 @@
 """Do all ranks do the same?
 
-A chunk that ranks share is put together by all of them at once, and its gradients are averaged by all of them at once.  Ranks that take different
+A chunk that ranks share is put together by all of them at once, and its gradients are averaged by all of them at once.  ChunkRanks that take different
 branches would ask for different chunks, and get a mixture without any error, or wait for each other forever.  So a number travels ahead
 of every request: that of the chunk, or of the moment at which a pass begins or ends.
 
@@ -11,11 +11,20 @@ later or never.  Then that round counts for nothing, the chunk waits for the end
 until all have come to it.  Every rank computes the same from the same rounds, so an error is one on all.
 
 The numbers cost next to nothing where ranks talk over the CPU.  On GPUs, where comparing means waiting, only the first step is watched.
+
+The order in which a training step uses chunks, and how much memory it needs beside them; known from the first step.
+
+A step uses chunks in an order that is the same in every step: forward, then backward.  The first step writes it down.  Later steps
+follow it with a finger: what comes next can be fetched ahead, and the chunk that is needed last (Belady's choice) is the one to let go.
+Where a step does something else, the finger stays where it is until the order fits again; nothing depends on it but speed.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,6 +33,73 @@ from torch import Tensor
 
 from colossalai.mesh._compat import all_gather_single
 from colossalai.zero.gemini.chunk_manager import ChunkManager
+
+NEVER = 1 << 60
+
+
+class AccessTrace:
+    """Uses of chunks (by number) in one step."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.position = 0
+        self.complete = False
+        self.surprises = 0  # uses in this step that were not expected where they came
+        self._places: dict[int, list[int]] = {}
+        self._last_used: dict[int, int] = {}
+        self._clock = 0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.position = 0
+        self.surprises = 0
+
+    def visit(self, index: int) -> None:
+        """Chunk ``index`` is used now."""
+        if not self.complete:
+            self._clock += 1
+            self._last_used[index] = self._clock
+            if not self.order or self.order[-1] != index:
+                self.order.append(index)
+            return
+        if self.position and self.order[self.position - 1] == index:
+            return
+        place = self.next_use(index)
+        if place is NEVER:
+            self.surprises += 1
+            return
+        if place != self.position:
+            self.surprises += 1
+        self.position = place + 1
+
+    def close(self) -> None:
+        """The step that was written down is over."""
+        self.complete = True
+        self._places = {}
+        for place, index in enumerate(self.order):
+            self._places.setdefault(index, []).append(place)
+
+    def next_use(self, index: int) -> int:
+        """The next place in the order where ``index`` is used in this step; NEVER if there is none."""
+        places = self._places.get(index, [])
+        at = bisect_left(places, self.position)
+        return places[at] if at < len(places) else NEVER
+
+    def first_use(self, index: int) -> int:
+        """The place of the first use in a step: updates are made in this order."""
+        places = self._places.get(index)
+        return places[0] if places else NEVER
+
+    def distance(self, index: int) -> int:
+        """How far away the next use is, for the choice of what to let go: in the first step, what was not used for long goes first."""
+        if not self.complete:
+            return -self._last_used.get(index, -1)
+        return self.next_use(index)
+
+    def ahead(self) -> Iterator[int]:
+        """What comes next, in order."""
+        return islice(self.order, self.position, None) if self.complete else iter(())
+
 
 FORWARD, BACKWARD, END, AGAIN, STEP, LOOK, NOTHING, AVERAGE = range(-1, -9, -1)
 MOMENTS = {
@@ -36,7 +112,7 @@ MOMENTS = {
 }
 
 
-class Agreement:
+class RankAgreement:
     """What the ranks of ``chunks`` ask for, in order."""
 
     def __init__(self, chunks: ChunkManager) -> None:
