@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colossalai.nn.optimizer import HybridAdam, slot_pipeline
+from colossalai.nn.optimizer import HybridAdam, offload
 from colossalai.testing import check_state_dict_equal, spawn
 from tests.zero.low_level.problems import (
     DTYPES,
@@ -43,7 +43,7 @@ def _train(case: Case, fraction: float, folder: str, state: Any = None) -> tuple
 
 def _check(rank: int, world_size: int, port: int, folder: str) -> None:
     launch()
-    slot_pipeline.LEAST = 1 << 10
+    offload.LEAST = 1 << 10
     for case in CASES:
         weights, state, _ = _train(case, 0.0, folder)
         _, other_state, _ = _train(case, 0.0, folder, state)

@@ -11,7 +11,7 @@ from torch import Tensor
 from colossalai.kernel.adam import adam_
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.kernel.kept import Kept
-from colossalai.nn.optimizer.base import Bucket
+from colossalai.nn.optimizer.base import KernelBatch
 from colossalai.nn.optimizer.moments import MomentsOptimizer
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
 from colossalai.registry import OPTIMIZERS
@@ -59,14 +59,14 @@ class _Adam(MomentsOptimizer):
         finally:
             self._kept = None
 
-    def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
+    def update(self, batch: KernelBatch, group: dict[str, Any]) -> None:
         options = AdamOptions(
             **self.rates(group),
             decoupled=group["adamw_mode"],
             bias_correction=group["bias_correction"],
             div_scale=self._div_scale,
         )
-        adam_(AdamLists(**self.columns(bucket)), bucket.step, options, self._kept)
+        adam_(AdamLists(**self.columns(batch)), batch.step, options, self._kept)
 
 
 @OPTIMIZERS.register_module

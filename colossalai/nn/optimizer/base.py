@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.float64, *HALVES)
 
 
 @dataclass
-class Bucket:
+class KernelBatch:
     """Parameters of one group that one call of a kernel updates: same device, dtypes and number of steps."""
 
     step: int
@@ -76,8 +76,8 @@ class MultiTensorOptimizer(Optimizer):
         """The tensors that each parameter of the group has in the optimizer's state."""
 
     @abstractmethod
-    def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
-        """Update the parameters of a bucket in place; ``bucket.step`` counts from 1."""
+    def update(self, batch: KernelBatch, group: dict[str, Any]) -> None:
+        """Update the parameters of a batch in place; ``batch.step`` counts from 1."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.check_variants({**self.defaults, **param_group})
@@ -128,20 +128,20 @@ class MultiTensorOptimizer(Optimizer):
                     grad.is_sparse or self.devices or not self.elementwise
                 ):
                     self.check(parameter)
-        ready = [(group, list(self.buckets(group, parameters))) for group, parameters in groups]
-        self.prepare([bucket for _, buckets in ready for bucket in buckets])
-        for group, buckets in ready:
-            for bucket in buckets:
-                self.update(bucket, group)
+        ready = [(group, list(self.batches(group, parameters))) for group, parameters in groups]
+        self.prepare([batch for _, batches in ready for batch in batches])
+        for group, batches in ready:
+            for batch in batches:
+                self.update(batch, group)
         for _, parameters in groups:
             for parameter in parameters:
                 if parameter.grad is not None and parameter.dtype in HALVES:
                     self.versions[parameter] = parameter._version
 
-    def prepare(self, buckets: list[Bucket]) -> None:
+    def prepare(self, batches: list[KernelBatch]) -> None:
         """What must be known of all gradients before the first update."""
 
-    def buckets(self, group: dict[str, Any], parameters: list[Any]) -> Iterable[Bucket]:
+    def batches(self, group: dict[str, Any], parameters: list[Any]) -> Iterable[KernelBatch]:
         """Those of the ``parameters`` of ``group`` that have a gradient; their number of steps goes up by one."""
         # This runs for every parameter in every step, while a GPU may be waiting: no call is made without need.
         names = self.state_names(group)
@@ -151,23 +151,23 @@ class MultiTensorOptimizer(Optimizer):
             return []
         counters = [state["step"] for state in states]
         private.add_(counters, 1)
-        found: dict[tuple[Any, ...], Bucket] = {}
+        found: dict[tuple[Any, ...], KernelBatch] = {}
         for parameter, state, step in zip(parameters, states, torch.stack(counters).tolist(), strict=True):
             grad, dtype = parameter.grad, parameter.dtype
             part = local if type(parameter) is not torch.nn.Parameter else _itself
             key = (step, dtype, grad.dtype, parameter.device)
-            bucket = found.get(key)
-            if bucket is None:
-                bucket = found[key] = Bucket(int(step))
+            batch = found.get(key)
+            if batch is None:
+                batch = found[key] = KernelBatch(int(step))
             master = tail = None
             if dtype in HALVES:
                 if self.extra(parameter) == "tail":
                     tail = part(state["tail"])
                 else:
                     master = part(state["master"])
-            bucket.add(part(parameter), part(grad), master, tail)
+            batch.add(part(parameter), part(grad), master, tail)
             for name in names:
-                bucket.states[name].append(part(state[name]))
+                batch.states[name].append(part(state[name]))
         return found.values()
 
     def _ready_state(self, parameter: Tensor, names: tuple[str, ...]) -> dict[str, Any]:

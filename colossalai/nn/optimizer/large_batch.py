@@ -13,7 +13,7 @@ from colossalai.kernel import private
 from colossalai.kernel.lamb import LambLists, LambOptions, lamb_
 from colossalai.kernel.lars import LarsLists, LarsOptions, lars_
 from colossalai.mesh import grad_norm
-from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_rates
+from colossalai.nn.optimizer.base import KernelBatch, MultiTensorOptimizer, check_rates
 from colossalai.nn.optimizer.moments import INF, MomentsOptimizer
 from colossalai.registry import OPTIMIZERS
 from colossalai.utils.parallel import launched_mesh
@@ -26,13 +26,13 @@ class _Lamb(MomentsOptimizer):
     def options(self, group: dict[str, Any]) -> dict[str, Any]:
         """What is particular to the variant of LAMB."""
 
-    def prepare(self, buckets: list[Bucket]) -> None:
+    def prepare(self, batches: list[KernelBatch]) -> None:
         self._divisors: dict[torch.device, Tensor] = {}  # what gradients are divided by to clip them
 
-    def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
-        lists = LambLists(**self.columns(bucket))
+    def update(self, batch: KernelBatch, group: dict[str, Any]) -> None:
+        lists = LambLists(**self.columns(batch))
         options = LambOptions(**self.rates(group), **self.options(group))
-        lamb_(lists, bucket.step, options, self._divisors.get(lists.device))
+        lamb_(lists, batch.step, options, self._divisors.get(lists.device))
 
 
 @OPTIMIZERS.register_module
@@ -108,21 +108,21 @@ class FusedLAMB(_Lamb):
             "adaptive": group["use_nvlamb"] or group["weight_decay"] != 0,
         }
 
-    def prepare(self, buckets: list[Bucket]) -> None:
-        super().prepare(buckets)
+    def prepare(self, batches: list[KernelBatch]) -> None:
+        super().prepare(batches)
         limit, norm = self.defaults["max_grad_norm"], self.known_norm  # one for all groups
         if limit == 0:
             return
         mesh = launched_mesh()
         if norm is None and mesh is not None and mesh.size.get("pp", 1) > 1:  # the other stages have the rest
             norm = grad_norm((p for group in self.param_groups for p in group["params"]), mesh)
-        if not buckets:
+        if not batches:
             return
         if norm is None:
-            norms = [norm for b in buckets for norm in private.norm(b.grads, 2, b.weights[0].dtype)]
+            norms = [norm for b in batches for norm in private.norm(b.grads, 2, b.weights[0].dtype)]
             norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         divisor = torch.clamp(norm / limit, min=1.0)
-        self._divisors = {b.weights[0].device: divisor.to(b.weights[0].device) for b in buckets}
+        self._divisors = {b.weights[0].device: divisor.to(b.weights[0].device) for b in batches}
 
 
 @OPTIMIZERS.register_module
@@ -154,12 +154,12 @@ class Lars(MultiTensorOptimizer):
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
+    def update(self, batch: KernelBatch, group: dict[str, Any]) -> None:
         lists = LarsLists(
-            weights=bucket.weights,
-            grads=bucket.grads,
-            halves=bucket.halves,
-            buffers=bucket.states["momentum_buffer"],
+            weights=batch.weights,
+            grads=batch.grads,
+            halves=batch.halves,
+            buffers=batch.states["momentum_buffer"],
         )
         options = LarsOptions(
             lr=float(group["lr"]),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_betas, check_rates
+from colossalai.nn.optimizer.base import KernelBatch, MultiTensorOptimizer, check_betas, check_rates
 
 INF = float("inf")
 
@@ -33,15 +33,15 @@ class MomentsOptimizer(MultiTensorOptimizer):
         return "exp_avg", "exp_avg_sq"
 
     @staticmethod
-    def columns(bucket: Bucket) -> dict[str, list[Tensor]]:
-        """The tensors of a bucket, by the names that the kernels give them."""
+    def columns(batch: KernelBatch) -> dict[str, list[Tensor]]:
+        """The tensors of a batch, by the names that the kernels give them."""
         return {
-            "weights": bucket.weights,
-            "grads": bucket.grads,
-            "halves": bucket.halves,
-            "tails": bucket.tails,
-            "exp_avgs": bucket.states["exp_avg"],
-            "exp_avg_sqs": bucket.states["exp_avg_sq"],
+            "weights": batch.weights,
+            "grads": batch.grads,
+            "halves": batch.halves,
+            "tails": batch.tails,
+            "exp_avgs": batch.states["exp_avg"],
+            "exp_avg_sqs": batch.states["exp_avg_sq"],
         }
 
     @staticmethod

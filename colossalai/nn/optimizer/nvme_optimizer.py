@@ -1,7 +1,7 @@
 """Optimizers whose states may rest on a disk, and pass through memory slot by slot while they are updated.
 
 All states of a parameter go: its moments, and the float32 weights of a parameter in half precision (``master``, or ``tail``).
-Only parameters on the CPU take part.  Their states are in slots (see ``slots``), of which ``nvme_offload_fraction``, by bytes,
+Only parameters on the CPU take part.  Their states are in slots (see ``offload``), of which ``nvme_offload_fraction``, by bytes,
 rest on the disk; ``optimizer.state`` has only the number of steps, and ``state_dict`` reads the rest.
 
 A state that was loaded is in ``optimizer.state`` at first, as in any optimizer, and is then filled into slots: at once, or, for
@@ -23,17 +23,16 @@ from torch import Tensor
 from colossalai.kernel import private
 from colossalai.kernel.lists import covers_its_memory, row
 from colossalai.kernel.split import join
-from colossalai.nn.optimizer.base import HALVES, Bucket, MultiTensorOptimizer, local, wide
+from colossalai.nn.optimizer.base import HALVES, KernelBatch, MultiTensorOptimizer, local, wide
 from colossalai.nn.optimizer.masters import current_master
-from colossalai.nn.optimizer.offload import Offload
-from colossalai.nn.optimizer.slots import Extent, Fields, Slot, begin
+from colossalai.nn.optimizer.offload import Extent, Fields, Offload, Part, StateSlot, begin
 from colossalai.utils.disk import aligned_empty
 
 Groups = list[tuple[dict[str, Any], list[Tensor]]]
 
 
 @dataclass(frozen=True)
-class Job:
+class ParameterUpdate:
     """One parameter in one step."""
 
     group: dict[str, Any]
@@ -158,7 +157,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
             fields.append((extra, torch.int16 if extra == "tail" else torch.float32))
         return fields
 
-    def _jobs(self, groups: Groups) -> dict[Tensor, Job]:
+    def _jobs(self, groups: Groups) -> dict[Tensor, ParameterUpdate]:
         """What is to be done; numbers of steps go up by one."""
         owners = [(group, p) for group, parameters in groups for p in parameters]
         if not owners:
@@ -173,11 +172,11 @@ class NVMeOptimizer(MultiTensorOptimizer):
                 grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
             has_changed = p.dtype in HALVES and self.versions.get(p) != p._version
             compares = self._compares and p.dtype in HALVES and self.extra(p) == "master"
-            jobs[p] = Job(group, int(step), row(weight), row(grad), has_changed, compares)
+            jobs[p] = ParameterUpdate(group, int(step), row(weight), row(grad), has_changed, compares)
         return jobs
 
-    def _update_slot(self, slot: Slot, buffer: Tensor, jobs: dict[Tensor, Job]) -> None:
-        buckets: dict[tuple[int, int, torch.dtype], tuple[dict[str, Any], Bucket]] = {}
+    def _update_slot(self, slot: StateSlot, buffer: Tensor, jobs: dict[Tensor, ParameterUpdate]) -> None:
+        batches: dict[tuple[int, int, torch.dtype], tuple[dict[str, Any], KernelBatch]] = {}
         for extent, states in slot.states(buffer):
             if not slot.is_filled:
                 self._fill(extent, states)
@@ -192,12 +191,12 @@ class NVMeOptimizer(MultiTensorOptimizer):
             elif job.has_changed and slot.is_filled:  # a tail that was just filled is in line already
                 states["tail"].zero_()
             key = (id(job.group), job.step, grad.dtype)
-            _, bucket = buckets.setdefault(key, (job.group, Bucket(job.step)))
-            bucket.add(weight, grad, states.get("master"), states.get("tail"))
+            _, batch = batches.setdefault(key, (job.group, KernelBatch(job.step)))
+            batch.add(weight, grad, states.get("master"), states.get("tail"))
             for name in self.state_names(job.group):
-                bucket.states[name].append(states[name])
-        for group, bucket in buckets.values():
-            self.update(bucket, group)
+                batch.states[name].append(states[name])
+        for group, batch in batches.values():
+            self.update(batch, group)
 
     def _fill(self, extent: Extent, states: dict[str, Tensor]) -> None:
         """The states of an extent before its first step here: loaded ones, or start values."""
@@ -218,27 +217,24 @@ class NVMeOptimizer(MultiTensorOptimizer):
         offload = self._offload
         if offload is None or parameter not in offload.slots:
             return super().portable_state(parameter)
-        part = local(parameter.detach())
-        weight = row(_laid_out(part, offload.strides[parameter], part.dtype).copy_(part))
-        whole: dict[str, Tensor] = {}
-        for slot in offload.slots[parameter]:
-            for extent, states in self._look_at(offload, slot):
-                if extent.parameter is not parameter:
-                    continue
-                if "tail" in states:
-                    tail = states.pop("tail")
-                    tail = torch.zeros_like(tail) if slot.is_filled and self.is_stale(parameter) else tail
-                    states["master"] = join(extent.of(weight), tail)
-                elif "master" in states:
-                    states["master"] = current_master(states["master"], extent.of(weight))
-                for name, state in states.items():
-                    if name not in whole:
-                        whole[name] = _laid_out(part, offload.strides[parameter], state.dtype)
-                    extent.of(row(whole[name])).copy_(state)
+        part, strides = local(parameter.detach()), offload.strides[parameter]
+        weight = row(_laid_out(part, strides, part.dtype).copy_(part))
+        is_stale = self.is_stale(parameter)
+
+        def master(slot: StateSlot, extent: Extent, states: dict[str, Tensor]) -> None:
+            if "tail" in states:  # which means nothing without the weight
+                tail = states.pop("tail")
+                lost = slot.is_filled and is_stale
+                states["master"] = join(extent.of(weight), torch.zeros_like(tail) if lost else tail)
+            elif "master" in states:
+                states["master"] = current_master(states["master"], extent.of(weight))
+
         found: dict[str, Any] = {"step": self.state[parameter]["step"]}
-        for name, value in whole.items():
-            found[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-            local(found[name]).copy_(value)
+        for name, values in offload.read(parameter, partial(self._look_at, offload), master).items():
+            laid_out = _laid_out(part, strides, values.dtype)
+            row(laid_out).copy_(values)
+            found[name] = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False)
+            local(found[name]).copy_(laid_out)
         return found
 
     def lazy_state(self, parameter: Tensor) -> dict[str, Any]:
@@ -253,7 +249,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
 
         return {"step": self.state[parameter]["step"], **{name: partial(read, name) for name in names}}
 
-    def _look_at(self, offload: Offload, slot: Slot) -> list[tuple[Extent, dict[str, Tensor]]]:
+    def _look_at(self, offload: Offload, slot: StateSlot) -> list[Part]:
         if slot.is_filled:
             return list(slot.states(offload.pipeline.look_at(slot)))
         found = list(slot.states(aligned_empty(slot.nbytes)))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from colossalai.kernel.sgd import SgdLists, SgdOptions, sgd_
-from colossalai.nn.optimizer.base import Bucket, MultiTensorOptimizer, check_rates
+from colossalai.nn.optimizer.base import KernelBatch, MultiTensorOptimizer, check_rates
 from colossalai.registry import OPTIMIZERS
 
 INF = float("inf")
@@ -54,13 +54,13 @@ class FusedSGD(MultiTensorOptimizer):
         if is_loaded and "step" in names:
             state["step"] += 1
 
-    def update(self, bucket: Bucket, group: dict[str, Any]) -> None:
+    def update(self, batch: KernelBatch, group: dict[str, Any]) -> None:
         lists = SgdLists(
-            weights=bucket.weights,
-            grads=bucket.grads,
-            halves=bucket.halves,
-            buffers=bucket.states["momentum_buffer"],
-            is_first=bucket.step == 1,
+            weights=batch.weights,
+            grads=batch.grads,
+            halves=batch.halves,
+            buffers=batch.states["momentum_buffer"],
+            is_first=batch.step == 1,
         )
         options = SgdOptions(
             lr=float(group["lr"]),

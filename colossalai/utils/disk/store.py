@@ -1,33 +1,76 @@
-"""Named tensors in a scratch file, moved by a few threads while the caller goes on.
+"""Tensors on a disk by name, moved by a few threads while the caller goes on.
 
-A tensor is cut into requests of equal size, and several of them are under way at once: a fast disk is only fast with a queue.
-System calls release Python's lock, so threads are enough.  A tensor that begins at a multiple of ``ALIGNMENT``
+A tensor is cut into requests of equal size, and several of them are under way at once: a fast disk is only fast with a
+queue.  System calls release Python's lock, so threads are enough.  A tensor that begins at a multiple of ``ALIGNMENT``
 (``aligned_empty``) goes to the disk from where it lies; others are copied request by request.
 
-Nothing is lost on the way: a tensor is kept alive until its last request is done, and a failure is raised by ``wait``, when the
-caller still has it.
+Nothing is lost on the way.  ``DiskStore`` keeps a tensor alive until its last request is done, and raises a failure in
+``wait``, when the caller still has the tensor.  ``Shelf`` keeps what could not be written in memory, reports it once,
+and tries again with the next write of that name.
 """
 
 from __future__ import annotations
 
+import bisect
 import os
 import threading
 import weakref
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from colossalai.utils.disk.memory import ALIGNMENT, padded
-from colossalai.utils.disk.regions import Regions
-from colossalai.utils.disk.requests import Mover, Pending
-from colossalai.utils.disk.scratch import ScratchFile
+from colossalai.utils.disk.buffers import ALIGNMENT, padded
+from colossalai.utils.disk.scratch import Mover, Pending, ScratchFile
 
 THREADS = 8
 REQUEST = 2 << 20  # bytes; benchmarks/disk.py compares
 
 
+class Regions:
+    """The free parts of a space that grows at its end, as (offset, size) in order, neighbours joined."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._free: list[tuple[int, int]] = []
+
+    def missing(self, nbytes: int) -> int:
+        """By how much the space must grow until it has ``nbytes`` in one part."""
+        if any(size >= nbytes for _, size in self._free):
+            return 0
+        last, length = self._free[-1] if self._free else (self.size, 0)
+        return nbytes - length if last + length == self.size else nbytes
+
+    def grow(self, nbytes: int) -> None:
+        """The space has become larger."""
+        self.size += nbytes
+        self.give(self.size - nbytes, nbytes)
+
+    def take(self, nbytes: int) -> int:
+        """The offset of a part that was free; ``missing`` has said that there is one."""
+        for index, (offset, size) in enumerate(self._free):
+            if size >= nbytes:
+                self._free[index : index + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
+                return offset
+        raise AssertionError(f"no free part of {nbytes} bytes")
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """This part is free again."""
+        if not nbytes:
+            return
+        index = bisect.bisect(self._free, (offset, nbytes))
+        start, stop = offset, offset + nbytes
+        if index < len(self._free) and self._free[index][0] == stop:
+            stop += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == start:
+            index -= 1
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, stop - start))
+
+
 @dataclass
-class Entry:
+class StoredTensor:
     """A tensor on the disk, and what is under way with it."""
 
     offset: int
@@ -64,7 +107,7 @@ class DiskStore:
         self.used = 0  # bytes of the disk
         self._file = ScratchFile(directory)
         self._mover = Mover(self._file, threads, request_bytes)
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, StoredTensor] = {}
         self._regions = Regions()
         self._lock = threading.RLock()
         self._finalizer = weakref.finalize(self, self._mover.abandon)
@@ -141,10 +184,10 @@ class DiskStore:
         if self._finalizer.detach() is not None:
             self._mover.close()
 
-    def _new_entry(self, nbytes: int) -> Entry:
+    def _new_entry(self, nbytes: int) -> StoredTensor:
         self.reserve(nbytes)
         self.used += padded(nbytes)
-        return Entry(self._regions.take(padded(nbytes)), nbytes)
+        return StoredTensor(self._regions.take(padded(nbytes)), nbytes)
 
     def _check(self, what: str, name: str, tensor: Tensor) -> None:
         if not self._finalizer.alive:
@@ -161,3 +204,90 @@ class DiskStore:
                 f"the disk tier in {self.directory} may hold {self.capacity} bytes: {self.used} are used and {nbytes} more"
                 " are needed. Raise its capacity, or offload less"
             )
+
+
+class FailedWrite(NamedTuple):
+    """A row that could not be written."""
+
+    what: str
+    nbytes: int
+    error: OSError
+
+
+@dataclass
+class Writing:
+    """A row on its way to the disk; its memory must not change before ``finish`` has returned."""
+
+    shelf: Shelf
+    name: str
+    what: str
+    data: Tensor
+    pending: Pending | None
+    error: OSError | None = None
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
+    _finished: bool = False
+
+    def finish(self) -> None:
+        """Wait until the row is on the disk, or kept."""
+        with self._lock:
+            if self._finished:
+                return
+            try:
+                if self.pending is not None:
+                    self.pending.wait()
+            except OSError as error:
+                self.error = error
+            if self.error is None:
+                self.shelf.kept.pop(self.name, None)
+            else:
+                self.shelf.kept[self.name] = self.data.view(torch.uint8).clone()
+                self.shelf.failures.append(FailedWrite(self.what, self.data.nbytes, self.error))
+            self._finished = True
+
+
+class Shelf:
+    """Rows in a file without a name in ``directory`` (None: the one for temporary files)."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+        self.store = DiskStore(directory)
+        self.kept: dict[str, Tensor] = {}
+        self.failures: list[FailedWrite] = []
+        self._writing: dict[str, Writing] = {}
+
+    def write(self, name: str, data: Tensor, what: str) -> Writing:
+        """Begin to write ``data``; ``what`` it is, is said where that fails."""
+        if (before := self._writing.get(name)) is not None:
+            before.finish()
+        pending, error = None, None
+        try:
+            pending = self.store.write(name, data)
+        except OSError as failed:  # a full disk is known at once
+            error = failed
+        self._writing[name] = Writing(self, name, what, data, pending, error)
+        return self._writing[name]
+
+    def read(self, name: str, into: Tensor) -> Pending | None:
+        """Begin to read; None if it is done already."""
+        self._writing[name].finish()
+        if name in self.kept:
+            into.view(torch.uint8).copy_(self.kept[name])
+            return None
+        return self.store.read(name, into)
+
+    def free(self, name: str) -> None:
+        """Forget a row, if there is one."""
+        if name in self._writing:
+            self._writing.pop(name).finish()
+        self.kept.pop(name, None)
+        if name in self.store:
+            self.store.free(name)
+
+    def finish(self) -> None:
+        """Wait for all writes."""
+        for writing in list(self._writing.values()):
+            writing.finish()
+
+    def pop_failures(self) -> list[FailedWrite]:
+        """What could not be written since the last call."""
+        failures, self.failures = self.failures, []
+        return failures

@@ -1,6 +1,6 @@
 """Optimizer states, and weights, of chunks that rest on the disk: how an update gets at them.
 
-States lie in slots (see ``colossalai.nn.optimizer.slots``) and stream through a few buffers of one size, however large the chunks are: while one
+States lie in slots (see ``colossalai.nn.optimizer.offload``) and stream through a few buffers of one size, however large the chunks are: while one
 slot is updated, the next are read and those before are written, also from one chunk to the next.  Weights that rest on the disk come
 as a whole, since they are one row that modules need too.
 
@@ -16,7 +16,7 @@ The disk tier of an optimizer, and states that are loaded into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,8 +28,18 @@ from torch.optim import Optimizer
 from colossalai.kernel.lists import row
 from colossalai.kernel.split import join, tail_of
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
-from colossalai.nn.optimizer.slot_pipeline import BUFFERS, SlotPipeline, slot_size
-from colossalai.nn.optimizer.slots import Extent, Share, Slot, begin, slots_for
+from colossalai.nn.optimizer.offload import (
+    BUFFERS,
+    DiskShare,
+    Extent,
+    Part,
+    SlotPipeline,
+    SlotTable,
+    StateSlot,
+    begin,
+    slot_size,
+    slots_for,
+)
 from colossalai.utils.away import away, fetched, is_away
 from colossalai.utils.disk import Buffers, Pending
 from colossalai.zero.gemini.chunk import Chunk
@@ -81,7 +91,7 @@ class DiskStates:
         self.shadow, self.pieces_of = shadow, pieces_of
         self.optim: Optimizer = shadow.optim
         self.kinds = StateKinds(self.optim)
-        self.share = None if share is None else Share(share)
+        self.share = None if share is None else DiskShare(share)
         states = TierMemory(chunks.host, "optimizer states on their way from and to the disk")
         weights = TierMemory(chunks.host, "weights on their way from and to the disk")
         self.pipeline = SlotPipeline(self.shelf, Buffers(BUFFERS, states))
@@ -89,7 +99,7 @@ class DiskStates:
         self._choose_sizes()
         chunks.passing += [self.pipeline.buffers, self.weights]
         self._piece_of: dict[Tensor, Piece] = {}
-        self._slots: dict[Piece, list[Slot]] = {}
+        self.table = SlotTable(self.pipeline)
         self._chunk_of: dict[Piece, Chunk] = {}
         self._decided: set[Piece] = set()
         self._loading: dict[int, tuple[Tensor, Pending | None]] = {}
@@ -107,16 +117,15 @@ class DiskStates:
 
     def has(self, chunk: Chunk) -> bool:
         """Whether anything of ``chunk`` rests on the disk."""
-        return self.chunks.is_on_disk(chunk) or any(p in self._slots for p in self.pieces_of(chunk))
+        return self.chunks.is_on_disk(chunk) or any(map(self.has_states, self.pieces_of(chunk)))
 
     def has_states(self, piece: Piece) -> bool:
         """Whether the states of ``piece`` are in slots."""
-        return piece in self._slots
+        return piece.value in self.table
 
-    def slots_of(self, pieces: Iterable[Piece]) -> list[Slot]:
+    def slots_of(self, pieces: Iterable[Piece]) -> list[StateSlot]:
         """Each slot once, in order."""
-        found = {slot.name: slot for piece in pieces for slot in self._slots.get(piece, [])}
-        return list(found.values())
+        return self.table.slots_of(piece.value for piece in pieces)
 
     # Where states go
 
@@ -127,7 +136,7 @@ class DiskStates:
         """
         new = [p for p in pieces if p not in self._decided]
         self._decided.update(new)
-        slots: list[Slot] = []
+        slots: list[StateSlot] = []
         for fields, some in self.kinds.sort(new).items():
             self._made += 1
             name, what = f"states {self._made}.", f"the optimizer states of {chunk.name}"
@@ -140,18 +149,15 @@ class DiskStates:
             self._take(slots)
             owners: dict[Tensor, Piece] = {p.value: p for p in new}
             self._piece_of.update(owners)
-            for slot in slots:
-                for extent in slot.extents:
-                    piece = owners[extent.parameter]
-                    self._slots.setdefault(piece, []).append(slot)
-                    self._chunk_of[piece] = chunk
+            self.table.add(slots)
+            self._chunk_of.update(dict.fromkeys(new, chunk))
 
-    def _wants_disk(self, chunk: Chunk, slot: Slot, room: int) -> bool:
+    def _wants_disk(self, chunk: Chunk, slot: StateSlot, room: int) -> bool:
         if self.share is not None:
             return self.share.wants(slot.nbytes)
         return self.chunks.is_on_disk(chunk) or slot.nbytes > room
 
-    def _take(self, slots: Sequence[Slot]) -> None:
+    def _take(self, slots: Sequence[StateSlot]) -> None:
         for slot in slots:
             if not slot.on_disk:
                 self.chunks.host.take(slot.nbytes, slot.what)
@@ -165,19 +171,19 @@ class DiskStates:
 
     def forget(self) -> None:
         """All states are replaced by others; those that nobody replaced are brought back."""
-        for piece in self._slots:
-            state = self.optim.state.get(piece.value, {})
+        for value in self.table.slots:
+            state = self.optim.state.get(value, {})
             for name, value in state.items():
                 state[name] = fetched(value) if isinstance(value, Tensor) else value
-        for slot in self.slots_of(self._slots):
+        for slot in self.table.slots_of(self.table.slots):
             if not slot.on_disk:
                 self.chunks.host.give(slot.nbytes)
-            self.pipeline.forget(slot)
-        for known in (self._slots, self._piece_of, self._chunk_of, self._decided):
+        self.table.forget()
+        for known in (self._piece_of, self._chunk_of, self._decided):
             known.clear()
         self._seen = None
         if self.share is not None:
-            self.share = Share(self.share.fraction)
+            self.share = DiskShare(self.share.fraction)
 
     # Weights
 
@@ -229,7 +235,7 @@ class DiskStates:
         """Let ``work`` update ``pieces`` whose weights are at hand, part by part, or only lay their states into their slots."""
         wanted = set(pieces)
 
-        def on(slot: Slot, buffer: Tensor) -> None:
+        def on(slot: StateSlot, buffer: Tensor) -> None:
             parts = self._parts(slot, buffer, has_weights=work is not None)
             if work is not None:
                 work([part for part in parts if part.piece in wanted])
@@ -237,7 +243,7 @@ class DiskStates:
         self._seen = None
         self.pipeline.run(self.slots_of(pieces), on)
 
-    def _parts(self, slot: Slot, buffer: Tensor, has_weights: bool) -> list[StatePart]:
+    def _parts(self, slot: StateSlot, buffer: Tensor, has_weights: bool) -> list[StatePart]:
         """The parts of ``slot``, with its states begun."""
         is_new = not slot.is_filled
         if is_new:
@@ -251,7 +257,7 @@ class DiskStates:
         found = slot.states(buffer)
         return [StatePart(self._piece_of[e.parameter], e, states, is_new) for e, states in found]
 
-    def _take_digits(self, slot: Slot, buffer: Tensor) -> None:
+    def _take_digits(self, slot: StateSlot, buffer: Tensor) -> None:
         """See [Note: masters that wait]."""
         tails = [
             tail_of(states[MASTER], extent.of(row(extent.parameter.detach())))
@@ -266,7 +272,7 @@ class DiskStates:
 
     def rest(self, piece: Piece, small: dict[str, Any]) -> None:
         """``piece`` has been updated, or its states laid into slots: ``small`` is what it keeps beside them."""
-        fields = self._slots[piece][0].fields
+        fields = self.table.slots[piece.value][0].fields
         names = {MASTER: torch.float32} if ("tail", torch.int16) in fields else {}
         names = {name: dtype for name, dtype in fields if name != "tail"} | names
         self.optim.state[piece.value] = {
@@ -276,7 +282,7 @@ class DiskStates:
 
     def lay_in(self, pieces: Sequence[Piece]) -> None:
         """Let loaded states of ``pieces`` go where they rest."""
-        some = [p for p in pieces if p in self._slots]
+        some = [p for p in pieces if self.has_states(p)]
         self.run(some)
         for piece in some:
             self.rest(piece, small_of(self.optim.state[piece.value]))
@@ -290,18 +296,17 @@ class DiskStates:
         return self._seen[1].pop(name).view(piece.value.shape)
 
     def _read(self, piece: Piece) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        weight = self._weight(piece) if any(s.has("tail") for s in self._slots[piece]) else None
-        for slot in self._slots[piece]:
-            for extent, states in slot.states(self.pipeline.look_at(slot)):
-                if extent.parameter is not piece.value:
-                    continue
-                if weight is not None and "tail" in states:
-                    states[MASTER] = join(extent.of(weight), states.pop("tail"))
-                for name, state in states.items():
-                    whole = found.setdefault(name, torch.empty(piece.value.numel(), dtype=state.dtype))
-                    extent.of(whole).copy_(state)
-        return found
+        has_tails = any(slot.has("tail") for slot in self.table.slots[piece.value])
+        weight = self._weight(piece) if has_tails else None
+
+        def parts_of(slot: StateSlot) -> Iterator[Part]:
+            return slot.states(self.pipeline.look_at(slot))
+
+        def master(_: StateSlot, extent: Extent, states: dict[str, Tensor]) -> None:
+            if weight is not None and "tail" in states:
+                states[MASTER] = join(extent.of(weight), states.pop("tail"))
+
+        return self.table.read(piece.value, parts_of, master)
 
     def _weight(self, piece: Piece) -> Tensor:
         chunk = self._chunk_of[piece]

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from colossalai.nn.optimizer.slot_pipeline import BUFFERS, slot_size
-from colossalai.nn.optimizer.slots import GRAIN, RUN
-from colossalai.utils.disk import Buffers, Pending, Shelf, aligned_empty
-from colossalai.utils.disk.memory import padded
+from colossalai.nn.optimizer.offload import BUFFERS, GRAIN, RUN, slot_size
+from colossalai.utils.disk import Buffers, Pending, Shelf, aligned_empty, padded
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.tiers import OutOfCapacity, PendingCopy, Tier
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from colossalai.utils.disk.memory import padded
+from colossalai.utils.disk import padded
 from colossalai.zero.gemini.access_order import (
     AGAIN,
     BACKWARD,

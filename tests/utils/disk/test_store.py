@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from colossalai.utils.disk import ALIGNMENT, DiskStore, aligned_empty
-from colossalai.utils.disk.regions import Regions
+from colossalai.utils.disk import ALIGNMENT, DiskStore, Regions, aligned_empty
 from tests.utils.disk.limits import small_files
 
 SIZES = (1, ALIGNMENT - 1, ALIGNMENT, 3 * ALIGNMENT + 5, 5 * ALIGNMENT)

@@ -15,7 +15,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import check_state_dict_equal, sample_cases, spawn
-from colossalai.utils.disk.scratch import ScratchFile
+from colossalai.utils.disk import ScratchFile
 from colossalai.zero.gemini import ChunkManager
 from colossalai.zero.gemini.tiers import OutOfCapacity
 from tests.zero.gemini.runs import Case, Training, batch, compare, launch, loss_of, net
@@ -205,7 +205,7 @@ def test_nvme_fraction(tmp_path: Path, dtype: torch.dtype) -> None:
         assert disk is not None
         assert disk.share is not None
         sizes.append(disk.share)
-        largest = max(slot.nbytes for slot in disk.slots_of(disk._slots))
+        largest = max(slot.nbytes for slot in disk.table.slots_of(disk.table.slots))
         assert abs(disk.share.on_disk - fraction * disk.share.total) <= largest
     assert sizes[0].total == sizes[1].total == sizes[1].on_disk > 0
     with pytest.raises(
