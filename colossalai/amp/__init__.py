@@ -2,7 +2,8 @@
 
 The modes are made of few pieces: ``autocast`` and ``casting`` (how a model is called), ``master_weights``,
 ``scaled_optimizer`` (scaled losses, skipped steps), ``groups`` (who decides together), the loss scales in
-``naive_amp.grad_scaler`` and ``torch_amp.GradScaler``.  The booster's precisions are fronts of the same pieces.
+``naive_amp.grad_scaler`` and ``torch_amp.GradScaler``.  The booster's precisions are fronts of the same
+pieces.
 """
 
 from colossalai.amp.amp_type import AMP_TYPE

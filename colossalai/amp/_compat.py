@@ -1,4 +1,7 @@
-"""The private names of torch that mixed precision needs, and nothing else of it; the same in torch 2.11 and 2.13."""
+"""The private names of torch that mixed precision needs, and nothing else of it.
+
+The same in torch 2.11 and 2.13.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from torch import Tensor
 
 
 def unscale_and_check(grads: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Multiply ``grads`` by ``inverse_scale`` in place; ``found_inf`` becomes 1 if one of them has an inf or nan.
+    """Multiply ``grads`` by ``inverse_scale`` in place.
+
+    ``found_inf`` becomes 1 if one of them has an inf or nan.
 
     All tensors are on one device and all gradients of one dtype.  This is one pass for many tensors.
     """
@@ -36,7 +41,9 @@ def scaled_product(
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """``(a * a_factor) @ (b * b_factor) + bias`` for fp8 matrices, ``b`` laid out by columns; the result is of ``dtype``.
+    """``(a * a_factor) @ (b * b_factor) + bias`` for fp8 matrices, ``b`` laid out by columns.
+
+    The result is of ``dtype``.
 
     ``fast`` sums with fewer bits, which is good enough going forward.
     """

@@ -27,7 +27,9 @@ class AutocastModel(ModelWrapper):
 
 
 def autocast_criterion(criterion: Criterion, device_type: str, dtype: torch.dtype) -> Criterion:
-    """A criterion under the same autocast: torch's losses then take half-precision outputs and compute in fp32."""
+    """A criterion under the same autocast: torch's losses then take
+    half-precision outputs and compute in fp32.
+    """
     if isinstance(criterion, nn.Module):
         return AutocastModel(criterion, device_type, dtype)
 

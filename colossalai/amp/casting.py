@@ -21,9 +21,11 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:
 def cast_model(
     model: nn.Module, dtype: torch.dtype, keep: Callable[[nn.Module], bool] = lambda module: False
 ) -> dict[Tensor, Tensor]:
-    """Cast floating-point parameters and buffers in place, except those that modules chosen by ``keep`` hold directly.
+    """Cast floating-point parameters and buffers in place, except those that
+    modules chosen by ``keep`` hold directly.
 
-    Parameters stay the same objects, so optimizers, ties and hooks go on.  Returns the values before, by parameter.
+    Parameters stay the same objects, so optimizers, ties and hooks go on.
+    Returns the values before, by parameter.
     """
     exact: dict[Tensor, Tensor] = {p: p.data for p in model.parameters() if p.is_floating_point()}
     kept = [module for module in model.modules() if keep(module)]
@@ -43,7 +45,9 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 class CastModel(ModelWrapper):
-    """A module whose floating-point inputs arrive in ``dtype`` and outputs leave in ``output_dtype``, where given."""
+    """A module whose floating-point inputs arrive in ``dtype`` and outputs
+    leave in ``output_dtype``, where given.
+    """
 
     def __init__(
         self, module: nn.Module, dtype: torch.dtype | None, output_dtype: torch.dtype | None

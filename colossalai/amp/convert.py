@@ -53,7 +53,9 @@ def convert_to_amp(
     mode: AMP_TYPE | str,
     amp_config: AmpConfig = None,
 ) -> tuple[nn.Module, Optimizer | None, Criterion | None]:
-    """Model, optimizer and criterion in the mixed precision ``mode``; train with ``optimizer.backward(loss)``.
+    """Model, optimizer and criterion in the mixed precision ``mode``.
+
+    Train with ``optimizer.backward(loss)``.
 
     Args:
         mode: also by its value, as in a config: ``"torch"``.
@@ -76,7 +78,8 @@ def _options(kind: type[Options], config: AmpConfig, mode: AMP_TYPE) -> Options:
     given = dict(config or {})
     # the whole `fp16` section of a config may be passed on
     if given.pop("mode", mode) not in (mode, mode.value):
-        raise ValueError(f"amp_config has mode={config['mode']}, but {mode} is asked for")  # type: ignore[index]
+        given = config["mode"]  # type: ignore[index]
+        raise ValueError(f"amp_config has mode={given}, but {mode} is asked for")
     known = [field.name for field in dataclasses.fields(kind)]
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"{mode} has no option {', '.join(map(repr, unknown))}; it knows {', '.join(known)}")

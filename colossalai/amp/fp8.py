@@ -1,12 +1,14 @@
 """Linear layers whose three matrix products are computed in fp8.
 
-A linear layer is three products: ``y = x W^T`` going forward, ``dx = dy W`` and ``dW = dy^T x`` going back.  Their
-inputs are rounded to 8 bits: activations and weights to e4m3 (3 bits of mantissa), gradients to e5m2 (2 bits, and more
-range).  So few bits hold only numbers of similar size, so each tensor is first multiplied by the largest power of two that
-keeps its largest element inside the format; the product is divided by both factors, and is summed and returned in more
-bits.  The factor is found anew each time, so there is no history to save and no overflow.
+A linear layer is three products: ``y = x W^T`` going forward, ``dx = dy W`` and ``dW = dy^T x`` going back.
+Their inputs are rounded to 8 bits: activations and weights to e4m3 (3 bits of mantissa), gradients to e5m2 (2
+bits, and more range).  So few bits hold only numbers of similar size, so each tensor is first multiplied by
+the largest power of two that keeps its largest element inside the format; the product is divided by both
+factors, and is summed and returned in more bits.  The factor is found anew each time, so there is no history
+to save and no overflow.
 
-Weights, their gradients and the optimizer stay as they are; a swapped layer has the names and the state of the old one.
+Weights, their gradients and the optimizer stay as they are; a swapped layer has
+the names and the state of the old one.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class _Product(torch.autograd.Function):
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear`` by fp8 products, in autocast's dtype, or outside of it in that of ``x``."""
+    """``torch.nn.functional.linear`` by fp8 products, in autocast's dtype, or
+    outside of it in that of ``x``.
+    """
     device_type = x.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
     if x.numel() == 0:
@@ -95,7 +99,8 @@ class Float8Linear(nn.Linear):
 
 
 def is_no_head(name: str, linear: nn.Linear) -> bool:
-    """The default choice: every layer but those in a module called ``head``, ``lm_head``, ``classifier`` or alike.
+    """The default choice: every layer but those in a module called ``head``,
+    ``lm_head``, ``classifier`` or alike.
 
     What a head gets wrong goes into the loss directly, and it is one layer among many.
     """
@@ -109,9 +114,12 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def swap_linears(model: nn.Module, module_filter: ModuleFilter = is_no_head) -> list[str]:
-    """Let the linear layers of ``model`` that ``module_filter`` takes, and fp8 can, compute in fp8; returns their names.
+    """Let the linear layers of ``model`` that ``module_filter`` takes, and fp8 can, compute in fp8.
 
-    fp8 can take a plain ``nn.Linear`` whose sizes are multiples of 16 and whose weight is not an embedding's too.
+    Returns their names.
+
+    fp8 can take a plain ``nn.Linear`` whose sizes are multiples of 16 and whose
+    weight is not an embedding's too.
     """
     linears: list[tuple[str, nn.Linear]] = [
         (name, cast(nn.Linear, m)) for name, m in model.named_modules() if _is_plain_linear(m)
@@ -125,13 +133,12 @@ def swap_linears(model: nn.Module, module_filter: ModuleFilter = is_no_head) -> 
     chosen = [(name, m) for name, m in fitting if module_filter(name, m)]
     if not chosen:
         raise ValueError(
-            f"fp8 finds nothing to do in {type(model).__name__}: of its {len(linears)} nn.Linear layers, {len(fitting)} have"
-            f" sizes that are multiples of {MULTIPLE} and are not tied to an embedding, and the filter takes none of them"
+            f"fp8 finds nothing to do in {type(model).__name__}: of its {len(linears)} nn.Linear layers,"
+            f" {len(fitting)} have sizes that are multiples of {MULTIPLE} and are not tied to an embedding,"
+            " and the filter takes none of them"
         )
     for _, linear in chosen:
-        linear.__class__ = (
-            Float8Linear  # the object, its parameters and its hooks stay: nobody has to be told
-        )
+        linear.__class__ = Float8Linear  # the object, its parameters and its hooks stay
     return [name for name, _ in chosen]
 
 

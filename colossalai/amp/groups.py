@@ -1,7 +1,8 @@
-"""Who decides together that a step overflowed.
+"""The groups of ranks that decide together whether a step overflowed.
 
-A rank that holds a part of the model sees only its own gradients.  If it alone skipped a step, the parts would no
-longer belong together, so one number travels over every group that shares the model before anybody steps.
+A rank that holds a part of the model sees only its own gradients.  If it alone skipped a step, the parts
+would no longer belong together, so one number travels over every group that shares the model before any rank
+steps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from colossalai.mesh import Mesh, placement
 
 
 def group_of(mode: ParallelMode, given: dist.ProcessGroup | None = None) -> list[dist.ProcessGroup]:
-    """``given``, or the group that the launched job has for ``mode``; none if there is nobody else in it."""
+    """``given``, or the group that the launched job has for ``mode``; none if this rank is alone in it."""
     if given is None and gpc.is_initialized(mode):
         given = gpc.get_group(mode)
     return [given] if given is not None and dist.get_world_size(given) > 1 else []

@@ -1,12 +1,13 @@
 """fp32 masters of half-precision weights.
 
-A small update of a large fp16 weight is rounded away.  So the optimizer holds a copy of each such weight in fp32, its
-master, in the place that the weight had in its parameter group; the optimizer steps the master, and the weight is the
-master rounded.  Groups, their options and learning-rate schedulers do not notice.
+A small update of a large fp16 weight is rounded away.  So the optimizer holds a copy of each such weight in
+fp32, its master, in the place that the weight had in its parameter group; the optimizer steps the master, and
+the weight is the master rounded.  Groups, their options and learning-rate schedulers do not notice.
 
 Scripts may write to the weights too: see [Note: which weights count] in ``colossalai.nn.optimizer.masters``.
-The digits that a model had before it was rounded are kept only if no script writes to it before the first step:
-replicas that began with different weights and got those of rank 0 must not differ in digits that only rank 0 has.
+The digits that a model had before it was rounded are kept only if no script writes to it before the first
+step: replicas that began with different weights and got those of rank 0 must not differ in digits that only
+rank 0 has.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class MasterWeights:
             if own is None or own.shape != value.shape:
                 shape = "no parameter" if own is None else f"one of shape {tuple(own.shape)}"
                 raise ValueError(
-                    f"the saved master weight {index} has shape {tuple(value.shape)}, but the optimizer has {shape} there"
+                    f"the saved master weight {index} has shape {tuple(value.shape)}, but the optimizer has"
+                    f" {shape} there"
                 )
 
     @torch.no_grad()

@@ -1,11 +1,12 @@
 """``ScaledOptimizer`` scales losses, and may skip a step; its ``step`` is the step of every plan.
 
-Small gradients vanish in fp16, so the loss is multiplied by a scale before the backward pass, and the gradients are
-divided by it before they are used.  A gradient that overflows shows as inf or nan: then the step is skipped and the
-scale reduced.
+Small gradients vanish in fp16, so the loss is multiplied by a scale before the backward pass, and the
+gradients are divided by it before they are used.  A gradient that overflows shows as inf or nan: then the
+step is skipped and the scale reduced.
 
-``ScaledOptimizer.step`` says in which order things happen, for fp16 by torch, fp16 with masters, ZeRO and Gemini.  These
-plans supply the parts: ``stepping``, ``collect``, ``unscale``, ``clip``, ``refresh_masters``, ``update``, ``publish``.
+``ScaledOptimizer.step`` says in which order things happen, for fp16 by torch, fp16 with masters, ZeRO and
+Gemini.  These plans supply the parts: ``stepping``, ``collect``, ``unscale``, ``clip``, ``refresh_masters``,
+``update``, ``publish``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class ScaledOptimizer(OptimizerWrapper):
     """An optimizer that unscales gradients once: when they are clipped, or else when it steps.
 
     Args:
-        groups: the ranks that decide together; each of them must call ``step``, also if it has no gradient of its own.
+        groups: the ranks that decide together; each of them must call ``step``, also if it has no gradient of
+            its own.
         report: warn of skipped steps.
         mesh: the ranks that the parameters may be cut over, by default those of a launched job.
     """
@@ -117,8 +119,8 @@ class ScaledOptimizer(OptimizerWrapper):
     def _check_not_unscaled(self) -> None:
         if self._unscaled:
             raise RuntimeError(
-                "the gradients were unscaled already (by clipping), and a scaled loss cannot be added to them; call"
-                " optimizer.step() or optimizer.zero_grad() before the next backward pass"
+                "the gradients were unscaled already (by clipping), and a scaled loss cannot be added to"
+                " them; call optimizer.step() or optimizer.zero_grad() before the next backward pass"
             )
 
     def unscale_grad(self) -> None:
@@ -131,16 +133,17 @@ class ScaledOptimizer(OptimizerWrapper):
     def _check_scaled(self) -> None:
         if self.is_scaled and not self._scaled and self._has_grad():
             raise RuntimeError(
-                f"the gradients come from a loss that was not scaled, but {type(self).__name__} would divide them by the"
-                f" loss scale {self.loss_scale:g}; call booster.backward(loss, optimizer) or optimizer.backward(loss)"
-                " instead of loss.backward(), once before every step"
+                f"the gradients come from a loss that was not scaled, but {type(self).__name__} would divide"
+                f" them by the loss scale {self.loss_scale:g}; call booster.backward(loss, optimizer) or"
+                " optimizer.backward(loss) instead of loss.backward(), once before every step"
             )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step, unless a gradient is inf or nan; then only the loss scale is reduced."""
         if args or kwargs:
             raise ValueError(
-                f"{type(self).__name__}.step takes no closure and no options: call backward(loss), then step()"
+                f"{type(self).__name__}.step takes no closure and no options: call backward(loss), then"
+                " step()"
             )
         with self.stepping():
             self.unscale_grad()  # collect and unscale, unless clipping by hand has done so
@@ -182,7 +185,9 @@ class ScaledOptimizer(OptimizerWrapper):
             self._load_scale(saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load; a state without loss scale, of another precision or version, leaves the present one, with a warning."""
+        """Load; a state without loss scale, of another precision or version,
+        leaves the present one, with a warning.
+        """
         state_dict = dict(state_dict)
         scaler_state = state_dict.pop(SCALER_KEY, None)
         super().load_state_dict(state_dict)
@@ -193,8 +198,9 @@ class ScaledOptimizer(OptimizerWrapper):
             self.scaler.load_state_dict(scaler_state)
         elif scaler_state is None and self.is_scaled:
             warnings.warn(
-                f"the state that is loaded into {type(self).__name__} holds no loss scale (it was saved in another"
-                f" precision, or by an older version); training goes on with the scale {self.loss_scale:g}",
+                f"the state that is loaded into {type(self).__name__} holds no loss scale (it was saved in"
+                f" another precision, or by an older version); training goes on with the scale"
+                f" {self.loss_scale:g}",
                 stacklevel=2,
             )
 

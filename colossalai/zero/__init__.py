@@ -1,4 +1,7 @@
-"""ZeRO: optimizer states and more cut over data-parallel ranks; and the documented place of ``ColoInitContext``."""
+"""ZeRO: optimizer states and more cut over data-parallel ranks.
+
+And the documented place of ``ColoInitContext``.
+"""
 
 from colossalai.tensor import ColoInitContext, post_process_colo_init_ctx
 from colossalai.zero.gemini import (

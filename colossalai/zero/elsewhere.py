@@ -1,15 +1,17 @@
 """Tensors whose values are elsewhere: they tell their form, and refuse to be read or written.
 
-Under ZeRO and Gemini a weight or a gradient of a model may lie on other ranks, on another device or on a disk.  A tensor that is asked for
-its values then must not show what happens to be in memory.  Its class says so: ``away_class(native)`` is a subclass of its own
-class that raises for every operation but questions about its form (shape, dtype, device, hooks).  When the values are there, the
-tensor gets its own class back, so that computing with it costs nothing.
+Under ZeRO and Gemini a weight or a gradient of a model may lie on other ranks, on another device or on a
+disk.  A tensor that is asked for its values then must not show what happens to be in memory.  Its class says
+so: ``away_class(native)`` is a subclass of its own class that raises for every operation but questions about
+its form (shape, dtype, device, hooks).  When the values are there, the tensor gets its own class back, so
+that computing with it costs nothing.
 
-[Note: gradients that are elsewhere]
-After a backward pass ``p.grad`` holds what this rank has computed (ZeRO-1), or nothing (ZeRO-2, Gemini); the true gradient is the mean over all
-ranks, of which each keeps a piece.  So the parameters that such a plan trains get a class whose attribute ``grad`` asks the plan: None while
-there is no gradient, otherwise a tensor of the right form that refuses to be read.  Autograd does not ask Python for ``grad``, and our own code
-uses ``own_grad``.  Setting it to None for all parameters, as ``zero_grad`` of a module does, clears the plan's gradients.
+[Note: gradients that are elsewhere] After a backward pass ``p.grad`` holds what this rank has computed
+(ZeRO-1), or nothing (ZeRO-2, Gemini); the true gradient is the mean over all ranks, of which each keeps a
+piece.  So the parameters that such a plan trains get a class whose attribute ``grad`` asks the plan: None
+while there is no gradient, otherwise a tensor of the right form that refuses to be read.  Autograd does not
+ask Python for ``grad``, and our own code uses ``own_grad``.  Setting it to None for all parameters, as
+``zero_grad`` of a module does, clears the plan's gradients.
 """
 
 from __future__ import annotations
@@ -31,19 +33,21 @@ REASON = "_colo_reason"
 
 # By name, as they differ a little between versions of torch.
 _QUESTIONS = """
-    dtype device layout shape ndim requires_grad is_leaf grad grad_fn _base _version grad_dtype names itemsize nbytes output_nr retains_grad
-    is_cpu is_cuda is_meta is_sparse is_sparse_csr is_nested is_quantized is_mps is_xpu is_xla is_mkldnn is_ipu is_mtia is_maia
-    is_vulkan _backward_hooks _post_accumulate_grad_hooks
+    dtype device layout shape ndim requires_grad is_leaf grad grad_fn _base _version grad_dtype names
+    itemsize nbytes output_nr retains_grad is_cpu is_cuda is_meta is_sparse is_sparse_csr is_nested
+    is_quantized is_mps is_xpu is_xla is_mkldnn is_ipu is_mtia is_maia is_vulkan _backward_hooks
+    _post_accumulate_grad_hooks
 """
 _SETTINGS = "requires_grad grad _backward_hooks _post_accumulate_grad_hooks"
 _METHODS = """
-    size numel nelement dim ndimension stride storage_offset element_size data_ptr untyped_storage is_conj is_neg _is_zerotensor is_floating_point is_complex is_signed
-    is_contiguous get_device register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad __len__ __hash__
-    is_inference is_pinned is_shared is_same_size has_names dim_order _is_view new_empty new_zeros new_ones new_full new_tensor
+    size numel nelement dim ndimension stride storage_offset element_size data_ptr untyped_storage is_conj
+    is_neg _is_zerotensor is_floating_point is_complex is_signed is_contiguous get_device register_hook
+    register_post_accumulate_grad_hook requires_grad_ retain_grad __len__ __hash__ is_inference is_pinned
+    is_shared is_same_size has_names dim_order _is_view new_empty new_zeros new_ones new_full new_tensor
 """
 _FUNCTIONS = """
-    numel is_floating_point is_complex is_same_size is_inference empty_like zeros_like ones_like full_like rand_like randn_like
-    randint_like
+    numel is_floating_point is_complex is_same_size is_inference empty_like zeros_like ones_like full_like
+    rand_like randn_like randint_like
 """
 
 
@@ -75,7 +79,8 @@ class Away:
         raise _refusal(next(_absent((args, kwargs))), f"{_name(func)} needs")
 
     def __repr__(self, *_: Any, **__: Any) -> str:
-        return f"<{type(self).__name__} of shape {tuple(self.shape)} whose values are elsewhere>"  # type: ignore[attr-defined]
+        shape = tuple(self.shape)  # type: ignore[attr-defined]
+        return f"<{type(self).__name__} of shape {shape} whose values are elsewhere>"
 
     __format__ = __repr__
 
@@ -188,15 +193,17 @@ class KeptGradients:
         """Refuse to go on if a script has cleared some gradients and not others."""
         if self._left:
             raise RuntimeError(
-                f"p.grad was set to None for some parameters, but {len(self._left)} others have gradients from before; this plan keeps"
-                " gradients of many parameters together, so clear all of them: optimizer.zero_grad()"
+                f"p.grad was set to None for some parameters, but {len(self._left)} others have gradients"
+                " from before; this plan keeps gradients of many parameters together, so clear all of them:"
+                " optimizer.zero_grad()"
             )
 
 
 class PieceGradients:
     """What scripts see in ``grad`` of the pieces that an optimizer steps in the place of parameters.
 
-    They get their gradients in the step, or when they are clipped; None before would mean that there are none.
+    They get their gradients in the step, or when they are clipped; None before
+    would mean that there are none.
     """
 
     def __init__(self, keeper: Keeper, kept: KeptGradients, params: Mapping[Tensor, Tensor]) -> None:
@@ -238,9 +245,10 @@ class PieceGradients:
 def why_no_gradient(what: str, who: str) -> str:
     """What is said of the gradient of ``what`` that the plan ``who`` keeps."""
     return (
-        f"the gradient of {what}, which {who} averages over the ranks and keeps in pieces: p.grad is not there, or not the average. Clip by"
-        " torch.nn.utils.clip_grad_norm_(model.parameters(), ...), optimizer.clip_grad_by_norm or the plugin's max_norm, and clear by"
-        " optimizer.zero_grad(). To work on gradients by hand use TorchDDPPlugin, which leaves the average in p.grad"
+        f"the gradient of {what}, which {who} averages over the ranks and keeps in pieces: p.grad is not"
+        " there, or not the average. Clip by torch.nn.utils.clip_grad_norm_(model.parameters(), ...),"
+        " optimizer.clip_grad_by_norm or the plugin's max_norm, and clear by optimizer.zero_grad(). To work"
+        " on gradients by hand use TorchDDPPlugin, which leaves the average in p.grad"
     )
 
 
@@ -256,7 +264,7 @@ def _kept(native: type, weak: weakref.ref[KeptGradients] | weakref.ref[PieceGrad
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             copied = native.__deepcopy__(self, memo)  # type: ignore[attr-defined]
-            copied.__class__ = native  # nobody keeps its gradient
+            copied.__class__ = native  # no plan keeps its gradient
             memo[id(self)] = copied
         return memo[id(self)]
 

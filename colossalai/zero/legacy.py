@@ -1,4 +1,7 @@
-"""The documented place of the older interface of ZeRO-3; it is a front of Gemini and lives in ``sharded_v2``."""
+"""The documented place of the older interface of ZeRO-3.
+
+It is a front of Gemini and lives in ``sharded_v2``.
+"""
 
 from colossalai.zero.shard_utils import BucketTensorShardStrategy, TensorShardStrategy
 from colossalai.zero.sharded_v2 import (

@@ -1,10 +1,11 @@
 """Which slice of every parameter a rank owns for the optimizer step.
 
-Parameters are laid one after another in a flat buffer, which is cut into equal shards, one for each rank; this rank's
-*piece* of a parameter is what its shard holds of it.  So a shard travels as one block, and the cut is even, whatever
-the shapes.  A piece may be empty: then another rank owns all of that parameter.
+Parameters are laid one after another in a flat buffer, which is cut into equal shards, one for each rank;
+this rank's *piece* of a parameter is what its shard holds of it.  So a shard travels as one block, and the
+cut is even, whatever the shapes.  A piece may be empty: then another rank owns all of that parameter.
 
-Some optimizers must see whole parameters (LAMB takes their norms).  For them a buffer has one ``owner``, who has all of it.
+Some optimizers must see whole parameters (LAMB takes their norms).  For them a
+buffer has one ``owner``, who has all of it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from colossalai.mesh import Layout, full_shape, place, placement
 from colossalai.utils import copy_tensor_parallel_attributes
 from colossalai.utils.optimizer_state import SERIAL_SHAPE
 
-# Kernels read 16 bytes at once, from addresses that are multiples of that: 8 elements in half precision.  Shards are
-# cut more coarsely.
+# Kernels read 16 bytes at once, from addresses that are multiples of that: 8 elements in half precision.
+# Shards are cut more coarsely.
 ALIGNMENT, SHARD_ALIGNMENT = 8, 64
 
 # The attribute of a parameter whose values lie in chunks, and come and go.
@@ -39,8 +40,8 @@ ELEMENTWISE = frozenset(
 class FlatLayout:
     """Where parameters lie in a flat buffer of ``parts`` shards of ``shard`` elements.
 
-    ``offsets`` and ``sizes`` have an entry for each parameter.  With an ``owner``, the buffer is not cut: it is one
-    shard, the owner's.
+    ``offsets`` and ``sizes`` have an entry for each parameter.  With an
+    ``owner``, the buffer is not cut: it is one shard, the owner's.
     """
 
     sizes: tuple[int, ...]
@@ -61,7 +62,10 @@ class FlatLayout:
         return rank * self.shard, (rank + 1) * self.shard
 
     def piece(self, index: int, rank: int) -> tuple[int, int]:
-        """Start and end, in the flattened parameter ``index``, of what ``rank`` owns of it; equal if that is nothing."""
+        """Start and end, in the flattened parameter ``index``, of what ``rank`` owns of it.
+
+        Equal if that is nothing.
+        """
         low, high = self.bounds(rank)
         offset, size = self.offsets[index], self.sizes[index]
         start = min(max(low - offset, 0), size)
@@ -91,7 +95,9 @@ def owned_layout(sizes: Iterable[int], parts: int, owner: int) -> FlatLayout:
 
 
 def balanced_owners(sizes: Sequence[int], parts: int) -> list[int]:
-    """A rank for each of several whole parameters, such that the ranks own about the same number of elements."""
+    """A rank for each of several whole parameters, such that the ranks own
+    about the same number of elements.
+    """
     load = [0] * parts
     owner = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -104,7 +110,8 @@ def balanced_owners(sizes: Sequence[int], parts: int) -> list[int]:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether a slice of a parameter can be stepped without the rest, as far as we know.
 
-    An optimizer of a script's own says so by ``elementwise = True`` in its class; otherwise it is given whole parameters.
+    An optimizer of a script's own says so by ``elementwise = True`` in its
+    class; otherwise it is given whole parameters.
     """
     kind = type(optimizer)
     if (told := getattr(kind, "elementwise", None)) is not None:
@@ -113,7 +120,9 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def or_say_so(optimizer: Optimizer) -> str:
-    """The end of a refusal of ``optimizer``: what a script can do whose own optimizer is refused without need."""
+    """The end of a refusal of ``optimizer``: what a script can do whose own
+    optimizer is refused without need.
+    """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") or hasattr(kind, "elementwise"):
         return ""
@@ -125,8 +134,8 @@ def whole_parameters_problem(optimizer: Any, ranks: int) -> str | None:
     if ranks == 1 or is_elementwise(optimizer):
         return None
     return (
-        f"{type(optimizer).__name__} needs whole parameters, but Gemini cuts chunks evenly over {ranks} ranks; use an optimizer that"
-        f" works element by element, such as HybridAdam{or_say_so(optimizer)}"
+        f"{type(optimizer).__name__} needs whole parameters, but Gemini cuts chunks evenly over {ranks}"
+        f" ranks; use an optimizer that works element by element, such as HybridAdam{or_say_so(optimizer)}"
     )
 
 
@@ -134,9 +143,9 @@ def whole_parameters_problem(optimizer: Any, ranks: int) -> str | None:
 class Piece:
     """This rank's slice ``[start, end)`` of the flattened ``param``.
 
-    ``value`` is what the optimizer steps, in the place of the parameter.  ``weight`` is the slice where the model's
-    weights lie, to be gathered by the others.  Both are the same memory, unless the value is an fp32 master or waits
-    on the host.
+    ``value`` is what the optimizer steps, in the place of the parameter.  ``weight`` is the slice where the
+    model's weights lie, to be gathered by the others.  Both are the same memory, unless the value is an fp32
+    master or waits on the host.
     """
 
     param: Tensor
@@ -173,15 +182,23 @@ class Piece:
 
     @property
     def is_shared(self) -> bool:
-        """Whether value and weight are the same memory, so that a step is seen in the model without a copy."""
+        """Whether value and weight are the same memory, so that a step is seen
+        in the model without a copy.
+        """
         return self.value.data_ptr() == self.weight.data_ptr() and self.value.dtype == self.weight.dtype
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The slice of a tensor in the shape of ``param`` (or flat), in the shape of ``value``; a view where torch can."""
+        """The slice of a tensor in the shape of ``param`` (or flat), in the shape of ``value``.
+
+        A view where torch can.
+        """
         return whole.reshape(-1)[self.start : self.end].view(self.value.shape)
 
     def fit(self, value: Any) -> Any:
-        """The slice of a tensor in the shape of ``param``, as a tensor of its own; anything else, also a slice, as it is."""
+        """The slice of a tensor in the shape of ``param``, as a tensor of its own.
+
+        Anything else, also a slice, as it is.
+        """
         if not isinstance(value, Tensor):
             return value
         if value.shape == self.value.shape:
@@ -213,8 +230,8 @@ def make_piece(
 ) -> Piece:
     """The piece of ``param``, entry ``index`` of a flat ``buffer`` that holds its values.
 
-    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if it
-    waits on the host.  ``home``, a flat tensor like this rank's shard, is the memory for it.
+    ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if
+    it waits on the host.  ``home``, a flat tensor like this rank's shard, is the memory for it.
     """
     start, end = layout.piece(index, rank)
     offset = layout.offsets[index]

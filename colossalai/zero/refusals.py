@@ -1,7 +1,8 @@
-"""What scripts do with an ordinary optimizer, and cannot do with one that holds pieces in the place of parameters.
+"""What scripts do with an ordinary optimizer, and cannot do with one that holds
+pieces in the place of parameters.
 
-Each of these would find nothing where it looks, and go on without a word: a state of its own, empty, for a weight; a step of pieces
-that have no gradients yet; a loss scale that sees no gradient.
+Each of these would find nothing where it looks, and go on without a word: a state of its own, empty, for a
+weight; a step of pieces that have no gradients yet; a loss scale that sees no gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from colossalai.zero.pieces import Piece
 
 
 class StatesOfPieces(MutableMapping[Tensor, Any]):
-    """The states of an optimizer, by its pieces; asked for the state of a weight of the model, it says where to look.
+    """The states of an optimizer, by its pieces.
+
+    Asked for the state of a weight of the model, it says where to look.
 
     Args:
         written: whether what is written to it counts.
@@ -34,8 +37,9 @@ class StatesOfPieces(MutableMapping[Tensor, Any]):
     def _checked(self, key: Any) -> Any:
         if id(key) in self._weights and key not in self._states:
             raise RuntimeError(
-                f"optimizer.state of a weight of shape {tuple(key.shape)}: this optimizer holds a piece of it on each rank, and the states"
-                " of the piece; optimizer.state_dict() on every rank gives the whole states, by the numbers of the parameters"
+                f"optimizer.state of a weight of shape {tuple(key.shape)}: this optimizer holds a piece of"
+                " it on each rank, and the states of the piece; optimizer.state_dict() on every rank gives"
+                " the whole states, by the numbers of the parameters"
             )
         return key
 
@@ -66,9 +70,9 @@ class StatesOfPieces(MutableMapping[Tensor, Any]):
 
 def states_rest_elsewhere() -> RuntimeError:
     return RuntimeError(
-        "optimizer.state was written to, but under Gemini states rest with the chunks of their weights, where this does not reach them;"
-        " optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}}) on every rank forgets all of them, and with other"
-        " states in it changes them"
+        "optimizer.state was written to, but under Gemini states rest with the chunks of their weights,"
+        " where this does not reach them; optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}})"
+        " on every rank forgets all of them, and with other states in it changes them"
     )
 
 
@@ -133,14 +137,14 @@ class OptimizerOfPieces(ScaledOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # what torch's GradScaler asks first
         raise RuntimeError(
-            f"torch.amp.GradScaler finds no gradients in {type(self).__name__}, which has them in pieces; leave it out, and let the"
-            " plugin scale the loss: precision='fp16'"
+            f"torch.amp.GradScaler finds no gradients in {type(self).__name__}, which has them in pieces;"
+            " leave it out, and let the plugin scale the loss: precision='fp16'"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"{type(self).__name__} holds pieces that belong to its job, so it cannot be copied or pickled; use state_dict() and"
-            " load_state_dict(), or booster.save_optimizer"
+            f"{type(self).__name__} holds pieces that belong to its job, so it cannot be copied or pickled;"
+            " use state_dict() and load_state_dict(), or booster.save_optimizer"
         )
 
 
@@ -154,8 +158,8 @@ class _Refusal:
         owner = self._owner()
         if owner is not None and owner.optim is optimizer and not owner._own_steps:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() past {type(owner).__name__}, which has put pieces into it whose gradients come in its"
-                " own step; call step() of the optimizer that boost returned"
+                f"{type(optimizer).__name__}.step() past {type(owner).__name__}, which has put pieces into"
+                " it whose gradients come in its own step; call step() of the optimizer that boost returned"
             )
 
     def __reduce__(self) -> Any:

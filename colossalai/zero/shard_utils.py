@@ -1,6 +1,7 @@
 """The documented names of ways to cut weights over ranks.
 
-Gemini has one way, even slices of chunks, which needs no choice.  Configs may still name a strategy: it has no effect.
+Gemini has one way, even slices of chunks, which needs no choice.  Configs may
+still name a strategy: it has no effect.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""The sharded optimizer: the user's optimizer, whose groups hold this rank's pieces in the place of the parameters.
+"""The sharded optimizer: the user's optimizer, whose groups hold this rank's
+pieces in the place of the parameters.
 
-Groups with options of their own, frozen and unused parameters, schedulers and hooks are then the user's optimizer's
-own affair.  This module adds what concerns all pieces together: the norm of all gradients, the loss scale, skipped
-steps, and a state that looks like the serial optimizer's.
+Groups with options of their own, frozen and unused parameters, schedulers and hooks are then the user's
+optimizer's own affair.  This module adds what concerns all pieces together: the norm of all gradients, the
+loss scale, skipped steps, and a state that looks like the serial optimizer's.
 
-Our own optimizers take half-precision pieces and keep the missing digits in their states.  To an optimizer of
-somebody else a piece is its fp32 master, whose rounded values are copied to the weights after each step.
+Our own optimizers take half-precision pieces and keep the missing digits in their states.  To another
+optimizer a piece is its fp32 master, whose rounded values are copied to the weights after each step.
 
-How gradients come to the pieces and updated pieces to the other ranks is up to subclasses: ``bring_gradients`` and
-``publish``.
+How gradients come to the pieces and updated pieces to the other ranks is up to
+subclasses: ``bring_gradients`` and ``publish``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ from colossalai.zero.states import cut_state, sliced_states, whole
 
 
 def needs_masters(optimizer: Optimizer, dtype: torch.dtype) -> bool:
-    """Whether pieces of weights of ``dtype`` are stepped as fp32 masters; our optimizers keep the digits themselves."""
+    """Whether pieces of weights of ``dtype`` are stepped as fp32 masters.
+
+    Our optimizers keep the digits themselves.
+    """
     return dtype in HALVES and not isinstance(optimizer, MultiTensorOptimizer)
 
 
@@ -53,7 +57,8 @@ class ShardedOptimizer(OptimizerOfPieces):
     """``optim`` with ``pieces`` in the place of their parameters.
 
     Args:
-        optim: the user's optimizer; parameters of its groups that have no piece (frozen ones) stay as they are.
+        optim: the user's optimizer; parameters of its groups that have no piece (frozen ones) stay as they
+            are.
         pieces: one for each parameter to train, on every rank, also if it is empty.
         group: the ranks that own the other pieces; None for a single one.
         scaler: the loss scale; None to scale nothing.
@@ -157,7 +162,9 @@ class ShardedOptimizer(OptimizerOfPieces):
         return self._norms[norm_type] * self._factor
 
     def measured(self, norm_type: float) -> list[Tensor]:
-        """Tensors whose gradients have the norm of this rank's pieces: the pieces, unless a plan knows their norms already."""
+        """Tensors whose gradients have the norm of this rank's pieces: the
+        pieces, unless a plan knows their norms already.
+        """
         return [piece.value for piece in self.pieces if piece.value.grad is not None]
 
     def clip_grad_by_norm(
@@ -194,7 +201,10 @@ class ShardedOptimizer(OptimizerOfPieces):
         self._norms.clear()
 
     def bring_gradients(self) -> None:
-        """Let every piece have its gradient, averaged over the ranks; pieces of unused parameters keep None."""
+        """Let every piece have its gradient, averaged over the ranks.
+
+        Pieces of unused parameters keep None.
+        """
 
     def unscale(self) -> bool:
         if not self.is_scaled:
@@ -211,7 +221,8 @@ class ShardedOptimizer(OptimizerOfPieces):
             self.optim.known_norm = self.global_norm()
 
     def update(self, pieces: Sequence[Piece] | None = None, factor: float | Tensor | None = None) -> Any:
-        """Let the user's optimizer step all pieces that have a gradient, or ``pieces`` alone, and write their weights.
+        """Let the user's optimizer step all pieces that have a gradient, or
+        ``pieces`` alone, and write their weights.
 
         Gradients are multiplied by ``factor``, by default what unscaling and clipping left to do
         (``pending_factor``).  A plan that updates part by part calls ``unscale_grad``, clips, and calls
@@ -239,7 +250,9 @@ class ShardedOptimizer(OptimizerOfPieces):
 
     @property
     def pending_factor(self) -> float | Tensor:
-        """What the gradients of the pieces must be multiplied by in the step: loss scale and clipping, once."""
+        """What the gradients of the pieces must be multiplied by in the step:
+        loss scale and clipping, once.
+        """
         return self._factor
 
     @torch.no_grad()
@@ -293,8 +306,8 @@ class ShardedOptimizer(OptimizerOfPieces):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError(
-            f"{type(self).__name__} has cut its parameters into pieces, so it takes no further group; add it to the"
-            " optimizer before"
+            f"{type(self).__name__} has cut its parameters into pieces, so it takes no further group; add it"
+            " to the optimizer before"
         )
 
     # Checkpoints
@@ -309,7 +322,9 @@ class ShardedOptimizer(OptimizerOfPieces):
         return [pieces[id(p)].holding if id(p) in pieces else Holding(p, p) for p in self.parameters()]
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """The state of the serial optimizer, with a ``SlicedTensor`` for every tensor that lies on several ranks."""
+        """The state of the serial optimizer, with a ``SlicedTensor`` for every
+        tensor that lies on several ranks.
+        """
         self.settle()
         self.refresh_masters()
         found: dict[str, Any] = {"state": sliced_states(self._numbered, self._state_of, self.group)}
@@ -356,7 +371,9 @@ class ShardedOptimizer(OptimizerOfPieces):
         self._load_masters({places[int(n)]: value for n, value in masters.items() if int(n) in places})
 
     def load_states(self, state_dict: dict[str, Any], states: dict[int, Any]) -> None:
-        """Load ``state_dict`` with ``states`` of the serial optimizer, by the numbers of the parameters here."""
+        """Load ``state_dict`` with ``states`` of the serial optimizer, by the
+        numbers of the parameters here.
+        """
         cut = {n: cut_state(s, self._numbered[n]) if n in self._numbered else s for n, s in states.items()}
         kept = {n: state for n, state in cut.items() if state or not states[n]}
         super().load_state_dict({**state_dict, "state": kept})
@@ -386,7 +403,9 @@ def _witness(axes: Sequence[str], home: torch.device) -> Tensor:
 
 
 def stand_in(axes: Sequence[str], norms: Tensor) -> Tensor:
-    """A tensor for some pieces that the ranks of ``axes`` hold other parts of: its gradient, ``norms``, has their norm."""
+    """A tensor for some pieces that the ranks of ``axes`` hold other parts of:
+    its gradient, ``norms``, has their norm.
+    """
     made = nn.Parameter(torch.empty_like(norms))
     if axes:
         place(made, Layout((tuple(axes),)), (norms.numel(),))

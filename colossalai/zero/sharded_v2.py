@@ -2,7 +2,7 @@
 
 | older name | is |
 |---|---|
-| ``ZeroInitContext`` | models are built on the meta device: their weights are drawn when they are laid into chunks |
+| ``ZeroInitContext`` | builds models on the meta device; Gemini draws their weights into chunks |
 | ``ShardedModelV2`` | ``GeminiDDP`` |
 | ``ShardedOptimizerV2`` | ``GeminiOptimizer``, with the model before the optimizer |
 | ``convert_to_zero_v2`` | both |
@@ -32,8 +32,8 @@ class ZeroInitContext:
     """Models that are built inside take no memory until ``ShardedModelV2`` gives their weights a place.
 
     Args:
-        target_device, shard_strategy, shard_param: where weights rest and how they are cut is said by ``ShardedModelV2``; here it changes
-            nothing, since nobody ever has them whole.
+        target_device, shard_strategy, shard_param: where weights rest and how they are cut is said by
+            ``ShardedModelV2``; here it changes nothing, since no rank ever has them whole.
         seed: initial values depend on it and on the names of parameters, not on the number of ranks.
         default_dtype: of floating-point parameters, while the block lasts.
         model_numel_tensor: the number of elements of all parameters is added to it.
@@ -84,9 +84,10 @@ class ShardedModelV2(GeminiDDP):
     """``GeminiDDP`` under its older name.
 
     Args:
-        shard_strategy, reduce_scatter_bucket_size_mb, gradient_predivide_factor, reuse_fp16_shard: chunks have one way of each; this
-            changes nothing.
-        process_group, reduce_scatter_process_group: the data-parallel ranks are those of the launched plan: None.
+        shard_strategy, reduce_scatter_bucket_size_mb, gradient_predivide_factor, reuse_fp16_shard: chunks
+            have one way of each; this changes nothing.
+        process_group, reduce_scatter_process_group: the data-parallel ranks are those of the launched plan:
+            None.
         fp32_reduce_scatter: gradients travel in ``dtype``: False, unless that is float32.
         tensor_placement_policy: ``"cuda"``, ``"cpu"``, ``"auto"`` or ``"const"``.
         dtype, options: those of ``GeminiDDP``.
@@ -114,13 +115,14 @@ class ShardedModelV2(GeminiDDP):
         ):
             if group is not None:
                 raise ValueError(
-                    f"ShardedModelV2 cuts a model over the data-parallel ranks of the launched plan and takes no {name}; leave it out, and"
-                    " give the plan to colossalai.launch, or a mesh as mesh="
+                    f"ShardedModelV2 cuts a model over the data-parallel ranks of the launched plan and"
+                    f" takes no {name}; leave it out, and give the plan to colossalai.launch, or a mesh as"
+                    " mesh="
                 )
         if fp32_reduce_scatter and dtype is not torch.float32:
             raise ValueError(
-                f"ShardedModelV2 averages gradients in its dtype, {dtype}, and not in float32 as fp32_reduce_scatter=True asks for; leave it"
-                " out, or train in dtype=torch.float32"
+                f"ShardedModelV2 averages gradients in its dtype, {dtype}, and not in float32 as"
+                " fp32_reduce_scatter=True asks for; leave it out, or train in dtype=torch.float32"
             )
         options = {**_seed_of(module), **options}
         super().__init__(module, placement_policy=tensor_placement_policy, dtype=dtype, **options)
@@ -146,7 +148,9 @@ def convert_to_zero_v2(
     model_config: Mapping[str, Any],
     optimizer_config: Mapping[str, Any],
 ) -> tuple[ShardedModelV2, ShardedOptimizerV2]:
-    """The model and its optimizer, which may have been built from the parameters of ``model``, under ZeRO-3."""
+    """The model and its optimizer, which may have been built from the
+    parameters of ``model``, under ZeRO-3.
+    """
     sharded = ShardedModelV2(model, **model_config)
     return sharded, ShardedOptimizerV2(sharded, optimizer, **optimizer_config)
 
@@ -156,7 +160,8 @@ def _seed_of(module: Any) -> dict[str, int]:
     seeds = {getattr(p, SEED) for p in params if hasattr(p, SEED)}
     if len(seeds) > 1:
         raise ValueError(
-            f"parts of {type(module).__name__} were built under ZeroInitContext with the seeds {sorted(seeds)}; build it under one"
+            f"parts of {type(module).__name__} were built under ZeroInitContext with the seeds"
+            f" {sorted(seeds)}; build it under one"
         )
     return {"seed": seeds.pop()} if seeds else {}
 

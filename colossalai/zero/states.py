@@ -1,8 +1,8 @@
 """The states of a sharded optimizer as those of the serial one: every slice in its place.
 
-A state of a piece (a moment, a master) is a slice of the state of its parameter.  :class:`SlicedTensor` stands for
-the whole of it and is put together when somebody asks, so that saving never holds more than one of them.  Loading
-cuts a whole tensor at once.
+A state of a piece (a moment, a master) is a slice of the state of its parameter.  :class:`SlicedTensor`
+stands for the whole of it and is put together when a caller asks, so that saving never holds more than one of
+them.  Loading cuts a whole tensor at once.
 """
 
 from __future__ import annotations
@@ -65,10 +65,12 @@ class SlicedTensor(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(
-            f"{func} was called with a tensor that lies in slices on several ranks; put it together with full_tensor() on"
-            " all of them first"
+            f"{func} was called with a tensor that lies in slices on several ranks; put it together with"
+            " full_tensor() on all of them first"
         )
 
 

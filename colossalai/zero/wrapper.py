@@ -24,8 +24,8 @@ def zero_model_wrapper(
 ) -> nn.Module:
     """Prepare ``model`` for ZeRO of ``zero_stage``; give what is returned to ``zero_optim_wrapper``.
 
-    Stages 1 and 2 leave the model as it is: all they do is done by the optimizer.  For stage 3 it becomes a ``GeminiDDP``;
-    ``gemini_config`` holds the arguments of that.
+    Stages 1 and 2 leave the model as it is: all they do is done by the optimizer.  For stage 3
+    it becomes a ``GeminiDDP``; ``gemini_config`` holds the arguments of that.
     """
     if zero_stage not in (1, 2, 3):
         raise ValueError(
@@ -89,7 +89,8 @@ def zero_optim_wrapper(
         raise ValueError(problem)
     if "partition_grad" in options:
         raise ValueError(
-            f"zero_optim_wrapper sets partition_grad by the stage of the model ({stage}); leave it out of optim_config"
+            f"zero_optim_wrapper sets partition_grad by the stage of the model ({stage}); leave it out of"
+            " optim_config"
         )
     return LowLevelZeroOptimizer(
         optimizer, clip_grad_norm=max_norm, partition_grad=stage == 2, **scale, **options

@@ -1,4 +1,7 @@
-"""The optimization levels O0 to O3 of NVIDIA Apex, made of what the other modes are made of; Apex is not needed."""
+"""The optimization levels O0 to O3 of NVIDIA Apex, made of what the other modes are made of.
+
+Apex is not needed.
+"""
 
 from colossalai.amp.apex_amp.apex_amp import apex_amp
 from colossalai.amp.apex_amp.options import LEVELS, ApexOptions, Properties

@@ -55,7 +55,8 @@ class ApexOptions:
 
     Attributes:
         enabled: ``False``: everything stays as it is.
-        cast_model_outputs: the dtype of the model's outputs; by default fp32 where the model is cast, else as they are.
+        cast_model_outputs: the dtype of the model's outputs; by default fp32 where the model is cast, else as
+            they are.
         num_losses: only 1: the gradients of all losses add up under one scale.
         verbosity: 0 for silence; 1 warns of skipped steps; 2 also logs every change of the loss scale.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
@@ -77,12 +78,13 @@ class ApexOptions:
     def __post_init__(self) -> None:
         if self.opt_level not in LEVELS:
             raise ValueError(
-                f"opt_level must be one of {', '.join(LEVELS)} (the letter O and a digit), got {self.opt_level!r}"
+                f"opt_level must be one of {', '.join(LEVELS)} (the letter O and a digit), got"
+                f" {self.opt_level!r}"
             )
         if self.num_losses != 1:
             raise ValueError(
-                f"num_losses={self.num_losses}: one loss scale serves all losses here; leave num_losses=1 and call"
-                " optimizer.backward once per loss"
+                f"num_losses={self.num_losses}: one loss scale serves all losses here; leave num_losses=1"
+                " and call optimizer.backward once per loss"
             )
         if (self.min_loss_scale or 0) > (self.max_loss_scale or float("inf")):
             raise ValueError(
@@ -105,13 +107,12 @@ def _check_together(level: str, p: Properties) -> None:
     half = p.cast_model_type is torch.float16
     if p.cast_model_type not in (None, torch.float32, torch.float16):
         raise ValueError(
-            f"cast_model_type must be torch.float16 or torch.float32, got {p.cast_model_type!r}; for bf16 use the"
-            " mixed precision 'bf16'"
+            f"cast_model_type must be torch.float16 or torch.float32, got {p.cast_model_type!r}; for bf16"
+            " use the mixed precision 'bf16'"
         )
     contradictions = {
-        "patch_torch_functions=True leaves the weights in fp32, so it does not go with cast_model_type=torch.float16": (
-            p.patch_torch_functions and half
-        ),
+        "patch_torch_functions=True leaves the weights in fp32, so it does not go with"
+        " cast_model_type=torch.float16": (p.patch_torch_functions and half),
         "keep_batchnorm_fp32=True and master_weights=True are for models that are cast to torch.float16": (
             not half and bool(p.keep_batchnorm_fp32 or p.master_weights)
         ),

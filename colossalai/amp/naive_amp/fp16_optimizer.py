@@ -25,17 +25,19 @@ from colossalai.mesh import Mesh, clip_grads, grad_zeros
 class FP16Optimizer(ScaledOptimizer):
     """An optimizer of a model some or all of whose weights are in half precision.
 
-    After ``step``, ``grad_norm`` is the norm before clipping, if ``clip_grad_norm`` is on, and ``num_zeros_in_grad`` the
-    number of zeros in the gradients, if that is asked for; both ``None`` after a skipped step.
+    After ``step``, ``grad_norm`` is the norm before clipping, if ``clip_grad_norm`` is on, and
+    ``num_zeros_in_grad`` the number of zeros in the gradients, if that is asked for; both ``None`` after a
+    skipped step.
 
     Args:
         optimizer: its groups may hold weights of several dtypes; only those in half precision get masters.
         grad_scaler: the loss scale.
         verbose: log at construction how many masters there are.
         clip_grad_norm: clip gradients to this norm in every step; 0 for no clipping.
-        dp_process_group: ranks with the same weights, by default those of ``ParallelMode.DATA`` in a launched job.
-        mp_process_group: ranks with other parts of the model, by default those of ``ParallelMode.MODEL``.  Both groups
-            decide together.  Without a mesh, the norm is taken over ``mp_process_group`` too.
+        dp_process_group: ranks with the same weights, by default those of ``ParallelMode.DATA`` in a launched
+            job.
+        mp_process_group: ranks with other parts of the model, by default those of ``ParallelMode.MODEL``.
+            Both groups decide together.  Without a mesh, the norm is taken over ``mp_process_group`` too.
         log_num_zeros_in_grad: count and log the zeros in the gradients in every step.
         master_weights: ``False``: step the half-precision weights themselves.
         master_values: fp32 values of weights that were rounded just before.
@@ -79,9 +81,9 @@ class FP16Optimizer(ScaledOptimizer):
         self._max_norm, self._count_zeros = clip_grad_norm, log_num_zeros_in_grad
         if verbose:
             get_dist_logger("colossalai.amp").info(
-                f"{type(self).__name__}: {len(self.masters.weights()) if self.masters else 0} master weights of"
-                f" {len(self.parameters())} parameters, loss scale {self.loss_scale:g}, {len(self._groups)} groups decide"
-                " together",
+                f"{type(self).__name__}: {len(self.masters.weights()) if self.masters else 0} master weights"
+                f" of {len(self.parameters())} parameters, loss scale {self.loss_scale:g},"
+                f" {len(self._groups)} groups decide together",
                 ranks=[0],
             )
 
@@ -151,7 +153,10 @@ class FP16Optimizer(ScaledOptimizer):
         )
 
     def _other_parts(self) -> list[dist.ProcessGroup]:
-        """Groups whose ranks hold other parameters; on a mesh, the parameters themselves say where they lie."""
+        """Groups whose ranks hold other parameters.
+
+        On a mesh, the parameters themselves say where they lie.
+        """
         return self._model_groups if self.mesh is None else []
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

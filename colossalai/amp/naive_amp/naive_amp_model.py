@@ -20,8 +20,8 @@ class NaiveAMPModel(CastModel):
     Args:
         output_to_fp32: cast outputs to fp32, where the loss is computed.
         parallel_mode: the ranks, or several sets of them, that share statistics such as those of BatchNorm.
-        sync_buffer: average floating-point buffers over these ranks before every forward pass in training, where there
-            is more than one.  ``DistributedDataParallel`` does this itself.
+        sync_buffer: average floating-point buffers over these ranks before every forward pass in training,
+            where there is more than one.  ``DistributedDataParallel`` does this itself.
     """
 
     def __init__(

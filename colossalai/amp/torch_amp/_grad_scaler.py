@@ -23,7 +23,8 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: how many good steps in a row it takes to grow.
         enabled: ``False``: losses are not scaled and steps not skipped.
         device: ``'cuda'`` or ``'cpu'``; by default CUDA where it is present.
-        process_group: the ranks that decide together, by default those of ``ParallelMode.MODEL`` in a launched job.
+        process_group: the ranks that decide together, by default those of ``ParallelMode.MODEL`` in a
+            launched job.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         # torch's seam for sharded scalers: its result is what `step` and `update` decide by
         total = found_inf.clone()
-        # torch unscales all gradients of a device in one call, which must not mix those that FSDP2 has cut with others
+        # torch unscales all gradients of a device in one call, which must not mix those that FSDP2 has cut
+        # with others
         for part in _by_class(optimizer):
             found = super()._unscale_grads_(part, inv_scale, found_inf.clone(), allow_fp16)
             for value in found.values():

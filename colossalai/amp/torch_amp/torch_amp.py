@@ -18,8 +18,9 @@ from colossalai.mesh import Mesh
 class TorchAMPOptimizer(ScaledOptimizer):
     """An optimizer with a ``GradScaler``: the given one, or one made with ``options``.
 
-    Under data parallelism the averaged gradients are the same on every rank, and so is the decision to skip; ranks with
-    different parts of the model, or pieces of its parameters, decide together (see ``GradScaler``).
+    Under data parallelism the averaged gradients are the same on every rank, and so is the decision to skip;
+    ranks with different parts of the model, or pieces of its parameters, decide together (see
+    ``GradScaler``).
 
     Args:
         mesh: the ranks that the parameters may be cut over, by default those of a launched job.

@@ -25,7 +25,7 @@ class _Adam(MomentsOptimizer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # one of somebody else may change more than the kernel knows of
+        # a subclass of another author may change more than the kernel knows of
         cls.keeps = cls.__module__ == __name__
 
     def __init__(
@@ -43,10 +43,12 @@ class _Adam(MomentsOptimizer):
         super().__init__(params, lr, betas, eps, weight_decay, **modes, **defaults)
 
     def step(self, closure: Callable[[], Any] | None = None, div_scale: float = -1) -> Any:
-        """Update all parameters that have a gradient; ``closure`` computes the loss again, and is called first.
+        """Update all parameters that have a gradient.
 
-        Gradients are divided by ``div_scale`` if it is positive; whether what is left in ``.grad`` is the divided gradient
-        depends on the kernel.
+        ``closure`` computes the loss again, and is called first.
+
+        Gradients are divided by ``div_scale`` if it is positive; whether what is
+        left in ``.grad`` is the divided gradient depends on the kernel.
         """
         self._div_scale = div_scale
         return super().step(closure)
@@ -73,8 +75,8 @@ class _Adam(MomentsOptimizer):
 class FusedAdam(_Adam):
     """AdamW (``adamw_mode``) or Adam with one kernel for all parameters.
 
-    Without ``bias_correction`` the moments are used as they are.  With ``set_grad_none``, ``zero_grad`` frees the
-    gradients; otherwise it sets them to zero.
+    Without ``bias_correction`` the moments are used as they are.  With ``set_grad_none``,
+    ``zero_grad`` frees the gradients; otherwise it sets them to zero.
     """
 
     def __init__(
@@ -100,8 +102,9 @@ class FusedAdam(_Adam):
 class HybridAdam(_Adam, NVMeOptimizer):
     """AdamW (``adamw_mode``) or Adam whose parameters may be on CPU and on GPU, each updated where it is.
 
-    ``nvme_offload_fraction`` of the states of parameters on the CPU, from 0 to 1, rest on a disk: in ``nvme_offload_dir``, or,
-    if that is None, in the directory for temporary files.  ``defaults`` are further entries of every parameter group.
+    ``nvme_offload_fraction`` of the states of parameters on the CPU, from 0 to 1, rest on a disk: in
+    ``nvme_offload_dir``, or, if that is None, in the directory for temporary files.  ``defaults`` are further
+    entries of every parameter group.
     """
 
     def __init__(
@@ -125,8 +128,8 @@ class HybridAdam(_Adam, NVMeOptimizer):
 class CPUAdam(_Adam, NVMeOptimizer):
     """AdamW (``adamw_mode``) or Adam for parameters on the CPU.
 
-    ``nvme_offload_fraction`` of the states, from 0 to 1, rest on a disk: in ``nvme_offload_dir``, or, if that is None, in the
-    directory for temporary files.
+    ``nvme_offload_fraction`` of the states, from 0 to 1, rest on a disk: in
+    ``nvme_offload_dir``, or, if that is None, in the directory for temporary files.
     """
 
     devices = ("cpu",)

@@ -1,14 +1,16 @@
 """What our optimizers share: parameters are gathered into lists that one kernel updates in few launches.
 
-A parameter in half precision has its weights in float32 as well: an update is often smaller than the rounding of half
-precision and would be lost.  The kernel writes the rounded weights into the parameter in the same pass.  Moments are float32
-too.  The optimizer's state holds the float32 weights as ``master``, or, where the parameter is bfloat16 and the optimizer
-``splits``, the 16 bits that the parameter lacks as ``tail`` (see ``colossalai.kernel.split``).
+A parameter in half precision has its weights in float32 as well: an update is often smaller than the rounding
+of half precision and would be lost.  The kernel writes the rounded weights into the parameter in the same
+pass.  Moments are float32 too.  The optimizer's state holds the float32 weights as ``master``, or, where the
+parameter is bfloat16 and the optimizer ``splits``, the 16 bits that the parameter lacks as ``tail`` (see
+``colossalai.kernel.split``).
 
-Somebody else may write into a parameter between two steps, as loading a model does: see [Note: which weights count] in
-``colossalai.nn.optimizer.masters``.
+A script may write into a parameter between two steps, as loading a model does: see
+[Note: which weights count] in ``colossalai.nn.optimizer.masters``.
 
-Parameters that are cut over ranks (``DTensor``) are updated in their local parts, if the update is element by element.
+Parameters that are cut over ranks (``DTensor``) are updated in their local
+parts, if the update is element by element.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ class MultiTensorOptimizer(Optimizer):
                 )
 
     def check_variants(self, group: dict[str, Any]) -> None:
-        """Refuse options of torch's optimizers that change what a step computes, and that our kernels do not have."""
+        """Refuse options of torch's optimizers that change what a step
+        computes, and that our kernels do not have.
+        """
         for name in VARIANTS:
             if group.get(name):
                 raise ValueError(
@@ -100,7 +104,10 @@ class MultiTensorOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; ``closure`` computes the loss again, and is called first."""
+        """Update all parameters that have a gradient.
+
+        ``closure`` computes the loss again, and is called first.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -110,10 +117,12 @@ class MultiTensorOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_on(self, parameters: Iterable[Tensor]) -> None:
-        """``step`` for those of ``parameters`` that have a gradient, and nothing else; hooks of ``step`` are not called.
+        """``step`` for those of ``parameters`` that have a gradient, and nothing else.
 
-        For a plan that updates one part of a model after the other: every part is updated with the options that its groups
-        have now.  Calls may come from another thread, but only one at a time.
+        Hooks of ``step`` are not called.
+
+        For a plan that updates one part of a model after the other: every part is updated with the options
+        that its groups have now.  Calls may come from another thread, but only one at a time.
         """
         wanted = {id(p) for p in parameters}
         self._update(
@@ -142,8 +151,12 @@ class MultiTensorOptimizer(Optimizer):
         """What must be known of all gradients before the first update."""
 
     def batches(self, group: dict[str, Any], parameters: list[Any]) -> Iterable[KernelBatch]:
-        """Those of the ``parameters`` of ``group`` that have a gradient; their number of steps goes up by one."""
-        # This runs for every parameter in every step, while a GPU may be waiting: no call is made without need.
+        """Those of the ``parameters`` of ``group`` that have a gradient.
+
+        Their number of steps goes up by one.
+        """
+        # This runs for every parameter in every step, while a GPU may be waiting: no call is made without
+        # need.
         names = self.state_names(group)
         parameters = [p for p in parameters if p.grad is not None]
         states = [self._ready_state(p, names) for p in parameters]
@@ -197,7 +210,9 @@ class MultiTensorOptimizer(Optimizer):
         return "tail" if self.splits and parameter.dtype == torch.bfloat16 else "master"
 
     def refresh_master(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Bring the float32 weights in line with a parameter that others changed [Note: which weights count]."""
+        """Bring the float32 weights in line with a parameter that others
+        changed [Note: which weights count].
+        """
         has_changed = self.versions.get(parameter) != parameter._version
         self.versions[parameter] = parameter._version
         now = local(parameter.detach())
@@ -212,13 +227,14 @@ class MultiTensorOptimizer(Optimizer):
             state["tail"].zero_()
 
     def master(self, parameter: Tensor) -> Tensor:
-        """The weights of ``parameter`` as the optimizer knows them: in float32, if the parameter is in half precision.
+        """The weights of ``parameter`` as the optimizer knows them: in float32,
+        if the parameter is in half precision.
 
         For a parameter that is cut over ranks this is the local part.
         """
         state, now = self.state.get(parameter, {}), local(parameter.detach())
         if "master" in state:
-            if is_away(state["master"]):  # so is the weight, which nobody can have written to
+            if is_away(state["master"]):  # so is the weight, which no script can have written to
                 return state["master"]
             kept = local(state["master"])
             # a tail rounds ties up, and torch to even
@@ -229,7 +245,10 @@ class MultiTensorOptimizer(Optimizer):
         return now.to(wide(parameter)) if self.is_stale(parameter) else join(now, local(state["tail"]))
 
     def is_stale(self, parameter: Tensor) -> bool:
-        """Whether others wrote to ``parameter`` after our last step; not if somebody else steps it, as Gemini does."""
+        """Whether others wrote to ``parameter`` after our last step.
+
+        Not if a plan steps a copy of it, as Gemini does.
+        """
         return self.versions.get(parameter, parameter._version) != parameter._version
 
     @property
@@ -253,17 +272,21 @@ class MultiTensorOptimizer(Optimizer):
             )
         if self.devices and parameter.device.type not in self.devices:
             raise RuntimeError(
-                f"{who} updates parameters on {' or '.join(self.devices)}; the parameter of shape {shape} is on"
-                f" {parameter.device}. HybridAdam takes both"
+                f"{who} updates parameters on {' or '.join(self.devices)}; the parameter of shape {shape} is"
+                f" on {parameter.device}. HybridAdam takes both"
             )
         if not self.elementwise and is_cut(parameter):
             raise RuntimeError(
-                f"{who} needs the norm of whole parameters; the parameter of shape {shape} is cut over ranks (DTensor or"
-                " tensor parallelism). Use an optimizer that works element by element, such as HybridAdam"
+                f"{who} needs the norm of whole parameters; the parameter of shape {shape} is cut over ranks"
+                " (DTensor or tensor parallelism). Use an optimizer that works element by element, such as"
+                " HybridAdam"
             )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Free the gradients, or set them to zero; by default as ``set_grad_none`` says, if the optimizer has it."""
+        """Free the gradients, or set them to zero.
+
+        By default as ``set_grad_none`` says, if the optimizer has it.
+        """
         default = self.defaults.get("set_grad_none", True)
         super().zero_grad(default if set_to_none is None else set_to_none)
 
@@ -282,7 +305,9 @@ class MultiTensorOptimizer(Optimizer):
         return found
 
     def portable_state(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of ``parameter`` with its master instead of a tail, which means nothing without the parameter."""
+        """The state of ``parameter`` with its master instead of a tail, which
+        means nothing without the parameter.
+        """
         state = dict(self.state[parameter])
         if {"tail", "master"} & state.keys() and not is_away(state.get("master")):
             master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
@@ -292,7 +317,9 @@ class MultiTensorOptimizer(Optimizer):
         return state
 
     def lazy_state(self, parameter: Tensor) -> dict[str, Any]:
-        """``portable_state``, in which a function stands for a tensor that must first be computed: for checkpoints."""
+        """``portable_state``, in which a function stands for a tensor that must
+        first be computed: for checkpoints.
+        """
         state = dict(self.state.get(parameter, {}))
         if {"tail", "master"} & state.keys() and not is_away(state.get("master")):
             state.pop("tail", None)
@@ -369,7 +396,9 @@ def check_betas(owner: Optimizer, betas: Any) -> None:
 
 
 def check_rates(owner: Optimizer, **limits: tuple[float, float, float]) -> None:
-    """``name=(value, least, bound)``: least <= value < bound, or an error that names the optimizer and the argument."""
+    """``name=(value, least, bound)``: least <= value < bound, or an error that
+    names the optimizer and the argument.
+    """
     for name, (value, least, bound) in limits.items():
         if not isinstance(value, Real | Tensor):
             raise TypeError(f"{type(owner).__name__} needs a number as {name}; got {value!r}")

@@ -37,7 +37,10 @@ class _Lamb(MomentsOptimizer):
 
 @OPTIMIZERS.register_module
 class Lamb(_Lamb):
-    """LAMB as first published: no bias correction, no clipping; with ``adam=True`` no learning rates per tensor."""
+    """LAMB as first published: no bias correction, no clipping.
+
+    With ``adam=True`` no learning rates per tensor.
+    """
 
     def __init__(
         self,
@@ -56,14 +59,16 @@ class Lamb(_Lamb):
 
 @OPTIMIZERS.register_module
 class FusedLAMB(_Lamb):
-    """LAMB with bias correction, and gradients clipped together to a norm of ``max_grad_norm`` (0: not at all).
+    """LAMB with bias correction, and gradients clipped together to a norm of
+    ``max_grad_norm`` (0: not at all).
 
-    ``adam_w_mode``: weight decay is a part of the step, otherwise of the gradient.  ``grad_averaging``: the gradient enters
-    the first moment with the factor 1 - beta1, otherwise 1.  Groups without weight decay have one learning rate for all
-    tensors unless ``use_nvlamb``.
+    ``adam_w_mode``: weight decay is a part of the step, otherwise of the gradient.  ``grad_averaging``: the
+    gradient enters the first moment with the factor 1 - beta1, otherwise 1.  Groups without weight decay have
+    one learning rate for all tensors unless ``use_nvlamb``.
 
-    The norm is that of the gradients of all stages of a pipeline, so all ranks step together.  Where this rank steps only some of
-    the parameters of its model, ``known_norm`` is set to the norm of all gradients before each step.
+    The norm is that of the gradients of all stages of a pipeline, so all ranks step together.  Where this
+    rank steps only some of the parameters of its model, ``known_norm`` is set to the norm of all gradients
+    before each step.
     """
 
     known_norm: Tensor | None = None
@@ -127,7 +132,9 @@ class FusedLAMB(_Lamb):
 
 @OPTIMIZERS.register_module
 class Lars(MultiTensorOptimizer):
-    """LARS: SGD with momentum, where each tensor's rate is lr * eeta * |w| / (|g| + weight_decay |w| + epsilon)."""
+    """LARS: SGD with momentum, where each tensor's rate is lr * eeta * |w| /
+    (|g| + weight_decay |w| + epsilon).
+    """
 
     elementwise = False
 

@@ -1,26 +1,26 @@
 """Masters: copies of weights that an optimizer keeps with more digits, or on another device.
 
-[Note: which weights count]
-The weight in the model counts.  What an optimizer keeps beside it (a float32 master, the digits that bfloat16 lacks, a
-copy on the host) only adds digits: it stays where it rounds to the weight, and elsewhere starts again from the weight
-(``refresh_master_``).  So a model and its optimizer may be loaded in any order, and either without the other.
+[Note: which weights count] The weight in the model counts.  What an optimizer keeps beside it (a float32
+master, the digits that bfloat16 lacks, a copy on the host) only adds digits: it stays where it rounds to the
+weight, and elsewhere starts again from the weight (``refresh_master_``).  So a model and its optimizer may be
+loaded in any order, and either without the other.
 
-The two are compared before a step and before saving, where another part of the program may have written to the weight
-since the last step:
+The two are compared before a step and before saving, where another part of the
+program may have written to the weight since the last step:
 
-- Scripts, ``load_state_dict`` and ``DistributedDataParallel`` write through torch, which counts the changes of a tensor
-  (its version).
-- A script may write by ``p.data``, which torch does not count: weights are compared now and then, and in every step
-  after such a write was found (``UncountedWrites``).
+- Scripts, ``load_state_dict`` and ``DistributedDataParallel`` write through torch, which counts the changes
+  of a tensor (its version).
+- A script may write by ``p.data``, which torch does not count: weights are compared now and then, and in
+  every step after such a write was found (``UncountedWrites``).
 - ``booster.load`` reads files straight into memory, which torch does not count.  It says so afterwards, by
   ``OptimizerWrapper.weights_loaded``, whatever it wrote: weights, masters or both.
 
-What a plan writes itself is no change: a slice that an optimizer steps has a counter of its own (``zero.pieces``),
-apart from that of the buffer which it lies in, and which collectives write to.
+What a plan writes itself is no change: a slice that an optimizer steps has a counter of its own
+(``zero.pieces``), apart from that of the buffer which it lies in, and which collectives write to.
 
-A tail (``colossalai.kernel.split``) means nothing without the very weight that it was cut from, so it cannot be
-compared: it is dropped where its weight has changed.  Checkpoints hold masters in its place.  A loaded master waits
-until the next step, because the model may be loaded after the optimizer.
+A tail (``colossalai.kernel.split``) means nothing without the very weight that it was cut from, so it cannot
+be compared: it is dropped where its weight has changed.  Checkpoints hold masters in its place.  A loaded
+master waits until the next step, because the model may be loaded after the optimizer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ BLOCK = 1 << 22  # elements that are compared at a time: to compare must not nee
 
 
 class UncountedWrites:
-    """Decides when masters are compared with weights though torch has counted no change, and warns of what it finds."""
+    """Decides when masters are compared with weights though torch has counted
+    no change, and warns of what it finds.
+    """
 
     def __init__(self) -> None:
         self._steps, self._always = 0, False
@@ -65,16 +67,20 @@ class UncountedWrites:
                 else f"  Writes in the {self._steps - self._steps // 2} steps before may have been lost."
             )
             warnings.warn(
-                "weights were written to by p.data (or Tensor.set_), which torch does not count, while the optimizer"
-                " keeps copies of them with more digits or on another device; from now on they are compared in every"
-                f" step, which takes time: write `with torch.no_grad(): p.copy_(...)` instead.{since}",
+                "weights were written to by p.data (or Tensor.set_), which torch does not count, while the"
+                " optimizer keeps copies of them with more digits or on another device; from now on they are"
+                f" compared in every step, which takes time: write `with torch.no_grad(): p.copy_(...)`"
+                f" instead.{since}",
                 stacklevel=2,
             )
 
 
 @torch.no_grad()
 def current_master(kept: Tensor, weight: Tensor) -> Tensor:
-    """Return ``kept`` where it rounds to ``weight``, elsewhere the weight; ``kept`` itself if it does everywhere."""
+    """Return ``kept`` where it rounds to ``weight``, elsewhere the weight.
+
+    ``kept`` itself if it does everywhere.
+    """
     if kept.is_meta or all(map(_rounds, kept.reshape(-1).split(BLOCK), weight.reshape(-1).split(BLOCK))):
         return kept
     weight = weight.to(kept.device)
@@ -92,7 +98,10 @@ def _same(kept: Tensor, weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refresh_master_(kept: Tensor, weight: Tensor) -> bool:
-    """Start ``kept`` again from ``weight`` where it does not round to it; returns whether there was any such place."""
+    """Start ``kept`` again from ``weight`` where it does not round to it.
+
+    Returns whether there was any such place.
+    """
     now = current_master(kept, weight)
     if now is not kept:
         kept.copy_(now)

@@ -1,11 +1,13 @@
 """Optimizers whose states may rest on a disk, and pass through memory slot by slot while they are updated.
 
-All states of a parameter go: its moments, and the float32 weights of a parameter in half precision (``master``, or ``tail``).
-Only parameters on the CPU take part.  Their states are in slots (see ``offload``), of which ``nvme_offload_fraction``, by bytes,
-rest on the disk; ``optimizer.state`` has only the number of steps, and ``state_dict`` reads the rest.
+All states of a parameter go: its moments, and the float32 weights of a parameter in half precision
+(``master``, or ``tail``). Only parameters on the CPU take part.  Their states are in slots (see ``offload``),
+of which ``nvme_offload_fraction``, by bytes, rest on the disk; ``optimizer.state`` has only the number of
+steps, and ``state_dict`` reads the rest.
 
-A state that was loaded is in ``optimizer.state`` at first, as in any optimizer, and is then filled into slots: at once, or, for
-a parameter in half precision, in the next step, because its float32 weights must be compared with the parameter then.
+A state that was loaded is in ``optimizer.state`` at first, as in any optimizer, and is then filled into
+slots: at once, or, for a parameter in half precision, in the next step, because its float32 weights must be
+compared with the parameter then.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class ParameterUpdate:
 
 
 class NVMeOptimizer(MultiTensorOptimizer):
-    """An optimizer that works element by element, with ``nvme_offload_fraction`` (0 to 1) of its states on a disk.
+    """An optimizer that works element by element, with
+    ``nvme_offload_fraction`` (0 to 1) of its states on a disk.
 
     ``offload_dir`` is the directory for it; None is the one for temporary files.
     """
@@ -65,15 +68,15 @@ class NVMeOptimizer(MultiTensorOptimizer):
         """Say, before the first step, where states rest."""
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
             raise ValueError(
-                f"{type(self).__name__} needs an nvme_offload_fraction between 0 (all states in memory) and 1 (all on the"
-                f" disk); got {fraction!r}"
+                f"{type(self).__name__} needs an nvme_offload_fraction between 0 (all states in memory) and"
+                f" 1 (all on the disk); got {fraction!r}"
             )
         self._offload_options = (float(fraction), directory)
         if fraction:
             self.__dict__["_offloaded"] = Offload(*self._offload_options)
 
     def give_up_offload(self) -> tuple[float, str | os.PathLike[str] | None]:
-        """Somebody else takes care of where states rest; returns what was asked for, with all states in memory."""
+        """Bring all states to memory, for a plan that decides where they rest; returns the options."""
         options, offload = self._offload_options, self._offload
         if offload is not None:
             for parameter in list(offload.slots):
@@ -115,9 +118,9 @@ class NVMeOptimizer(MultiTensorOptimizer):
         before = None if self._offload is None else self._offload.strides.get(parameter)
         if before is not None and not (fits and _order(part, before) == _order(part, part.stride())):
             raise RuntimeError(
-                f"the parameter of shape {tuple(parameter.shape)} was on the CPU with strides {before} when its states were"
-                f" offloaded; now it is on {parameter.device} with strides {part.stride()}. Save a state_dict, and load it into a"
-                " new optimizer"
+                f"the parameter of shape {tuple(parameter.shape)} was on the CPU with strides {before} when"
+                f" its states were offloaded; now it is on {parameter.device} with strides {part.stride()}."
+                " Save a state_dict, and load it into a new optimizer"
             )
         return fits
 
@@ -142,12 +145,15 @@ class NVMeOptimizer(MultiTensorOptimizer):
             self.state[parameter].setdefault("step", torch.tensor(0.0))
 
     def _check_moved(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Wrappers that put other parameters in the place of the model's move ``optimizer.state``, but not slots."""
+        """Wrappers that put other parameters in the place of the model's move
+        ``optimizer.state``, but not slots.
+        """
         state = self.state.get(parameter, {})
         if state.get("step") and not all(name in state for name in self.state_names(group)):
             raise RuntimeError(
-                f"the states of the parameter of shape {tuple(parameter.shape)} are on the disk for another one, which it"
-                " replaced. Wrap the optimizer before its first step, or load its state_dict after wrapping it"
+                f"the states of the parameter of shape {tuple(parameter.shape)} are on the disk for another"
+                " one, which it replaced. Wrap the optimizer before its first step, or load its state_dict"
+                " after wrapping it"
             )
 
     def _fields(self, group: dict[str, Any], parameter: Tensor) -> Fields:
@@ -263,7 +269,9 @@ class NVMeOptimizer(MultiTensorOptimizer):
         return local(self.portable_state(parameter)["master"])
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with the states that are on the disk, and float32 weights of half-precision parameters as ``master``."""
+        """torch's, with the states that are on the disk, and float32 weights of
+        half-precision parameters as ``master``.
+        """
         found = super().state_dict()
         if self._offload is not None:
             self._offload.pipeline.look_away()

@@ -1,15 +1,16 @@
 """Optimizer states on a disk: the slots that they lie in, and the pipeline that updates them.
 
-A slot holds the states of a part of a large parameter, or of several small ones:  an *extent* is the part [start, stop)
-of a parameter in the order of its memory, and a slot is a row of bytes with one run of elements for each state, in which
-the extents follow each other.  So one transfer moves all states that are updated together, whatever the shapes of the
-parameters.  ``SlotPipeline`` reads, computes and writes, each for another slot at the same time:
+A slot holds the states of a part of a large parameter, or of several small ones:  an *extent* is the part
+[start, stop) of a parameter in the order of its memory, and a slot is a row of bytes with one run of elements
+for each state, in which the extents follow each other.  So one transfer moves all states that are updated
+together, whatever the shapes of the parameters.  ``SlotPipeline`` reads, computes and writes, each for
+another slot at the same time:
 
     disk     read 1   read 2   read 3 | write 1   read 4 | write 2   ...
     compute           slot 1   slot 2             slot 3             ...
 
-A few buffers go round.  One run may follow another without a gap: the slots that are expected next are read while the
-last slots of a run are computed, and the last writes of the run go on.
+A few buffers go round.  One run may follow another without a gap: the slots that are expected next are read
+while the last slots of a run are computed, and the last writes of the run go on.
 
 ``NVMeOptimizer`` uses this for parameters on the CPU (``Offload``), and Gemini for chunks on its disk tier.
 """
@@ -31,7 +32,8 @@ from colossalai.utils.disk import Buffers, Pending, Shelf, aligned_empty
 Fields = Sequence[tuple[str, torch.dtype]]  # the states of a parameter
 Part = tuple["Extent", dict[str, Tensor]]  # a part of a parameter, with its states
 
-GRAIN = 1024  # parameters are cut at multiples of it, so that vectorized kernels treat each element as they would uncut
+# parameters are cut at multiples of it, so that vectorized kernels treat each element as they would uncut
+GRAIN = 1024
 RUN = 64  # bytes: runs of elements begin at multiples of it
 
 
@@ -60,8 +62,8 @@ class Extent:
 class StateSlot:
     """The states ``fields`` of some extents.
 
-    Before it is filled for the first time its states are those that the optimizer holds elsewhere, or start values.
-    Afterwards they are in ``memory``, or, where this is None, on the disk.
+    Before it is filled for the first time its states are those that the optimizer holds elsewhere, or start
+    values. Afterwards they are in ``memory``, or, where this is None, on the disk.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class StateSlot:
         self.set_fields(fields)
 
     def set_fields(self, fields: Fields) -> None:
-        """Have a run for each of ``fields``; those that were there before and come first stay where they are."""
+        """Have a run for each of ``fields``; those that were there before and
+        come first stay where they are.
+        """
         self.fields = tuple(fields)
         self._runs: dict[str, tuple[int, torch.dtype]] = {}
         self.nbytes = 0
@@ -124,7 +128,10 @@ def slots_for(
     what: str = "optimizer states",
     whole: bool = False,
 ) -> list[StateSlot]:
-    """Slots of at most ``nbytes`` for parameters with the same fields; each of its own if it must stay ``whole``."""
+    """Slots of at most ``nbytes`` for parameters with the same fields.
+
+    Each of its own if it must stay ``whole``.
+    """
     numel = nbytes // max(sum(dtype.itemsize for _, dtype in fields), 1)
     parts: Iterable[list[Extent]] = cut(parameters, max(numel - numel % GRAIN, GRAIN))
     if whole:
@@ -198,9 +205,11 @@ class SlotPipeline:
                 self._begin(slot, wait=False, must=False)
 
     def run(self, slots: Sequence[StateSlot], work: Callable[[StateSlot, Tensor], None]) -> None:
-        """``work(slot, buffer)`` for each, which may change the states in the buffer, longer than the slot as it may be.
+        """``work(slot, buffer)`` for each, which may change the states in the
+        buffer, longer than the slot as it may be.
 
-        A failed read ends it at once.  After failed writes it goes on, since the shelf keeps what could not be written.
+        A failed read ends it at once.  After failed writes it goes on, since
+        the shelf keeps what could not be written.
         """
         self._looked_at = None
         names = {slot.name for slot in slots}
@@ -349,8 +358,8 @@ class Offload(SlotTable):
     def place(self, lists: Iterable[tuple[list[Tensor], Fields]], expected_bytes: int) -> None:
         """Slots for new parameters; the parameters of one list have the same fields.
 
-        ``expected_bytes`` is the size of the states of all parameters, and decides once how large slots are.  Raises, with
-        nothing changed, if the disk is full.
+        ``expected_bytes`` is the size of the states of all parameters, and decides once how
+        large slots are.  Raises, with nothing changed, if the disk is full.
         """
         self._slot_bytes = self._slot_bytes or slot_size(expected_bytes)
         share = DiskShare(self.share.fraction, self.share.total, self.share.on_disk)
@@ -378,8 +387,9 @@ class Offload(SlotTable):
             nbytes, first = sum(failure.nbytes for failure in failures), failures[0].error
             raise OSError(
                 first.errno,
-                f"{nbytes} bytes of optimizer states could not be written: {first.strerror}. Nothing is lost: the step is complete,"
-                " and these states are kept in memory. Save a checkpoint; the next step tries to write them again",
+                f"{nbytes} bytes of optimizer states could not be written: {first.strerror}. Nothing is"
+                " lost: the step is complete, and these states are kept in memory. Save a checkpoint; the"
+                " next step tries to write them again",
             ) from first
 
     def clear(self) -> None:

@@ -33,7 +33,8 @@ class FusedSGD(MultiTensorOptimizer):
         )
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(
-                f"FusedSGD with nesterov needs a momentum and no dampening; got momentum={momentum}, dampening={dampening}"
+                f"FusedSGD with nesterov needs a momentum and no dampening; got momentum={momentum},"
+                f" dampening={dampening}"
             )
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"nesterov": nesterov, "wd_after_momentum": wd_after_momentum})

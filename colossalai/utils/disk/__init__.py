@@ -1,4 +1,6 @@
-"""Tensors on a disk: written and read asynchronously, past the page cache, in files that vanish with the process."""
+"""Tensors on a disk: written and read asynchronously, past the page cache, in
+files that vanish with the process.
+"""
 
 from colossalai.utils.disk.buffers import ALIGNMENT, Buffers, Memory, aligned_empty, padded
 from colossalai.utils.disk.scratch import Pending, ScratchFile

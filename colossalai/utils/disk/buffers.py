@@ -1,6 +1,8 @@
-"""Host memory for what goes to a disk and comes from it: aligned for direct I/O, in a few buffers that go round.
+"""Host memory for what goes to a disk and comes from it: aligned for direct
+I/O, in a few buffers that go round.
 
-Direct I/O moves whole blocks between a disk and memory, and both must start at a multiple of the block's size.
+Direct I/O moves whole blocks between a disk and memory, and both must start at
+a multiple of the block's size.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ def padded(nbytes: int) -> int:
 def aligned_empty(numel: int, dtype: torch.dtype = torch.uint8, *, pin_memory: bool = False) -> Tensor:
     """A row of ``numel`` elements at an address that direct I/O takes.
 
-    With ``pin_memory`` it is page-locked, so that CUDA copies from and to it asynchronously.  Otherwise its memory goes back
-    to the system as soon as the tensor dies, which malloc does not promise.
+    With ``pin_memory`` it is page-locked, so that CUDA copies from and to it asynchronously.  Otherwise its
+    memory goes back to the system as soon as the tensor dies, which malloc does not promise.
     """
     room = padded(numel * dtype.itemsize)
     if pin_memory:
@@ -40,7 +42,7 @@ def aligned_empty(numel: int, dtype: torch.dtype = torch.uint8, *, pin_memory: b
 
 
 def bytes_of(address: int, nbytes: int) -> memoryview:
-    """The memory at ``address``; somebody else must keep it alive."""
+    """Return the memory at ``address``, which the caller must keep alive."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
@@ -75,7 +77,7 @@ class AnyMemory:
         return aligned_empty(nbytes)
 
     def give(self, nbytes: int) -> None:
-        """Whoever drops a tensor frees it."""
+        """Do nothing: the memory is freed with its tensor."""
 
 
 class Buffers:
@@ -105,9 +107,11 @@ class Buffers:
             self.nbytes = nbytes
 
     def get(self, *, wait: bool = True, must: bool = True) -> Tensor | None:
-        """A buffer.
+        """Return a free buffer.
 
-        None, without ``wait``, if that means to wait for another to come back, and, unless it ``must`` be, if none can come.
+        Args:
+            wait: wait for a buffer that was given back and is still in use; otherwise return None then.
+            must: raise if there is no memory for a buffer; otherwise return None then.
         """
         if not self._free and self.made < self.most:
             self._make(must and not self._busy)

@@ -1,8 +1,8 @@
 """A scratch file, and the threads that move tensors between memory and it.
 
-The file lasts for the time of one process and has no name, so that not even a killed process leaves it behind.  Its
-data pass by the page cache (``O_DIRECT``) where the file system can do that.  Elsewhere ``ScratchFile`` asks the system
-to drop what was written or read, and warns once.
+The file lasts for the time of one process and has no name, so that not even a killed process leaves it
+behind.  Its data pass by the page cache (``O_DIRECT``) where the file system can do that.  Elsewhere
+``ScratchFile`` asks the system to drop what was written or read, and warns once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class ScratchFile:
         self.directory = Path(tempfile.gettempdir() if directory is None else directory).absolute()
         if not self.directory.is_dir():
             raise ValueError(
-                f"{self.directory} is no directory, so nothing can be offloaded there; create it, or name another one"
+                f"{self.directory} is no directory, so nothing can be offloaded there; create it, or name"
+                " another one"
             )
         if sys.platform != "linux":
             raise RuntimeError(f"offloading to a disk needs Linux; this is {sys.platform}")
@@ -52,13 +53,14 @@ class ScratchFile:
             raise
         if (kind := file_system(self.directory)) in MEMORY_FILE_SYSTEMS:
             warnings.warn(
-                f"{self.directory} is in memory itself ({kind}): offloading to it saves nothing. Name a directory on a disk",
+                f"{self.directory} is in memory itself ({kind}): offloading to it saves nothing. Name a"
+                " directory on a disk",
                 stacklevel=2,
             )
         elif not self.is_direct:
             warnings.warn(
-                f"the file system of {self.directory} ({kind}) has no direct I/O; what is offloaded there goes through the"
-                " page cache, which is slower",
+                f"the file system of {self.directory} ({kind}) has no direct I/O; what is offloaded there"
+                " goes through the page cache, which is slower",
                 stacklevel=2,
             )
 
@@ -78,7 +80,8 @@ class ScratchFile:
     def _cannot_create(self, error: OSError) -> OSError:
         return OSError(
             error.errno,
-            f"no file can be created in {self.directory} ({os.strerror(error.errno or 0)}); name a directory that you may write to",
+            f"no file can be created in {self.directory} ({os.strerror(error.errno or 0)}); name a directory"
+            " that you may write to",
         )
 
     def _set_direct(self) -> bool:
@@ -122,7 +125,8 @@ class ScratchFile:
         return OSError(
             code,
             f"no room to offload to {self.directory} ({os.strerror(code)}): {nbytes} bytes more are needed"
-            f" beside the {self.size} of this file, {self.available()} are available. Free some, or offload less or elsewhere",
+            f" beside the {self.size} of this file, {self.available()} are available. Free some, or offload"
+            " less or elsewhere",
         )
 
     def write(self, data: memoryview, offset: int) -> None:
@@ -152,8 +156,8 @@ class ScratchFile:
         code = error.errno or errno.EIO
         return OSError(
             code,
-            f"cannot {what} {nbytes} bytes at offset {offset} of the file (of {self.size} bytes) for offloading in"
-            f" {self.directory}: {os.strerror(code)}",
+            f"cannot {what} {nbytes} bytes at offset {offset} of the file (of {self.size} bytes) for"
+            f" offloading in {self.directory}: {os.strerror(code)}",
         )
 
     def close(self) -> None:
@@ -186,13 +190,15 @@ class Pending:
 
     def __init__(self, requests: list[Future[None]], tensor: Tensor) -> None:
         self._requests = requests
-        self._tensor: Tensor | None = tensor  # alive until nobody touches its memory any more
+        self._tensor: Tensor | None = tensor  # kept alive until no thread touches its memory any more
 
     def done(self) -> bool:
         return all(request.done() for request in self._requests)
 
     def settle(self) -> None:
-        """Return when the memory of the tensor is not touched any more, whether the transfer succeeded or failed."""
+        """Return when the memory of the tensor is not touched any more, whether
+        the transfer succeeded or failed.
+        """
         if not self.done():
             wait_for(self._requests)
         self._tensor = None
@@ -259,7 +265,7 @@ class Mover:
     def abandon(self) -> None:
         """The same without waiting, for the garbage collector.
 
-        It may come while a thread holds any lock, so to wait for another thread could be to wait forever.  What is under way holds
-        its tensor, this mover and the file, which goes with the last of them.
+        It may come while a thread holds any lock, so to wait for another thread could be to wait forever.
+        What is under way holds its tensor, this mover and the file, which goes with the last of them.
         """
         self._pool.shutdown(wait=False)

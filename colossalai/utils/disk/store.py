@@ -1,12 +1,13 @@
 """Tensors on a disk by name, moved by a few threads while the caller goes on.
 
-A tensor is cut into requests of equal size, and several of them are under way at once: a fast disk is only fast with a
-queue.  System calls release Python's lock, so threads are enough.  A tensor that begins at a multiple of ``ALIGNMENT``
-(``aligned_empty``) goes to the disk from where it lies; others are copied request by request.
+A tensor is cut into requests of equal size, and several of them are under way at once: a fast disk is only
+fast with a queue.  System calls release Python's lock, so threads are enough.  A tensor that begins at a
+multiple of ``ALIGNMENT`` (``aligned_empty``) goes to the disk from where it lies; others are copied request
+by request.
 
-Nothing is lost on the way.  ``DiskStore`` keeps a tensor alive until its last request is done, and raises a failure in
-``wait``, when the caller still has the tensor.  ``Shelf`` keeps what could not be written in memory, reports it once,
-and tries again with the next write of that name.
+Nothing is lost on the way.  ``DiskStore`` keeps a tensor alive until its last request is done, and raises a
+failure in ``wait``, when the caller still has the tensor.  ``Shelf`` keeps what could not be written in
+memory, reports it once, and tries again with the next write of that name.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class StoredTensor:
 
 
 class DiskStore:
-    """Tensors on a disk by name, in a file without a name in ``directory`` (None: the one for temporary files).
+    """Tensors on a disk by name, in a file without a name in ``directory``
+    (None: the one for temporary files).
 
     ``capacity`` limits the bytes on the disk.  Any thread may call, but one name is used by one at a time.
     """
@@ -101,7 +103,8 @@ class DiskStore:
     ) -> None:
         if request_bytes <= 0 or request_bytes % ALIGNMENT:
             raise ValueError(
-                f"DiskStore needs request_bytes that are a positive multiple of {ALIGNMENT}; got {request_bytes}"
+                f"DiskStore needs request_bytes that are a positive multiple of {ALIGNMENT}; got"
+                f" {request_bytes}"
             )
         self.capacity = capacity
         self.used = 0  # bytes of the disk
@@ -134,7 +137,9 @@ class DiskStore:
         return name in self._entries
 
     def reserve(self, *sizes: int) -> None:
-        """Take room on the disk for tensors of so many bytes each, so that writing them will not find it full."""
+        """Take room on the disk for tensors of so many bytes each, so that
+        writing them will not find it full.
+        """
         needed = sum(map(padded, sizes))
         with self._lock:
             self._check_capacity(needed)
@@ -157,7 +162,10 @@ class DiskStore:
         return entry.writing
 
     def read(self, name: str, into: Tensor) -> Pending:
-        """Begin to read into a tensor of the size of the one that was written; it is filled when ``wait`` has returned."""
+        """Begin to read into a tensor of the size of the one that was written.
+
+        It is filled when ``wait`` has returned.
+        """
         self._check("read", name, into)
         entry = self._entries.get(name)
         if entry is None or entry.writing is None:
@@ -194,15 +202,15 @@ class DiskStore:
             raise RuntimeError(f"cannot {what} {name!r}: this DiskStore is closed")
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(
-                f"DiskStore needs contiguous tensors on cpu to {what}; {name!r} is on {tensor.device} with strides"
-                f" {tensor.stride()} for shape {tuple(tensor.shape)}"
+                f"DiskStore needs contiguous tensors on cpu to {what}; {name!r} is on {tensor.device} with"
+                f" strides {tensor.stride()} for shape {tuple(tensor.shape)}"
             )
 
     def _check_capacity(self, nbytes: int) -> None:
         if self.capacity is not None and self.used + nbytes > self.capacity:
             raise RuntimeError(
-                f"the disk tier in {self.directory} may hold {self.capacity} bytes: {self.used} are used and {nbytes} more"
-                " are needed. Raise its capacity, or offload less"
+                f"the disk tier in {self.directory} may hold {self.capacity} bytes: {self.used} are used and"
+                f" {nbytes} more are needed. Raise its capacity, or offload less"
             )
 
 

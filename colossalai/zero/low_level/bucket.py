@@ -29,7 +29,9 @@ from colossalai.zero.sharded import needs_masters
 
 @dataclass(eq=False)
 class Bucket:
-    """``weights`` is the buffer; ``grad`` is this rank's shard of the averaged gradient, where the pieces are stepped."""
+    """``weights`` is the buffer; ``grad`` is this rank's shard of the averaged
+    gradient, where the pieces are stepped.
+    """
 
     number: int
     layout: FlatLayout
@@ -47,7 +49,9 @@ class Bucket:
         self.forget()
 
     def forget(self, *, to_zero: bool = False) -> None:
-        """Drop the gradients, or with ``to_zero`` let those that there are be zeros: parameters that have one are stepped."""
+        """Drop the gradients, or with ``to_zero`` let those that there are be
+        zeros: parameters that have one are stepped.
+        """
         self.grad = None
         if not to_zero:
             self.used = [False] * len(self.params)
@@ -106,7 +110,8 @@ class BucketOptions:
 def make_buckets(
     optimizer: Optimizer, params: Sequence[Tensor], options: BucketOptions, keep: Iterable[Tensor] = ()
 ) -> list[Bucket]:
-    """Buckets in the order in which the backward pass is expected to complete them: that of ``params``, reversed.
+    """Buckets in the order in which the backward pass is expected to complete
+    them: that of ``params``, reversed.
 
     Parameters in ``keep`` stay in their dtype.
     """
@@ -172,7 +177,9 @@ def _home(
 
 
 def host_buffer(size: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Zeros in host memory; in pages of its own where it is large, since torch rounds pinned memory up to powers of two."""
+    """Zeros in host memory; in pages of its own where it is large, since torch
+    rounds pinned memory up to powers of two.
+    """
     if pinned and size * dtype.itemsize >= HUGE:
         return host_empty(size, dtype, pinned=True)
     return torch.zeros(size, dtype=dtype, pin_memory=pinned)

@@ -1,8 +1,8 @@
 """``LowLevelZeroOptimizer``: ZeRO stages 1 and 2.
 
-Every rank computes with all weights; the optimizer's states, and with ``partition_grad`` the gradients, are cut over
-the data-parallel ranks.  A step costs what it costs under plain data parallelism: one reduce-scatter of the
-gradients, hidden behind the backward pass, and one gather of the updated weights.
+Every rank computes with all weights; the optimizer's states, and with ``partition_grad`` the gradients, are
+cut over the data-parallel ranks.  A step costs what it costs under plain data parallelism: one reduce-scatter
+of the gradients, hidden behind the backward pass, and one gather of the updated weights.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from colossalai.zero.sharded import ShardedOptimizer
 class LowLevelZeroOptimizer(ShardedOptimizer):
     """ZeRO-1, and with ``partition_grad`` ZeRO-2, around any optimizer.
 
-    Call ``backward(loss)`` in the place of ``loss.backward()``.  With ``sync_grad=False`` gradients add up on each
-    rank and nothing is communicated; gradients that a later pass, or the step, finds there are reduced with it.
+    Call ``backward(loss)`` in the place of ``loss.backward()``.  With ``sync_grad=False`` gradients add up on
+    each rank and nothing is communicated; gradients that a later pass, or the step, finds there are reduced
+    with it.
 
     Args:
         optimizer: its parameters are on the devices where they stay; all ranks hold the same values.
         initial_scale: the first loss scale; used if there are weights in fp16.
-        min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: see ``DynamicGradScaler``.
+        min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: see
+            ``DynamicGradScaler``.
         clip_grad_norm: the largest norm of all gradients; 0 does not clip.
         verbose: log how the parameters were cut.
         reduce_bucket_size: elements that travel together.
@@ -49,7 +51,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         partition_grad: stage 2: keep only this rank's shard of the gradients.
         cpu_offload: states stay in host memory, and the step is made there.
         forced_dtype: make the weights of this dtype; the optimizer goes on with the digits they had.
-        process_group: the ranks with the same weights, by default the data-parallel ones of the launched job, or all.
+        process_group: the ranks with the same weights, by default the data-parallel ones of the launched job,
+            or all.
         mesh: the ranks that the parameters may be cut over, by default those of the launched job.
         norm_type: which norm ``clip_grad_norm`` means.
         keep_dtype: parameters that ``forced_dtype`` leaves as they are.
@@ -122,7 +125,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """The backward pass of ``loss``; keywords are those of ``torch.Tensor.backward``.
 
         Args:
-            retain_graph: as in torch; a tensor in its place is the gradient of ``loss``, which torch has first.
+            retain_graph: as in torch; a tensor in its place is the gradient of ``loss``, which torch has
+                first.
             sync_grad: average the gradients; if not, they wait on this rank for a pass that does.
         """
         self._check_not_unscaled()
@@ -142,7 +146,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.reducer.end()
 
     def expect_gradients(self) -> None:
-        """A pipeline begins, whose stages have a pass for each micro-batch: their gradients are reduced once, in the step."""
+        """A pipeline begins, whose stages have a pass for each micro-batch:
+        their gradients are reduced once, in the step.
+        """
         super().expect_gradients()
         self._in_pipeline = self.reducer.has_local = True  # passes that are cut in two call no hooks
 
@@ -159,7 +165,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         return super().keeps_gradient(param) or self.reducer.has_reduced(param)
 
     def shown_gradient(self, param: Tensor) -> Tensor | None:
-        """Of a process alone, its own: nobody else has a part of it, and what is written to it is taken in the step."""
+        """Of a process alone, its own: no other rank has a part of it, and what
+        is written to it is taken in the step.
+        """
         if self.group is not None or self._partition_grad or self.is_scaled or self._unscaled:
             return None
         self.reducer.has_local = True
@@ -204,27 +212,31 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         for param, where in self._places:
             if param.data_ptr() != where:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} was given new memory (by model.to(...) or p.data = ...) after"
-                    f" {type(self).__name__} had laid it into its buffers; move and cast the model before"
+                    f"a parameter of shape {tuple(param.shape)} was given new memory (by model.to(...) or"
+                    f" p.data = ...) after {type(self).__name__} had laid it into its buffers; move and cast"
+                    " the model before"
                 )
         if free := [p for p in self._frozen if p.requires_grad]:
             raise RuntimeError(
-                f"a parameter of shape {tuple(free[0].shape)} was frozen when {type(self).__name__} was built, and is not any"
-                " more; unfreeze parameters before, or build the optimizer again"
+                f"a parameter of shape {tuple(free[0].shape)} was frozen when {type(self).__name__} was"
+                " built, and is not any more; unfreeze parameters before, or build the optimizer again"
             )
 
     def _log(self) -> None:
         elements = sum(p.numel() for p, _ in self._places)
         own = sum(piece.value.numel() for piece in self.pieces)
         get_dist_logger("colossalai.zero").info(
-            f"{type(self).__name__}: {len(self.pieces)} parameters of {elements:,} elements in {len(self.buckets)} buckets;"
-            f" this rank steps {own:,} of them",
+            f"{type(self).__name__}: {len(self.pieces)} parameters of {elements:,} elements in"
+            f" {len(self.buckets)} buckets; this rank steps {own:,} of them",
             ranks=[0],
         )
 
 
 def replicas() -> dist.ProcessGroup | None:
-    """The ranks with the same weights: the data-parallel ones of the launched job, or all; None for a process alone."""
+    """The ranks with the same weights: the data-parallel ones of the launched job, or all.
+
+    None for a process alone.
+    """
     if gpc.is_initialized(ParallelMode.DATA):
         return gpc.get_group(ParallelMode.DATA)
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -245,8 +257,8 @@ def _check(optimizer: Any, size: Any, *dtypes: torch.dtype | None) -> None:
         raise TypeError(f"{who} wraps a torch.optim.Optimizer, got {optimizer!r}")
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise TypeError(
-            f"{who} cannot cut {type(optimizer).__name__}, which needs all parameters at once or sparse gradients;"
-            " use an optimizer such as HybridAdam"
+            f"{who} cannot cut {type(optimizer).__name__}, which needs all parameters at once or sparse"
+            " gradients; use an optimizer such as HybridAdam"
         )
     if not isinstance(size, int) or size < 1:
         raise ValueError(
@@ -264,16 +276,16 @@ def _check(optimizer: Any, size: Any, *dtypes: torch.dtype | None) -> None:
                 else "lies in chunks of a GeminiDDP"
             )
             raise ValueError(
-                f"{who} needs parameters of a plain model, but one of shape {tuple(p.shape)} {what}; give it the parameters of a"
-                " model with values, before any other plan"
+                f"{who} needs parameters of a plain model, but one of shape {tuple(p.shape)} {what}; give it"
+                " the parameters of a model with values, before any other plan"
             )
         if hasattr(p, "to_local") or is_ddp_ignored(p):
             what = (
                 "is a DTensor" if hasattr(p, "to_local") else "is marked to be left alone by data parallelism"
             )
             raise ValueError(
-                f"{who} averages gradients over all replicas, but a parameter of shape {tuple(p.shape)} {what}; give it an"
-                " optimizer of its own"
+                f"{who} averages gradients over all replicas, but a parameter of shape {tuple(p.shape)}"
+                f" {what}; give it an optimizer of its own"
             )
     if not params:
         raise ValueError(f"{who} got an optimizer without parameters to train")

@@ -1,15 +1,14 @@
 """Gradients of the ranks become averaged shards, bucket by bucket, while the backward pass goes on.
 
-[Note: one order]
-Every rank reduces every bucket once in every synchronized pass, in the order of their numbers,
-whatever the order in which its gradients come: a bucket that is complete waits for those before it, and what is not
-complete at the end of the pass is reduced then.  So parameters that a rank does not use, or uses in another order
-than other ranks, lock nothing up.
+[Note: one order] Every rank reduces every bucket once in every synchronized pass, in the order of their
+numbers, whatever the order in which its gradients come: a bucket that is complete waits for those before it,
+and what is not complete at the end of the pass is reduced then.  So parameters that a rank does not use, or
+uses in another order than other ranks, lock nothing up.
 
-A bucket is complete when each of its parameters has got as many gradients as in the last pass: a weight in two
-checkpointed parts gets two.  A gradient that comes after its bucket has left waits in ``.grad``, and after the pass
-the ranks tell each other which buckets must go again.  The same message says which parameters any rank has used; one
-that nobody used has no gradient, as in serial training.
+A bucket is complete when each of its parameters has got as many gradients as in the last pass: a weight in
+two checkpointed parts gets two.  A gradient that comes after its bucket has left waits in ``.grad``, and
+after the pass the ranks tell each other which buckets must go again.  The same message says which parameters
+any rank has used; one that no rank used has no gradient, as in serial training.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class Reducer:
     """Averages the gradients of the parameters of ``buckets`` over ``group``.
 
     Args:
-        scatter: drop each gradient as soon as it has been reduced, and add up reduced ones (stage 2).  Otherwise
-            ``.grad`` keeps the gradients of this rank, and reducing takes all of them (stage 1).
+        scatter: drop each gradient as soon as it has been reduced, and add up reduced ones (stage 2).
+            Otherwise ``.grad`` keeps the gradients of this rank, and reducing takes all of them (stage 1).
         overlap: reduce while the backward pass goes on.
         dtype: in which gradients travel; None: in that of their parameters.
     """
@@ -72,7 +71,8 @@ class Reducer:
         self._stream = torch.cuda.Stream(device) if by_nccl and overlap else None
         self._device = device
         for p in self._bucket_of:
-            # a weak reference: Python does not look into hooks for cycles, so the parameters would hold us, and we them, for ever
+            # a weak reference: Python does not look into hooks for cycles, so the parameters would hold us,
+            # and we them, for ever
             p.register_post_accumulate_grad_hook(partial(_arrive, weakref.ref(self)))
 
     # One backward pass
@@ -104,7 +104,8 @@ class Reducer:
     def abandon(self) -> None:
         """The pass failed; its gradients are worth nothing."""
         self._is_open = False
-        # not waited for: other ranks may never have sent; the buffers must live, as they may still be written to
+        # not waited for: other ranks may never have sent; the buffers must live, as they may still be written
+        # to
         self._lost.extend(self._waiting)
         self._waiting.clear()
 
@@ -119,8 +120,8 @@ class Reducer:
         if grad.layout != torch.strided:
             shape = tuple(param.shape)
             raise TypeError(
-                f"ZeRO takes dense gradients, got one in layout {grad.layout} of a parameter of shape {shape}; build its layer with"
-                " sparse=False"
+                f"ZeRO takes dense gradients, got one in layout {grad.layout} of a parameter of shape"
+                f" {shape}; build its layer with sparse=False"
             )
         if not self._is_open:
             self.has_local = True
@@ -156,7 +157,7 @@ class Reducer:
             self._receive(0)
 
     def _launch_aside(self, bucket: Bucket, stream: torch.cuda.Stream) -> None:
-        """On a stream of its own, where waiting and adding up hold up nobody."""
+        """On a stream of its own, where waiting and adding up hold up no other work."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for p in bucket.params:
             if (grad := own_grad(p)) is not None:
@@ -220,7 +221,10 @@ class Reducer:
             torch.cuda.current_stream(self._device).synchronize()
 
     def forget(self, *, to_zero: bool = False) -> None:
-        """Drop all gradients, those on their way too; ``to_zero``: parameters that had one have zeros, which the next step takes."""
+        """Drop all gradients, those on their way too.
+
+        ``to_zero``: parameters that had one have zeros, which the next step takes.
+        """
         self._receive(0)
         if self._flags is not None:
             self._flags()  # the message is under way on all ranks

@@ -1,6 +1,7 @@
 """The collectives of ZeRO-1 and 2, on flat buffers; all of them return at once and are waited for later.
 
-A buffer that is cut is reduce-scattered and gathered; one that has an owner is reduced to it and broadcast from it.
+A buffer that is cut is reduce-scattered and gathered; one that has an owner is
+reduced to it and broadcast from it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ Wait = Callable[[], None]
 def start_reduction(
     buffer: Tensor, layout: FlatLayout, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Wait]:
-    """Sum ``buffer`` over the ranks; returns where this rank's shard of the sum will be, which is empty without one."""
+    """Sum ``buffer`` over the ranks; returns where this rank's shard of the sum
+    will be, which is empty without one.
+    """
     if group is None:
         return buffer[: layout.shard], _nothing
     if layout.owner is not None:
@@ -53,7 +56,9 @@ def start_gathering(buffer: Tensor, layout: FlatLayout, group: dist.ProcessGroup
 def start_flags(
     flags: list[bool], group: dist.ProcessGroup | None, device: torch.device
 ) -> Callable[[], list[bool]]:
-    """Which of ``flags`` any rank has set.  They travel by the CPU where the group can reach it: a GPU need not be waited for."""
+    """Which of ``flags`` any rank has set.  They travel by the CPU where the
+    group can reach it: a GPU need not be waited for.
+    """
     if group is None:
         return lambda: flags
     by_cpu = "cpu" in str(dist.get_backend_config(group))
