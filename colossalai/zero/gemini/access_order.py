@@ -134,7 +134,7 @@ class RankAgreement:
                 self._send(NOTHING)
             self._take_round()
 
-    def may_average(self, number: int, is_first_step: bool) -> bool:
+    def may_reduce(self, number: int, is_first_step: bool) -> bool:
         """Whether all ranks are about to average chunk ``number``; see [Note: rounds]."""
         if not self._is_watched(is_first_step):
             return True

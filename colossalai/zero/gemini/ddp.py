@@ -78,13 +78,7 @@ class VisibleGradients:
         state, slot = self._of[self._chunks.get_chunk(found).index], self._chunks.get_slot(found)
         model = self._model()
         used_up = model is not None and model.optimizer is not None and model.optimizer.used_up(found)
-        return (
-            used_up
-            or slot in state.arrived
-            or slot in state.used
-            or slot in state.direct
-            or own_grad(param) is not None
-        )
+        return used_up or state.has(slot) or own_grad(param) is not None
 
     def shown_gradient(self, param: Tensor) -> Tensor | None:
         return None
@@ -137,7 +131,8 @@ class ZeroDDP(ModelWrapper):
         register(user, self.chunk_manager, dtype)
         if self.chunk_manager.reader is not None:
             self.chunk_manager.reader.buffers.fit(max(c.shard_nbytes for c in self.chunk_manager.chunks))
-            gemini_manager.gradients.spilled.reserve(gemini_manager.gradients.host.largest)
+            memory = gemini_manager.gradients.memory
+            memory.spilled.reserve(memory.host.largest)
         fill(
             user,
             self.chunk_manager,
@@ -213,9 +208,7 @@ class ZeroDDP(ModelWrapper):
         self.shown.kept.forget()
         if self.optimizer is not None:
             self.optimizer.gradients_cleared()
-        self.gradients.tied.clear()
-        for index in self.gradients.of:
-            self.gradients.clear(self.chunk_manager.chunks[index])
+        self.gradients.clear()
 
     @property
     def is_in_backward(self) -> bool:
@@ -234,12 +227,12 @@ class ZeroDDP(ModelWrapper):
             gradients.tied.keep(slot)
             self._hooks.gradient_taken(slot)
             return
-        gradients.collect(chunk, slot)
+        gradients.add(chunk, slot)
         self._hooks.gradient_taken(slot)
         if gradients.is_complete(chunk):
             if self.gemini_manager.is_warmup():
                 gradients.done_order.append(chunk.index)
-            self._sent(gradients.ready(chunk))
+            self._sent(gradients.reduce_complete(chunk))
 
     def _sent(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:

@@ -341,7 +341,8 @@ def share_on_disk(optim: Optimizer, module: ZeroDDP) -> float | None:
             " give one of them: the disk tier takes the optimizer states too"
         )
     chunks.add_disk(directory)
-    module.gradients.spilled.reserve(module.gradients.host.largest)
+    memory = module.gradients.memory
+    memory.spilled.reserve(memory.host.largest)
     return fraction
 
 

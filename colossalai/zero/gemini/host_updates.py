@@ -43,20 +43,21 @@ class HostUpdates:
 
     def submit(self, chunk: Chunk, options: Options, factor: float) -> None:
         """Update ``chunk`` with the gradients that it has now, multiplied by ``factor``."""
-        taken = self.model.gradients.take(chunk)
+        taken = self.model.gradients.of[chunk.index].release()
         assert taken is not None
         self.manager.mark_stale(chunk)
         work = partial(self.run, chunk, taken, options, factor)
         priority = self.manager.trace.first_use(chunk.index)
         prepare = partial(self.disk.prepare, chunk) if self.disk is not None else nothing
-        self.manager.worker.submit(chunk.index, priority, chunk.name, work, taken.is_here, prepare)
+        self.manager.worker.submit(chunk.index, priority, chunk.name, work, taken.has_arrived, prepare)
 
     @torch.no_grad()
     def run(self, chunk: Chunk, taken: PendingGradients, options: Options, factor: float) -> None:
         """The job."""
-        shard = self.model.gradients.sum_up(chunk, taken)
+        memory = self.model.gradients.memory
+        shard = taken.sum_up(memory)
         self.apply(chunk, shard, taken.used, options, factor)
-        self.model.gradients.put(shard)
+        memory.put(shard)
 
     def stepped(self, chunk: Chunk, used: Collection[ParamSlot]) -> list[Piece]:
         """The pieces that an update changes if ``used`` have gradients."""

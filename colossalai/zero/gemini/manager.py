@@ -78,8 +78,9 @@ class GeminiManager:
         self.worker = UpdateWorker()
         self.timeline = Timeline(chunk_manager)
         self.agreement = RankAgreement(chunk_manager)
-        self.gradients = Gradients(chunk_manager, self.make_room, self.worker.wait_any, host_buffers)
-        self.gradients.may_average = self._may_average
+        self.gradients = Gradients(
+            chunk_manager, self.make_room, self.worker.wait_any, self._may_reduce, host_buffers
+        )
         self.collector = MemStatsCollector(chunk_manager, memstats)
         self.strict = False  # chunks stay from the forward pass to the end of the backward pass
         self.before_fetch: Callable[[Chunk], None] = _nothing  # the weights at home will be read
@@ -171,8 +172,8 @@ class GeminiManager:
         self.agreement.ask(number, self.is_warmup())
         self.agreement.confirm()
 
-    def _may_average(self, chunk: Chunk) -> bool:
-        return self.agreement.may_average(chunk.index, self.is_warmup())
+    def _may_reduce(self, chunk: Chunk) -> bool:
+        return self.agreement.may_reduce(chunk.index, self.is_warmup())
 
     def post_iter(self) -> None:
         """The backward pass is over."""
@@ -201,7 +202,7 @@ class GeminiManager:
     def _host_reserve(self) -> int:
         """Bytes of the host that gradients and what passes between it and the disk will take."""
         chunks = self.chunk_manager.chunks
-        waiting = self.gradients.host
+        waiting = self.gradients.memory.host
         reserve = min(waiting.most or GRADIENTS, len(chunks)) * waiting.largest
         reserve += passing_bytes(chunks)
         reserve += sum(buffers.missing_bytes for buffers in self.chunk_manager.passing)
@@ -294,7 +295,7 @@ class GeminiManager:
             victim = self._needed_last()
             if victim is not None:
                 self._evict(victim)
-            elif not self.gradients.spill():
+            elif not self.gradients.evict():
                 compute.take(nbytes, what)  # says what is wrong
 
     def _needed_last(self) -> Chunk | None:

@@ -137,7 +137,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._early_used: set[ParamSlot] = set()  # whose gradients updates in this backward pass have taken
         self._zeros: set[ParamSlot] = set()  # that zero_grad(set_to_none=False) has left zeros for
         if scaler is not None or clipping_norm:
-            module.gradients.norm_type = norm_type
+            module.gradients.memory.norm_type = norm_type
         module.optimizer = self
 
     # Gradients
@@ -160,7 +160,7 @@ class GeminiOptimizer(ShardedOptimizer):
         gradients = self.model.gradients
         if not self.update_in_backward or not gradients.sync:
             return
-        if self.manager.is_warmup() and gradients.host.most is None:
+        if self.manager.is_warmup() and gradients.memory.host.most is None:
             return  # nobody knows yet which gradients come in parts; with few buffers there is no choice
         if chunk.index in self._early:
             raise RuntimeError(f"a second gradient came for {chunk.name} whose update had begun; {ONE_PASS}")
@@ -168,8 +168,8 @@ class GeminiOptimizer(ShardedOptimizer):
             return  # the backward pass needs its weights again
         if chunk.home is self.chunks.compute or chunk.index in gradients.late or gradients.tied.has(chunk):
             return
-        state = self.model.gradients.of[chunk.index]
-        if chunk.ranks.size > 1 and len(state.used) < len(self.model.gradients.trained[chunk.index]):
+        state = gradients.of[chunk.index]
+        if chunk.ranks.size > 1 and len(state.used) < len(state.trained):
             return  # other ranks may have the missing ones: known at the end
         if self._speculative is not None and not self._expects_good:
             return
@@ -216,33 +216,36 @@ class GeminiOptimizer(ShardedOptimizer):
         gradients = self.model.gradients
         gradients.resolve()
         if everywhere and wait:
-            for index in gradients.of:
-                gradients.settle(self.chunks.chunks[index])
+            for state in gradients.of.values():
+                state.settle()
         for piece, (chunk, slot) in self._places.items():
             if everywhere or chunk.home is self.chunks.compute:
-                grad = gradients.piece(chunk, slot)
+                state = gradients.of[chunk.index]
+                grad = state.piece(slot)
                 if grad is not None and grad.dtype != piece.value.dtype:
-                    gradients.settle(chunk)  # it is copied now
+                    state.settle()  # it is copied now
                 set_own_grad(piece.value, None if grad is None else like(grad, piece))
 
     def measured(self, norm_type: float) -> list[Tensor]:
         """In the order of the pieces, wherever their chunks rest: so the sum of their norms is the same to the last bit."""
-        gradients = self.model.gradients
+        gradients, memory = self.model.gradients, self.model.gradients.memory
         norms: dict[Piece, Tensor] = {}
         unknown: dict[Piece, Tensor] = {}
         for piece, (chunk, slot) in self._places.items():
             grad = piece.value.grad
             if grad is None or not grad.numel():
                 continue
-            if gradients.of[chunk.index].rows and norm_type != gradients.norm_type:
-                gradients.norm_type, gradients.of[chunk.index].norms = norm_type, None
-            norm = gradients.norm(chunk, slot) if norm_type == gradients.norm_type else None
+            state = gradients.of[chunk.index]
+            if state.is_on_disk and norm_type != memory.norm_type:
+                memory.norm_type = norm_type
+                state.forget_norms()
+            norm = state.norm(slot) if norm_type == memory.norm_type else None
             if norm is None:
-                gradients.settle(chunk)
+                state.settle()
                 unknown[piece] = grad
             else:
                 norms[piece] = norm
-        gradients.norm_type = norm_type  # who asks for it asks again in the next step
+        memory.norm_type = norm_type  # who asks for it asks again in the next step
         norms.update(zip(unknown, norms_of(list(unknown.values()), norm_type), strict=True))
         is_on_cpu = all(norm.device.type == "cpu" for norm in norms.values())
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
@@ -272,16 +275,16 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         self._refuse_early("clip_grad_by_value")
-        if any(state.rows for state in self.model.gradients.of.values()):
+        if any(state.is_on_disk for state in self.model.gradients.of.values()):
             raise RuntimeError(
                 "clip_grad_by_value needs all gradients on the host, but some wait on the disk; clip by norm, or give the host"
                 " tier more capacity"
             )
         super().clip_grad_by_value(clip_value)
         for state in self.model.gradients.of.values():
-            state.norms = None  # they were those of the gradients before
+            state.forget_norms()  # they were those of the gradients before
         for piece, (chunk, slot) in self._places.items():
-            home = self.model.gradients.piece(chunk, slot)
+            home = self.model.gradients.of[chunk.index].piece(slot)
             if home is not None and piece.value.grad is not None and home.dtype != piece.value.dtype:
                 home.copy_(piece.value.grad.view(-1))  # what a master got is a copy
 
@@ -313,8 +316,7 @@ class GeminiOptimizer(ShardedOptimizer):
     def _now_used(self) -> set[ParamSlot]:
         """The slots that have got gradients since they were cleared, on any rank."""
         self.model.gradients.resolve()
-        states = self.model.gradients.of.values()
-        return self._early_used.union(*((*s.arrived, *s.used, *s.direct) for s in states))
+        return self._early_used.union(*(state.slots() for state in self.model.gradients.of.values()))
 
     def _check_zeros(self, used: set[ParamSlot]) -> None:
         """Refuse to leave out what the serial optimizer would step with a gradient of zeros."""
@@ -401,7 +403,7 @@ class GeminiOptimizer(ShardedOptimizer):
             chunk = self.chunks.chunks[i]
             if chunk.home is self.chunks.compute:
                 self._state_bytes.count(chunk)
-                gradients.clear(chunk)
+                gradients.of[i].clear()
         for piece in self.pieces:
             if self._places[piece][0].home is self.chunks.compute:
                 set_own_grad(piece.value, None)

@@ -219,7 +219,7 @@ class StateBytes:
 
     def room(self) -> int:
         """Bytes of the host that nobody else will need."""
-        return self.chunks.host_room() - self.model.gradients.host.missing_bytes
+        return self.chunks.host_room() - self.model.gradients.memory.host.missing_bytes
 
     def count(self, chunk: Chunk, coming: int = 0) -> None:
         """Count the states of ``chunk``, and those that are ``coming``, if there are more than before."""

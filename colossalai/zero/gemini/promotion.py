@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.zero.gemini.chunk import Chunk
+from colossalai.zero.gemini.chunk_gradients import IN_FLIGHT
 from colossalai.zero.gemini.ddp import ZeroDDP
-from colossalai.zero.gemini.gradients import IN_FLIGHT
 from colossalai.zero.gemini.optimizer_states import ChunkPieces, StateBytes, is_large
 from colossalai.zero.gemini.shadow_optimizer import ShadowOptimizer
 from colossalai.zero.gemini.tiers import UNLIMITED, Tier

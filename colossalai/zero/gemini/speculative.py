@@ -157,7 +157,7 @@ class SpeculativeUpdates:
 
     def begin(self, chunk: Chunk, options: Options, factor: float) -> None:
         """Update ``chunk`` with the gradients that it has now, if it can be taken back."""
-        seen = self.gradients.look(chunk)
+        seen = self.gradients.of[chunk.index].peek()
         if chunk.index in self._pending or seen is None or not self._is_eligible(chunk, seen, factor):
             return
         buffer = self.buffers.get(self._bytes(chunk))
@@ -167,7 +167,9 @@ class SpeculativeUpdates:
         trial = SpeculativeUpdate(chunk, options, factor, seen, parts, buffer)
         self._pending[chunk.index] = trial
         priority = self.manager.trace.first_use(chunk.index)
-        self.manager.worker.submit(chunk.index, priority, chunk.name, partial(self._run, trial), seen.is_here)
+        self.manager.worker.submit(
+            chunk.index, priority, chunk.name, partial(self._run, trial), seen.has_arrived
+        )
 
     def _is_eligible(self, chunk: Chunk, seen: PendingGradients, factor: float) -> bool:
         """[Note: what is not tried]"""
@@ -231,9 +233,8 @@ class SpeculativeUpdates:
             return
         shard, used = trial.seen.shard, trial.seen.used
         assert shard is not None
-        for move in trial.seen.arriving:
-            move.finish()
-        self.gradients.settle(chunk)
+        trial.seen.wait()
+        self.gradients.of[chunk.index].settle()
         self.manager.timeline.note("try", chunk)
         pieces = updates.stepped(chunk, used)
         values, states = [p.value for p in pieces], [updates.optim.state[p.value] for p in pieces]
@@ -251,7 +252,7 @@ class SpeculativeUpdates:
         """Nobody will go back."""
         assert trial.taken is not None
         assert trial.taken.shard is not None
-        self.gradients.put(trial.taken.shard)
+        self.gradients.memory.put(trial.taken.shard)
         self.buffers.put(trial.buffer)
         trial.snapshot = None
 
@@ -273,7 +274,7 @@ class SpeculativeUpdates:
                     trial.state = UpdateState.ACCEPTED
                 else:
                     continue
-                trial.taken = self.gradients.take(trial.chunk)
+                trial.taken = self.gradients.of[trial.chunk.index].release()
                 if trial.is_done:
                     self._close(trial)
             decided.add(index)

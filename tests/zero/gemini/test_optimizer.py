@@ -200,7 +200,7 @@ def test_weights_that_the_backward_pass_needs_again_are_not_updated_yet() -> Non
 
 def test_few_host_buffers_are_enough_when_updates_run_in_the_backward_pass() -> None:
     run = compare(Case(early=True, options=(("host_buffers", 3),)), build=tower, steps=5)
-    assert run.model.gradients.host.made <= 3 + 2  # chunks of other sizes have their own
+    assert run.model.gradients.memory.host.made <= 3 + 2  # chunks of other sizes have their own
 
 
 def tower(reentrant: bool | None = None) -> nn.Module:

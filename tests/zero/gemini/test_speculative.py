@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import spawn
 from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
+from colossalai.zero.gemini.chunk_gradients import ChunkGradients
 from colossalai.zero.gemini.speculative import Snapshot, SpeculativeUpdates, same_options
 from tests.zero.gemini.runs import SMALL, batch, hybrid, launch, loss_of
 from tests.zero.gemini.test_model import small
@@ -173,15 +174,15 @@ def test_what_the_step_finds_waiting_is_updated_once() -> None:
 def test_the_step_may_come_while_a_trial_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     run, other = Trained(), Trained(undo_ratio=0.0)
     began, hold = threading.Event(), threading.Event()
-    settle = run.model.gradients.settle
+    settle = ChunkGradients.settle
 
-    def slow(chunk: Any) -> None:
+    def slow(gradients: ChunkGradients) -> None:
         if threading.current_thread().name == "gemini-update":
             began.set()
             assert hold.wait(20)
-        settle(chunk)
+        settle(gradients)
 
-    monkeypatch.setattr(run.model.gradients, "settle", slow)
+    monkeypatch.setattr(ChunkGradients, "settle", slow)
     for step in range(4):
         run.model.settle()
         began.clear()
