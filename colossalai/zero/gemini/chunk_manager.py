@@ -278,7 +278,10 @@ class ChunkManager:
 
     @contextmanager
     def edited(self, chunk: Chunk, fresh: bool = False) -> Iterator[Tensor]:
-        """Inside, the shard of a chunk that rests on the disk can be written; ``fresh`` if there is none yet."""
+        """Inside, the shard of a chunk that rests on the disk can be written; ``fresh`` if there is none yet.
+
+        After an exception the disk keeps what it had.
+        """
         assert self.shelf is not None
         assert self.reader is not None
         name, what = weights_of(chunk), f"the weights of {chunk.name}"
@@ -286,11 +289,16 @@ class ChunkManager:
         buffer = self.reader.buffers.get()
         assert buffer is not None
         row = buffer[: chunk.shard_nbytes]
-        if not fresh and (pending := self.shelf.read(name, row)) is not None:
-            pending.wait()
-        yield row.view(chunk.dtype)
-        self.shelf.room(name, chunk.shard_nbytes, what)
-        self.reader.buffers.give(buffer, self.shelf.write(name, row, what).finish)
+        try:
+            if not fresh and (pending := self.shelf.read(name, row)) is not None:
+                pending.wait()
+            yield row.view(chunk.dtype)
+            self.shelf.room(name, chunk.shard_nbytes, what)
+            writing = self.shelf.write(name, row, what)
+        except BaseException:
+            self.reader.buffers.give(buffer)
+            raise
+        self.reader.buffers.give(buffer, writing.finish)
 
     def read_shard(self, chunk: Chunk) -> Tensor:
         """A copy of what the disk holds of ``chunk``."""

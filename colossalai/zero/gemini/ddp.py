@@ -49,9 +49,8 @@ from colossalai.zero.gemini.fill import (
     register,
 )
 from colossalai.zero.gemini.hooks import ModuleHooks, without_hooks
-from colossalai.zero.gemini.manager import GeminiManager
+from colossalai.zero.gemini.manager import ChunkOptimizer, GeminiManager
 from colossalai.zero.gemini.placement import MemStats, PlacementPolicyFactory
-from colossalai.zero.states import SlicedTensor
 
 
 class VisibleGradients:
@@ -143,12 +142,16 @@ class ZeroDDP(ModelWrapper):
         place_buffers(user, self.chunk_manager, dtype)
         self.gradients = gemini_manager.gradients
         self.gradients.start(chunk for chunk in self.chunk_manager.chunks if chunk.trained)
-        self.optimizer: Any = None  # told when gradients of a chunk have come, and when a step is over
+        self.optimizer: ChunkOptimizer | None = None
         self.shown = VisibleGradients(self)
         self._guard = ParameterGuard(self.chunk_manager)
         self._hooks = ModuleHooks(user, gemini_manager, self._take_gradient, self._end_backward)
 
     keeps_parameters = True
+
+    def attach(self, optimizer: ChunkOptimizer) -> None:
+        """Let ``optimizer`` update the chunks."""
+        self.optimizer = self.gemini_manager.optimizer = optimizer
 
     # Training
 
@@ -238,7 +241,7 @@ class ZeroDDP(ModelWrapper):
         for chunk in chunks:
             self.gemini_manager.timeline.note("grads", chunk)
             if self.optimizer is not None:
-                self.optimizer.gradients_sent(chunk)
+                self.optimizer.gradients_reduced(chunk)
             self.gemini_manager.evict_if_done(chunk)
 
     def _end_backward(self) -> None:
@@ -348,22 +351,6 @@ class ZeroDDP(ModelWrapper):
         for param, part in elsewhere:
             self._write_part(param, part)
         self.gemini_manager.evict_all()
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """The weights under the names of the model, as tensors whose slices lie on the ranks, and the buffers."""
-        self.settle()
-        self.gemini_manager.begin_look()
-        read = self.chunk_manager.read_shard
-        sliced: dict[int, Tensor] = {}
-        for chunk in self.chunk_manager.chunks:
-            layout, group = chunk.layout(), chunk.ranks.gather
-            for index, slot in enumerate(chunk.slots):
-                own, owners = self._own_part(chunk, slot, read), layout.owners(index)
-                sliced[id(slot.param)] = SlicedTensor(slot.shape, chunk.dtype, own, owners, group)
-        found: dict[str, Any] = self.unwrap().state_dict(keep_vars=True)
-        for name, tensor in found.items():
-            found[name] = sliced.get(id(tensor), tensor)
-        return found
 
     def _own_part(self, chunk: Chunk, slot: ParamSlot, read: Callable[[Chunk], Tensor]) -> Tensor | None:
         part = chunk.own_part(slot)

@@ -149,7 +149,7 @@ class WatchedParameters(dict[str, Any]):
 class ModuleHooks:
     """All hooks of one model.
 
-    ``on_grad(chunk, slot)`` is called when a gradient is done, ``on_backward`` when a backward pass begins, ``on_end`` when it is over.
+    ``on_grad(chunk, slot)`` is called when the gradient of a parameter is done, ``on_end()`` when a backward pass is over.
     """
 
     def __init__(

@@ -7,11 +7,13 @@ this is the same on every rank, since bringing a chunk that ranks share is a col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from colossalai.utils.disk import padded
 from colossalai.zero.gemini.access_order import (
@@ -42,8 +44,35 @@ from colossalai.zero.gemini.update_worker import UpdateWorker
 GRADIENTS = 2  # buffers at least that wait on the host, where there is a disk for the others
 
 
-def _nothing(chunk: Chunk) -> None:
-    pass
+class ChunkOptimizer(Protocol):
+    """What a model in chunks and its manager ask of the optimizer that updates the chunks."""
+
+    def check_cleared(self) -> None:
+        """Refuse a backward pass that would add to gradients which the last step has used up."""
+
+    def gradients_reduced(self, chunk: Chunk) -> None:
+        """The gradients of ``chunk`` are on their way to its home: its update may begin."""
+
+    def gradients_cleared(self) -> None:
+        """The model has dropped all gradients."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also those of the model."""
+
+    def used_up(self, param: nn.Parameter) -> bool:
+        """Whether the last step has used up a gradient of ``param`` that plain PyTorch would still show."""
+
+    def before_fetch(self, chunk: Chunk) -> None:
+        """The weights of ``chunk`` are about to be read at its home: roll back a speculative update of them."""
+
+    def roll_back(self) -> None:
+        """Roll back all speculative updates."""
+
+    def settle(self) -> None:
+        """Wait until all updates that a step has asked for are done, and roll back the speculative ones."""
+
+    def write(self, slot: ParamSlot, part: Tensor) -> bool:
+        """Write this rank's part of a weight at its home; False if the optimizer does not train it."""
 
 
 class GeminiManager:
@@ -82,8 +111,10 @@ class GeminiManager:
             chunk_manager, self.make_room, self.worker.wait_any, self._may_reduce, host_buffers
         )
         self.collector = MemStatsCollector(chunk_manager, memstats)
+        self._is_measured = memstats is not None and memstats.samples > 0
         self.strict = False  # chunks stay from the forward pass to the end of the backward pass
-        self.before_fetch: Callable[[Chunk], None] = _nothing  # the weights at home will be read
+        self.optimizer: ChunkOptimizer | None = None
+        self._warmup_limit = UNLIMITED
         self._stale: set[int] = set()
         self._present_bytes = 0
 
@@ -137,6 +168,7 @@ class GeminiManager:
         self.timeline.begin()
         if self.is_warmup():
             self.collector.start_collection()
+            self._warmup_limit = self._limit_in_warmup()
 
     def fetch_all(self) -> None:
         """Before a pass that may use any chunk, also one that other ranks do not use."""
@@ -268,7 +300,8 @@ class GeminiManager:
 
     def _fetch(self, chunk: Chunk) -> None:
         self._meet(chunk.index)
-        self.before_fetch(chunk)
+        if self.optimizer is not None:
+            self.optimizer.before_fetch(chunk)
         self.chunk_manager.access_chunk(chunk)
         self._present_bytes += chunk.nbytes
         self.timeline.note("fetch", chunk)
@@ -286,7 +319,20 @@ class GeminiManager:
         """Bytes of whole chunks that come and go, beyond which those that nobody uses are let go."""
         if self.strict:
             return UNLIMITED
-        return max(self.policy.limit(), (self.prefetch + 2) * self.chunk_manager.largest_moving)
+        wanted = self._warmup_limit if self.is_warmup() else UNLIMITED
+        return max(min(self.policy.limit(), wanted), (self.prefetch + 2) * self.chunk_manager.largest_moving)
+
+    def _limit_in_warmup(self) -> int:
+        """What ``policy`` allows whole chunks before it is known how much the activations need."""
+        if not self.policy.measures or self._is_measured:
+            return UNLIMITED
+        limit = self.policy.warmup_limit(self.collector.capacity())
+        ranks = self.chunk_manager.ranks
+        if ranks.size > 1 and self.chunk_manager.device.type == "cuda":  # ranks must evict the same chunks
+            number = torch.tensor([limit], dtype=torch.int64, device=self.gradients.meeting)
+            dist.all_reduce(number, op=dist.ReduceOp.MIN, group=ranks.reduce)
+            limit = int(number.item())
+        return limit
 
     def make_room(self, nbytes: int, what: str) -> None:
         """Free ``nbytes`` of the compute tier."""

@@ -127,7 +127,6 @@ class GeminiOptimizer(ShardedOptimizer):
         self._speculative = SpeculativeUpdates(self._updates, undo_ratio) if is_speculative else None
         self._by_hand = False  # somebody looked at the gradients of this step, and will again
         self._expects_good = True  # that the next step will neither be clipped nor overflow
-        self.manager.before_fetch = self._before_fetch
         self._early: set[int] = set()  # chunks whose update began in the backward pass
         self._early_options: Options | None = None
         self._promoted = self._has_updated = False
@@ -138,7 +137,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._zeros: set[ParamSlot] = set()  # that zero_grad(set_to_none=False) has left zeros for
         if scaler is not None or clipping_norm:
             module.gradients.memory.norm_type = norm_type
-        module.optimizer = self
+        module.attach(self)
 
     # Gradients
 
@@ -155,7 +154,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._check_not_unscaled()
         self.model.backward(self.scale_loss(loss), *args, **kwargs)
 
-    def gradients_sent(self, chunk: Chunk) -> None:
+    def gradients_reduced(self, chunk: Chunk) -> None:
         """The gradients of ``chunk`` are on their way home (called by the model, in the backward pass)."""
         gradients = self.model.gradients
         if not self.update_in_backward or not gradients.sync:
@@ -188,7 +187,7 @@ class GeminiOptimizer(ShardedOptimizer):
         factor = torch.tensor(1.0) if self._max_norm > 0 else 1.0
         return float(self.scaler.inv_scale * factor if self.is_scaled else factor)
 
-    def _before_fetch(self, chunk: Chunk) -> None:
+    def before_fetch(self, chunk: Chunk) -> None:
         """The weights of ``chunk`` at home are about to be read: in the backward pass these must be those of the forward pass."""
         if self._speculative is not None:
             self._speculative.roll_back_chunk(chunk)

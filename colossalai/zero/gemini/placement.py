@@ -36,6 +36,10 @@ class PlacementPolicy:
         """Bytes of whole chunks to keep on the compute tier although nobody uses them now."""
         return 0
 
+    def warmup_limit(self, capacity: int) -> int:
+        """The same for the first step, on a compute tier of ``capacity`` bytes."""
+        return UNLIMITED
+
     @classmethod
     def get_default_device(cls) -> torch.device:
         on_gpu = cls.rests_on_compute and torch.cuda.is_available()
@@ -55,7 +59,10 @@ class CUDAPlacementPolicy(PlacementPolicy):
 
 
 class AutoPlacementPolicy(PlacementPolicy):
-    """In the first step nobody knows what activations need: chunks may take this share of what they might leave."""
+    """Keeps as many chunks on the compute tier as fit beside what the first step measured.
+
+    In the first step it is not known what activations need: they are left ``_warmup_non_model_data_ratio`` of the device.
+    """
 
     name = "auto"
     measures = True
@@ -65,9 +72,14 @@ class AutoPlacementPolicy(PlacementPolicy):
     def limit(self) -> int:
         return UNLIMITED
 
+    def warmup_limit(self, capacity: int) -> int:
+        if capacity >= UNLIMITED:
+            return UNLIMITED
+        return int(capacity * (1 - self._warmup_non_model_data_ratio))
+
     @classmethod
     def set_warmup_non_model_data_ratio(cls, ratio: float) -> None:
-        """The share of the device that is left to activations in the first step."""
+        """Set the share of the compute tier that is left to activations in the first step."""
         cls._warmup_non_model_data_ratio = _share("warmup_non_model_data_ratio", ratio)
 
     @classmethod
@@ -184,9 +196,20 @@ class MemStatsCollector:
             total = min(total, _usable(compute.device) - self.memstats.non_model)
         return total - compute.used
 
+    def capacity(self) -> int:
+        """Bytes of the compute tier that this process may use at all."""
+        compute = self.chunk_manager.compute
+        if compute.device.type != "cuda":
+            return compute.limit
+        return min(compute.limit, _memory(compute.device))
 
-def _usable(device: torch.device) -> int:
+
+def _memory(device: torch.device) -> int:
     """Bytes of a GPU for one process; a script may allow itself a part of it only."""
     share_of = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-    memory = int(torch.cuda.get_device_properties(device).total_memory * share_of(device))
-    return int(memory * AutoPlacementPolicy._steady_cuda_cap_ratio)
+    return int(torch.cuda.get_device_properties(device).total_memory * share_of(device))
+
+
+def _usable(device: torch.device) -> int:
+    """Bytes of a GPU that one process uses after the first step."""
+    return int(_memory(device) * AutoPlacementPolicy._steady_cuda_cap_ratio)

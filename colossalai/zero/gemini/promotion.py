@@ -48,7 +48,8 @@ class Promotion:
             key=lambda c: (self.manager.trace.first_use(c.index), c.index),
         )
         others = sum(c.home is not self.chunks.compute for c in self.chunks.chunks) - len(order)
-        if others or sum(map(self._cost, order)) > budget:  # some will come and go
+        # ranks that share chunks gather them wherever they rest; one rank gathers those that find no room
+        if self.chunks.ranks.size > 1 or others or sum(map(self._cost, order)) > budget:
             budget -= self._window()
         moved = False
         for chunk in order:
@@ -76,7 +77,7 @@ class Promotion:
             budget = min(budget, UNLIMITED)
             number = torch.tensor([budget], dtype=torch.int64, device=self.model.gradients.meeting)
             dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.chunks.ranks.reduce)
-            budget = int(number.item()) - self._window()
+            budget = int(number.item())
         return budget
 
     @torch.no_grad()

@@ -142,10 +142,9 @@ class Training:
         if case.nvme and isinstance(inner, HybridAdam):
             inner.offload_states(case.nvme, None)
         small = SMALL * case.dtype.itemsize
-        options = {"min_chunk_size_mb": small, "search_range_mb": small, "prefetch": 1, **dict(case.options)}
-        self.model = GeminiDDP(
-            model, "cpu", case.policy, dtype=case.dtype, compute_capacity=self.capacity, **options
-        )
+        options: dict[str, Any] = {"min_chunk_size_mb": small, "search_range_mb": small, "prefetch": 1}
+        options |= {"compute_capacity": self.capacity, **dict(case.options)}
+        self.model = GeminiDDP(model, "cpu", case.policy, dtype=case.dtype, **options)
         self.optimizer = GeminiOptimizer(
             inner,
             self.model,

@@ -17,6 +17,7 @@ from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import check_state_dict_equal, sample_cases, spawn
 from colossalai.utils.disk import ScratchFile
 from colossalai.zero.gemini import ChunkManager
+from colossalai.zero.gemini.chunk_manager import STAGES
 from colossalai.zero.gemini.tiers import OutOfCapacity
 from tests.zero.gemini.runs import Case, Training, batch, compare, launch, loss_of, net
 
@@ -255,6 +256,20 @@ def test_a_failed_read_names_the_chunk(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match=r"the update of chunk \d+ \(.*\) failed: OSError"):
         _all_of_a_step(run, 1)
     assert run.model.chunk_manager.total_mem["host"] > 0
+
+
+def test_writing_weights_that_fails_returns_its_buffer(tmp_path: Path) -> None:
+    run = Training(small_host(str(tmp_path), 0.25, Case()))
+    chunks = run.model.chunk_manager
+    chunk = next(c for c in chunks.chunks if chunks.is_on_disk(c))
+    before = chunks.read_shard(chunk)
+    for _ in range(STAGES + 1):
+        with pytest.raises(RuntimeError, match="must match the size"), chunks.edited(chunk) as shard:
+            shard.zero_().add_(torch.ones(chunk.shard_size + 1))
+    assert torch.equal(chunks.read_shard(chunk), before)
+    with chunks.edited(chunk) as shard:
+        shard.fill_(3)
+    assert torch.equal(chunks.read_shard(chunk), torch.full_like(before, 3))
 
 
 def test_nowhere(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from torch import nn
 from colossalai.mesh import own_grad
 from colossalai.zero.gemini import ChunkManager, ChunkMemStatsCollector, MemStats, OutOfCapacity
 from colossalai.zero.gemini.memory_tracer import RuntimeMemTracer
+from colossalai.zero.gemini.placement import AutoPlacementPolicy
+from colossalai.zero.gemini.tiers import UNLIMITED
 from tests.zero.gemini.runs import Case, Training, batch, loss_of, net
 
 
@@ -52,6 +54,37 @@ def test_a_collector_counts_between_start_and_finish() -> None:
     collector.sample_overall_data()
     assert stats.samples == 2
     assert collector.margin() == 1000
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.8])
+def test_auto_leaves_a_share_to_activations_in_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, ratio: float
+) -> None:
+    monkeypatch.setattr(AutoPlacementPolicy, "_warmup_non_model_data_ratio", 0.5)
+    AutoPlacementPolicy.set_warmup_non_model_data_ratio(ratio)
+    run = Training(Case("auto", share=4.0))
+    manager, compute = run.model.gemini_manager, run.model.chunk_manager.compute
+    weights = [c.nbytes for c in run.model.chunk_manager.chunks]
+    loss = loss_of(run.model, batch(0))
+    assert manager.is_warmup()
+    limit = int(compute.limit * (1 - ratio))
+    assert manager.limit() == limit
+    # with 0.8 the weights do not fit into what is left, and some are evicted in the forward pass
+    assert (limit < sum(weights)) == (ratio == 0.8)
+    dropped = [event for event in manager.timeline.events if event.kind == "drop"]
+    assert bool(dropped) == (ratio == 0.8)
+    run.optimizer.backward(loss)
+    assert not manager.is_warmup()
+    assert manager.limit() == UNLIMITED
+
+
+def test_auto_need_not_limit_what_an_earlier_run_measured() -> None:
+    first = Training(Case("auto", share=4.0))
+    first.step(batch(0))
+    stats = first.model.gemini_manager.memstats()
+    second = Training(Case("auto", share=4.0, options=(("memstats", stats),)))
+    loss_of(second.model, batch(0))
+    assert second.model.gemini_manager.limit() == UNLIMITED
 
 
 def test_a_step_before_training() -> None:

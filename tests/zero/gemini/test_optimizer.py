@@ -100,6 +100,27 @@ def test_auto_after_first_steps_that_overflow(share: float) -> None:
     assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
 
 
+def _promoted(rank: int, world_size: int, port: int) -> None:
+    launch(rank, world_size, port)
+    plain = Training(Case("cpu"))
+    plain.step(batch(0))
+    plain.model.settle()
+    promotion, manager = plain.optimizer._promotion, plain.model.gemini_manager
+    promotion._expected = promotion.state_bytes.expected()
+    chunks = sorted(manager.chunk_manager.chunks, key=lambda c: manager.trace.first_use(c.index))
+    half = chunks[: len(chunks) // 2]
+    needed = sum(map(promotion._cost, half)) + promotion._window()  # and what is gathered
+    run = Training(Case("auto", options=(("compute_capacity", needed),)))
+    run.step(batch(0))
+    promoted = {c.index for c in run.model.chunk_manager.chunks if c.home is run.model.chunk_manager.compute}
+    assert promoted == {c.index for c in half}
+    run.step(batch(1))
+
+
+def test_ranks_that_share_chunks_leave_room_for_gathered_ones_once() -> None:
+    spawn(_promoted, 2)
+
+
 def test_auto_leaves_room_for_states_of_layers_that_are_used_later() -> None:
     run, other = (
         Training(Case(policy, share=share), build=sleeper) for policy, share in (("auto", 4.0), ("cpu", None))
