@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from colossalai.amp.scaled_optimizer import ScaledOptimizer
-from colossalai.mesh import own_grad
-from colossalai.zero.elsewhere import KeptGradients, PieceGradients, why_no_gradient
 from colossalai.zero.pieces import Piece
 
 
@@ -76,82 +72,13 @@ def states_rest_elsewhere() -> RuntimeError:
     )
 
 
-class OptimizerOfPieces(ScaledOptimizer):
-    """An optimizer whose groups hold pieces, and that refuses what would pass them by."""
+class StepGuard:
+    """A hook that refuses a step of the optimizer inside past ``owner``.
 
-    takes_written_states = True  # what is written to ``state`` is where steps look for it
-    pieces: list[Piece]
-    kept: KeptGradients
-    piece_gradients: PieceGradients
-    _own_steps = 0
+    It does not keep its owner alive, and a copy of the hooks takes it along.
+    """
 
-    # Gradients, see the note in ``colossalai.zero.elsewhere``
-
-    def keep_gradients(self) -> None:
-        """Let the gradients of parameters and pieces be seen as this plan has them, from now on."""
-        self.kept = self.kept_gradients()
-        params: dict[Tensor, Tensor] = {piece.value: piece.param for piece in self.pieces}
-        self.piece_gradients = PieceGradients(self, self.kept, params)
-
-    def kept_gradients(self) -> KeptGradients:
-        """The guard of the parameters of the model."""
-        kept = KeptGradients(self, [piece.param for piece in self.pieces])
-        kept.guard()
-        return kept
-
-    def keeps_gradient(self, param: Tensor) -> bool:
-        return own_grad(param) is not None
-
-    def shown_gradient(self, param: Tensor) -> Tensor | None:
-        return None
-
-    def why_no_gradient(self, param: Tensor) -> str:
-        return why_no_gradient(f"a parameter of shape {tuple(param.shape)}", type(self).__name__)
-
-    # Steps
-
-    def refuse_steps_of_others(self) -> None:
-        """A step of the optimizer inside, past this one, is an error from now on."""
-        self.optim.register_step_pre_hook(_Refusal(weakref.ref(self)))
-
-    @contextmanager
-    def own_step(self) -> Iterator[None]:
-        """Inside, the optimizer inside may step."""
-        self._own_steps += 1
-        try:
-            yield
-        finally:
-            self._own_steps -= 1
-
-    @property
-    def state(self) -> Any:
-        return StatesOfPieces(self.optim.state, self.pieces, written=self.takes_written_states)
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        if not self.takes_written_states:
-            raise states_rest_elsewhere()
-        self.optim.state = value
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # what torch's GradScaler asks first
-        raise RuntimeError(
-            f"torch.amp.GradScaler finds no gradients in {type(self).__name__}, which has them in pieces;"
-            " leave it out, and let the plugin scale the loss: precision='fp16'"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} holds pieces that belong to its job, so it cannot be copied or pickled;"
-            " use state_dict() and load_state_dict(), or booster.save_optimizer"
-        )
-
-
-class _Refusal:
-    """A hook that does not keep its optimizer alive, and that a copy of the hooks takes along."""
-
-    def __init__(self, owner: weakref.ref[OptimizerOfPieces]) -> None:
+    def __init__(self, owner: weakref.ref[Any]) -> None:
         self._owner = owner
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:

@@ -15,6 +15,7 @@ subclasses: ``bring_gradients`` and ``publish``.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp._compat import changes, copy_all
 from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradScaler
-from colossalai.amp.scaled_optimizer import SCALER_KEY
+from colossalai.amp.scaled_optimizer import SCALER_KEY, ScaledOptimizer
 from colossalai.checkpoint_io.gathered import PIECE
 from colossalai.interface.holding import MASTERS_KEY, Holding
 from colossalai.interface.hooks import tell_of_local_hooks
@@ -40,8 +41,9 @@ from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.nn.optimizer.masters import UncountedWrites
 from colossalai.utils.optimizer_state import check_state
+from colossalai.zero.elsewhere import KeptGradients, PieceGradients, why_no_gradient
 from colossalai.zero.pieces import Piece
-from colossalai.zero.refusals import OptimizerOfPieces
+from colossalai.zero.refusals import StatesOfPieces, StepGuard, states_rest_elsewhere
 from colossalai.zero.states import cut_state, sliced_states, whole
 
 
@@ -53,7 +55,7 @@ def needs_masters(optimizer: Optimizer, dtype: torch.dtype) -> bool:
     return dtype in HALVES and not isinstance(optimizer, MultiTensorOptimizer)
 
 
-class ShardedOptimizer(OptimizerOfPieces):
+class ShardedOptimizer(ScaledOptimizer):
     """``optim`` with ``pieces`` in the place of their parameters.
 
     Args:
@@ -68,6 +70,10 @@ class ShardedOptimizer(OptimizerOfPieces):
         report: warn of skipped steps.
     """
 
+    takes_written_states = True  # what is written to ``state`` is where steps look for it
+    kept: KeptGradients
+    piece_gradients: PieceGradients
+    _own_steps = 0
     scaler: BaseGradScaler
 
     def __init__(
@@ -90,7 +96,6 @@ class ShardedOptimizer(OptimizerOfPieces):
         self._max_norm, self._norm_type = max_norm, norm_type
         self._factor: float | Tensor = 1.0  # what the gradients of the pieces must still be multiplied by
         self._norms: dict[float, Tensor] = {}  # of the gradients as they are, by their kind
-        self._overflow = False
         self._uncounted = UncountedWrites()
         self._adopt(pieces)
         self.refuse_steps_of_others()
@@ -119,6 +124,68 @@ class ShardedOptimizer(OptimizerOfPieces):
                         self.optim.state[piece.value] = state
                 number += 1
         assert not by_param, "a piece of a parameter that is in no group"
+
+    # Gradients, see the note in ``colossalai.zero.elsewhere``
+
+    def keep_gradients(self) -> None:
+        """Let the gradients of parameters and pieces be seen as this plan has them, from now on."""
+        self.kept = self.kept_gradients()
+        params: dict[Tensor, Tensor] = {piece.value: piece.param for piece in self.pieces}
+        self.piece_gradients = PieceGradients(self, self.kept, params)
+
+    def kept_gradients(self) -> KeptGradients:
+        """The guard of the parameters of the model."""
+        kept = KeptGradients(self, [piece.param for piece in self.pieces])
+        kept.guard()
+        return kept
+
+    def keeps_gradient(self, param: Tensor) -> bool:
+        return own_grad(param) is not None
+
+    def shown_gradient(self, param: Tensor) -> Tensor | None:
+        return None
+
+    def why_no_gradient(self, param: Tensor) -> str:
+        return why_no_gradient(f"a parameter of shape {tuple(param.shape)}", type(self).__name__)
+
+    # Steps
+
+    def refuse_steps_of_others(self) -> None:
+        """A step of the optimizer inside, past this one, is an error from now on."""
+        self.optim.register_step_pre_hook(StepGuard(weakref.ref(self)))
+
+    @contextmanager
+    def own_step(self) -> Iterator[None]:
+        """Inside, the optimizer inside may step."""
+        self._own_steps += 1
+        try:
+            yield
+        finally:
+            self._own_steps -= 1
+
+    @property
+    def state(self) -> Any:
+        return StatesOfPieces(self.optim.state, self.pieces, written=self.takes_written_states)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if not self.takes_written_states:
+            raise states_rest_elsewhere()
+        self.optim.state = value
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # what torch's GradScaler asks first
+        raise RuntimeError(
+            f"torch.amp.GradScaler finds no gradients in {type(self).__name__}, which has them in pieces;"
+            " leave it out, and let the plugin scale the loss: precision='fp16'"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} holds pieces that belong to its job, so it cannot be copied or pickled;"
+            " use state_dict() and load_state_dict(), or booster.save_optimizer"
+        )
 
     # Loss scale
 
