@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import colossalai.nn as col_nn
 from benchmarks.communication import WORD, kept
 from benchmarks.table import Row
-from colossalai.cli.benchmark.models import Block
+from colossalai.cli.benchmark.models import BenchmarkBlock
 from colossalai.mesh import Mesh, shard
 from colossalai.nn.modes import TensorParallel, mode_1d, mode_2d
 from colossalai.testing import spawn
@@ -32,16 +32,16 @@ GRID_SIZE: Size = (8, 128, 256, 8)
 GPU_SIZES: dict[str, Size] = {"small": (2, 64, 256, 4), "GPT-2 XL's": (8, 1024, 1600, 25)}
 
 
-def torch_block(width: int, heads: int) -> Block:
+def torch_block(width: int, heads: int) -> BenchmarkBlock:
     """The block from torch's own layers, serial."""
-    block = Block(width, heads, causal=True)
+    block = BenchmarkBlock(width, heads, causal=True)
     block.norm1, block.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
     block.attn.query_key_value, block.attn.dense = nn.Linear(width, 3 * width), nn.Linear(width, width)
     block.mlp.dense_1, block.mlp.dense_2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
     return block
 
 
-def our_block(native: Block, tp: TensorParallel, mesh: Mesh) -> Block:
+def our_block(native: BenchmarkBlock, tp: TensorParallel, mesh: Mesh) -> BenchmarkBlock:
     """This rank's piece of ``native``."""
     block = copy.deepcopy(native)
     block.norm1, block.norm2 = (
@@ -60,7 +60,7 @@ def our_block(native: Block, tp: TensorParallel, mesh: Mesh) -> Block:
     return block
 
 
-def dtensor_block(native: Block, mesh: Mesh) -> nn.Module:
+def dtensor_block(native: BenchmarkBlock, mesh: Mesh) -> nn.Module:
     """The same by torch's tensor parallelism, with the rows of the fused projection sorted so that a rank gets whole heads."""
     block, p = copy.deepcopy(native), mesh.size["tp"]
     for tensor in (block.attn.query_key_value.weight, block.attn.query_key_value.bias):
@@ -163,7 +163,7 @@ def one_device(compiled: bool) -> list[Row]:
     rows = []
     for name, (batch, length, width, heads) in (GPU_SIZES if device == "cuda" else SIZES).items():
         torch.manual_seed(0)
-        ours = Block(width, heads, causal=True).to(device, dtype)
+        ours = BenchmarkBlock(width, heads, causal=True).to(device, dtype)
         peer = torch_block(width, heads).to(device, dtype)
         peer.load_state_dict(ours.state_dict())
         x = torch.randn(batch, length, width, device=device, dtype=dtype, requires_grad=True)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchFSDPPlugin
 from colossalai.booster.plugin.dp import DPPluginBase
-from colossalai.booster.plugin.own_precision import OwnPrecisionPlugin
+from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.booster.reach import reach_problem
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
@@ -128,7 +128,7 @@ def _early_updates(wanted: Wanted) -> str | None:
 
 def _nothing_to_train(wanted: Wanted) -> str | None:
     plan, optimizer = wanted.plan, wanted.optimizer
-    if plan is None or optimizer is None or not issubclass(plan.kind, OwnPrecisionPlugin):
+    if plan is None or optimizer is None or not issubclass(plan.kind, HalfWeightPlugin):
         return None
     if any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         return None

@@ -15,7 +15,7 @@ from colossalai.interface import Holding, ModelWrapper, below_compile, user_modu
 from colossalai.mesh import Mesh
 from colossalai.mesh.norm import STAGES
 from colossalai.nn.layer import ParallelLayer
-from colossalai.utils.away import is_away, lazily
+from colossalai.utils.lazy_tensor import fetch_later, is_lazy
 from colossalai.utils.parallel import launched_mesh
 
 HALF = (torch.float16, torch.bfloat16)
@@ -81,7 +81,7 @@ class ModelState:
             name,
             serial_shape(tensor),
             holding.value.dtype,
-            pieces_of_holding(holding, lazily(holding.value), self.mesh, name),
+            pieces_of_holding(holding, fetch_later(holding.value), self.mesh, name),
             shared_mark(tensor),
             self.stage if is_param else None,
             aliases,
@@ -109,7 +109,7 @@ class ModelState:
     def _targets(self, entry: Entry, name: str) -> list[Piece]:
         """Where the elements of ``entry`` are read to; what rests on a disk gets there when all is read (``loaded``)."""
         holding = self._named[entry.name]
-        if not is_away(holding.value):
+        if not is_lazy(holding.value):
             return entry.pieces
         room = torch.empty(holding.value.shape, dtype=holding.value.dtype)
         self._elsewhere.append((holding.param, room))

@@ -28,7 +28,7 @@ from colossalai.checkpoint_io.values import decode, encode
 from colossalai.interface import Holding, OptimizerWrapper
 from colossalai.mesh import Mesh
 from colossalai.nn.optimizer.base import MultiTensorOptimizer, is_cut, local, wide
-from colossalai.utils.away import is_away, lazily
+from colossalai.utils.lazy_tensor import fetch_later, is_lazy
 from colossalai.utils.optimizer_state import KIND
 
 MASTER = "master"
@@ -93,7 +93,7 @@ class OptimizerState:
         if isinstance(self.raw, MultiTensorOptimizer):
             states = self.raw.lazy_state(holding.value)
         else:
-            states = {key: lazily(value) for key, value in self.raw.state.get(holding.value, {}).items()}
+            states = {key: fetch_later(value) for key, value in self.raw.state.get(holding.value, {}).items()}
         return {key: partial(self._read, v) if callable(v) else v for key, v in states.items()}
 
     def _read(self, read: Callable[[], Tensor]) -> Tensor:
@@ -256,7 +256,7 @@ class OptimizerState:
         dtype = source.dtype
         if dtype.is_floating_point:
             dtype = wide(value) if isinstance(self.raw, MultiTensorOptimizer) else value.dtype
-        if isinstance(own, Tensor) and own.shape == value.shape and own.dtype == dtype and not is_away(own):
+        if isinstance(own, Tensor) and own.shape == value.shape and own.dtype == dtype and not is_lazy(own):
             return own
         return torch.empty_like(value, dtype=dtype, requires_grad=False)
 

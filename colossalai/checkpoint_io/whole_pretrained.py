@@ -17,8 +17,8 @@ from colossalai.checkpoint_io.entries import is_dtensor
 from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
 from colossalai.checkpoint_io.model_state import ModelState
 from colossalai.interface import ModelWrapper
-from colossalai.nn.policies.adapt import native_class
 from colossalai.nn.policies.stage import Stage
+from colossalai.nn.policies.wrap_forward import native_class
 
 
 def save_pretrained(model: ModelWrapper, save_directory: Any, **options: Any) -> None:

@@ -23,7 +23,7 @@ _OTHERS = 8  # how many of those that failed after it are named
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class RankFailure:
     """One rank that did not end well.
 
     ``kind`` is ``raised`` (an exception nobody caught), ``exit`` (``sys.exit``), ``died`` (a signal, or an exit
@@ -45,7 +45,7 @@ class Failure:
         return 128 - self.exitcode if self.exitcode < 0 else self.exitcode
 
 
-def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any]]) -> list[Failure]:
+def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any]]) -> list[RankFailure]:
     """Join what torchrun saw of its ranks with what the ranks noted about themselves.
 
     A rank that was killed leaves no note, and a torchrun that was stopped leaves no exit codes.  A rank that had failed
@@ -58,8 +58,8 @@ def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any
         seen = merged.get(note["rank"], {"kind": "stopped"})
         exitcode = note["exitcode"] if seen["kind"] == "stopped" else seen["exitcode"]
         merged[note["rank"]] = {**note, "exitcode": exitcode}
-    names = {field.name for field in fields(Failure)}
-    return [Failure(**{name: one[name] for name in names & one.keys()}) for one in merged.values()]
+    names = {field.name for field in fields(RankFailure)}
+    return [RankFailure(**{name: one[name] for name in names & one.keys()}) for one in merged.values()]
 
 
 def read_notes(folder: Path) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def exit_text(exitcode: int) -> str:
         return f"exit code {128 - exitcode} (signal {-exitcode})"
 
 
-def first(failures: Iterable[Failure]) -> Failure:
+def first(failures: Iterable[RankFailure]) -> RankFailure:
     """The failure that caused the others.
 
     Time alone does not tell: a killed rank leaves no note, and its neighbours complain within milliseconds.
@@ -90,17 +90,17 @@ def first(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: (_innocence(failure), failure.time, failure.rank))
 
 
-def is_own_fault(failure: Failure) -> bool:
+def is_own_fault(failure: RankFailure) -> bool:
     """Whether it is more than the echo of another process that ended."""
     return _innocence(failure) == 0
 
 
-def obeyed(failure: Failure, number: int) -> bool:
+def obeyed(failure: RankFailure, number: int) -> bool:
     """Whether this is how a rank ends that was asked to by signal ``number``, and knows what a shell expects."""
     return failure.kind == "exit" and failure.exitcode == 128 + number
 
 
-def _innocence(failure: Failure) -> int:
+def _innocence(failure: RankFailure) -> int:
     if failure.kind == "stopped":
         return 2
     lost_a_peer = failure.kind == "raised" and _LOST_A_PEER.search(failure.summary)
@@ -108,7 +108,7 @@ def _innocence(failure: Failure) -> int:
     return 1 if lost_a_peer or aborted else 0
 
 
-def describe(failures: list[Failure]) -> str:
+def describe(failures: list[RankFailure]) -> str:
     """The block at the end of a failed job."""
     cause = first(failures)
     others = sorted((f for f in failures if f is not cause and f.kind != "stopped"), key=lambda f: f.rank)

@@ -47,7 +47,7 @@ class LaunchArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class LaunchJob:
     """One distributed run."""
 
     hosts: tuple[str, ...]

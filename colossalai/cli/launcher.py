@@ -14,9 +14,9 @@ from typing import Any
 from click import ClickException
 
 from colossalai.cli import failure
-from colossalai.cli.job import Job
+from colossalai.cli.job import LaunchJob
 from colossalai.cli.node import Node
-from colossalai.cli.wire import Event, Order
+from colossalai.cli.wire import AgentEvent, Order
 
 _READY_TIMEOUT = 60.0  # an interpreter on a slow network file system takes its time
 _STOP_MARGIN = 15.0  # beyond the grace period: the agent's own margin and the way back
@@ -31,11 +31,11 @@ class Stopped(Exception):
 
 
 @dataclass
-class Outcome:
+class LaunchOutcome:
     """How the job went, one report after the other."""
 
     done: dict[str, bool] = field(default_factory=dict)
-    failures: list[failure.Failure] = field(default_factory=list)
+    failures: list[failure.RankFailure] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     stopped_by: int | None = None
     unconfirmed: set[str] = field(default_factory=set)
@@ -51,7 +51,7 @@ class Outcome:
 
     def add(self, node: Node, report: dict[str, Any], *, shown_host: str) -> None:
         self.done[node.host] = report["ok"]
-        self.failures += [failure.Failure(**{**one, "host": shown_host}) for one in report["failures"]]
+        self.failures += [failure.RankFailure(**{**one, "host": shown_host}) for one in report["failures"]]
         if report["message"]:
             self.messages.append(f"{node.host}: {report['message']}")
 
@@ -66,7 +66,7 @@ class Outcome:
 class Launcher:
     """Runs one job; ``run`` returns the exit code."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: LaunchJob) -> None:
         self._job = job
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._nodes = [Node(job, rank, self._events) for rank in range(max(1, len(job.hosts)))]
@@ -87,17 +87,17 @@ class Launcher:
         try:
             for node in self._nodes:
                 node.start()
-            self._await_all(Event.READY)
+            self._await_all(AgentEvent.READY)
             for node in self._nodes:
                 node.order(Order.PROBE)
-            self._await_all(Event.REACHED)
+            self._await_all(AgentEvent.REACHED)
             for node in self._nodes:
                 node.order(Order.GO)
         except BaseException:
             self._give_up()
             raise
 
-    def _await_all(self, event: Event) -> None:
+    def _await_all(self, event: AgentEvent) -> None:
         missing = list(self._nodes)
         deadline = time.monotonic() + _READY_TIMEOUT
         while missing:
@@ -108,7 +108,7 @@ class Launcher:
                 raise ClickException(f"no answer from {names} within {_READY_TIMEOUT:.0f} s") from None
             if report is None:
                 raise ClickException(node.why_it_ended())
-            if report["event"] == Event.REFUSED.value:
+            if report["event"] == AgentEvent.REFUSED.value:
                 where = f"{node.host}: " if self._job.hosts else ""
                 raise ClickException(where + report["message"])
             if report["event"] == event.value:
@@ -122,8 +122,8 @@ class Launcher:
 
     # while it runs
 
-    def _watch(self) -> Outcome:
-        outcome = Outcome()
+    def _watch(self) -> LaunchOutcome:
+        outcome = LaunchOutcome()
         deadline = float("inf")
         while len(outcome.done) < len(self._nodes):
             try:
@@ -142,14 +142,14 @@ class Launcher:
             node.wait_or_abandon(_STOP_MARGIN)
         return outcome
 
-    def _take(self, outcome: Outcome, node: Node, report: dict[str, Any] | None) -> None:
+    def _take(self, outcome: LaunchOutcome, node: Node, report: dict[str, Any] | None) -> None:
         if report is None:
             if node.host not in outcome.done:
                 outcome.lose(node, node.why_it_ended())
-        elif report["event"] == Event.DONE.value:
+        elif report["event"] == AgentEvent.DONE.value:
             outcome.add(node, report, shown_host=node.host if self._job.hosts else "")
 
-    def _stop(self, outcome: Outcome, number: int) -> None:
+    def _stop(self, outcome: LaunchOutcome, number: int) -> None:
         if outcome.stopped_by is not None:
             self._order_the_living(outcome, Order.KILL)
             return
@@ -159,7 +159,7 @@ class Launcher:
             print(f"\n{name}: stopping all processes (Ctrl-C again kills them at once)", file=sys.stderr)
         self._order_the_living(outcome, Order.STOP, _passed_on(number))
 
-    def _abandon(self, outcome: Outcome) -> None:
+    def _abandon(self, outcome: LaunchOutcome) -> None:
         for node in self._nodes:
             if node.host not in outcome.done:
                 node.abandon()
@@ -167,14 +167,14 @@ class Launcher:
                     node, f"{node.host} did not confirm that it stopped; look there for processes left"
                 )
 
-    def _order_the_living(self, outcome: Outcome, order: Order, *words: object) -> None:
+    def _order_the_living(self, outcome: LaunchOutcome, order: Order, *words: object) -> None:
         for node in self._nodes:
             if node.host not in outcome.done:
                 node.order(order, *words)
 
     # after it
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _tell(self, outcome: LaunchOutcome) -> None:
         if len(self._nodes) > 1:
             print("\n====== Training on All Nodes =====")
             for node in self._nodes:

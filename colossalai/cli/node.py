@@ -18,7 +18,7 @@ from typing import IO, Any
 from click import ClickException
 
 from colossalai.cli import failure, hosts, wire
-from colossalai.cli.job import Job
+from colossalai.cli.job import LaunchJob
 from colossalai.cli.node_agent import module_command
 from colossalai.cli.wire import Order
 
@@ -41,7 +41,7 @@ class Node:
     An event is ``(node, report)``, ``(node, None)`` at the agent's end, or ``(None, signal)``.
     """
 
-    def __init__(self, job: Job, rank: int, events: SimpleQueue[Any]) -> None:
+    def __init__(self, job: LaunchJob, rank: int, events: SimpleQueue[Any]) -> None:
         self._job, self._rank, self._events = job, rank, events
         self.host = job.hosts[rank] if job.hosts else "localhost"
         self.remote = not hosts.is_this_machine(self.host)

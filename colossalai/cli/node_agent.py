@@ -25,7 +25,7 @@ from typing import Any
 
 from colossalai.cli import _rank, _torchrun, failure, processes, wire
 from colossalai.cli.lines import LineAssembler
-from colossalai.cli.wire import Event, Order
+from colossalai.cli.wire import AgentEvent, Order
 
 _POLL = 0.1
 # torchrun kills its ranks itself after the grace period; then it needs a moment to report
@@ -115,7 +115,7 @@ class Agent:
                 self.stop(signal.SIGTERM)
                 self._kill_at = time.monotonic()
         except Refusal as refusal:
-            self._send(wire.report(Event.REFUSED, message=str(refusal)))
+            self._send(wire.report(AgentEvent.REFUSED, message=str(refusal)))
             self._state = State.DONE
 
     def _prepare(self, job: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ class Agent:
             raise Refusal(f"no such script: {job['script']} (looked in {job['cwd']})")
         if job["is_master"]:
             self._listener = listen(job["master_port"])
-        self._send(wire.report(Event.READY))
+        self._send(wire.report(AgentEvent.READY))
 
     def _probe(self) -> None:
         assert self._job
@@ -140,7 +140,7 @@ class Agent:
                 f"cannot reach {address[0]} port {address[1]}: {error.strerror or error}; --master_addr must be an "
                 "address of the first host that all hosts can reach, and no firewall may block --master_port"
             ) from None
-        self._send(wire.report(Event.REACHED))
+        self._send(wire.report(AgentEvent.REACHED))
 
     # the ranks
 
@@ -209,7 +209,7 @@ class Agent:
         for key in list(self._selector.get_map().values()):
             while key.fd != self._control and key.data():
                 pass  # what is still in the pipe
-        self._send(wire.report(Event.DONE, **self._outcome(self._torchrun.returncode)))
+        self._send(wire.report(AgentEvent.DONE, **self._outcome(self._torchrun.returncode)))
         shutil.rmtree(self._notes, ignore_errors=True)
         self._state = State.DONE
 

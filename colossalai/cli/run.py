@@ -8,7 +8,7 @@ import sys
 import click
 
 from colossalai.cli.hosts import choose_hosts, master_first
-from colossalai.cli.job import Job, parse_launch_args, stop_timeout
+from colossalai.cli.job import LaunchJob, parse_launch_args, stop_timeout
 from colossalai.cli.launcher import Launcher
 
 _PORT = click.IntRange(1, 65535)
@@ -138,7 +138,7 @@ def _job(
     extra_launch_args: str | None,
     user_script: str,
     user_args: tuple[str, ...],
-) -> Job:
+) -> LaunchJob:
     if nproc_per_node is None:
         misplaced = any(arg.startswith(("--nproc_per_node", "--nproc-per-node")) for arg in user_args)
         remedy = (
@@ -149,7 +149,7 @@ def _job(
             f"for example colossalai run --nproc_per_node 2 {user_script}"
         )
     chosen = choose_hosts(host=host, hostfile=hostfile, include=include, exclude=exclude, num_nodes=num_nodes)
-    return Job(
+    return LaunchJob(
         hosts=tuple(master_first(chosen, master_addr)),
         nproc_per_node=nproc_per_node,
         master_addr=master_addr,

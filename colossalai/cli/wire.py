@@ -29,7 +29,7 @@ class Order(Enum):
     """Kill everything now."""
 
 
-class Event(Enum):
+class AgentEvent(Enum):
     """What an agent reports."""
 
     READY = "ready"
@@ -46,7 +46,7 @@ def frame(kind: bytes, text: bytes) -> bytes:
     return kind + text + b"\n"
 
 
-def report(event: Event, **fields: Any) -> bytes:
+def report(event: AgentEvent, **fields: Any) -> bytes:
     return frame(REPORT, json.dumps({"event": event.value, **fields}).encode())
 
 

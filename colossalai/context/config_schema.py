@@ -17,7 +17,7 @@ from colossalai.logging import get_dist_logger
 
 
 @dataclass(frozen=True)
-class Rule:
+class ReservedWord:
     """What a reserved word holds, in words and as a test.  ``None`` always means: not set."""
 
     words: str
@@ -40,13 +40,13 @@ def _is_shape(value: object) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_positive_int, value))
 
 
-_DICT = Rule("a dict", lambda value: isinstance(value, Mapping))
-_BOOL = Rule("True or False", lambda value: isinstance(value, bool))
-_COUNT = Rule("a positive integer", is_positive_int)
-_HANDLERS = Rule("a list of dicts that have a 'type'", _is_list_of_handlers)
-_ANYTHING = Rule("anything", lambda value: True)
+_DICT = ReservedWord("a dict", lambda value: isinstance(value, Mapping))
+_BOOL = ReservedWord("True or False", lambda value: isinstance(value, bool))
+_COUNT = ReservedWord("a positive integer", is_positive_int)
+_HANDLERS = ReservedWord("a list of dicts that have a 'type'", _is_list_of_handlers)
+_ANYTHING = ReservedWord("anything", lambda value: True)
 
-FEATURES: dict[str, Rule] = {
+FEATURES: dict[str, ReservedWord] = {
     "parallel": _DICT,
     "fp16": _DICT,
     "zero": _DICT,
@@ -54,16 +54,18 @@ FEATURES: dict[str, Rule] = {
     "gradient_handler": _HANDLERS,
     "gradient_handlers": _HANDLERS,
     "gradient_accumulation": _COUNT,
-    "clip_grad_norm": Rule("a number that is not negative", lambda value: is_number(value) and value >= 0),
+    "clip_grad_norm": ReservedWord(
+        "a number that is not negative", lambda value: is_number(value) and value >= 0
+    ),
     "cudnn_benchmark": _BOOL,
     "cudnn_deterministic": _BOOL,
     "model": _ANYTHING,
 }
 
-_SHAPE = Rule("a tuple of positive integers", _is_shape)
+_SHAPE = ReservedWord("a tuple of positive integers", _is_shape)
 
 # The hyper-parameters whose meaning is ours as well: the pipeline schedule reads them.
-READ_BY_FEATURES: dict[str, Rule] = {
+READ_BY_FEATURES: dict[str, ReservedWord] = {
     "NUM_MICRO_BATCHES": _COUNT,
     "NUM_CHUNKS": _COUNT,
     "TENSOR_SHAPE": _SHAPE,
@@ -147,5 +149,5 @@ def _has_size(value: Any) -> bool:
     return isinstance(value, Mapping) and "size" in value
 
 
-def _is_stray_tuple(rule: Rule, value: Any) -> bool:
+def _is_stray_tuple(rule: ReservedWord, value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 1 and rule.holds(value[0])

@@ -32,7 +32,7 @@ from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import Pipeline
 from colossalai.pipeline.schedule import make_timetable
-from colossalai.pipeline.schedule.base import Action, Kind, Timetable
+from colossalai.pipeline.schedule.base import Action, PassKind, Timetable
 from colossalai.pipeline.stage import pipeline_rank
 from colossalai.utils import is_using_pp
 
@@ -41,7 +41,7 @@ Batch = Any
 AT_ONCE = 2
 
 
-class Played(NamedTuple):
+class PlayedStep(NamedTuple):
     """A step that was played: what was seen, and the bytes that only the config adds."""
 
     watch: Watch
@@ -65,7 +65,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """What one training step of this rank needs; the step that counts is the second one.
 
-    Needs a launch, real or imagined (``colossalai.context.imagined``), whose config says the precision, the schedule and so
+    Needs a launch, real or imagined (``colossalai.context.fake_launch``), whose config says the precision, the schedule and so
     on, as ``initialize`` reads them.  ``model`` is this rank's model or stage, on the meta device, and ``batch`` the next
     batch of its data loader.  ``specs``: see ``ImaginedLink``; needed for all stages of a pipeline but the first.
     """
@@ -97,7 +97,7 @@ def play_step(
     batch: Batch,
     *,
     specs: dict[Way, Any] | None = None,
-) -> Played:
+) -> PlayedStep:
     """``estimate_memory`` before the last step: what a stage with the same layers and another place needs follows from it."""
     _check_on_meta(model)
     features = Features.from_config(gpc.config)
@@ -123,7 +123,7 @@ def play_step(
         _make_states(engine)
         watch.start(engine.optimizer, row)
         _step(engine, tree_map_only(Tensor, lambda t: t.to("meta"), batch))
-    return Played(watch, stored, _buckets(features, model))
+    return PlayedStep(watch, stored, _buckets(features, model))
 
 
 def _check_on_meta(model: nn.Module) -> None:
@@ -172,8 +172,8 @@ def _short_timetable(whole: Timetable, rank: int) -> Timetable:
     stored = min(most, AT_ONCE)
     # where all forward passes come first, there are no gradients yet when most is stored
     count = stored if most == whole.microbatches else min(whole.microbatches, 2 * stored)
-    forward = [Action(Kind.FORWARD, i) for i in range(count)]
-    backward = [Action(Kind.BACKWARD, i) for i in range(count)]
+    forward = [Action(PassKind.FORWARD, i) for i in range(count)]
+    backward = [Action(PassKind.BACKWARD, i) for i in range(count)]
     row = forward[:stored]
     for i in range(count):
         row += [backward[i], *forward[stored + i : stored + i + 1]]

@@ -19,11 +19,11 @@ from colossalai.amp import AMP_TYPE
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from colossalai.booster.support import Plan, Wanted, problem_of
 from colossalai.context.config import ConfigException
-from colossalai.context.imagined import imagined_launch
+from colossalai.context.fake_launch import fake_launch
 from colossalai.context.parallel_config import ParallelConfig
 from colossalai.context.tensor_modes import DATA_AXIS, PIPELINE_AXIS
 from colossalai.core import global_context as gpc
-from colossalai.dry_run.estimate import Played, play_step, played_alike, stored_microbatches
+from colossalai.dry_run.estimate import PlayedStep, play_step, played_alike, stored_microbatches
 from colossalai.dry_run.link import Way
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.dry_run.zero import ZeroPlan, divided, estimate_zero, zero_plan
@@ -81,7 +81,7 @@ def dry_run(
         if last is not None and player.last_was_even and last.coord[PIPELINE_AXIS] == coord[PIPELINE_AXIS]:
             reports.append(replace(last, rank=rank, coord=coord))
         else:
-            with imagined_launch(launched, rank, world_size):
+            with fake_launch(launched, rank, world_size):
                 reports.append(player.play(rank, coord))
     return reports
 
@@ -95,7 +95,7 @@ class _Player:
     def __init__(self, build: Callable[[], Parts], config: Mapping[str, Any]) -> None:
         self._build, self._config = build, config
         self._specs: dict[tuple[int, ...], dict[Way, Any]] = {}
-        self._played: dict[Any, Played] = {}
+        self._played: dict[Any, PlayedStep] = {}
         self.last_was_even = False
 
     def play(self, rank: int, coord: Mapping[str, int]) -> RankReport:

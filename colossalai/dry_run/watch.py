@@ -14,7 +14,7 @@ from colossalai.engine.engine import Engine
 from colossalai.interface import OptimizerWrapper
 from colossalai.mesh import own_grad
 from colossalai.pipeline.executor import Executor
-from colossalai.pipeline.schedule.base import Action, Kind
+from colossalai.pipeline.schedule.base import Action, PassKind
 
 Moment = Literal["forward", "backward", "step"]
 
@@ -51,7 +51,7 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Peak:
     """A peak."""
 
     moment: Moment
@@ -83,7 +83,7 @@ class Watch:
         self._of_masters = nbytes(self._masters)
         self._states = nbytes(t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor))
         self._row, self._stored, self._running = row, 0, True
-        self._seen: dict[bool, _Seen] = {}
+        self._seen: dict[bool, _Peak] = {}
         self._begin("forward")
 
     def _begin(self, moment: Moment) -> None:
@@ -109,13 +109,13 @@ class Watch:
         if self._running:
             self._stored = self._stored_now()
             self.first_stored = self.first_stored or self._stored
-            following = self._row[self._done].kind if self._done < len(self._row) else Kind.BACKWARD
-            self._begin("forward" if following is Kind.FORWARD else "backward")
+            following = self._row[self._done].kind if self._done < len(self._row) else PassKind.BACKWARD
+            self._begin("forward" if following is PassKind.FORWARD else "backward")
 
     def at_peak(self) -> None:
         if self._running:
             is_step = self._moment == "step"
-            seen = _Seen(self._moment, self.memory.peak, self._gradients(), self._stored)
+            seen = _Peak(self._moment, self.memory.peak, self._gradients(), self._stored)
             if is_step not in self._seen or seen.total > self._seen[is_step].total:
                 self._seen[is_step] = seen
 
@@ -124,7 +124,7 @@ class Watch:
         seen = self._seen.values() if with_step else [self._seen[False]]
         return max((self._as_estimate(one, more_stored) for one in seen), key=lambda e: e.peak)
 
-    def _as_estimate(self, seen: _Seen, more_stored: int) -> MemoryEstimate:
+    def _as_estimate(self, seen: _Peak, more_stored: int) -> MemoryEstimate:
         rest = seen.total - self._fixed - seen.gradients
         # a backward pass gives activations back while it makes gradients
         stored = max(min(seen.stored, rest), 0)

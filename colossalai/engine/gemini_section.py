@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from colossalai.booster.plugin import GeminiPlugin
-from colossalai.booster.plugin.own_precision import LOSS_SCALE
+from colossalai.booster.plugin.half_weight_plugin import LOSS_SCALE
 from colossalai.context.config import ConfigException
 from colossalai.nn.optimizer import NVMeOptimizer
 

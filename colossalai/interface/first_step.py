@@ -12,7 +12,7 @@ from colossalai.interface.optimizer import OptimizerWrapper
 from colossalai.mesh import Mesh
 from colossalai.mesh.agreement import FirstStep, SameSteps
 from colossalai.mesh.norm import STAGES, tensor_axes
-from colossalai.nn.policies.adapt import WholeOutputs
+from colossalai.nn.policies.wrap_forward import WholeOutputs
 
 # The modes whose layers leave complete gradients after the backward pass; one of the user's own may complete them later.
 _OURS = ("1d", "2d", "2.5d", "3d")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.kernel import private
+from colossalai.kernel import _compat
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.kernel.kept import Kept
 from colossalai.kernel.lists import row
@@ -54,7 +54,7 @@ def adam_(lists: AdamLists, step: int, options: AdamOptions, kept: Kept | None =
 def choose(lists: AdamLists) -> str:
     """The name in ``ADAM`` of the fastest way for these tensors."""
     kind = lists.device.type
-    if kind not in private.FUSED_DEVICES or not lists.is_dense:
+    if kind not in _compat.FUSED_DEVICES or not lists.is_dense:
         return "foreach"
     if not lists.is_mixed:
         return "fused"
@@ -84,7 +84,7 @@ def _step_tensor(step: int, options: AdamOptions, device: torch.device) -> Tenso
 def _call_fused(
     lists: tuple[list[Tensor], ...], step: Tensor, options: AdamOptions, scale: Tensor | None = None
 ) -> None:
-    function = private.fused_adamw_ if options.decoupled else private.fused_adam_
+    function = _compat.fused_adamw_ if options.decoupled else _compat.fused_adam_
     function(
         *lists,
         [],
@@ -139,16 +139,16 @@ def adam_foreach_(lists: AdamLists, step: int, options: AdamOptions) -> None:
     weights, grads = lists.weights, lists.full_grads(options.div_scale)
     c1, c2 = options.corrections(step)
     if options.weight_decay and options.decoupled:
-        private.mul_(weights, 1 - options.lr * options.weight_decay)
+        _compat.mul_(weights, 1 - options.lr * options.weight_decay)
     elif options.weight_decay:
-        grads = private.add(grads, weights, alpha=options.weight_decay)
-    private.lerp_(lists.exp_avgs, grads, 1 - options.beta1)
-    private.mul_(lists.exp_avg_sqs, options.beta2)
-    private.addcmul_(lists.exp_avg_sqs, grads, grads, 1 - options.beta2)
-    denominators = private.sqrt(lists.exp_avg_sqs)
-    private.div_(denominators, math.sqrt(c2))
-    private.add_(denominators, options.eps)
-    private.addcdiv_(weights, lists.exp_avgs, denominators, -options.lr / c1)
+        grads = _compat.add(grads, weights, alpha=options.weight_decay)
+    _compat.lerp_(lists.exp_avgs, grads, 1 - options.beta1)
+    _compat.mul_(lists.exp_avg_sqs, options.beta2)
+    _compat.addcmul_(lists.exp_avg_sqs, grads, grads, 1 - options.beta2)
+    denominators = _compat.sqrt(lists.exp_avg_sqs)
+    _compat.div_(denominators, math.sqrt(c2))
+    _compat.add_(denominators, options.eps)
+    _compat.addcdiv_(weights, lists.exp_avgs, denominators, -options.lr / c1)
     lists.write_halves()
 
 

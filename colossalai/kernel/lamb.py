@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colossalai.kernel import private
+from colossalai.kernel import _compat
 from colossalai.kernel.lists import Lists
 from colossalai.kernel.probe import triton_works
 
@@ -76,35 +76,35 @@ def ratios(weight_norms: Tensor, step_norms: Tensor) -> Tensor:
 def scale_each_(tensors: list[Tensor], factors: Tensor) -> None:
     """Multiply each tensor by its entry of ``factors``."""
     if tensors[0].device.type == "cpu":
-        private.mul_(tensors, factors.tolist())
+        _compat.mul_(tensors, factors.tolist())
     else:  # numbers would have to come to the host first, and the host would wait for the device
-        private.mul_(tensors, list(factors.unbind()))
+        _compat.mul_(tensors, list(factors.unbind()))
 
 
 def lamb_foreach_(lists: LambLists, step: int, options: LambOptions, divisor: Tensor | None = None) -> None:
     weights, grads = lists.weights, lists.full_grads()
     if divisor is not None:
-        grads = private.div(grads, divisor)
+        grads = _compat.div(grads, divisor)
     if options.weight_decay and not options.decoupled:
-        grads = private.add(grads, weights, alpha=options.weight_decay)
-    private.mul_(lists.exp_avgs, options.beta1)
-    private.add_(lists.exp_avgs, grads, alpha=options.beta3)
-    private.mul_(lists.exp_avg_sqs, options.beta2)
-    private.addcmul_(lists.exp_avg_sqs, grads, grads, 1 - options.beta2)
+        grads = _compat.add(grads, weights, alpha=options.weight_decay)
+    _compat.mul_(lists.exp_avgs, options.beta1)
+    _compat.add_(lists.exp_avgs, grads, alpha=options.beta3)
+    _compat.mul_(lists.exp_avg_sqs, options.beta2)
+    _compat.addcmul_(lists.exp_avg_sqs, grads, grads, 1 - options.beta2)
     c1, c2 = options.corrections(step)
-    denominators = private.sqrt(lists.exp_avg_sqs)
+    denominators = _compat.sqrt(lists.exp_avg_sqs)
     if options.bias_correction:
-        private.div_(denominators, math.sqrt(c2))
-    private.add_(denominators, options.eps)
-    updates = private.div(lists.exp_avgs, denominators)
+        _compat.div_(denominators, math.sqrt(c2))
+    _compat.add_(denominators, options.eps)
+    updates = _compat.div(lists.exp_avgs, denominators)
     if options.bias_correction:
-        private.div_(updates, c1)
+        _compat.div_(updates, c1)
     if options.weight_decay and options.decoupled:
-        private.add_(updates, weights, alpha=options.weight_decay)
+        _compat.add_(updates, weights, alpha=options.weight_decay)
     if options.adaptive:
-        norms = [torch.stack(private.norm(tensors)) for tensors in (weights, updates)]
+        norms = [torch.stack(_compat.norm(tensors)) for tensors in (weights, updates)]
         scale_each_(updates, ratios(*norms))
-    private.add_(weights, updates, alpha=-options.lr)
+    _compat.add_(weights, updates, alpha=-options.lr)
     lists.write_halves()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from colossalai.kernel import private
+from colossalai.kernel import _compat
 from colossalai.kernel.lamb import choose, scale_each_
 from colossalai.kernel.lists import Lists
 
@@ -40,20 +40,20 @@ def lars_(lists: LarsLists, options: LarsOptions) -> None:
 
 def rates(lists: LarsLists, options: LarsOptions) -> Tensor:
     """lr r of the formula at the top, for all tensors at once."""
-    w = torch.stack(private.norm(lists.weights))
-    g = torch.stack(private.norm(lists.grads, 2, w.dtype))  # half precision would overflow
+    w = torch.stack(_compat.norm(lists.weights))
+    g = torch.stack(_compat.norm(lists.grads, 2, w.dtype))  # half precision would overflow
     ratio = options.eeta * w / (g + options.weight_decay * w + options.epsilon)
     return options.lr * torch.where((w > 0) & (g > 0), ratio, torch.ones_like(w))
 
 
 def lars_foreach_(lists: LarsLists, rates: Tensor, options: LarsOptions) -> None:
-    steps = private.add(lists.full_grads(), lists.weights, alpha=options.weight_decay)
+    steps = _compat.add(lists.full_grads(), lists.weights, alpha=options.weight_decay)
     scale_each_(steps, rates)
     if lists.buffers:
-        private.mul_(lists.buffers, options.momentum)
-        private.add_(lists.buffers, steps)
+        _compat.mul_(lists.buffers, options.momentum)
+        _compat.add_(lists.buffers, steps)
         steps = lists.buffers
-    private.sub_(lists.weights, steps)
+    _compat.sub_(lists.weights, steps)
     lists.write_halves()
 
 

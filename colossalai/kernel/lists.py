@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-import colossalai.kernel.private as private
+from colossalai.kernel import _compat
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,8 +64,8 @@ class Lists:
         grads = self.grads
         if grads[0].dtype != self.weights[0].dtype:
             grads = [torch.empty_like(w) for w in self.weights]
-            private.copy_(grads, self.grads)
-        return private.div(grads, div_scale) if div_scale > 0 else grads
+            _compat.copy_(grads, self.grads)
+        return _compat.div(grads, div_scale) if div_scale > 0 else grads
 
     def portions(self) -> Iterator[Self]:
         """On a CPU large tensors one by one: what one operation reads is still in the cache for the next.
@@ -85,7 +85,7 @@ class Lists:
 
     def write_halves(self) -> None:
         if self.halves:
-            private.copy_(self.halves, self.weights)
+            _compat.copy_(self.halves, self.weights)
 
 
 def covers_its_memory(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ CHUNK = 1 << 15
 BLOCK = 1 << 10
 
 
-class Chunks(NamedTuple):
+class ChunkTable(NamedTuple):
     """How tensors of given sizes are cut; tables on the device."""
 
     owners: Tensor  # (chunks,) the tensor of each chunk
@@ -34,29 +34,29 @@ class Chunks(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def cut(sizes: tuple[int, ...], device: torch.device) -> Chunks:
+def cut(sizes: tuple[int, ...], device: torch.device) -> ChunkTable:
     size = torch.tensor(sizes, dtype=torch.int64)
     counts = (size + CHUNK - 1) // CHUNK
     firsts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-    return Chunks(*(table.to(device) for table in (owners, firsts, size)))
+    return ChunkTable(*(table.to(device) for table in (owners, firsts, size)))
 
 
-class Table(NamedTuple):
+class AddressTable(NamedTuple):
     """The addresses of several lists of tensors, and what the kernel is told about them."""
 
     addresses: Tensor  # (lists, tensors)
-    chunks: Chunks
+    chunks: ChunkTable
     is_aligned: bool
 
 
-def table(*lists: list[Tensor]) -> Table:
+def table(*lists: list[Tensor]) -> AddressTable:
     device = lists[0][0].device
     addresses = torch.tensor([[t.data_ptr() for t in one] for one in lists], dtype=torch.int64)
     aligned = bool((addresses % 16 == 0).all())
     if device.type == "cuda":
         addresses = addresses.pin_memory().to(device, non_blocking=True)
-    return Table(addresses, cut(tuple(t.numel() for t in lists[0]), device), aligned)
+    return AddressTable(addresses, cut(tuple(t.numel() for t in lists[0]), device), aligned)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

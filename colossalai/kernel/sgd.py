@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from colossalai.kernel import private
+from colossalai.kernel import _compat
 from colossalai.kernel.lists import Lists
 
 
@@ -35,7 +35,7 @@ def sgd_(lists: SgdLists, options: SgdOptions) -> None:
 
 
 def choose(lists: SgdLists) -> str:
-    return "fused" if lists.device.type in private.FUSED_DEVICES and lists.is_dense else "foreach"
+    return "fused" if lists.device.type in _compat.FUSED_DEVICES and lists.is_dense else "foreach"
 
 
 def _decay(lists: SgdLists, options: SgdOptions) -> float:
@@ -46,12 +46,12 @@ def _decay(lists: SgdLists, options: SgdOptions) -> float:
     if not options.decay_after_momentum:
         return options.weight_decay
     if options.weight_decay:
-        private.mul_(lists.weights, 1 - options.lr * options.weight_decay)
+        _compat.mul_(lists.weights, 1 - options.lr * options.weight_decay)
     return 0.0
 
 
 def sgd_fused_(lists: SgdLists, options: SgdOptions) -> None:
-    private.fused_sgd_(
+    _compat.fused_sgd_(
         lists.weights,
         lists.full_grads(),
         lists.buffers,
@@ -69,17 +69,17 @@ def sgd_fused_(lists: SgdLists, options: SgdOptions) -> None:
 def sgd_foreach_(lists: SgdLists, options: SgdOptions) -> None:
     steps = lists.full_grads()
     if decay := _decay(lists, options):
-        steps = private.add(steps, lists.weights, alpha=decay)
+        steps = _compat.add(steps, lists.weights, alpha=decay)
     if lists.buffers:
         if lists.is_first:
-            private.copy_(lists.buffers, steps)
+            _compat.copy_(lists.buffers, steps)
         else:
-            private.mul_(lists.buffers, options.momentum)
-            private.add_(lists.buffers, steps, alpha=1 - options.dampening)
+            _compat.mul_(lists.buffers, options.momentum)
+            _compat.add_(lists.buffers, steps, alpha=1 - options.dampening)
         steps = (
-            private.add(steps, lists.buffers, alpha=options.momentum) if options.nesterov else lists.buffers
+            _compat.add(steps, lists.buffers, alpha=options.momentum) if options.nesterov else lists.buffers
         )
-    private.add_(lists.weights, steps, alpha=-options.lr)
+    _compat.add_(lists.weights, steps, alpha=-options.lr)
     lists.write_halves()
 
 

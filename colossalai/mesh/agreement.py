@@ -144,7 +144,7 @@ class SameGradients:
             index = len(self._names)
             self._names.append(name)
             self._copies.append(copies)
-            self._handles.append(param.register_hook(_Seen(self, index)))
+            self._handles.append(param.register_hook(_GradientHook(self, index)))
 
     def see(self, index: int, grad: Tensor) -> None:
         if self.done or grad.is_sparse or grad.is_meta:
@@ -313,7 +313,7 @@ def _trains(model: nn.Module) -> bool:
     return model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-class _Seen:
+class _GradientHook:
     """The hook of one parameter; an object, since a model that is pickled or copied carries it along."""
 
     def __init__(self, watch: SameGradients, index: int) -> None:

@@ -38,7 +38,7 @@ _ALLOWED = {"S>S", "S>R", "S>I", "P>S", "P>I", "P>R", "P>P", "I>R", "I>S", "I>I"
 
 
 @dataclass(frozen=True)
-class Step:
+class RouteStep:
     """One primitive of a route.  ``before`` are the axes that cut ``dim`` outside this one."""
 
     do: Literal["all_gather", "reduce_scatter", "cut", "all_reduce", "all_to_all"]
@@ -49,12 +49,12 @@ class Step:
 
 
 @lru_cache(maxsize=4096)
-def route(src: Layout, dst: Layout) -> tuple[Step, ...]:
+def route(src: Layout, dst: Layout) -> tuple[RouteStep, ...]:
     """The collectives that bring a tensor from ``src`` to ``dst``, cheapest kind first; needs no process group."""
     _check(src, dst)
     have = [list(axes) for axes in src.dims]
     partial = set(src.partial - dst.partial)
-    steps: list[Step] = []
+    steps: list[RouteStep] = []
     while True:
         if step := _exchange(have, dst):
             have[step.dim].pop()
@@ -63,7 +63,7 @@ def route(src: Layout, dst: Layout) -> tuple[Step, ...]:
             have[step.dim].append(step.axis)
             partial.discard(step.axis)
         elif late := sorted(partial - set(dst.sharded)):
-            step = Step("all_reduce", late[0])  # before any gather makes the tensor larger
+            step = RouteStep("all_reduce", late[0])  # before any gather makes the tensor larger
             partial.discard(step.axis)
         elif step := _widen(have, dst):
             have[step.dim].pop()
@@ -93,31 +93,31 @@ def _is_prefix(have: list[str], want: Axes) -> bool:
     return len(have) < len(want) and tuple(have) == want[: len(have)]
 
 
-def _exchange(have: list[list[str]], dst: Layout) -> Step | None:
+def _exchange(have: list[list[str]], dst: Layout) -> RouteStep | None:
     """An axis that is the innermost cut of one dim and the next one wanted by another."""
     for dim, axes in enumerate(have):
         if not axes or tuple(axes) == dst.dims[dim][: len(axes)]:
             continue
         for to_dim, want in enumerate(dst.dims):
             if to_dim != dim and _is_prefix(have[to_dim], want) and want[len(have[to_dim])] == axes[-1]:
-                return Step("all_to_all", axes[-1], dim, tuple(axes[:-1]), to_dim)
+                return RouteStep("all_to_all", axes[-1], dim, tuple(axes[:-1]), to_dim)
     return None
 
 
-def _narrow(have: list[list[str]], dst: Layout, partial: set[str]) -> Step | None:
+def _narrow(have: list[list[str]], dst: Layout, partial: set[str]) -> RouteStep | None:
     """The next wanted cut of a dim whose present cuts all stay."""
     cutting = {a for axes in have for a in axes}
     for dim, want in enumerate(dst.dims):
         if _is_prefix(have[dim], want) and (axis := want[len(have[dim])]) not in cutting:
-            return Step("reduce_scatter" if axis in partial else "cut", axis, dim, tuple(have[dim]))
+            return RouteStep("reduce_scatter" if axis in partial else "cut", axis, dim, tuple(have[dim]))
     return None
 
 
-def _widen(have: list[list[str]], dst: Layout) -> Step | None:
+def _widen(have: list[list[str]], dst: Layout) -> RouteStep | None:
     """The innermost cut of a dim that has to go."""
     for dim, axes in enumerate(have):
         if axes and tuple(axes) != dst.dims[dim][: len(axes)]:
-            return Step("all_gather", axes[-1], dim, tuple(axes[:-1]))
+            return RouteStep("all_gather", axes[-1], dim, tuple(axes[:-1]))
     return None
 
 
@@ -166,7 +166,7 @@ def start_move(
     return finish
 
 
-def _apply(x: Tensor, step: Step, layout: Layout, mesh: Mesh, shape: tuple[int, ...] | None) -> Tensor:
+def _apply(x: Tensor, step: RouteStep, layout: Layout, mesh: Mesh, shape: tuple[int, ...] | None) -> Tensor:
     if step.do == "all_reduce":
         return collectives.all_reduce(x, mesh, step.axis)
     uneven, length = shape is not None, None

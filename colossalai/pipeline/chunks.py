@@ -15,7 +15,7 @@ from colossalai.nn.policies.stage import Stage
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-class Chunks(nn.ModuleList):
+class ModelChunks(nn.ModuleList):
     """Several stages as one module, so that wrappers (mixed precision) go around all of them at once.
 
     Parameters keep the names they have in the list that is given.
@@ -31,8 +31,8 @@ class Chunks(nn.ModuleList):
 
 def with_chunks(model: nn.Module) -> nn.Module:
     """``model``, or if it is a plain list of stages, one module of them that can be called."""
-    if isinstance(model, nn.ModuleList) and not isinstance(model, Chunks):
-        return Chunks(model)
+    if isinstance(model, nn.ModuleList) and not isinstance(model, ModelChunks):
+        return ModelChunks(model)
     return model
 
 
@@ -42,7 +42,7 @@ def _innermost(model: nn.Module) -> nn.Module:
 
 def count_chunks(model: nn.Module) -> int:
     inner = _innermost(model)
-    return len(inner) if isinstance(inner, Chunks) else 1
+    return len(inner) if isinstance(inner, ModelChunks) else 1
 
 
 def _parameters(stage: nn.Module) -> list[inspect.Parameter]:
@@ -64,8 +64,8 @@ class StageCaller:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         inner = _innermost(model)
-        self._is_list = isinstance(inner, Chunks)
-        stages = list(inner) if isinstance(inner, Chunks) else [inner]
+        self._is_list = isinstance(inner, ModelChunks)
+        stages = list(inner) if isinstance(inner, ModelChunks) else [inner]
         self._signatures = [_parameters(_innermost(stage)) for stage in stages]
 
     def __call__(self, chunk: int, data: Any, received: Any, *, is_first: bool) -> Any:

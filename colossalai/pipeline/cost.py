@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from colossalai.pipeline.calls import build_kwargs_for_module, call_module, exec_funcs_with_kwargs
-from colossalai.pipeline.sequence import Step
+from colossalai.pipeline.sequence import LayerStep
 from colossalai.utils import synchronize
 
-Layers = Sequence[nn.Module] | Sequence[Step]
+Layers = Sequence[nn.Module] | Sequence[LayerStep]
 _Call = Callable[..., Any]
 
 
@@ -74,7 +74,7 @@ def _along(
     x = inputs[0] if len(inputs) == 1 else inputs or None
     costs = []
     for layer in layers:
-        step = layer if isinstance(layer, Step) else Step("", layer)
+        step = layer if isinstance(layer, LayerStep) else LayerStep("", layer)
         x = exec_funcs_with_kwargs({0: step.front}, 0, x, kwargs)
         named = build_kwargs_for_module(step.module, x, kwargs)
         x, spent = cost(step.module, lambda run, x=x, named=named: call_module(run, x, named))

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from colossalai.pipeline.p2p import Link
-from colossalai.pipeline.schedule.base import Action, Kind, Timetable
+from colossalai.pipeline.schedule.base import Action, PassKind, Timetable
 from colossalai.pipeline.split_backward import split_backward
 from colossalai.pipeline.wire import check_nest
 
@@ -126,11 +126,11 @@ class Executor:
     def _compute(self, action: Action, received: Any) -> Any:
         """What ``action`` makes for another stage, if it makes anything."""
         place = action.chunk, action.microbatch
-        if action.kind is Kind.FORWARD:
+        if action.kind is PassKind.FORWARD:
             return self._forward(action, received)
-        if action.kind is Kind.BACKWARD:
+        if action.kind is PassKind.BACKWARD:
             return self._backward(action, self._stored.pop(place), received)
-        if action.kind is Kind.INPUT_GRAD:
+        if action.kind is PassKind.INPUT_GRAD:
             return self._input_grad(action, self._stored[place], received)
         rest = self._stored.pop(place).rest
         assert rest is not None, "the input gradients come before those of the weights"

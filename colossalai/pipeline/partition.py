@@ -21,14 +21,14 @@ from colossalai.pipeline.stage import Placement, Shape, launched_shape
 SPLIT_NODE = "SPLIT_NODE"
 
 Range = tuple[int, int]
-Parts = list[list[Range]]
+StageRanges = list[list[Range]]
 _Array = npt.NDArray[np.float64]
 
 
 def partition_uniform(
     num_items: int, pipeline_parallel_size: int, num_chunks: int = 1, *, shape: Shape | None = None
-) -> Parts:
-    """Parts with equally many layers; the remainder is spread evenly."""
+) -> StageRanges:
+    """Ranges of layers with equally many layers; the remainder is spread evenly."""
     count = _count(num_items, pipeline_parallel_size, num_chunks)
     return _dealt([num_items * i // count for i in range(count + 1)], pipeline_parallel_size, shape)
 
@@ -39,8 +39,8 @@ def partition_balanced(
     num_chunks: int = 1,
     *,
     shape: Shape | None = None,
-) -> Parts:
-    """Parts whose heaviest is as light as possible, and among those the most even ones (by the sum of squares).
+) -> StageRanges:
+    """Ranges of layers whose heaviest is as light as possible, and among those the most even ones (by the sum of squares).
 
     ``weights`` are what a layer costs: its parameters, or a cost of ``colossalai.pipeline.cost``.
     """
@@ -63,8 +63,8 @@ def customized_partition(
     num_chunks: int = 1,
     *,
     shape: Shape | None = None,
-) -> Parts:
-    """Parts that end where ``exec_seq`` has a ``"SPLIT_NODE"``; its other strings are the layers.
+) -> StageRanges:
+    """Ranges of layers that end where ``exec_seq`` has a ``"SPLIT_NODE"``; its other strings are the layers.
 
     Without a size, each part is a rank.
     """
@@ -113,7 +113,7 @@ def _plan(stages: int, chunks: int) -> str:
     return f"{stages} pipeline stages with {chunks} chunk{'s' if chunks > 1 else ''} each"
 
 
-def _dealt(bounds: Sequence[int], ranks: int, shape: Shape | None) -> Parts:
+def _dealt(bounds: Sequence[int], ranks: int, shape: Shape | None) -> StageRanges:
     """The ranges between ``bounds``, dealt to the ranks."""
     ranges = list(pairwise(bounds))
     place = Placement(ranks, len(ranges) // ranks, launched_shape() if shape is None else shape)

@@ -22,12 +22,12 @@ from colossalai.pipeline.calls import (
     exec_funcs_with_kwargs,
 )
 from colossalai.pipeline.partition import (
-    Parts,
+    StageRanges,
     customized_partition,
     partition_balanced,
     partition_uniform,
 )
-from colossalai.pipeline.sequence import Step, steps_of
+from colossalai.pipeline.sequence import LayerStep, steps_of
 from colossalai.pipeline.tied import check_shared_buffers, tie_stages
 
 POLICIES = ("balanced", "uniform", "customized")
@@ -88,7 +88,7 @@ class PipelinableContext:
         self._made: list[nn.Module] = []
         self._model: nn.Module | None = None
         self._exec_seq: Sequence[Any] | None = None
-        self._steps: list[Step] | None = None
+        self._steps: list[LayerStep] | None = None
         self._parameters: list[dict[str, nn.Parameter]] = []
         self._plain_init: Callable[..., None] | None = None
 
@@ -105,7 +105,7 @@ class PipelinableContext:
         self._policy = policy
 
     @property
-    def layers(self) -> list[Step]:
+    def layers(self) -> list[LayerStep]:
         """The layers in the order in which they run, with the functions between them."""
         return self._listed()
 
@@ -183,13 +183,13 @@ class PipelinableContext:
         tie_stages([step.module for step in steps], self._parameters, parts, rank)
         return model
 
-    def _listed(self) -> list[Step]:
+    def _listed(self) -> list[LayerStep]:
         if self._steps is None:
             self.to_layer_list()
         assert self._steps is not None
         return self._steps
 
-    def _parts(self, num_chunks: int, pipeline_size: int, costs: Sequence[float] | None) -> Parts:
+    def _parts(self, num_chunks: int, pipeline_size: int, costs: Sequence[float] | None) -> StageRanges:
         if costs is not None and (self.policy != "balanced" or len(costs) != self.layers_count):
             raise ValueError(
                 f"costs are for the policy 'balanced', one for each of {self.layers_count} layers; got {len(costs)} for the"
@@ -206,7 +206,7 @@ class PipelinableContext:
         counts = [sum(p.numel() for p in layer.values()) for layer in self._parameters]
         return partition_balanced(counts if costs is None else costs, pipeline_size, num_chunks)
 
-    def _stage(self, steps: Sequence[Step]) -> PipelinableModel:
+    def _stage(self, steps: Sequence[LayerStep]) -> PipelinableModel:
         front = {i: step.front for i, step in enumerate(steps)}
         behind = {i: step.behind for i, step in enumerate(steps)}
         return PipelinableModel(

@@ -29,7 +29,7 @@ from colossalai.pipeline.stage import pipeline_rank, pipeline_size
 from colossalai.pipeline.wire import Description, Leaf
 
 
-class Trains(Protocol):
+class LossOwner(Protocol):
     """Who knows how a loss goes into the backward pass: an engine, or an optimizer of a booster."""
 
     def expect_gradients(self) -> None: ...
@@ -94,7 +94,7 @@ class Pipeline:
         data: Any,
         label: Any,
         criterion: Criterion | None,
-        trains: Trains | None,
+        trains: LossOwner | None,
         *,
         return_loss: bool = True,
         return_outputs: bool = True,

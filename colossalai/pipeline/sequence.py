@@ -15,7 +15,7 @@ _SIDES = ("front", "behind")
 
 
 @dataclass
-class Step:
+class LayerStep:
     """One layer with the functions that go where it goes, before and after it."""
 
     name: str
@@ -24,22 +24,22 @@ class Step:
     behind: list[Function] = field(default_factory=list)
 
 
-def steps_of(model: nn.Module, exec_seq: Sequence[Any] | None) -> list[Step]:
+def steps_of(model: nn.Module, exec_seq: Sequence[Any] | None) -> list[LayerStep]:
     """The layers of ``model`` in the order of ``exec_seq``; without one, in the order of their definition.
 
     ``exec_seq`` holds names of modules, such as ``"layer1.0"``, and functions.  ``(function, "front")`` goes with the layer
     after it, ``(function, "behind")`` and a function alone with the layer before it.
     """
     if exec_seq is None:
-        return [Step(name, module) for name, module in _defined(model)]
+        return [LayerStep(name, module) for name, module in _defined(model)]
     modules = dict(model.named_modules())
-    steps: list[Step] = []
+    steps: list[LayerStep] = []
     waiting: list[Function] = []
     for item in exec_seq:
         if item == SPLIT_NODE:
             continue
         if isinstance(item, str):
-            steps.append(Step(item, _module(modules, item, model), front=waiting))
+            steps.append(LayerStep(item, _module(modules, item, model), front=waiting))
             waiting = []
             continue
         function, side = _function(item, alone="behind" if steps else "front")

@@ -17,10 +17,10 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh.deferred import Deferred
 from colossalai.nn.policies import POLICIES, Policy, parallelize
-from colossalai.nn.policies.adapt import WholeOutputs
-from colossalai.nn.policies.depth import Depth, Parts, carried_depth, find_parts
+from colossalai.nn.policies.depth import Depth, ModelParts, carried_depth, find_parts
 from colossalai.nn.policies.per_block import refuse_configured
-from colossalai.nn.policies.stage import Share, Stage, copy_above, take_stage
+from colossalai.nn.policies.stage import Stage, StageShare, copy_above, take_stage
+from colossalai.nn.policies.wrap_forward import WholeOutputs
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.partition import partition_balanced, partition_uniform
 from colossalai.pipeline.schedule import make_timetable
@@ -147,13 +147,13 @@ def _parallelize(model: nn.Module, policy: Policy | None, recording: Deferred | 
 class _Plan:
     """Which blocks each stage has, and under which names it holds parameters."""
 
-    parts: Parts
+    parts: ModelParts
     placement: Placement
     ranges: list[range]
     names: dict[str, tuple[str, ...]]
 
     def __init__(
-        self, model: nn.Module, parts: Parts, placement: Placement, partition: str | Sequence[int]
+        self, model: nn.Module, parts: ModelParts, placement: Placement, partition: str | Sequence[int]
     ) -> None:
         self.parts, self.placement = parts, placement
         self.ranges = _ranges(model, parts, placement.stages, partition)
@@ -183,11 +183,11 @@ class _Plan:
             stages.append(take_stage(twin, parts, self._share(index)))
         return stages
 
-    def _share(self, index: int) -> Share:
+    def _share(self, index: int) -> StageShare:
         here, count = self.ranges[index], self.parts.count
         receives = self.parts.sent(here.start) if index else ()
         sends = self.parts.sent(here.stop) if here.stop < count else ()
-        return Share(index, len(self.ranges), here, self.names, receives, sends)
+        return StageShare(index, len(self.ranges), here, self.names, receives, sends)
 
 
 def _names(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -199,7 +199,7 @@ def _names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(same.get(id(tensor), ())) for name, tensor in tensors}
 
 
-def _ranges(model: nn.Module, parts: Parts, stages: int, partition: str | Sequence[int]) -> list[range]:
+def _ranges(model: nn.Module, parts: ModelParts, stages: int, partition: str | Sequence[int]) -> list[range]:
     who, count = type(model).__name__, parts.count
     if isinstance(partition, Sequence) and not isinstance(partition, str):
         return _counted(who, count, stages, list(partition))

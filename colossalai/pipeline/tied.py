@@ -13,7 +13,7 @@ from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK, own_grad, set_own_grad
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
-from colossalai.pipeline.partition import Parts
+from colossalai.pipeline.partition import StageRanges
 from colossalai.utils.bucket import bucket_allreduce
 
 
@@ -26,7 +26,7 @@ class Use(NamedTuple):
 
 
 def shared_parameters(
-    parameters: Sequence[Mapping[str, Tensor]], parts: Parts
+    parameters: Sequence[Mapping[str, Tensor]], parts: StageRanges
 ) -> list[tuple[tuple[int, ...], list[Use]]]:
     """For each parameter on several ranks: these ranks and its uses.  ``parameters`` are those of each layer, by name."""
     rank_of = {layer: rank for rank, ranges in enumerate(parts) for r in ranges for layer in range(*r)}
@@ -41,7 +41,7 @@ def shared_parameters(
 def tie_stages(
     layers: Sequence[nn.Module] | Mapping[int, nn.Module],
     parameters: Sequence[Mapping[str, nn.Parameter]],
-    parts: Parts,
+    parts: StageRanges,
     rank: int,
 ) -> None:
     """Share what the stages hold together: ``layers`` are as ``rank`` has built them, ``parameters`` as the model had them.
@@ -62,7 +62,7 @@ def tie_stages(
             wrappers[ranks].register_parameter(layers[own.layer].get_parameter(own.name))
 
 
-def check_shared_buffers(layers: Sequence[nn.Module | None], parts: Parts) -> None:
+def check_shared_buffers(layers: Sequence[nn.Module | None], parts: StageRanges) -> None:
     """Refuse a layer that several stages use and that has buffers.
 
     On several ranks each would keep its own, and a checkpoint would have two values for one buffer; on one rank micro-batches
@@ -83,7 +83,7 @@ def check_shared_buffers(layers: Sequence[nn.Module | None], parts: Parts) -> No
         )
 
 
-def _warn_without_parameters(parameters: Sequence[Mapping[str, nn.Parameter]], parts: Parts) -> None:
+def _warn_without_parameters(parameters: Sequence[Mapping[str, nn.Parameter]], parts: StageRanges) -> None:
     for rank, ranges in enumerate(parts):
         if not any(parameters[layer] for r in ranges for layer in range(*r)):
             get_dist_logger().warning(

@@ -1,6 +1,6 @@
 """Helpers for tests of distributed code; docs/testing.md shows how they work together."""
 
-from colossalai.context.imagined import fake_world
+from colossalai.context.fake_launch import fake_world
 from colossalai.testing._cases import parametrize_sample, sample_cases
 from colossalai.testing._comparison import (
     assert_close,

@@ -45,7 +45,7 @@ class Problem:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adamw
 
 
-class Run(Protocol):
+class ParityRun(Protocol):
     """One training run, however it is spread; tensors are reported whole, under the names of the serial model."""
 
     def weights(self) -> dict[str, Tensor]: ...
@@ -63,7 +63,8 @@ class Run(Protocol):
         ...
 
 
-Plan = Callable[[Problem], Run]
+Run = ParityRun  # its former name, which scripts may import
+Plan = Callable[[Problem], ParityRun]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from colossalai.mesh.parameter import own_grad
 MB = 1024 * 1024
 
 
-class _Seen(NamedTuple):
+class _TensorRecord(NamedTuple):
     """What is remembered of a tensor; not the tensor itself, which would keep it alive."""
 
     name: str
@@ -53,7 +53,7 @@ class TensorDetector:
         self._log = log
         self._include_cpu = include_cpu or not torch.cuda.is_available()
         self._module = module
-        self._known: dict[int, _Seen] = {}
+        self._known: dict[int, _TensorRecord] = {}
 
     def detect(self) -> None:
         """Report the tensors that are new and those that are gone."""
@@ -74,10 +74,10 @@ class TensorDetector:
         """Forget what was seen."""
         self._known = {}
 
-    def _look(self) -> dict[int, _Seen]:
+    def _look(self) -> dict[int, _TensorRecord]:
         gc.collect()
         names = self._names()
-        found: dict[int, _Seen] = {}
+        found: dict[int, _TensorRecord] = {}
         # type(), because isinstance() asks strange objects for their __class__
         for thing in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]:
             for tensor, suffix in ((thing, ""), (own_grad(thing) if thing.is_leaf else None, ".grad")):
@@ -110,9 +110,9 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _describe(tensor: torch.Tensor, name: str) -> _Seen:
+def _describe(tensor: torch.Tensor, name: str) -> _TensorRecord:
     storage = tensor.untyped_storage()
-    return _Seen(
+    return _TensorRecord(
         name=name,
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossalai.utils.away import fetched
+from colossalai.utils.lazy_tensor import fetched
 from colossalai.zero.pieces import Piece
 
 Source = tuple[int, int, int]  # rank, and where its slice begins and ends in the flattened whole

@@ -8,15 +8,15 @@ import pytest
 
 from benchmarks import pipeline as benchmark
 from colossalai.pipeline.executor import Executor
-from colossalai.pipeline.schedule import BUBBLES, SCHEDULES, Kind
+from colossalai.pipeline.schedule import BUBBLES, SCHEDULES, PassKind
 from colossalai.testing import spawn
 
 HALVES = ["input", "weight"]
 WORK = {
-    Kind.FORWARD: ["forward"],
-    Kind.BACKWARD: HALVES,
-    Kind.INPUT_GRAD: ["input"],
-    Kind.WEIGHT_GRAD: ["weight"],
+    PassKind.FORWARD: ["forward"],
+    PassKind.BACKWARD: HALVES,
+    PassKind.INPUT_GRAD: ["input"],
+    PassKind.WEIGHT_GRAD: ["weight"],
 }
 
 
@@ -30,9 +30,9 @@ def check_work(rank: int, world_size: int, port: int, schedule: str) -> int:
         waits.clear()
         result = compute(self, action, received)
         expected = WORK[action.kind]
-        if self._stage(action) == 0 and action.kind is Kind.INPUT_GRAD:
+        if self._stage(action) == 0 and action.kind is PassKind.INPUT_GRAD:
             expected = []  # nobody waits for it, so it is done with the weights'
-        if self._stage(action) == 0 and action.kind is Kind.WEIGHT_GRAD:
+        if self._stage(action) == 0 and action.kind is PassKind.WEIGHT_GRAD:
             expected = HALVES
         assert sorted(what for what, _ in waits) == expected, action
         assert {seconds for _, seconds in waits} <= {1.0 / benchmark.SCHEDULES[schedule]}

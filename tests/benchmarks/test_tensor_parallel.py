@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.tensor_parallel import Block, beside_dtensor, grid_beside_line, step, torch_block
+from benchmarks.tensor_parallel import BenchmarkBlock, beside_dtensor, grid_beside_line, step, torch_block
 from colossalai.testing import spawn
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -43,7 +43,7 @@ class Operations(TorchDispatchMode):
 
 def both(device: str) -> tuple[nn.Module, nn.Module, Tensor]:
     torch.manual_seed(0)
-    ours, peer = Block(32, 4, causal=True).to(device), torch_block(32, 4).to(device)
+    ours, peer = BenchmarkBlock(32, 4, causal=True).to(device), torch_block(32, 4).to(device)
     peer.load_state_dict(ours.state_dict())
     return ours, peer, torch.randn(2, 8, 32, device=device, requires_grad=True)
 

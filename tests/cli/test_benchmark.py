@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner, Measurement
 
 from colossalai.cli.app import cli
 from colossalai.cli.benchmark import command, runner
 from colossalai.cli.benchmark.measure import Request
-from colossalai.cli.benchmark.models import MLP, Block, Shape
-from colossalai.cli.benchmark.plans import Plan, all_plans
+from colossalai.cli.benchmark.models import MLP, BenchmarkBlock, ModelSizes
+from colossalai.cli.benchmark.plans import BenchmarkPlan, all_plans
 from colossalai.utils.live_bytes import LiveBytes
 from tests.cli.tools import Command, survivors, wait_until
 
 TINY = ("-s", "4", "-d", "32", "-w", "1", "-p", "2", "-l", "1", "--device", "cpu", "--timeout", "60")
 
 
-def invoke(*options: object) -> Result:
+def invoke(*options: object) -> Measurement:
     return CliRunner().invoke(cli, ["benchmark", *map(str, options)])
 
 
@@ -50,7 +50,9 @@ def test_every_configuration_of_a_device_count() -> None:
         "size: 16, mode: 2.5d, depth: 4",
     ]
     assert not [p for p in plans(9) if "size: 2" in p or "size: 4" in p]
-    assert Plan(8, "2.5d", 2).config == {"parallel": {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}}
+    assert BenchmarkPlan(8, "2.5d", 2).config == {
+        "parallel": {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}
+    }
 
 
 def test_four_ranks_from_the_options_to_the_picture(tmp_path: Path) -> None:
@@ -104,9 +106,9 @@ def test_no_plan_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt", "vit"])
-@pytest.mark.parametrize("plan", [Plan(1, None), Plan(4, "2d")], ids=["serial", "2d"])
-def test_models(model: str, plan: Plan) -> None:
-    shape = Shape(batch_size=4, seq_len=3, dimension=32, layers=1)
+@pytest.mark.parametrize("plan", [BenchmarkPlan(1, None), BenchmarkPlan(4, "2d")], ids=["serial", "2d"])
+def test_models(model: str, plan: BenchmarkPlan) -> None:
+    shape = ModelSizes(batch_size=4, seq_len=3, dimension=32, layers=1)
     request = Request(model=model, shape=shape, warmup_steps=0, profile_steps=1, device="cpu")
     outcome = runner.run_plan(plan, request, timeout=60)
     assert outcome.error is None
@@ -219,7 +221,9 @@ def test_live_bytes() -> None:
     assert (live.now, len(w)) == (12, 2)
 
 
-@pytest.mark.parametrize("build", [lambda: MLP(32), lambda: Block(32, 4, causal=True)], ids=["mlp", "block"])
+@pytest.mark.parametrize(
+    "build", [lambda: MLP(32), lambda: BenchmarkBlock(32, 4, causal=True)], ids=["mlp", "block"]
+)
 def test_one_graph_with_one_rank(build: type[torch.nn.Module]) -> None:
     model = build()
     x = torch.randn(2, 4, 32)

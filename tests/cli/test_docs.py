@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from colossalai.cli.app import cli
-from colossalai.cli.job import Job
+from colossalai.cli.job import LaunchJob
 from tests.cli.checkpoints import trained
 from tests.cli.tools import ROOT
 
@@ -28,10 +28,10 @@ COMMANDS = [line for line in all_commands() if line.startswith("colossalai run")
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    jobs: list[Job] = []
+    jobs: list[LaunchJob] = []
 
     class Recorder:
-        def __init__(self, job: Job) -> None:
+        def __init__(self, job: LaunchJob) -> None:
             jobs.append(job)
 
         def run(self) -> int:

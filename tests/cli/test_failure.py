@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from colossalai.cli.failure import Failure, collect, describe, exit_text, first, is_own_fault
+from colossalai.cli.failure import RankFailure, collect, describe, exit_text, first, is_own_fault
 
 
-def make(rank: int, kind: str = "raised", summary: str = "ValueError: x", **more: Any) -> Failure:
+def make(rank: int, kind: str = "raised", summary: str = "ValueError: x", **more: Any) -> RankFailure:
     defaults = {"local_rank": rank, "exitcode": 1, "time": 10.0}
-    return Failure(rank=rank, kind=kind, summary=summary, **{**defaults, **more})
+    return RankFailure(rank=rank, kind=kind, summary=summary, **{**defaults, **more})
 
 
 TOLD = "colossalai.pipeline.p2p.PipelineError: pipeline stage 1 (rank 1) failed with ValueError: x"
@@ -37,7 +37,7 @@ LOST = "torch.distributed.DistNetworkError: The client socket has timed out"
         (make(1, time=9.0), [make(0, summary=TOLD, time=1.0), make(2, summary=TOLD, time=1.0)]),
     ],
 )
-def test_first(cause: Failure, others: list[Failure]) -> None:
+def test_first(cause: RankFailure, others: list[RankFailure]) -> None:
     assert first([*others, cause]) is cause
 
 

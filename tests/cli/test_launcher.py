@@ -8,10 +8,12 @@ import pytest
 from click import ClickException
 
 from colossalai.cli import launcher
-from colossalai.cli.job import Job
+from colossalai.cli.job import LaunchJob
 from colossalai.cli.launcher import Launcher
 
-JOB = Job(hosts=(), nproc_per_node=1, master_addr="127.0.0.1", master_port=1, script="x.py", stop_timeout=0.1)
+JOB = LaunchJob(
+    hosts=(), nproc_per_node=1, master_addr="127.0.0.1", master_port=1, script="x.py", stop_timeout=0.1
+)
 
 
 def replace_agent(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
@@ -56,6 +58,6 @@ def test_agent_does_not_confirm_its_end(
 
 def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    job = Job(hosts=("a", "b"), nproc_per_node=1, master_addr="a", master_port=1, script="x.py")
+    job = LaunchJob(hosts=("a", "b"), nproc_per_node=1, master_addr="a", master_port=1, script="x.py")
     with pytest.raises(ClickException, match=r"host a needs ssh, .*: apt-get install openssh-client"):
         Launcher(job).run()

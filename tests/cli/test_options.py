@@ -11,15 +11,15 @@ from click.testing import CliRunner, Result
 
 from colossalai.cli.app import cli
 from colossalai.cli.hosts import is_this_machine, master_first
-from colossalai.cli.job import Job, parse_launch_args, portable_environment, stop_timeout
+from colossalai.cli.job import LaunchJob, parse_launch_args, portable_environment, stop_timeout
 
 
 class Recorder:
     """Stands in for the launcher: keeps the job instead of running it."""
 
-    jobs: list[Job]
+    jobs: list[LaunchJob]
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: LaunchJob) -> None:
         self.jobs.append(job)
 
     def run(self) -> int:
@@ -27,7 +27,7 @@ class Recorder:
 
 
 @pytest.fixture(autouse=True)
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[LaunchJob]:
     Recorder.jobs = []
     monkeypatch.setattr("colossalai.cli.run.Launcher", Recorder)
     return Recorder.jobs
@@ -55,7 +55,7 @@ def assert_says(output: str, pattern: str) -> None:
     assert re.search(pattern, output, re.DOTALL), output
 
 
-def test_one_machine(jobs: list[Job]) -> None:
+def test_one_machine(jobs: list[LaunchJob]) -> None:
     assert invoke("--nproc_per_node", "4", "train.py", "--config", "c.py", "-s", "--host", "x").exit_code == 0
     (job,) = jobs
     assert (job.hosts, job.nproc_per_node, job.master_addr, job.master_port) == ((), 4, "127.0.0.1", 29500)
@@ -74,7 +74,7 @@ def test_one_machine(jobs: list[Job]) -> None:
 
 
 @pytest.mark.parametrize("option", ["-H", "-host", "--host"])
-def test_hosts_keep_their_order(jobs: list[Job], option: str) -> None:
+def test_hosts_keep_their_order(jobs: list[LaunchJob], option: str) -> None:
     invoke(
         option,
         "b,a,c",
@@ -102,7 +102,7 @@ def test_hosts_keep_their_order(jobs: list[Job], option: str) -> None:
         (["--master_addr", "host2"], ("host2", "host1", "user@host3")),
     ],
 )
-def test_hostfile(jobs: list[Job], hostfile: str, options: list[str], hosts: tuple[str, ...]) -> None:
+def test_hostfile(jobs: list[LaunchJob], hostfile: str, options: list[str], hosts: tuple[str, ...]) -> None:
     result = invoke(
         "--hostfile", hostfile, "--nproc_per_node", "1", "--master_addr", "host1", *options, "train.py"
     )
@@ -193,7 +193,7 @@ def test_launch_args() -> None:
     assert parse_launch_args(None).arguments == ()
 
 
-def test_a_module(jobs: list[Job]) -> None:
+def test_a_module(jobs: list[LaunchJob]) -> None:
     assert invoke("--nproc_per_node", "2", "-m", "package.train", "-m", "x", "--n", "6").exit_code == 0
     order = jobs[0].order(0, remote=False, capture=False)
     assert order["command"] == ["package.train", "-m", "x", "--n", "6"]
@@ -201,7 +201,7 @@ def test_a_module(jobs: list[Job]) -> None:
     assert order["torchrun_options"][-1] == "--module"
 
 
-def test_restarts(jobs: list[Job]) -> None:
+def test_restarts(jobs: list[LaunchJob]) -> None:
     for option, expected in (("--max-restarts=3", 3), ("--extra_launch_args=max_restarts=2", 2)):
         assert invoke("--nproc_per_node", "2", option, "train.py").exit_code == 0
         assert jobs[-1].order(0, remote=False, capture=False)["max_restarts"] == expected

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import colossalai
 from colossalai.context import ParallelMode
-from colossalai.context.imagined import imagined_launch
+from colossalai.context.fake_launch import fake_launch
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule import InterleavedPipelineSchedule, PipelineSchedule
 from colossalai.testing import parametrize_sample, spawn
@@ -127,7 +127,7 @@ def check_full_sizes(rank: int, world_size: int, port: int) -> dict[str, int]:
     """Parameters of a stage of each model as the page builds it, on the meta device: GPT-3 fits no CPU."""
     stand_in("transformers", GPT2Tokenizer=LettersTokenizer)
     config = {"parallel": {"pipeline": 2, "tensor": {"mode": "1d", "size": 2}}}
-    with imagined_launch(config, rank=0, world_size=4):
+    with fake_launch(config, rank=0, world_size=4):
         names = run(code("11.imports"), code("11.model", ("device('cuda')", "device('meta')")))
         with torch.device("meta"):
             stages = {name: names[name](checkpoint=True, dtype=torch.half) for name in FULL_SIZES}

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import colossalai
 from colossalai.amp import AMP_TYPE
 from colossalai.context.config import ConfigException
-from colossalai.context.imagined import imagined_launch
+from colossalai.context.fake_launch import fake_launch
 from colossalai.dry_run import MemoryEstimate, dry_run, estimate_memory, format_reports
 from colossalai.testing import parametrize_sample, spawn
 from colossalai.utils.live_bytes import LiveBytes
@@ -171,7 +171,7 @@ def test_zero_sections_that_a_job_would_refuse(config: dict[str, Any], message: 
 
 
 def test_a_model_with_memory_is_refused() -> None:
-    with imagined_launch({}, 0, 1):
+    with fake_launch({}, 0, 1):
         parts = build(False)
         with pytest.raises(ValueError, match=r"on the meta device, but the parameter embed\..* has memory"):
             estimate_memory(*parts)

@@ -11,7 +11,7 @@ import torch
 
 from colossalai.builder import build_from_registry
 from colossalai.context import Config, ParallelMode
-from colossalai.context.imagined import imagined_launch
+from colossalai.context.fake_launch import fake_launch
 from colossalai.core import global_context as gpc
 from colossalai.registry import MODELS
 from colossalai.testing import spawn
@@ -33,7 +33,7 @@ def build_every_stage(rank: int, world_size: int, port: int, path: Path) -> tupl
     stages, size = parallel.get("pipeline", 1), parallel.get("tensor", {}).get("size", 1)
     counts, shape = [], None
     for stage in range(stages):
-        with imagined_launch({"parallel": parallel}, stage * size, stages * size):
+        with fake_launch({"parallel": parallel}, stage * size, stages * size):
             with torch.device("meta"):
                 model = build_from_registry(config.model, MODELS)
             if stages > 1 and gpc.is_first_rank(ParallelMode.PIPELINE):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossalai.kernel import adam, implementations, lamb, lars, private, sgd, split
+from colossalai.kernel import _compat, adam, implementations, lamb, lars, sgd, split
 from colossalai.kernel.lists import Lists, covers_its_memory
 from colossalai.kernel.native import adam as native
 
@@ -233,7 +233,7 @@ def test_a_torch_without_a_function_is_refused_by_name() -> None:
     with pytest.raises(
         ImportError, match=r"has no torch\._fused_nothing_, which the optimizers of colossalai call"
     ):
-        private.find("_fused_nothing_")
+        _compat.find("_fused_nothing_")
 
 
 def test_which_way_is_chosen() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.mesh import Mesh
-from colossalai.pipeline.chunks import Chunks
+from colossalai.pipeline.chunks import ModelChunks
 from colossalai.pipeline.pipeline import Pipeline
 from colossalai.pipeline.schedule import make_timetable
 from colossalai.testing import spawn
@@ -55,7 +55,7 @@ class Keeper(nn.Module):
         return _Keep.apply(x * self.weight) * self.weight.detach()
 
 
-class Trains:
+class LossOwner:
     """The least that a pipeline asks of who trains."""
 
     def expect_gradients(self) -> None: ...
@@ -75,10 +75,10 @@ def check_bytes(rank: int, world_size: int, port: int) -> list[tuple[Any, ...]]:
         for c in all_chunks:
             if schedule == "interleaved" and m % world_size:
                 continue
-            model = Keeper() if c == 1 else Chunks([Keeper() for _ in range(c)])
+            model = Keeper() if c == 1 else ModelChunks([Keeper() for _ in range(c)])
             pipeline = Pipeline(model, mesh, schedule=schedule, microbatches=m)
             x = torch.ones(m, 1)
-            step = lambda p=pipeline, x=x: p.step(x, x, nn.functional.mse_loss, Trains())  # noqa: E731
+            step = lambda p=pipeline, x=x: p.step(x, x, nn.functional.mse_loss, LossOwner())  # noqa: E731
             _, peak = peak_bytes(step)
             found.append((schedule, m, c, rank, peak // ACTIVATION, peak % ACTIVATION))
     return found

@@ -19,15 +19,15 @@ from colossalai.pipeline import Recording, planned_run, record_run
 from colossalai.pipeline.executor import Executor
 from colossalai.pipeline.p2p import Link
 from colossalai.pipeline.recording import clock
-from colossalai.pipeline.recording.recording import Step
-from colossalai.pipeline.schedule import Kind, Played, Timetable, make_timetable, price
+from colossalai.pipeline.recording.recording import RecordedStep
+from colossalai.pipeline.schedule import PassKind, RunTimes, Timetable, make_timetable, price
 from colossalai.testing import spawn
 from colossalai.trainer import Trainer, hooks
 from tests.pipeline.plans import config, launch, problem
 from tests.pipeline.test_engine import _engine
 
 
-def assert_follows(timetable: Timetable, played: Played, error: float = 0.0) -> None:
+def assert_follows(timetable: Timetable, played: RunTimes, error: float = 0.0) -> None:
     """Every rank did its actions in order, none at a time, and none before what it needs was made."""
     made: dict[Any, float] = {}
     for rank, row in enumerate(played.spans):
@@ -194,8 +194,8 @@ def test_hook(tmp_path: Path) -> None:
 def two_pipelines() -> Recording:
     table = make_timetable("zbv", 2, 3, 2)
     played = price(table)
-    later = Played(tuple(tuple((a, s + 50, e + 50) for a, s, e in row) for row in played.spans))
-    return Recording([Step(table, {"dp 0": played, "dp 1": later})])
+    later = RunTimes(tuple(tuple((a, s + 50, e + 50) for a, s, e in row) for row in played.spans))
+    return Recording([RecordedStep(table, {"dp 0": played, "dp 1": later})])
 
 
 def test_trace(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_summary_of_a_plan() -> None:
         "  rank 1   busy      9.0  idle      3.0  (25.0%)",
         "bubble: planned 25.0%, formula 25.0%",
     ]
-    slow = planned_run(table, {Kind.FORWARD: 1, Kind.BACKWARD: 2}, message=1)
+    slow = planned_run(table, {PassKind.FORWARD: 1, PassKind.BACKWARD: 2}, message=1)
     assert slow.steps[0].pipelines[""].makespan > 12
     few = planned_run(make_timetable("zbv", 3, 2, 2)).summary()
     assert re.search("bubble: planned [0-9.]+%$", few)  # there is no formula

@@ -13,7 +13,7 @@ from colossalai.pipeline.schedule import (
     BUBBLES,
     SCHEDULES,
     Action,
-    Kind,
+    PassKind,
     Timetable,
     bubble_formula,
     make_timetable,
@@ -85,17 +85,17 @@ def test_everything_is_done_once_and_in_order(name: str) -> None:
         price(table, message=0.3)  # it ends
         for row in table.ranks:
             assert len(set(row)) == len(row)
-            forward = {(a.chunk, a.microbatch) for a in row if a.kind is Kind.FORWARD}
+            forward = {(a.chunk, a.microbatch) for a in row if a.kind is PassKind.FORWARD}
             assert forward == set(itertools.product(range(c), range(p * groups)))
             for chunk, kinds in itertools.product(
-                range(c), (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+                range(c), (PassKind.BACKWARD, PassKind.INPUT_GRAD, PassKind.WEIGHT_GRAD)
             ):
                 done = [a.microbatch for a in row if a.kind is kinds and a.chunk == chunk]
                 assert done in ([], list(range(p * groups)))
 
 
 def test_a_timetable_that_never_ends_is_found() -> None:
-    row = (Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0))
+    row = (Action(PassKind.FORWARD, 0), Action(PassKind.BACKWARD, 0))
     stuck = Timetable("stuck", Placement(2), 1, (row[::-1], row))
     with pytest.raises(
         ValueError, match="the schedule stuck never ends: rank 0 waits before B0, rank 1 waits before F0"

@@ -18,9 +18,9 @@ from colossalai.testing.fuzz.__main__ import main
 from colossalai.testing.fuzz.cases import Case, OptimizerSpec, random_case
 from colossalai.testing.fuzz.habits import Habit
 from colossalai.testing.fuzz.judge import EQUAL
-from colossalai.testing.fuzz.models import Block, ModelSpec
-from colossalai.testing.fuzz.plans import Plan
-from colossalai.testing.fuzz.runner import RANKS, Failure, Summary, fuzz, seeded_cases
+from colossalai.testing.fuzz.models import BlockSpec, ModelSpec
+from colossalai.testing.fuzz.plans import PlanSpec
+from colossalai.testing.fuzz.runner import RANKS, FailedCase, Summary, fuzz, seeded_cases
 from colossalai.testing.fuzz.script import script_text
 from colossalai.zero import LowLevelZeroOptimizer
 
@@ -93,10 +93,10 @@ def _never_ends() -> None:
 
 def _large(**options: Any) -> Case:
     """A case with much that has nothing to do with the planted bugs."""
-    kinds = ("Entry", [5, 4]), ("Mlp", [4, 8]), ("Norm", [4]), ("Own", [4]), ("Head", [4, 3])
+    kinds = ("InputLayer", [5, 4]), ("Mlp", [4, 8]), ("NormLayer", [4]), ("Own", [4]), ("OutputLayer", [4, 3])
     return Case(
-        ModelSpec([Block(kind, args, i) for i, (kind, args) in enumerate(kinds)], root="Net"),
-        a=Plan(2, "zero", {"stage": 1, "overlap_communication": False}),
+        ModelSpec([BlockSpec(kind, args, i) for i, (kind, args) in enumerate(kinds)], root="Net"),
+        a=PlanSpec(2, "zero", {"stage": 1, "overlap_communication": False}),
         optimizer=OptimizerSpec("torch.optim.AdamW", {"lr": 0.02}, groups=True),
         steps=4,
         habits=[Habit("evaluate"), Habit("clip norm", value=0.5), Habit("edit rate", at=1)],
@@ -104,7 +104,7 @@ def _large(**options: Any) -> Case:
     )
 
 
-def _found(case: Case, bug: Callable[[], None], **options: Any) -> Failure:
+def _found(case: Case, bug: Callable[[], None], **options: Any) -> FailedCase:
     summary = fuzz([case], prepare=bug, **options)
     assert summary.failed == 1
     return summary.failures[0]
@@ -115,9 +115,9 @@ def test_a_lost_reduction_is_found_and_made_small(tmp_path: Path) -> None:
     assert failure.verdict.outcome == "different"
     small = failure.case
     assert not small.habits
-    assert [b.kind for b in small.model.blocks] == ["Entry", "Head"]
+    assert [b.kind for b in small.model.blocks] == ["InputLayer", "OutputLayer"]
     assert small.optimizer == OptimizerSpec()
-    assert small.a == Plan(2, "zero", {"stage": 1})
+    assert small.a == PlanSpec(2, "zero", {"stage": 1})
     # what was written repeats the case: without the bug it ends well
     script = tmp_path / "case-0-0.py"
     assert script.read_text() == failure.script
@@ -128,7 +128,7 @@ def test_a_lost_reduction_is_found_and_made_small(tmp_path: Path) -> None:
 
 
 def test_forgotten_states_are_found() -> None:
-    again = Plan(1, "ddp")
+    again = PlanSpec(1, "ddp")
     failure = _found(_large(save_at=2, b=again), _forget_the_states, shrink_seconds=0)
     assert failure.verdict.outcome == "different"
     assert "plan_b" in failure.verdict.message
@@ -156,7 +156,11 @@ def test_cases_follow_from_their_numbers_and_survive_json() -> None:
 
 def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "case.json"
-    file.write_text(Case(ModelSpec([Block("Entry", [5, 4]), Block("Head", [4, 3], 1)]), Plan()).to_json())
+    file.write_text(
+        Case(
+            ModelSpec([BlockSpec("InputLayer", [5, 4]), BlockSpec("OutputLayer", [4, 3], 1)]), PlanSpec()
+        ).to_json()
+    )
     assert main(["--case", str(file)]) == 0
     assert "1 cases in" in capsys.readouterr().out
     assert main(["--case", "0:3", "--script"]) == 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import colossalai
 from colossalai.context import ParallelMode
-from colossalai.context.imagined import imagined_launch
+from colossalai.context.fake_launch import fake_launch
 from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler import SHARED_GROUP, PipelineSharedModuleGradientHandler
 from colossalai.mesh import full_shape, grad_norm, placement, serial_form, unshard
@@ -222,7 +222,7 @@ def test_shared_by_one_stage_is_a_plain_module() -> None:
 
 def test_gpt3_on_a_rank_that_does_not_exist() -> None:
     """Half precision weights of GPT-3 take 350 GB; without memory, the first of 24 stages has the layers it should."""
-    with imagined_launch({"parallel": {"pipeline": 24}}, 0, 24), torch.device("meta"):
+    with fake_launch({"parallel": {"pipeline": 24}}, 0, 24), torch.device("meta"):
         stage = pipeline_gpt1d.GPT3_pipeline_1D(dtype=torch.half)
     h = 12288
     assert sum(p.numel() for p in stage.parameters()) == (50304 + 2048) * h + 4 * (12 * h**2 + 13 * h)

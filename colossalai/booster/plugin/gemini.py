@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.booster.plugin.dp import check_backend
-from colossalai.booster.plugin.own_precision import OwnPrecisionPlugin, loss_scale
+from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin, loss_scale
 from colossalai.interface import OptimizerWrapper
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer, MemStats, PlacementPolicyFactory
 from colossalai.zero.gemini.chunk_manager import check_disk, default_device
@@ -19,7 +19,7 @@ from colossalai.zero.gemini.speculative import UNDO_RATIO
 from colossalai.zero.gemini.tiers import check_capacity
 
 
-class GeminiPlugin(OwnPrecisionPlugin):
+class GeminiPlugin(HalfWeightPlugin):
     """ZeRO-3 with chunks over memory tiers.
 
     Args:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp.casting import CastModel, is_batch_norm
 from colossalai.booster.plugin.dp import check_backend, start_alike
-from colossalai.booster.plugin.own_precision import OwnPrecisionPlugin, loss_scale
+from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin, loss_scale
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import user_module
 from colossalai.interface.nest import tensors
@@ -72,7 +72,7 @@ class LowLevelZeroModel(CastModel):
             self._local = before
 
 
-class LowLevelZeroPlugin(OwnPrecisionPlugin):
+class LowLevelZeroPlugin(HalfWeightPlugin):
     """ZeRO-1 (optimizer states are cut) and ZeRO-2 (gradients too).
 
     Args:

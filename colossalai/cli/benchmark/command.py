@@ -85,12 +85,12 @@ def benchmark(
     """
     target = _picture(output)
     from colossalai.cli.benchmark.measure import Request
-    from colossalai.cli.benchmark.models import Shape
+    from colossalai.cli.benchmark.models import ModelSizes
 
     device, gpus = _devices(device, gpus)
     request = Request(
         model=model,
-        shape=Shape(batch_size=batch_size, seq_len=seq_len, dimension=dimension, layers=layers),
+        shape=ModelSizes(batch_size=batch_size, seq_len=seq_len, dimension=dimension, layers=layers),
         warmup_steps=warmup_steps,
         profile_steps=profile_steps,
         device=device,

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import colossalai.nn as col_nn
-from colossalai.cli.benchmark.models import MODELS, Shape
-from colossalai.cli.benchmark.plans import Plan
+from colossalai.cli.benchmark.models import MODELS, ModelSizes
+from colossalai.cli.benchmark.plans import BenchmarkPlan
 from colossalai.launchers import launch_from_torch
 from colossalai.mesh import count_communication, shard
 from colossalai.nn.modes import current
@@ -26,7 +26,7 @@ class Request:
     """What to measure under every plan."""
 
     model: str
-    shape: Shape
+    shape: ModelSizes
     warmup_steps: int
     profile_steps: int
     device: str
@@ -38,7 +38,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Measurement:
     """What one rank found, per step: milliseconds and bytes."""
 
     forward: float
@@ -51,8 +51,8 @@ class Result:
 
 
 def measure(
-    rank: int, world_size: int, port: int, *, plan: Plan, request: Request, ticks: str | None = None
-) -> Result:
+    rank: int, world_size: int, port: int, *, plan: BenchmarkPlan, request: Request, ticks: str | None = None
+) -> Measurement:
     """Run ``request`` as one rank of ``plan``; rank 0 adds a byte to the file ``ticks`` after every step."""
     backend = "nccl" if request.device == "cuda" else "gloo"
     launch_from_torch(plan.config, backend=backend, verbose=False)
@@ -74,7 +74,7 @@ class _Measurement:
         part = whole if mesh is None or tp.size == 1 else shard(whole, tp.hidden, mesh)
         return part.to(self.device).requires_grad_()  # as in the middle of a network
 
-    def run(self) -> Result:
+    def run(self) -> Measurement:
         for _ in range(self.request.warmup_steps):
             self._step()
         if self.device.type == "cuda":
@@ -83,7 +83,7 @@ class _Measurement:
         forward, backward = (sum(column) / len(times) for column in zip(*times, strict=True))
         allocated, cached = self._device_memory()
         (sent_forward, sent_backward), live = self._count()
-        return Result(
+        return Measurement(
             forward=forward,
             backward=backward,
             allocated=live if allocated is None else allocated,

@@ -22,7 +22,7 @@ HEAD_SIZE, FEWEST_HEADS = 64, 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ModelSizes:
     """The sizes that the command line gives."""
 
     batch_size: int
@@ -43,7 +43,7 @@ class MLP(nn.Module):
         return self.dense_2(F.gelu(self.dense_1(x)))
 
 
-class Attention(nn.Module):
+class BenchmarkAttention(nn.Module):
     """Self-attention with a fused projection; every rank has whole heads."""
 
     def __init__(self, dimension: int, heads: int, causal: bool) -> None:
@@ -64,12 +64,12 @@ class Attention(nn.Module):
         return self.dense(y.transpose(1, 2).reshape(batch, length, width // 3))
 
 
-class Block(nn.Module):
+class BenchmarkBlock(nn.Module):
     """A transformer block with the norms in front."""
 
     def __init__(self, dimension: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.norm1, self.attn = col_nn.LayerNorm(dimension), Attention(dimension, heads, causal)
+        self.norm1, self.attn = col_nn.LayerNorm(dimension), BenchmarkAttention(dimension, heads, causal)
         self.norm2, self.mlp = col_nn.LayerNorm(dimension), MLP(dimension)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,15 +77,15 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def _blocks(shape: Shape, causal: bool) -> nn.Sequential:
+def _blocks(shape: ModelSizes, causal: bool) -> nn.Sequential:
     heads = max(FEWEST_HEADS, shape.dimension // HEAD_SIZE)
-    return nn.Sequential(*(Block(shape.dimension, heads, causal) for _ in range(shape.layers)))
+    return nn.Sequential(*(BenchmarkBlock(shape.dimension, heads, causal) for _ in range(shape.layers)))
 
 
 class Perceptron(nn.Module):
     """What the documents measure: MLPs on an input of shape (batch, sequence, dimension)."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelSizes) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(MLP(shape.dimension) for _ in range(shape.layers)))
 
@@ -96,7 +96,7 @@ class Perceptron(nn.Module):
 class GPT(nn.Module):
     """Causal blocks between an embedding and a tied head; the output is the loss of the next token."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelSizes) -> None:
         super().__init__()
         self.words = col_nn.Embedding(VOCABULARY, shape.dimension)
         self.positions = col_nn.Embedding(shape.seq_len, shape.dimension)
@@ -113,7 +113,7 @@ class GPT(nn.Module):
 class ViT(nn.Module):
     """Blocks that see all patches of an image; the output is the loss of its class."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelSizes) -> None:
         super().__init__()
         self.patches = col_nn.PatchEmbedding((PATCH, PATCH * shape.seq_len), PATCH, CHANNELS, shape.dimension)
         self.blocks, self.norm = _blocks(shape, causal=False), col_nn.LayerNorm(shape.dimension)
@@ -125,16 +125,16 @@ class ViT(nn.Module):
         return self.loss(self.head(self.norm(x)[:, 0]), labels)
 
 
-def _features(shape: Shape) -> tuple[Tensor, ...]:
+def _features(shape: ModelSizes) -> tuple[Tensor, ...]:
     return (torch.randn(shape.batch_size, shape.seq_len, shape.dimension),)
 
 
-def _tokens(shape: Shape) -> tuple[Tensor, ...]:
+def _tokens(shape: ModelSizes) -> tuple[Tensor, ...]:
     size = (shape.batch_size, shape.seq_len)
     return torch.randint(VOCABULARY, size), torch.randint(VOCABULARY, size)
 
 
-def _images(shape: Shape) -> tuple[Tensor, ...]:
+def _images(shape: ModelSizes) -> tuple[Tensor, ...]:
     size = (shape.batch_size, CHANNELS, PATCH, PATCH * shape.seq_len)
     return torch.randn(size), torch.randint(CLASSES, size[:1])
 
@@ -143,8 +143,8 @@ def _images(shape: Shape) -> tuple[Tensor, ...]:
 class Model:
     """A row of the table of models."""
 
-    build: Callable[[Shape], nn.Module]
-    draw: Callable[[Shape], tuple[Tensor, ...]]
+    build: Callable[[ModelSizes], nn.Module]
+    draw: Callable[[ModelSizes], tuple[Tensor, ...]]
     """A batch for the whole model."""
     features: bool = False
     """Whether the batch is already activations, cut like those, or what an embedding takes, of which rows are cut."""

@@ -11,7 +11,7 @@ MODES = ("1d", "2d", "2.5d", "3d")
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchmarkPlan:
     """One tensor mode on ``size`` ranks."""
 
     size: int
@@ -36,23 +36,23 @@ class Plan:
         return "serial" if self.mode is None else f"{self.mode}{depth} x{self.size}"
 
 
-def all_plans(devices: int) -> list[Plan]:
+def all_plans(devices: int) -> list[BenchmarkPlan]:
     """One serial plan, then every mode on every number of ranks that divides ``devices``.
 
     A mode is left out where one of its axes would have a single rank: that is another mode, or none.
     """
-    plans = [Plan(1, None)]
+    plans = [BenchmarkPlan(1, None)]
     for size in (n for n in range(2, devices + 1) if devices % n == 0):
         for mode in MODES:
             row = tensor_mode(mode)
             for depth in range(1, size + 1) if "depth" in row.options else (None,):
-                plan = Plan(size, mode, depth)
+                plan = BenchmarkPlan(size, mode, depth)
                 if _fits(plan):
                     plans.append(plan)
     return plans
 
 
-def _fits(plan: Plan) -> bool:
+def _fits(plan: BenchmarkPlan) -> bool:
     row = tensor_mode(plan.mode)
     try:
         axes = row.sizes(plan.size, **({} if plan.depth is None else {"depth": plan.depth}))

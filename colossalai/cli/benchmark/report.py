@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from colossalai.cli.benchmark.measure import Request, Result
-from colossalai.cli.benchmark.runner import Outcome
+from colossalai.cli.benchmark.measure import Measurement, Request
+from colossalai.cli.benchmark.runner import BenchmarkOutcome
 
 MB = 1024 * 1024
 
-_COLUMNS: dict[str, Callable[[Result], float]] = {
+_COLUMNS: dict[str, Callable[[Measurement], float]] = {
     "forward (ms)": lambda r: r.forward,
     "backward (ms)": lambda r: r.backward,
     "memory (MB)": lambda r: r.allocated / MB,
@@ -34,7 +34,7 @@ def parameter_lines(devices: int, request: Request) -> list[str]:
     return ["=== Benchmarking Parameters ===", *(f"{name}: {value}" for name, value in given.items())]
 
 
-def outcome_lines(outcome: Outcome) -> list[str]:
+def outcome_lines(outcome: BenchmarkOutcome) -> list[str]:
     """What is printed below the heading of a plan."""
     r = outcome.result
     if r is None:
@@ -50,7 +50,7 @@ def outcome_lines(outcome: Outcome) -> list[str]:
     ]
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[BenchmarkOutcome]) -> str:
     """One line per plan; the last column is the time of a step as a share of the serial one's."""
     width = max(len(o.plan.short) for o in outcomes) + 2
     lines = [f"{'plan':{width}}" + "".join(f"{title:>20}" for title in _COLUMNS) + f"{'step / serial':>15}"]
@@ -65,11 +65,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _step(result: Result) -> float:
+def _step(result: Measurement) -> float:
     return result.forward + result.backward
 
 
-def plot(outcomes: Sequence[Outcome], path: Path, request: Request) -> Path:
+def plot(outcomes: Sequence[BenchmarkOutcome], path: Path, request: Request) -> Path:
     """A bar per plan in four panels: forward, backward, memory, bytes."""
     import matplotlib as mpl
 

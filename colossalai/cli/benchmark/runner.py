@@ -17,21 +17,21 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from colossalai.cli.benchmark.measure import Request, Result, measure
-from colossalai.cli.benchmark.plans import Plan
+from colossalai.cli.benchmark.measure import Measurement, Request, measure
+from colossalai.cli.benchmark.plans import BenchmarkPlan
 from colossalai.testing import RankError, spawn
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BenchmarkOutcome:
     """How one plan went: a result, or the reason why there is none."""
 
-    plan: Plan
-    result: Result | None = None
+    plan: BenchmarkPlan
+    result: Measurement | None = None
     error: str | None = None
 
 
-def run_plan(plan: Plan, request: Request, timeout: float) -> Outcome:
+def run_plan(plan: BenchmarkPlan, request: Request, timeout: float) -> BenchmarkOutcome:
     """Measure ``plan``; of several ranks the slowest and the fullest counts."""
     with tempfile.TemporaryDirectory(prefix="colossalai-benchmark-") as folder, _gpus_hidden(request.device):
         ticks = Path(folder) / "ticks"
@@ -42,12 +42,12 @@ def run_plan(plan: Plan, request: Request, timeout: float) -> Outcome:
                     measure, plan.size, timeout=timeout, plan=plan, request=request, ticks=str(ticks)
                 )
             except RankError as error:
-                return Outcome(plan, error=str(error).partition("\n")[0])
-    return Outcome(plan, result=_worst(found))
+                return BenchmarkOutcome(plan, error=str(error).partition("\n")[0])
+    return BenchmarkOutcome(plan, result=_worst(found))
 
 
-def _worst(found: list[Result]) -> Result:
-    return Result(
+def _worst(found: list[Measurement]) -> Measurement:
+    return Measurement(
         forward=max(r.forward for r in found),
         backward=max(r.backward for r in found),
         allocated=max(r.allocated for r in found),

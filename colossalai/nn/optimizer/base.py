@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from colossalai.kernel import private
+from colossalai.kernel import _compat
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
 from colossalai.nn.optimizer.masters import UncountedWrites, current_master
-from colossalai.utils.away import is_away, lazily
+from colossalai.utils.lazy_tensor import fetch_later, is_lazy
 from colossalai.utils.optimizer_state import check_state
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -163,7 +163,7 @@ class MultiTensorOptimizer(Optimizer):
         if not parameters:
             return []
         counters = [state["step"] for state in states]
-        private.add_(counters, 1)
+        _compat.add_(counters, 1)
         found: dict[tuple[Any, ...], KernelBatch] = {}
         for parameter, state, step in zip(parameters, states, torch.stack(counters).tolist(), strict=True):
             grad, dtype = parameter.grad, parameter.dtype
@@ -234,7 +234,7 @@ class MultiTensorOptimizer(Optimizer):
         """
         state, now = self.state.get(parameter, {}), local(parameter.detach())
         if "master" in state:
-            if is_away(state["master"]):  # so is the weight, which no script can have written to
+            if is_lazy(state["master"]):  # so is the weight, which no script can have written to
                 return state["master"]
             kept = local(state["master"])
             # a tail rounds ties up, and torch to even
@@ -309,7 +309,7 @@ class MultiTensorOptimizer(Optimizer):
         means nothing without the parameter.
         """
         state = dict(self.state[parameter])
-        if {"tail", "master"} & state.keys() and not is_away(state.get("master")):
+        if {"tail", "master"} & state.keys() and not is_lazy(state.get("master")):
             master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
             local(master).copy_(self.master(parameter))
             state["master"] = master
@@ -321,10 +321,10 @@ class MultiTensorOptimizer(Optimizer):
         first be computed: for checkpoints.
         """
         state = dict(self.state.get(parameter, {}))
-        if {"tail", "master"} & state.keys() and not is_away(state.get("master")):
+        if {"tail", "master"} & state.keys() and not is_lazy(state.get("master")):
             state.pop("tail", None)
             state["master"] = partial(self.master, parameter)
-        return {name: lazily(value) for name, value in state.items()}
+        return {name: fetch_later(value) for name, value in state.items()}
 
     def states_replaced(self) -> None:
         """A checkpoint has put other states into ``state``, and maybe other values into parameters."""

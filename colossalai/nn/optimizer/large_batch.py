@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.kernel import private
+from colossalai.kernel import _compat
 from colossalai.kernel.lamb import LambLists, LambOptions, lamb_
 from colossalai.kernel.lars import LarsLists, LarsOptions, lars_
 from colossalai.mesh import grad_norm
@@ -124,7 +124,7 @@ class FusedLAMB(_Lamb):
         if not batches:
             return
         if norm is None:
-            norms = [norm for b in batches for norm in private.norm(b.grads, 2, b.weights[0].dtype)]
+            norms = [norm for b in batches for norm in _compat.norm(b.grads, 2, b.weights[0].dtype)]
             norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         divisor = torch.clamp(norm / limit, min=1.0)
         self._divisors = {b.weights[0].device: divisor.to(b.weights[0].device) for b in batches}

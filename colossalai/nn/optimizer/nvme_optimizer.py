@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.kernel import private
+from colossalai.kernel import _compat
 from colossalai.kernel.lists import covers_its_memory, row
 from colossalai.kernel.split import join
 from colossalai.nn.optimizer.base import HALVES, KernelBatch, MultiTensorOptimizer, local, wide
@@ -169,7 +169,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
         if not owners:
             return {}
         counters = [self.state[p]["step"] for _, p in owners]
-        private.add_(counters, 1)
+        _compat.add_(counters, 1)
         jobs = {}
         for (group, p), step in zip(owners, torch.stack(counters).tolist(), strict=True):
             assert p.grad is not None

@@ -45,7 +45,7 @@ class Tower:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """The parts of one model; blocks are numbered through all of its towers."""
 
     towers: tuple[Tower, ...]
@@ -93,7 +93,7 @@ def _inside(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def find_parts(model: nn.Module, depth: Depth) -> Parts:
+def find_parts(model: nn.Module, depth: Depth) -> ModelParts:
     """The parts of ``model`` that ``depth`` names; refuses a model that it does not describe."""
     homes = [name for name, module in model.named_modules() if _has(module, depth.blocks, nn.ModuleList)]
     _check_homes(model, depth, homes)
@@ -103,7 +103,7 @@ def find_parts(model: nn.Module, depth: Depth) -> Parts:
         towers.append(_tower(model, depth, home, start))
     kept = tuple(path for t in towers for path in (t.blocks, *t.entry, *t.tail))
     _check_parameters(model, kept)
-    return Parts(tuple(towers), tuple(_rest(model, kept)), depth.carries)
+    return ModelParts(tuple(towers), tuple(_rest(model, kept)), depth.carries)
 
 
 def _check_homes(model: nn.Module, depth: Depth, homes: list[str]) -> None:

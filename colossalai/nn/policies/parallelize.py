@@ -20,11 +20,13 @@ from colossalai.mesh import Mesh, placement
 from colossalai.mesh.parameter import overlapping
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
-from colossalai.nn.policies.adapt import WholeOutputs, adapt, first_step
-from colossalai.nn.policies.plans import carried_policy
+from colossalai.nn.policies.causal_loss import check_causal, compute_loss_from_pieces
+from colossalai.nn.policies.hf_plan import carried_policy
+from colossalai.nn.policies.hugging_face import POLICIES
 from colossalai.nn.policies.policy import Policy
 from colossalai.nn.policies.rules import (
     Cut,
+    CutContext,
     Head,
     Heads,
     InnerDropout,
@@ -32,12 +34,10 @@ from colossalai.nn.policies.rules import (
     StreamDropout,
     Summed,
     Table,
-    World,
     check_heads,
 )
-from colossalai.nn.policies.scores import check_causal, compute_loss_from_pieces
-from colossalai.nn.policies.tables import POLICIES
-from colossalai.nn.policies.trace import Trace, trace
+from colossalai.nn.policies.trace import PlanTrace, trace
+from colossalai.nn.policies.wrap_forward import WholeOutputs, first_step, wrap_forward
 
 M = TypeVar("M", bound=nn.Module)
 MODES = (None, "1d", "2d", "2.5d", "3d")
@@ -64,19 +64,19 @@ def parallelize(
 
     Every rank must hold the same model.  All ranks give it the same whole batch, and its outputs are whole on all of them.
     """
-    tp, mesh = _world(mode, mesh)
+    tp, mesh = _mode_and_mesh(mode, mesh)
     if isinstance(model, WholeOutputs):
         raise ValueError(f"this {type(model).__name__} is parallel already; parallelize a model once")
     if mesh is None or tp.size == 1:
         return model
     policy = policy or _find_policy(model)
-    world = World(tp, mesh, whole_scores, _shared(model))
+    context = CutContext(tp, mesh, whole_scores, _shared(model))
     matches = list(policy.matches(model))
-    _check(model, policy, matches, world)
-    cut_attentions = _complete(model, matches, world)
-    _replace(model, matches, world)
-    _retie(model, world)
-    adapt(model, WholeOutputs)
+    _check(model, policy, matches, context)
+    cut_attentions = _complete(model, matches, context)
+    _replace(model, matches, context)
+    _retie(model, context)
+    wrap_forward(model, WholeOutputs)
     model.cut_as = tp, mesh  # type: ignore[assignment]
     model.cut_attentions = cut_attentions  # type: ignore[assignment]
     model.first_step = first_step(mesh)  # type: ignore[assignment]
@@ -84,7 +84,7 @@ def parallelize(
     return model
 
 
-def _world(mode: str | None, mesh: Mesh | None) -> tuple[TensorParallel, Mesh | None]:
+def _mode_and_mesh(mode: str | None, mesh: Mesh | None) -> tuple[TensorParallel, Mesh | None]:
     tp, launched = current()
     if mode == FOLLOW_CONFIG:
         mode = tp.mode
@@ -139,14 +139,14 @@ def _shared(model: nn.Module) -> frozenset[int]:
     return frozenset(i for i, times in seen.items() if times > 1)
 
 
-def _check(model: nn.Module, policy: Policy, matches: list[Match], world: World) -> None:
-    who, mode = type(model).__name__, world.tp.mode
+def _check(model: nn.Module, policy: Policy, matches: list[Match], context: CutContext) -> None:
+    who, mode = type(model).__name__, context.tp.mode
     if (found := overlapping(model.named_parameters())) is not None:
         raise ValueError(
             f"{who}: the parameters {found[0]} and {found[1]} lie in the same memory, and pieces of them would train apart; use one"
             " parameter, and a part of it in the forward"
         )
-    if world.stream_is_cut and policy.only_1d:
+    if context.stream_is_cut and policy.only_1d:
         raise ValueError(
             f"{who} is cut by the plan that its config carries, which knows mode '1d' only; pass policy= for mode {mode!r}"
         )
@@ -155,21 +155,21 @@ def _check(model: nn.Module, policy: Policy, matches: list[Match], world: World)
             f"no linear layer of {who} is named by the policy for {', '.join(policy.model_types)}; its modules may have "
             "other names in this version of transformers: pass policy=colossalai.nn.policies.Policy(...)"
         )
-    if not world.whole_scores:
+    if not context.whole_scores:
         check_causal(model, {id(module) for _, module, rule in matches if isinstance(rule, Head)})
     for name in policy.heads:
         number = _of_config(model, name)
         if number is not None:
-            check_heads(f"{who}: {name}", number, world)
-    if world.stream_is_cut:
-        if world.mesh.group_size(*world.tp.hidden.dims[-1]) == 1:
+            check_heads(f"{who}: {name}", number, context)
+    if context.stream_is_cut:
+        if context.mesh.group_size(*context.tp.hidden.dims[-1]) == 1:
             raise ValueError(
                 f"mode {mode!r} with squares of side 1 cuts nothing but the batch, which data parallelism does; use a larger "
                 "size, or a smaller depth"
             )
         _check_covered(model, matches, mode)
         _check_layer_drop(model, mode)
-    _check_shared(model, matches, _try(model, matches, world))
+    _check_shared(model, matches, _try(model, matches, context))
 
 
 def _of_config(model: nn.Module, name: str) -> Any:
@@ -180,13 +180,13 @@ def _of_config(model: nn.Module, name: str) -> Any:
         return None
 
 
-def _complete(model: nn.Module, matches: list[Match], world: World) -> bool:
+def _complete(model: nn.Module, matches: list[Match], context: CutContext) -> bool:
     """Add the rules that follow from where cut activations go; returns whether the attentions are cut.
 
     In 1D only: in the other modes every module has a rule of its own.
     """
     by_rules = any(isinstance(rule, Heads) for _, _, rule in matches)
-    if world.stream_is_cut or (found := trace(model, matches, world)) is None:
+    if context.stream_is_cut or (found := trace(model, matches, context)) is None:
         return by_rules
     extra: list[Match] = [
         (path, model.get_submodule(path), Summed(names)) for path, names in found.summed.items()
@@ -195,13 +195,13 @@ def _complete(model: nn.Module, matches: list[Match], world: World) -> bool:
     extra += [(path, model.get_submodule(path), StreamDropout()) for path in found.alike]
     if extra:
         matches += extra
-        again = trace(model, matches, world)
+        again = trace(model, matches, context)
         assert again is not None, "what could be traced once can be traced again"
         _check_dropout(type(model).__name__, again)
     return by_rules if found.cut_attentions is None else found.cut_attentions
 
 
-def _check_dropout(who: str, found: Trace) -> None:
+def _check_dropout(who: str, found: PlanTrace) -> None:
     for path, what in (
         *(
             (p, "features of which each rank has a piece, but all ranks would drop the same")
@@ -215,9 +215,9 @@ def _check_dropout(who: str, found: Trace) -> None:
         )
 
 
-def _try(model: nn.Module, matches: list[Match], world: World) -> set[int]:
+def _try(model: nn.Module, matches: list[Match], context: CutContext) -> set[int]:
     """Apply the rules to empty twins; returns the ids of the parameters that will be cut."""
-    trial = World(world.tp, world.mesh, world.whole_scores)
+    trial = CutContext(context.tp, context.mesh, context.whole_scores)
     cut: set[int] = set()
     layouts: dict[int, tuple[str, Any]] = {}  # of shared parameters, with the first name
     for name, module, rule in matches:
@@ -231,7 +231,7 @@ def _try(model: nn.Module, matches: list[Match], world: World) -> set[int]:
         after = piece._parameters
         cut |= {id(p) for n, p in module._parameters.items() if p is not None and _is_cut(after.get(n))}
         for n, p in module._parameters.items():
-            if id(p) not in world.shared or isinstance(rule, Head) or after.get(n) is None:
+            if id(p) not in context.shared or isinstance(rule, Head) or after.get(n) is None:
                 continue  # a head lies as the table that it is tied to
             own = f"{name}.{n}", placement(after[n])  # type: ignore[arg-type]
             first = layouts.setdefault(id(p), own)
@@ -311,7 +311,7 @@ def _twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _replace(model: nn.Module, matches: list[Match], world: World) -> None:
+def _replace(model: nn.Module, matches: list[Match], context: CutContext) -> None:
     """Apply the rules; ``matches`` is used up, so that what was replaced is freed as it goes."""
     parents = _parents(model)
     matches.sort(
@@ -320,8 +320,8 @@ def _replace(model: nn.Module, matches: list[Match], world: World) -> None:
     while matches:
         _, module, rule = matches.pop()
         native = dict(module._parameters)
-        new = rule.cut(module, world)
-        world.tie(new, native)
+        new = rule.cut(module, context)
+        context.tie(new, native)
         for parent, name in parents[id(module)] if new is not module else []:
             setattr(parent, name, new)
 
@@ -335,9 +335,9 @@ def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return places
 
 
-def _retie(model: nn.Module, world: World) -> None:
+def _retie(model: nn.Module, context: CutContext) -> None:
     """Give other holders of a shared parameter its piece, such as BERT's bias of scores, which two modules hold."""
     for module in model.modules():
         for name, param in module._parameters.items():
-            if param is not None and (piece := world.piece_of(param)) is not None:
+            if param is not None and (piece := context.piece_of(param)) is not None:
                 module._parameters[name] = piece

@@ -20,7 +20,7 @@ from colossalai.nn.layer.embedding import Embedding
 from colossalai.nn.layer.linear import Linear
 from colossalai.nn.layer.normalization import LayerNorm, RMSNorm
 from colossalai.nn.modes import TensorParallel, Where
-from colossalai.nn.policies.adapt import (
+from colossalai.nn.policies.wrap_forward import (
     AlikeNumbers,
     CutStream,
     OwnNumbers,
@@ -28,12 +28,12 @@ from colossalai.nn.policies.adapt import (
     UsedByPieces,
     WholeInput,
     WholeRows,
-    adapt,
+    wrap_forward,
 )
 
 
 @dataclass(frozen=True)
-class World:
+class CutContext:
     """The mode and mesh that a model is cut for, and the pieces of the parameters that several modules share."""
 
     tp: TensorParallel
@@ -67,7 +67,7 @@ class World:
 
 
 class Rule(Protocol):
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
         """What stands in the place of ``module`` on this rank."""
         ...
 
@@ -84,8 +84,8 @@ class Cut:
     fused: int = 1
     whole_input: bool = False
 
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
-        tp = world.tp
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        tp = context.tp
         if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
             raise ValueError(f"Cut() is for nn.Linear and Conv1D, got a {type(module).__name__}")
         if self.role != "stay":
@@ -93,28 +93,28 @@ class Cut:
                 module,
                 self.role,
                 tp=tp,
-                mesh=world.mesh,
+                mesh=context.mesh,
                 fused=self.fused,
                 parallel_input=not self.whole_input,
             )
-            return layer if world.stream_is_cut else adapt(layer, SwitchesNumbers)
-        if not world.stream_is_cut:
+            return layer if context.stream_is_cut else wrap_forward(layer, SwitchesNumbers)
+        if not context.stream_is_cut:
             return module
         # from the stream to the stream: the weight rests cut by all axes, and only its columns are cut in use
         stays = replace(tp, inner=tp.hidden, expand=Layout((tp.hidden.dims[0], tp.hidden.dims[-1])))
-        return Linear.from_native(module, "expand", tp=stays, mesh=world.mesh)
+        return Linear.from_native(module, "expand", tp=stays, mesh=context.mesh)
 
 
 @dataclass(frozen=True)
 class Table:
     """A large embedding table, cut along its vocabulary, which need not divide."""
 
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
         if type(module) is not nn.Embedding:
             raise ValueError(
                 f"a {type(module).__name__} may do more than look entries up; Table() is for nn.Embedding itself"
             )
-        return Embedding.from_native(module, tp=world.tp, mesh=world.mesh, vocab_parallel=True)
+        return Embedding.from_native(module, tp=context.tp, mesh=context.mesh, vocab_parallel=True)
 
 
 @dataclass(frozen=True)
@@ -127,22 +127,22 @@ class Head:
 
     vocabulary: bool = True
 
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
         if type(module) is not nn.Linear:
             raise ValueError(f"Head() is for nn.Linear, got a {type(module).__name__}")
-        tied = world.piece_of(module.weight)
-        if not (world.stream_is_cut or self.vocabulary):
+        tied = context.piece_of(module.weight)
+        if not (context.stream_is_cut or self.vocabulary):
             return module
-        whole = world.whole_scores or not self.vocabulary
+        whole = context.whole_scores or not self.vocabulary
         layer = Classifier.from_native(
             module,
-            tp=world.tp,
-            mesh=world.mesh,
+            tp=context.tp,
+            mesh=context.mesh,
             weight=tied,
             vocab_parallel=self.vocabulary,
             gather_output=whole and self.vocabulary,
         )
-        return adapt(layer, WholeRows) if whole and world.stream_is_cut else layer
+        return wrap_forward(layer, WholeRows) if whole and context.stream_is_cut else layer
 
 
 @dataclass(frozen=True)
@@ -151,16 +151,16 @@ class Norm:
 
     rms: bool = False
 
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
-        if not world.stream_is_cut:
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        if not context.stream_is_cut:
             return module
         if self.rms:
-            return RMSNorm.from_native(module, tp=world.tp, mesh=world.mesh)
+            return RMSNorm.from_native(module, tp=context.tp, mesh=context.mesh)
         if type(module) is not nn.LayerNorm:
             raise ValueError(
                 f"Norm() is for nn.LayerNorm, and with rms=True for RMS norms; got a {type(module).__name__}"
             )
-        return LayerNorm.from_native(module, tp=world.tp, mesh=world.mesh)
+        return LayerNorm.from_native(module, tp=context.tp, mesh=context.mesh)
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ class Pieces:
     at: Where
     dims: dict[str, int | None] | None = None
 
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
-        place = world.tp.rest(self.at)
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        place = context.tp.rest(self.at)
         if not place.sharded:
             return module
         names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -186,11 +186,11 @@ class Pieces:
             native = module._parameters[name]
             assert native is not None
             layout = _one_cut(native.ndim, dims[name], place.dims[-1])
-            piece = parameter(native, layout, world.mesh)
-            mark(piece, world.mesh.group_size(*layout.sharded))
-            module._parameters[name] = world.one(native, piece)
-        adapt(module, UsedByPieces)
-        module.used_over = frozenset(place.sharded), world.mesh  # type: ignore[assignment]
+            piece = parameter(native, layout, context.mesh)
+            mark(piece, context.mesh.group_size(*layout.sharded))
+            module._parameters[name] = context.one(native, piece)
+        wrap_forward(module, UsedByPieces)
+        module.used_over = frozenset(place.sharded), context.mesh  # type: ignore[assignment]
         return module
 
 
@@ -204,9 +204,9 @@ class Summed:
 
     names: frozenset[str]
 
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
-        adapt(module, UsedByPieces)
-        module.used_over = frozenset(world.tp.inner.sharded), world.mesh  # type: ignore[assignment]
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        wrap_forward(module, UsedByPieces)
+        module.used_over = frozenset(context.tp.inner.sharded), context.mesh  # type: ignore[assignment]
         module.used_names = self.names  # type: ignore[assignment]
         return module
 
@@ -222,24 +222,24 @@ class Heads:
     counts: Sequence[str] = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads")
     sizes: Sequence[str] = ()
 
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
-        parts = world.mesh.group_size(*world.tp.inner.dims[-1])
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        parts = context.mesh.group_size(*context.tp.inner.dims[-1])
         for name in (*self.counts, *self.sizes):
             whole = getattr(module, name, None)
             if whole is None:
                 continue
-            check_heads(f"{type(module).__name__}.{name}", int(whole), world)
+            check_heads(f"{type(module).__name__}.{name}", int(whole), context)
             setattr(module, name, whole // parts)
-        return module if world.stream_is_cut else own_numbers(module, world)
+        return module if context.stream_is_cut else own_numbers(module, context)
 
 
-def check_heads(what: str, number: int, world: World) -> None:
+def check_heads(what: str, number: int, context: CutContext) -> None:
     """Refuse a number of heads that the ranks cannot share, naming those that they can."""
-    axes = world.tp.inner.dims[-1]
-    parts = world.mesh.group_size(*axes)
+    axes = context.tp.inner.dims[-1]
+    parts = context.mesh.group_size(*axes)
     if number % parts == 0 and number > 0:
         return
-    names = " x ".join(f"{a}={world.mesh.size[a]}" for a in axes)
+    names = " x ".join(f"{a}={context.mesh.size[a]}" for a in axes)
     below, above = number // parts * parts, -(-number // parts) * parts
     divisors = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
     raise ValueError(
@@ -252,10 +252,10 @@ def check_heads(what: str, number: int, world: World) -> None:
 class InnerDropout:
     """A dropout between an expanding and a contracting linear, or a module that has one: every rank draws for its own features."""
 
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
-        if world.stream_is_cut:
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        if context.stream_is_cut:
             return module
-        own_numbers(module, world)
+        own_numbers(module, context)
         module.draws_always = True  # type: ignore[assignment]
         module.starts_own = isinstance(module, nn.Dropout)  # type: ignore[assignment]
         return module
@@ -265,13 +265,13 @@ class InnerDropout:
 class StreamDropout:
     """A dropout of the residual stream that stands inside an attention module: all ranks draw the same."""
 
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
-        return module if world.stream_is_cut else adapt(module, AlikeNumbers)
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        return module if context.stream_is_cut else wrap_forward(module, AlikeNumbers)
 
 
-def own_numbers(module: nn.Module, world: World) -> nn.Module:
-    adapt(module, OwnNumbers)
-    module.drawn_over = world.tp.inner.sharded, world.mesh  # type: ignore[assignment]
+def own_numbers(module: nn.Module, context: CutContext) -> nn.Module:
+    wrap_forward(module, OwnNumbers)
+    module.drawn_over = context.tp.inner.sharded, context.mesh  # type: ignore[assignment]
     return module
 
 
@@ -279,11 +279,11 @@ def own_numbers(module: nn.Module, world: World) -> nn.Module:
 class Gathered:
     """A small module that stays whole on every rank and gets the whole of its input."""
 
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
-        if not world.stream_is_cut:
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        if not context.stream_is_cut:
             return module
-        adapt(module, WholeInput)
-        module.cut_as = world.tp, world.mesh  # type: ignore[assignment]
+        wrap_forward(module, WholeInput)
+        module.cut_as = context.tp, context.mesh  # type: ignore[assignment]
         return module
 
 
@@ -298,11 +298,11 @@ class Stream:
     attended: Sequence[str] = ("attention_mask", "encoder_attention_mask")
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
-    def cut(self, module: nn.Module, world: World) -> nn.Module:
-        if not world.stream_is_cut:
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        if not context.stream_is_cut:
             return module
-        adapt(module, CutStream)
-        module.cut_as = world.tp, world.mesh  # type: ignore[assignment]
+        wrap_forward(module, CutStream)
+        module.cut_as = context.tp, context.mesh  # type: ignore[assignment]
         module.attended = frozenset(self.attended)  # type: ignore[assignment]
         module.prepare = self.prepare  # type: ignore[assignment]
         return module

@@ -22,9 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossalai.nn.policies.adapt import Adapted, Forward, WholeOutputs, adapt, first_step
-from colossalai.nn.policies.depth import Parts
+from colossalai.nn.policies.depth import ModelParts
 from colossalai.nn.policies.per_block import check_output, refuse_asked, refuse_collected
+from colossalai.nn.policies.wrap_forward import (
+    Forward,
+    ForwardWrapper,
+    WholeOutputs,
+    first_step,
+    wrap_forward,
+)
 
 
 class Arrived:
@@ -86,7 +92,7 @@ class StandIn(nn.Module):
         self.__dict__["empty"].register_buffer(name, tensor, persistent)
 
 
-class Entry(StandIn):
+class EntryStandIn(StandIn):
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return self.arrived.hidden.detach()
 
@@ -143,7 +149,7 @@ def _empty(module: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Share:
+class StageShare:
     """What a stage holds of its model."""
 
     index: int
@@ -165,10 +171,10 @@ class Share:
         return self.index == self.stages - 1
 
 
-class Stage(Adapted):
+class Stage(ForwardWrapper):
     """The model itself: it begins with the hidden states it is given and ends where its blocks end."""
 
-    share: Share
+    share: StageShare
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         share = self.share
@@ -216,7 +222,7 @@ class Stage(Adapted):
         )
 
 
-def take_stage(model: nn.Module, parts: Parts, share: Share) -> nn.Module:
+def take_stage(model: nn.Module, parts: ModelParts, share: StageShare) -> nn.Module:
     """Put stand-ins into ``model`` for all that is not in ``share``, and make it a stage."""
     for path, kind in _elsewhere(parts, share).items():
         parent, _, name = path.rpartition(".")
@@ -225,7 +231,7 @@ def take_stage(model: nn.Module, parts: Parts, share: Share) -> nn.Module:
         if isinstance(stand_in, BlockBefore):
             stand_in.carries = parts.carries
         home._modules[name] = stand_in
-    adapt(model, Stage)
+    wrap_forward(model, Stage)
     model.share = share  # type: ignore[assignment]
     if share.is_last and share.stages > 1:
         refuse_collected(model)
@@ -234,7 +240,7 @@ def take_stage(model: nn.Module, parts: Parts, share: Share) -> nn.Module:
     return model
 
 
-def _elsewhere(parts: Parts, share: Share) -> dict[str, type[StandIn]]:
+def _elsewhere(parts: ModelParts, share: StageShare) -> dict[str, type[StandIn]]:
     """What stands in for each module that other stages hold."""
     start, end = share.blocks.start, share.blocks.stop
     kinds: dict[str, type[StandIn]] = {} if share.is_last else dict.fromkeys(parts.tail, Tail)
@@ -246,7 +252,7 @@ def _elsewhere(parts: Parts, share: Share) -> dict[str, type[StandIn]]:
             kinds |= {p: Tail for p in tower.entry if not p.startswith(f"{tower.path}.")}
             continue
         if start > first:
-            kinds |= dict.fromkeys(tower.entry, Entry)
+            kinds |= dict.fromkeys(tower.entry, EntryStandIn)
         kinds |= {tower.block(i): BlockBefore for i in range(first, min(start, last))}
         kinds |= {tower.block(i): After for i in range(max(end, first), last)}
         if end < last:

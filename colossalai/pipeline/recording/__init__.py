@@ -1,6 +1,6 @@
 """What a pipeline did and when: recorded in a run or planned, as a picture, as a trace and as a table."""
 
 from colossalai.pipeline.recording.recorder import record_run
-from colossalai.pipeline.recording.recording import Recording, Step, planned_run
+from colossalai.pipeline.recording.recording import RecordedStep, Recording, planned_run
 
-__all__ = ["Recording", "Step", "planned_run", "record_run"]
+__all__ = ["RecordedStep", "Recording", "planned_run", "record_run"]

@@ -8,17 +8,17 @@ from typing import Any
 
 from colossalai.pipeline.recording.summary import SCALES, bubbles, title
 from colossalai.pipeline.recording.trace import WORDS
-from colossalai.pipeline.schedule.base import Kind, Played, Timetable
+from colossalai.pipeline.schedule.base import PassKind, RunTimes, Timetable
 
 COLOURS = {
-    Kind.FORWARD: "#4c78a8",
-    Kind.BACKWARD: "#54a24b",
-    Kind.INPUT_GRAD: "#e8853a",
-    Kind.WEIGHT_GRAD: "#8f6bb3",
+    PassKind.FORWARD: "#4c78a8",
+    PassKind.BACKWARD: "#54a24b",
+    PassKind.INPUT_GRAD: "#e8853a",
+    PassKind.WEIGHT_GRAD: "#8f6bb3",
 }
 
 
-Panel = tuple[Timetable, str, Played]  # with the name of the pipeline
+Panel = tuple[Timetable, str, RunTimes]  # with the name of the pipeline
 
 
 def draw(path: str | Path, panels: Sequence[Panel], unit: str) -> None:
@@ -46,7 +46,7 @@ def draw(path: str | Path, panels: Sequence[Panel], unit: str) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _draw_pipeline(axis: Any, played: Played, scale: float) -> None:
+def _draw_pipeline(axis: Any, played: RunTimes, scale: float) -> None:
     ranks = range(len(played.spans))
     for rank in ranks:
         for action, start, end in played.spans[rank]:
@@ -61,18 +61,18 @@ def _draw_pipeline(axis: Any, played: Played, scale: float) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _colour(kind: Kind, chunk: int) -> tuple[float, float, float]:
+def _colour(kind: PassKind, chunk: int) -> tuple[float, float, float]:
     """The colour of the kind, brighter for each further chunk."""
     bright = 1 - 0.75 * 0.65**chunk
     red, green, blue = (int(COLOURS[kind][i : i + 2], 16) / 255 for i in (1, 3, 5))
     return red + (1 - red) * bright, green + (1 - green) * bright, blue + (1 - blue) * bright
 
 
-def _legend(figure: Any, used: set[tuple[Kind, int]]) -> None:
+def _legend(figure: Any, used: set[tuple[PassKind, int]]) -> None:
     from matplotlib.patches import Patch
 
     chunks = 1 + max(chunk for _, chunk in used)
-    ordered = [(kind, chunk) for kind in Kind for chunk in range(chunks) if (kind, chunk) in used]
+    ordered = [(kind, chunk) for kind in PassKind for chunk in range(chunks) if (kind, chunk) in used]
     handles = [
         Patch(color=_colour(kind, chunk), label=WORDS[kind] + (f", chunk {chunk}" if chunks > 1 else ""))
         for kind, chunk in ordered

@@ -9,7 +9,7 @@ from pathlib import Path
 from colossalai.pipeline.recording.picture import draw
 from colossalai.pipeline.recording.summary import summarize
 from colossalai.pipeline.recording.trace import write_trace
-from colossalai.pipeline.schedule import UNIT, Costs, Played, Span, Timetable, price
+from colossalai.pipeline.schedule import UNIT, Costs, RunTimes, Span, Timetable, price
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """One step of all pipelines of a job: ``pipelines`` by the coordinates of the other axes, such as ``"dp 0, tp 1"``."""
 
     timetable: Timetable
-    pipelines: dict[str, Played]
+    pipelines: dict[str, RunTimes]
 
 
 class Recording:
@@ -37,7 +37,7 @@ class Recording:
     no steps, and their calls do nothing.
     """
 
-    def __init__(self, steps: Sequence[Step] = (), *, unit: str = "s") -> None:
+    def __init__(self, steps: Sequence[RecordedStep] = (), *, unit: str = "s") -> None:
         self.steps = list(steps)
         self.unit = unit
         self._is_read = bool(steps)
@@ -63,7 +63,7 @@ class Recording:
         chosen = self._chosen(step)
         return "" if chosen is None else summarize(chosen.timetable, _of(chosen, pipeline), self.unit)
 
-    def _chosen(self, step: int) -> Step | None:
+    def _chosen(self, step: int) -> RecordedStep | None:
         if not self._is_read:
             raise RuntimeError(
                 "a recording can be read once its block, with record_run() as recording, has ended"
@@ -77,20 +77,22 @@ class Recording:
 
 def planned_run(timetable: Timetable, costs: Costs = UNIT, *, message: float = 0.0) -> Recording:
     """What a step would be if actions took what they cost (any unit) and messages took ``message``; needs no job."""
-    return Recording([Step(timetable, {"": price(timetable, costs, message)})], unit="")
+    return Recording([RecordedStep(timetable, {"": price(timetable, costs, message)})], unit="")
 
 
-def _step(notes: Sequence[Note]) -> Step:
+def _step(notes: Sequence[Note]) -> RecordedStep:
     """One step, from the notes of all ranks."""
     timetable = notes[0].timetable
     rows: dict[str, dict[int, tuple[Span, ...]]] = {}
     for note in notes:
         rows.setdefault(note.pipeline, {})[note.rank] = note.spans
     ranks = range(timetable.placement.ranks)
-    return Step(timetable, {name: Played(tuple(found[r] for r in ranks)) for name, found in rows.items()})
+    return RecordedStep(
+        timetable, {name: RunTimes(tuple(found[r] for r in ranks)) for name, found in rows.items()}
+    )
 
 
-def _of(step: Step, pipeline: str | None) -> dict[str, Played]:
+def _of(step: RecordedStep, pipeline: str | None) -> dict[str, RunTimes]:
     if pipeline is None:
         return step.pipelines
     if pipeline not in step.pipelines:

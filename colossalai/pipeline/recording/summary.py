@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from colossalai.pipeline.schedule import Played, Timetable, bubble_formula, price
+from colossalai.pipeline.schedule import RunTimes, Timetable, bubble_formula, price
 
 # How many of a unit make a second, the unit's name, and digits behind the point; "" are the units of a plan.
 SCALES = {"s": (1e3, " ms", 2), "": (1.0, "", 1)}
 
 
-def summarize(timetable: Timetable, pipelines: Mapping[str, Played], unit: str) -> str:
+def summarize(timetable: Timetable, pipelines: Mapping[str, RunTimes], unit: str) -> str:
     return "\n".join(
         line
         for name, played in pipelines.items()
@@ -29,7 +29,7 @@ def title(timetable: Timetable, pipeline: str = "") -> str:
     return f"{timetable.name}, {place.ranks} ranks{chunks}, {timetable.microbatches} micro-batches{where}"
 
 
-def bubbles(timetable: Timetable, played: Played, unit: str) -> str:
+def bubbles(timetable: Timetable, played: RunTimes, unit: str) -> str:
     """The bubble as it was, by the formula of the schedule, and of the timetable with the mean costs of this step."""
     found = [f"{'measured' if unit else 'planned'} {played.bubble:.1%}"]
     if (formula := bubble_formula(timetable)) is not None:
@@ -39,7 +39,7 @@ def bubbles(timetable: Timetable, played: Played, unit: str) -> str:
     return ", ".join(found)
 
 
-def _ranks(played: Played, unit: str) -> list[str]:
+def _ranks(played: RunTimes, unit: str) -> list[str]:
     scale, name, digits = SCALES[unit]
     lines = []
     for rank in range(len(played.spans)):

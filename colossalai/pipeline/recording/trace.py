@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colossalai.pipeline.schedule.base import Action, Kind, Message, Played, Timetable
+from colossalai.pipeline.schedule.base import Action, Message, PassKind, RunTimes, Timetable
 
 WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "gradients of inputs",
-    Kind.WEIGHT_GRAD: "gradients of weights",
+    PassKind.FORWARD: "forward",
+    PassKind.BACKWARD: "backward",
+    PassKind.INPUT_GRAD: "gradients of inputs",
+    PassKind.WEIGHT_GRAD: "gradients of weights",
 }
 
-Steps = Sequence[tuple[Timetable, Mapping[str, Played]]]
+Steps = Sequence[tuple[Timetable, Mapping[str, RunTimes]]]
 
 
 def write_trace(path: str | Path, steps: Steps, unit: str) -> None:
@@ -50,7 +50,7 @@ class _Writer:
         self.timetable, self.process, self.step = timetable, process, step
         self.start, self.scale = start, scale
 
-    def events(self, played: Played) -> Iterator[dict[str, Any]]:
+    def events(self, played: RunTimes) -> Iterator[dict[str, Any]]:
         for rank, row in enumerate(played.spans):
             for action, start, end in row:
                 yield self._slice(rank, action, start, end)

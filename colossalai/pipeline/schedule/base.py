@@ -14,7 +14,7 @@ from enum import Enum
 from colossalai.pipeline.stage import Placement
 
 
-class Kind(Enum):
+class PassKind(Enum):
     """What a rank does with one micro-batch in one chunk."""
 
     FORWARD = "F"
@@ -25,7 +25,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    kind: Kind
+    kind: PassKind
     microbatch: int
     chunk: int = 0
 
@@ -58,29 +58,29 @@ class Timetable:
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are computed apart from those of the inputs."""
-        return any(action.kind is Kind.WEIGHT_GRAD for row in self.ranks for action in row)
+        return any(action.kind is PassKind.WEIGHT_GRAD for row in self.ranks for action in row)
 
     def forward_only(self, microbatches: int) -> Timetable:
         """Forward passes of any number of micro-batches on the same stages, one chunk after the other."""
         order = ((i, c) for c in range(self.placement.chunks) for i in range(microbatches))
-        row = tuple(Action(Kind.FORWARD, i, c) for i, c in order)
+        row = tuple(Action(PassKind.FORWARD, i, c) for i, c in order)
         return Timetable("forward only", self.placement, microbatches, (row,) * self.placement.ranks)
 
     def needs(self, rank: int, action: Action) -> Message | None:
         """What ``action`` on ``rank`` waits for from another virtual stage."""
         stage = self.placement.stage(rank, action.chunk)
-        if action.kind is Kind.FORWARD and stage > 0:
+        if action.kind is PassKind.FORWARD and stage > 0:
             return Message(stage - 1, stage, action.microbatch)
-        if action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and stage < self.placement.last:
+        if action.kind in (PassKind.BACKWARD, PassKind.INPUT_GRAD) and stage < self.placement.last:
             return Message(stage + 1, stage, action.microbatch)
         return None
 
     def makes(self, rank: int, action: Action) -> Message | None:
         """What ``action`` on ``rank`` produces for another virtual stage."""
         stage = self.placement.stage(rank, action.chunk)
-        if action.kind is Kind.FORWARD and stage < self.placement.last:
+        if action.kind is PassKind.FORWARD and stage < self.placement.last:
             return Message(stage, stage + 1, action.microbatch)
-        if action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and stage > 0:
+        if action.kind in (PassKind.BACKWARD, PassKind.INPUT_GRAD) and stage > 0:
             return Message(stage, stage - 1, action.microbatch)
         return None
 
@@ -98,10 +98,10 @@ class Timetable:
         """
         stored = peak = 0
         for action in self.ranks[rank]:
-            if action.kind is Kind.FORWARD:
+            if action.kind is PassKind.FORWARD:
                 stored += 1
                 peak = max(peak, stored)
-            elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+            elif action.kind in (PassKind.BACKWARD, PassKind.WEIGHT_GRAD):
                 stored -= 1
         return peak
 
@@ -111,15 +111,20 @@ class Timetable:
 
 
 # What an action costs, in any unit; a backward pass is usually taken for two forward passes.
-Costs = Mapping[Kind, float]
-UNIT: Costs = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT_GRAD: 1.0, Kind.WEIGHT_GRAD: 1.0}
+Costs = Mapping[PassKind, float]
+UNIT: Costs = {
+    PassKind.FORWARD: 1.0,
+    PassKind.BACKWARD: 2.0,
+    PassKind.INPUT_GRAD: 1.0,
+    PassKind.WEIGHT_GRAD: 1.0,
+}
 
 
 Span = tuple[Action, float, float]
 
 
 @dataclass(frozen=True)
-class Played:
+class RunTimes:
     """When every action of a step starts and ends on each rank: as planned by ``price``, or as measured."""
 
     spans: tuple[tuple[Span, ...], ...]
@@ -148,13 +153,13 @@ class Played:
 
     def costs(self) -> Costs:
         """The mean time of each kind of action over all ranks."""
-        times: dict[Kind, list[float]] = {}
+        times: dict[PassKind, list[float]] = {}
         for action, start, end in (span for row in self.spans for span in row):
             times.setdefault(action.kind, []).append(end - start)
         return {kind: sum(found) / len(found) for kind, found in times.items()}
 
 
-def price(timetable: Timetable, costs: Costs = UNIT, message: float = 0.0) -> Played:
+def price(timetable: Timetable, costs: Costs = UNIT, message: float = 0.0) -> RunTimes:
     """Play ``timetable`` as if each action took what it costs; raises if it would never end.
 
     Args:
@@ -184,7 +189,7 @@ def price(timetable: Timetable, costs: Costs = UNIT, message: float = 0.0) -> Pl
                 place[r] += 1
                 moved = True
     _check_finished(timetable, place)
-    return Played(tuple(tuple(row) for row in spans))
+    return RunTimes(tuple(tuple(row) for row in spans))
 
 
 def _check_finished(timetable: Timetable, place: Sequence[int]) -> None:

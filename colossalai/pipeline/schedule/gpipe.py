@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from colossalai.pipeline.schedule.base import Action, Kind, Timetable
+from colossalai.pipeline.schedule.base import Action, PassKind, Timetable
 from colossalai.pipeline.stage import Placement
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
     """Every rank stores all micro-batches of all its chunks."""
-    forward = [Action(Kind.FORWARD, i, c) for c in range(chunks) for i in range(microbatches)]
-    backward = [Action(Kind.BACKWARD, i, c) for c in reversed(range(chunks)) for i in range(microbatches)]
+    forward = [Action(PassKind.FORWARD, i, c) for c in range(chunks) for i in range(microbatches)]
+    backward = [Action(PassKind.BACKWARD, i, c) for c in reversed(range(chunks)) for i in range(microbatches)]
     row = tuple(forward + backward)
     return Timetable("gpipe", Placement(ranks, chunks), microbatches, (row,) * ranks)
 

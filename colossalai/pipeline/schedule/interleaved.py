@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colossalai.pipeline.schedule.base import Action, Kind, Timetable
+from colossalai.pipeline.schedule.base import Action, PassKind, Timetable
 from colossalai.pipeline.schedule.one_f_one_b import alternate
 from colossalai.pipeline.stage import Placement
 
@@ -17,8 +17,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Timetable:
     order = [
         (g * ranks + i, c) for g in range(microbatches // ranks) for c in range(chunks) for i in range(ranks)
     ]
-    forward = [Action(Kind.FORWARD, i, c) for i, c in order]
-    backward = [Action(Kind.BACKWARD, i, chunks - 1 - c) for i, c in order]
+    forward = [Action(PassKind.FORWARD, i, c) for i, c in order]
+    backward = [Action(PassKind.BACKWARD, i, chunks - 1 - c) for i, c in order]
     rows = tuple(
         alternate(forward, backward, warmup=_warmup(ranks, rank, chunks, len(order))) for rank in range(ranks)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from colossalai.pipeline.schedule.base import Action, Kind, Timetable
+from colossalai.pipeline.schedule.base import Action, PassKind, Timetable
 from colossalai.pipeline.stage import Placement
 
 
@@ -16,8 +16,8 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
         )
     rows = []
     for rank in range(ranks):
-        forward = [Action(Kind.FORWARD, i) for i in range(microbatches)]
-        backward = [Action(Kind.BACKWARD, i) for i in range(microbatches)]
+        forward = [Action(PassKind.FORWARD, i) for i in range(microbatches)]
+        backward = [Action(PassKind.BACKWARD, i) for i in range(microbatches)]
         rows.append(alternate(forward, backward, warmup=ranks - rank - 1))
     return Timetable("1f1b", Placement(ranks), microbatches, tuple(rows))
 

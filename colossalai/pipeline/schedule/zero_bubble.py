@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from colossalai.pipeline.schedule.base import UNIT, Action, Kind, Message, Timetable, price
+from colossalai.pipeline.schedule.base import UNIT, Action, Message, PassKind, Timetable, price
 from colossalai.pipeline.schedule.one_f_one_b import alternate
 from colossalai.pipeline.stage import Placement, Shape
 
@@ -25,15 +25,15 @@ def zb_h1(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
         )
     rows = []
     for rank in range(ranks):
-        forward = [Action(Kind.FORWARD, i) for i in range(microbatches)]
-        backward = [Action(Kind.INPUT_GRAD, i) for i in range(microbatches)]
+        forward = [Action(PassKind.FORWARD, i) for i in range(microbatches)]
+        backward = [Action(PassKind.INPUT_GRAD, i) for i in range(microbatches)]
         row: list[Action] = []
         for action in alternate(forward, backward, warmup=ranks - rank - 1):
             row.append(action)
-            if action.kind is Kind.INPUT_GRAD and action.microbatch >= rank:
-                row.append(Action(Kind.WEIGHT_GRAD, action.microbatch - rank))
+            if action.kind is PassKind.INPUT_GRAD and action.microbatch >= rank:
+                row.append(Action(PassKind.WEIGHT_GRAD, action.microbatch - rank))
         late = range(max(microbatches - rank, 0), microbatches)
-        rows.append((*row, *(Action(Kind.WEIGHT_GRAD, i) for i in late)))
+        rows.append((*row, *(Action(PassKind.WEIGHT_GRAD, i) for i in late)))
     return Timetable("zbh1", Placement(ranks), microbatches, tuple(rows))
 
 
@@ -81,7 +81,7 @@ def _pattern(ranks: int, rank: int, microbatches: int) -> tuple[Action, ...]:
     done: Counter[str] = Counter()
     row = []
     for word in words:
-        row.append(Action(Kind(word[0]), done[word], int(word[1])))
+        row.append(Action(PassKind(word[0]), done[word], int(word[1])))
         done[word] += 1
     return tuple(action for action in row if action.microbatch < microbatches)
 
@@ -120,7 +120,7 @@ class _Rank:
         self.next = {(kind, chunk): 0 for kind in UNIT for chunk in self.chunks}
 
     def choose(self, sent: set[Message]) -> Action | None:
-        for kind in (Kind.INPUT_GRAD, Kind.FORWARD, Kind.WEIGHT_GRAD):
+        for kind in (PassKind.INPUT_GRAD, PassKind.FORWARD, PassKind.WEIGHT_GRAD):
             ready = [a for c in self.chunks if self.is_ready(a := Action(kind, self.next[kind, c], c), sent)]
             if ready:
                 return min(ready, key=self.order)
@@ -132,13 +132,13 @@ class _Rank:
         needed = self.table.needs(self.rank, action)
         if needed is not None and needed not in sent:
             return False
-        if action.kind is Kind.FORWARD:
+        if action.kind is PassKind.FORWARD:
             return self._has_room(action.chunk)
-        before = Kind.FORWARD if action.kind is Kind.INPUT_GRAD else Kind.INPUT_GRAD
+        before = PassKind.FORWARD if action.kind is PassKind.INPUT_GRAD else PassKind.INPUT_GRAD
         return action.microbatch < self.next[before, action.chunk]
 
     def _has_room(self, chunk: int) -> bool:
-        stored = sum(self.next[Kind.FORWARD, c] - self.next[Kind.WEIGHT_GRAD, c] for c in self.chunks)
+        stored = sum(self.next[PassKind.FORWARD, c] - self.next[PassKind.WEIGHT_GRAD, c] for c in self.chunks)
         # the last place is for a later chunk: if the first one took it, nothing could ever be finished
         return stored + (len(self.chunks) - 1 - chunk) < self.limit
 

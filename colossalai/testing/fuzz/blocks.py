@@ -23,7 +23,7 @@ class Words(nn.Module):
         return self.table(ids)
 
 
-class Entry(nn.Module):
+class InputLayer(nn.Module):
     """A linear layer from the input to the stream."""
 
     def __init__(self, inputs: int, d: int) -> None:
@@ -34,7 +34,7 @@ class Entry(nn.Module):
         return self.proj(x)
 
 
-class Head(nn.Module):
+class OutputLayer(nn.Module):
     """A linear layer from the stream to the scores; its weight may be tied to an embedding."""
 
     def __init__(self, d: int, classes: int) -> None:
@@ -56,7 +56,7 @@ class Mlp(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-class Norm(nn.Module):
+class NormLayer(nn.Module):
     """LayerNorm."""
 
     def __init__(self, d: int) -> None:
@@ -102,7 +102,7 @@ class InPlaceView(nn.Module):
         return x + q.squeeze(-1).tanh()
 
 
-class Attention(nn.Module):
+class AttentionLayer(nn.Module):
     """Self-attention with a fused projection."""
 
     def __init__(self, d: int, heads: int) -> None:

@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 from colossalai.testing.fuzz.habits import Habit, fitting, random_habits
-from colossalai.testing.fuzz.models import Block, ModelSpec, random_model
-from colossalai.testing.fuzz.plans import Plan, random_plan
+from colossalai.testing.fuzz.models import BlockSpec, ModelSpec, random_model
+from colossalai.testing.fuzz.plans import PlanSpec, random_plan
 
 ROWS = 24  # of a batch: 1, 2, 3 and 4 ranks and as many parts divide it
 
@@ -33,7 +33,7 @@ class Case:
     """What is trained, how, and in which order."""
 
     model: ModelSpec
-    a: Plan
+    a: PlanSpec
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     steps: int = 3
     accumulate: int = 1
@@ -41,7 +41,7 @@ class Case:
     squares: bool = False  # the loss: squared errors in the place of cross entropy
     habits: list[Habit] = field(default_factory=list)
     save_at: int | None = None
-    b: Plan | None = None
+    b: PlanSpec | None = None
     file: bool = False  # checkpoints are files of ``save_checkpoint``, not folders of ``booster.save``
     seed: int = 0
     index: int = 0
@@ -53,19 +53,19 @@ class Case:
     def from_json(cls, text: str) -> Case:
         data = json.loads(text)
         model = data.pop("model")
-        model["blocks"] = [Block(**block) for block in model["blocks"]]
+        model["blocks"] = [BlockSpec(**block) for block in model["blocks"]]
         b = data.pop("b")
         return cls(
             model=ModelSpec(**model),
-            a=Plan(**data.pop("a")),
-            b=None if b is None else Plan(**b),
+            a=PlanSpec(**data.pop("a")),
+            b=None if b is None else PlanSpec(**b),
             optimizer=OptimizerSpec(**data.pop("optimizer")),
             habits=[Habit(**habit) for habit in data.pop("habits")],
             **data,
         )
 
     @property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[PlanSpec]:
         return [self.a] if self.b is None else [self.a, self.b]
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from colossalai.testing.fuzz.plans import Plan
+from colossalai.testing.fuzz.plans import PlanSpec
 
 Lines = list[str]
 
@@ -25,7 +25,7 @@ class Habit:
 
 
 @dataclass(frozen=True)
-class Kind:
+class HabitKind:
     """How a habit is written.  ``{v}`` is its value; ``place`` is where in the step it belongs."""
 
     place: str  # before, clip, zero, after
@@ -44,115 +44,115 @@ with torch.no_grad():
 model.train()
 """
 
-HABITS: dict[str, Kind] = {
-    "clip norm": Kind(
+HABITS: dict[str, HabitKind] = {
+    "clip norm": HabitKind(
         "clip",
         'log("norm", step, torch.nn.utils.clip_grad_norm_(model.parameters(), {v}).item())',
         'log("norm", step, optimizer.clip_grad_by_norm({v}).item())',
         value=lambda r: r.choice([0.05, 0.5, 100.0]),
         weight=3,
     ),
-    "clip quietly": Kind(
+    "clip quietly": HabitKind(
         "clip",
         "torch.nn.utils.clip_grad_norm_(model.parameters(), {v})",
         "optimizer.clip_grad_by_norm({v})",
         weight=0,  # what becomes of "clip norm" where a config clips
     ),
-    "clip value": Kind(
+    "clip value": HabitKind(
         "clip",
         "torch.nn.utils.clip_grad_value_(model.parameters(), {v})",
         "optimizer.clip_grad_by_value({v})",
         value=lambda r: r.choice([0.01, 0.1]),
     ),
-    "torch clips": Kind(
+    "torch clips": HabitKind(
         "clip",
         "torch.nn.utils.clip_grad_norm_(model.parameters(), {v})",
         "torch.nn.utils.clip_grad_norm_(model.parameters(), {v})",
         value=lambda r: r.choice([0.05, 0.5]),
         weight=0.5,
     ),
-    "zero to zero": Kind(
+    "zero to zero": HabitKind(
         "zero", "optimizer.zero_grad(set_to_none=False)", "optimizer.zero_grad(set_to_none=False)"
     ),
-    "zero the model": Kind("zero", "model.zero_grad()", "model.zero_grad()"),
-    "evaluate": Kind(
+    "zero the model": HabitKind("zero", "model.zero_grad()", "model.zero_grad()"),
+    "evaluate": HabitKind(
         "after", _EVALUATE.format(data="evaluation()"), _EVALUATE.format(data="evaluation()"), weight=2
     ),
-    "read weights": Kind(
+    "read weights": HabitKind(
         "after",
         'log("weights", step, weights(model))',
         'log("weights", step, weights(model))',
         once=True,
         weight=2,
     ),
-    "optimizer to itself": Kind(
+    "optimizer to itself": HabitKind(
         "after",
         "optimizer.load_state_dict(optimizer.state_dict())",
         "optimizer.load_state_dict(optimizer.state_dict())",
         once=True,
     ),
-    "model to itself": Kind(
+    "model to itself": HabitKind(
         "after",
         "model.load_state_dict(model.state_dict())",
         "model.load_state_dict(model.state_dict())",
         once=True,
     ),
-    "model by a file": Kind(
+    "model by a file": HabitKind(
         "after",
         "",
         'booster.save_model(model, f"{folder}/model.pt")\nbooster.load_model(model, f"{folder}/model.pt")',
         once=True,
     ),
-    "optimizer by a file": Kind(
+    "optimizer by a file": HabitKind(
         "after",
         "",
         'booster.save_optimizer(optimizer, f"{folder}/optimizer.pt")\n'
         'booster.load_optimizer(optimizer, f"{folder}/optimizer.pt")',
         once=True,
     ),
-    "other weights": Kind(
+    "other weights": HabitKind(
         "before",
         "model.load_state_dict(build(77).state_dict())",
         'torch.save(build(77).state_dict(), f"{folder}/other{rank}.pt")\n'
         'booster.load_model(model, f"{folder}/other{rank}.pt")',
         once=True,
     ),
-    "edit weights": Kind(
+    "edit weights": HabitKind(
         "after",
         "with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.9)",
         "with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.9)",
         once=True,
     ),
-    "edit rate": Kind(
+    "edit rate": HabitKind(
         "after",
         'for group in optimizer.param_groups:\n    group["lr"] *= 0.5',
         'for group in optimizer.param_groups:\n    group["lr"] *= 0.5',
         once=True,
     ),
-    "freeze": Kind(
+    "freeze": HabitKind(
         "before",
         "freeze(model)",
         "freeze(model)",
         once=True,
         lasting=True,
     ),
-    "skip a step": Kind(
+    "skip a step": HabitKind(
         "before",
         "loss_of(model, parts(batch(step), cuts[step][0])[0]).backward()\noptimizer.zero_grad()",
         "booster.backward(loss_of(model, mine(batch(step))), optimizer)\noptimizer.zero_grad()",
         once=True,
     ),
-    "forward only": Kind(
+    "forward only": HabitKind(
         "before",
         "loss_of(model, parts(batch(step), cuts[step][0])[0])",
         "loss_of(model, mine(batch(step)))",
         once=True,
     ),
-    "save in between": Kind("after", "", 'booster.save(f"{folder}/between")', once=True),
-    "save in the background": Kind(
+    "save in between": HabitKind("after", "", 'booster.save(f"{folder}/between")', once=True),
+    "save in the background": HabitKind(
         "after", "", 'booster.save(f"{folder}/background", background=True)', once=True
     ),
-    "back to a save": Kind(
+    "back to a save": HabitKind(
         "after", "", 'booster.save(f"{folder}/back")\nbooster.load(f"{folder}/back")', once=True
     ),
 }
@@ -190,7 +190,7 @@ _STAGES_CAN = {
 }
 
 
-def fitting(habits: list[Habit], plans: list[Plan]) -> list[Habit]:
+def fitting(habits: list[Habit], plans: list[PlanSpec]) -> list[Habit]:
     """Those habits that can be written down for all of ``plans``."""
     engine = any(plan.engine for plan in plans)
     found = []

@@ -15,8 +15,8 @@ from torch import Tensor
 from colossalai.booster import Booster
 from colossalai.checkpoint_io.training import load_checkpoint
 from colossalai.testing.fuzz.cases import Case
-from colossalai.testing.fuzz.plans import Plan
-from colossalai.testing.fuzz.pool import Answer, RankPool, Result, Task, load_text
+from colossalai.testing.fuzz.plans import PlanSpec
+from colossalai.testing.fuzz.pool import Answer, RankPool, Task, TaskResult, load_text
 from colossalai.testing.fuzz.script import case_text, cuts_of
 
 Log = list[tuple[str, int, Any]]
@@ -34,7 +34,7 @@ FAILURES = (DIFFERENT, CRASHED, HANG, DISAGREE, BROKEN)
 
 
 @dataclass
-class Verdict:
+class CaseVerdict:
     """What became of a case, and the evidence."""
 
     outcome: str
@@ -112,7 +112,7 @@ class Pools:
         self._prepare = prepare
         self._pools: dict[int, RankPool] = {}
 
-    def run(self, ranks: int, task: Task) -> Result:
+    def run(self, ranks: int, task: Task) -> TaskResult:
         if ranks not in self._pools:
             self._pools[ranks] = RankPool(ranks, self._prepare)
         pool = self._pools[ranks]
@@ -131,7 +131,7 @@ class Pools:
             self.drop(ranks)
 
 
-def run_case(case: Case, pools: Pools) -> Verdict:
+def run_case(case: Case, pools: Pools) -> CaseVerdict:
     """Train the serial model and the plans of ``case``, and compare."""
     text = case_text(case)
     functions = load_text(text)
@@ -140,7 +140,7 @@ def run_case(case: Case, pools: Pools) -> Verdict:
         try:
             noise, references = _references(case, functions)
         except Exception as error:
-            return Verdict(BROKEN, f"the serial model raises {type(error).__name__}: {error}", text)
+            return CaseVerdict(BROKEN, f"the serial model raises {type(error).__name__}: {error}", text)
         logs: dict[str, list[Log]] = {}
         for name, plan in zip(("plan_a", "plan_b"), case.plans, strict=False):
             result = pools.run(plan.ranks, Task(text, name, folder))
@@ -150,13 +150,13 @@ def run_case(case: Case, pools: Pools) -> Verdict:
             logs[name] = [answer.log for answer in result.answers if answer is not None]
             problem = _compare(case, name, plan, logs, references[name], noise, functions, folder)
             if problem:
-                return Verdict(DIFFERENT, f"{name}: {problem}", result.output)
-        return Verdict(UNSTABLE if noise.is_too_large else EQUAL)
+                return CaseVerdict(DIFFERENT, f"{name}: {problem}", result.output)
+        return CaseVerdict(UNSTABLE if noise.is_too_large else EQUAL)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end_of(result: Result, name: str, plan: Plan) -> Verdict | None:
+def _end_of(result: TaskResult, name: str, plan: PlanSpec) -> CaseVerdict | None:
     """The verdict of a run that did not end well."""
     answers = result.answers
     raised = [answer for answer in answers if answer is not None and answer.error is not None]
@@ -165,21 +165,21 @@ def _end_of(result: Result, name: str, plan: Plan) -> Verdict | None:
     details = "\n".join(_told(rank, answer) for rank, answer in enumerate(answers))
     details += f"\n{result.stuck}\n{result.output}"
     if not raised:
-        return Verdict(HANG, f"{name}: {sum(a is None for a in answers)} ranks did not end", details)
+        return CaseVerdict(HANG, f"{name}: {sum(a is None for a in answers)} ranks did not end", details)
     crash = next((answer for answer in raised if not answer.refusal), None)
     if None in answers or len(raised) < len(answers):
         waiting = "did not end" if None in answers else "went on"
-        return Verdict(DISAGREE, f"{name}: {raised[0].error}, while other ranks {waiting}", details)
+        return CaseVerdict(DISAGREE, f"{name}: {raised[0].error}, while other ranks {waiting}", details)
     if crash is not None:
         told_by_another = any(a.refusal for a in raised) and "pipeline stage" in str(crash.error)
         if not told_by_another:
-            return Verdict(CRASHED, f"{name}: {crash.error}", details)
+            return CaseVerdict(CRASHED, f"{name}: {crash.error}", details)
     refusals = [a for a in raised if a.refusal]
     # stages have different layers, so each may have a reason of its own; and each rank may say what it does itself
     if plan.pipeline == 1 and len({_kind(str(a.error))[:60] for a in refusals}) > 1:
         texts = " | ".join(str(a.error) for a in refusals)
-        return Verdict(DISAGREE, f"{name}: ranks refuse differently: {texts}", details)
-    return Verdict(REFUSED, str(refusals[0].error), details)
+        return CaseVerdict(DISAGREE, f"{name}: ranks refuse differently: {texts}", details)
+    return CaseVerdict(REFUSED, str(refusals[0].error), details)
 
 
 def _told(rank: int, answer: Answer | None) -> str:
@@ -323,7 +323,7 @@ class Measure:
 def _compare(
     case: Case,
     name: str,
-    plan: Plan,
+    plan: PlanSpec,
     logs: dict[str, list[Log]],
     reference: Reference,
     noise: Noise,

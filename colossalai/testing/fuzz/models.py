@@ -13,7 +13,7 @@ WIDTHS = (3, 4, 6, 8, 10)
 # block -> the arguments after the width; the second list needs a sequence
 _ANYWHERE = {
     "Mlp": lambda r, d: [d, r.choice([4, 8, 12])],
-    "Norm": lambda r, d: [d],
+    "NormLayer": lambda r, d: [d],
     "Batch": lambda r, d: [d],
     "InPlace": lambda r, d: [d],
     "InPlaceView": lambda r, d: [d],
@@ -28,7 +28,7 @@ _ANYWHERE = {
     "Drop": lambda r, d: [],
 }
 _SEQUENCE = {
-    "Attention": lambda r, d: [d, 2 if d % 2 == 0 else 1],
+    "AttentionLayer": lambda r, d: [d, 2 if d % 2 == 0 else 1],
     "TorchAttention": lambda r, d: [d, 2 if d % 2 == 0 else 1],
     "Recurrent": lambda r, d: [d, r.choice(["GRU", "LSTM"])],
     "Convolution": lambda r, d: [d],
@@ -38,7 +38,7 @@ _SEE_THE_BATCH = {"Batch", "Branch"}
 
 
 @dataclass
-class Block:
+class BlockSpec:
     """One layer: the name of its class in ``blocks`` and the arguments of its constructor."""
 
     kind: str
@@ -51,7 +51,7 @@ class Block:
 class ModelSpec:
     """A model as plain data.  ``shared`` pairs blocks that are one module, ``tied`` the head and the embedding."""
 
-    blocks: list[Block]
+    blocks: list[BlockSpec]
     root: str = "Sequential"  # or Net
     tokens: bool = False
     sequence: bool = False
@@ -113,11 +113,13 @@ def random_model(r: Random, spread: str = "data") -> ModelSpec:
     if spread == "pipeline":
         kinds = {k: v for k, v in kinds.items() if k not in ("Branch", "Drop")}
     least = 3 if spread == "pipeline" else 1
-    middle = [Block(kind := r.choice(sorted(kinds)), kinds[kind](r, d)) for _ in range(r.randint(least, 5))]
+    middle = [
+        BlockSpec(kind := r.choice(sorted(kinds)), kinds[kind](r, d)) for _ in range(r.randint(least, 5))
+    ]
     if spread == "tensor":
-        middle[r.randrange(len(middle))] = Block("Mlp", [d, r.choice([4, 8, 12])])
-    first = Block("Words", [inputs, d]) if tokens else Block("Entry", [inputs, d])
-    chain = [first, *middle, Block("Head", [d, inputs if tied else classes])]
+        middle[r.randrange(len(middle))] = BlockSpec("Mlp", [d, r.choice([4, 8, 12])])
+    first = BlockSpec("Words", [inputs, d]) if tokens else BlockSpec("InputLayer", [inputs, d])
+    chain = [first, *middle, BlockSpec("OutputLayer", [d, inputs if tied else classes])]
     for uid, block in enumerate(chain):
         block.uid = uid
         block.frozen = r.random() < 0.08 and 0 < uid < len(chain) - 1

@@ -18,7 +18,7 @@ _DISK = "__DISK__"  # stands for a scratch folder in the options of a plugin
 
 
 @dataclass
-class Plan:
+class PlanSpec:
     """How a run is spread: over how many ranks, by which plugin with which options, in which precision."""
 
     ranks: int = 1
@@ -122,7 +122,7 @@ def at_folder(text: str, folder: str = "folder") -> str:
 _SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}
 
 
-def random_plan(r: Random, model: ModelSpec, ranks: list[int], spread: str = "data") -> Plan:
+def random_plan(r: Random, model: ModelSpec, ranks: list[int], spread: str = "data") -> PlanSpec:
     """Draw a plan that ``model`` may be trained under; ``spread`` is data, tensor or pipeline."""
     plugin = r.choice(["none", "ddp", "ddp", "fsdp", "fsdp", "zero", "zero", "zero", *["gemini"] * 4])
     count = 1 if plugin == "none" else r.choice(ranks)
@@ -137,7 +137,7 @@ def random_plan(r: Random, model: ModelSpec, ranks: list[int], spread: str = "da
         "zero": _zero_options,
         "gemini": _gemini_options,
     }[plugin](r, model)
-    plan = Plan(count, plugin, options, precision, engine)
+    plan = PlanSpec(count, plugin, options, precision, engine)
     if engine and plugin == "none":
         plan.engine = r.random() < 0.5
     if spread == "tensor":

@@ -70,7 +70,7 @@ class Answer:
 
 
 @dataclass
-class Result:
+class TaskResult:
     """What became of a task: the answers of all ranks, None where there was none; and why, where there was none."""
 
     answers: list[Answer | None]
@@ -94,7 +94,7 @@ class RankPool:
                 RankHandle(context, Assignment(rank, ranks, self._store.port, call, environment))
             )
 
-    def run(self, task: Task, limit: float) -> Result:
+    def run(self, task: Task, limit: float) -> TaskResult:
         """Let every rank do ``task``; stop waiting when none has worked for ``limit`` seconds, or soon after one has raised."""
         number, self.tasks = self.tasks, self.tasks + 1
         self._output.seek(0)
@@ -115,7 +115,7 @@ class RankPool:
                     answers[handle.rank] = Answer(error=failure.headline, traceback=failure.traceback)
                     watch.hurry()
         stuck = self._where() if None in answers else ""
-        return Result(answers, stuck, self._output.getvalue()[-4000:])
+        return TaskResult(answers, stuck, self._output.getvalue()[-4000:])
 
     def close(self) -> None:
         """End all ranks."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from colossalai.testing.fuzz.cases import Case, random_case
-from colossalai.testing.fuzz.judge import EQUAL, FAILURES, REFUSED, UNSTABLE, Pools, Verdict, run_case
+from colossalai.testing.fuzz.judge import EQUAL, FAILURES, REFUSED, UNSTABLE, CaseVerdict, Pools, run_case
 from colossalai.testing.fuzz.script import script_text
 from colossalai.testing.fuzz.shrink import shrink
 
@@ -18,11 +18,11 @@ RANKS = (1, 2, 2, 2, 3, 4)  # two ranks most often: there most is seen, and they
 
 
 @dataclass
-class Failure:
+class FailedCase:
     """A case that failed, as small as it could be made."""
 
     case: Case
-    verdict: Verdict
+    verdict: CaseVerdict
     script: str
     first: Case
 
@@ -34,10 +34,10 @@ class Summary:
     outcomes: Counter[str] = field(default_factory=Counter)
     by_plan: dict[str, Counter[str]] = field(default_factory=dict)
     refusals: Counter[str] = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedCase] = field(default_factory=list)
     seconds: float = 0.0
 
-    def add(self, case: Case, verdict: Verdict) -> None:
+    def add(self, case: Case, verdict: CaseVerdict) -> None:
         self.outcomes[verdict.outcome] += 1
         for name in {plan.name for plan in case.plans}:
             self.by_plan.setdefault(name, Counter())[verdict.outcome] += 1
@@ -110,10 +110,10 @@ def fuzz(
 
 
 def _report(
-    case: Case, verdict: Verdict, pools: Pools, seconds: float, out: TextIO | None, folder: Path | None
-) -> Failure:
+    case: Case, verdict: CaseVerdict, pools: Pools, seconds: float, out: TextIO | None, folder: Path | None
+) -> FailedCase:
     small, found = shrink(case, verdict, pools, seconds=seconds) if seconds else (case, verdict)
-    failure = Failure(small, found, script_text(small), case)
+    failure = FailedCase(small, found, script_text(small), case)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"case-{case.seed}-{case.index}"

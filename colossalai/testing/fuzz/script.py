@@ -10,7 +10,7 @@ import textwrap
 from colossalai.testing.fuzz.cases import ROWS, Case
 from colossalai.testing.fuzz.habits import HABITS, Habit, lines_of
 from colossalai.testing.fuzz.models import build_lines, sources
-from colossalai.testing.fuzz.plans import PLUGINS, Plan, at_folder
+from colossalai.testing.fuzz.plans import PLUGINS, PlanSpec, at_folder
 
 _IMPORTS = {
     "nullcontext": "from contextlib import nullcontext",
@@ -136,12 +136,12 @@ def script_text(case: Case) -> str:
     )
 
 
-def cuts_of(case: Case, plan: Plan) -> list[tuple[int, int]]:
+def cuts_of(case: Case, plan: PlanSpec) -> list[tuple[int, int]]:
     """For each step, over how many replicas a batch is spread, and in how many parts each of them takes it."""
     return [(plan.replicas, plan.micro if plan.pipeline > 1 else case.accumulate)] * case.steps
 
 
-def _runs(case: Case) -> list[tuple[str, Plan, int]]:
+def _runs(case: Case) -> list[tuple[str, PlanSpec, int]]:
     runs = [("plan_a", case.a, 0)]
     if case.b is not None:
         runs.append(("plan_b", case.b, case.save_at or 0))
@@ -246,7 +246,7 @@ def _serial(case: Case) -> list[str]:
     ]
 
 
-def _passes(case: Case, plan: Plan) -> list[str]:
+def _passes(case: Case, plan: PlanSpec) -> list[str]:
     """From a batch to gradients, and to the loss in ``value``."""
     n = case.accumulate
     if plan.pipeline > 1:
@@ -295,7 +295,7 @@ def _load(case: Case, name: str) -> str:
     return f'load_checkpoint(f"{{folder}}/{name}", model, optimizer{scheduler})'
 
 
-def _built(case: Case, plan: Plan, seed: int) -> list[str]:
+def _built(case: Case, plan: PlanSpec, seed: int) -> list[str]:
     """The model of a rank, before it is boosted."""
     lines = [f"model = build({seed})"]
     if plan.tensor > 1:
@@ -306,7 +306,7 @@ def _built(case: Case, plan: Plan, seed: int) -> list[str]:
     return lines
 
 
-def _boosted(case: Case, plan: Plan, name: str, first: int) -> list[str]:
+def _boosted(case: Case, plan: PlanSpec, name: str, first: int) -> list[str]:
     clip = next((h.value for h in case.habits if h.name == "clip quietly"), None) if plan.engine else None
     body = [
         *lines_of(case.habits, "before", serial=False),

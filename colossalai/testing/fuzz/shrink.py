@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from colossalai.testing.fuzz.cases import Case, OptimizerSpec
-from colossalai.testing.fuzz.judge import Pools, Verdict, run_case
-from colossalai.testing.fuzz.plans import Plan
+from colossalai.testing.fuzz.judge import CaseVerdict, Pools, run_case
+from colossalai.testing.fuzz.plans import PlanSpec
 
 
-def shrink(case: Case, verdict: Verdict, pools: Pools, *, seconds: float = 60.0) -> tuple[Case, Verdict]:
+def shrink(
+    case: Case, verdict: CaseVerdict, pools: Pools, *, seconds: float = 60.0
+) -> tuple[Case, CaseVerdict]:
     """The smallest case that is found within ``seconds`` and fails in the same way, with its verdict."""
     deadline = time.monotonic() + seconds
     best, found = copy.deepcopy(case), verdict
@@ -85,7 +87,7 @@ def _simpler_plan(case: Case, which: str) -> Iterator[Case]:
     both = case.b is not None and case.a == case.b
     targets = ("a", "b") if both else (which,)
 
-    def change(act: Callable[[Plan], object]) -> Case:
+    def change(act: Callable[[PlanSpec], object]) -> Case:
         smaller = copy.deepcopy(case)
         for target in targets:
             act(getattr(smaller, target))
@@ -116,7 +118,7 @@ def _unfreeze(i: int) -> Callable[[Case], object]:
     return lambda case: setattr(case.model.blocks[i], "frozen", False)
 
 
-def _without(option: str) -> Callable[[Plan], object]:
+def _without(option: str) -> Callable[[PlanSpec], object]:
     return lambda plan: plan.options.pop(option)
 
 

@@ -33,7 +33,7 @@ from colossalai.interface import ModelWrapper
 from colossalai.interface.arguments import Copies
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh, own_grad
-from colossalai.utils.away import away
+from colossalai.utils.lazy_tensor import lazy_tensor
 from colossalai.zero.elsewhere import KeptGradients, away_class, why_no_gradient
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks, init_chunk_manager
@@ -356,7 +356,7 @@ class ZeroDDP(ModelWrapper):
         part = chunk.own_part(slot)
         if part is None or not self.chunk_manager.is_on_disk(chunk):
             return part
-        return away(part.shape, part.dtype, lambda: chunk.own_part(slot, read(chunk)))
+        return lazy_tensor(part.shape, part.dtype, lambda: chunk.own_part(slot, read(chunk)))
 
     @torch.no_grad()
     def load_state_dict(

@@ -5,7 +5,7 @@ slot is updated, the next are read and those before are written, also from one c
 as a whole, since they are one row that modules need too.
 
 While states are away, ``optim.state`` has tensors with a shape and a dtype whose values are fetched when somebody asks
-(``colossalai.utils.away``), and weights show NaN.
+(``colossalai.utils.lazy_tensor``), and weights show NaN.
 
 [Note: masters that wait]
 A checkpoint holds the float32 weights of bfloat16 parameters, of which our optimizers keep only the digits that the parameter lacks.  The model
@@ -40,7 +40,7 @@ from colossalai.nn.optimizer.offload import (
     slot_size,
     slots_for,
 )
-from colossalai.utils.away import away, fetched, is_away
+from colossalai.utils.lazy_tensor import fetched, is_lazy, lazy_tensor
 from colossalai.utils.disk import Buffers, Pending
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.chunk_manager import ChunkManager
@@ -277,7 +277,7 @@ class DiskStates:
         names = {name: dtype for name, dtype in fields if name != "tail"} | names
         self.optim.state[piece.value] = {
             **small,
-            **{n: away(piece.value.shape, d, partial(self._fetch, piece, n)) for n, d in names.items()},
+            **{n: lazy_tensor(piece.value.shape, d, partial(self._fetch, piece, n)) for n, d in names.items()},
         }
 
     def lay_in(self, pieces: Sequence[Piece]) -> None:
@@ -325,7 +325,7 @@ def small_of(state: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in state.items()
-        if not is_large(value) and not is_away(value)
+        if not is_large(value) and not is_lazy(value)
     }
 
 

@@ -19,7 +19,7 @@ from colossalai.interface import OptimizerWrapper
 from colossalai.mesh import full_shape
 from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer, is_cut, wide
 from colossalai.nn.optimizer.large_batch import FusedLAMB
-from colossalai.utils.away import is_away
+from colossalai.utils.lazy_tensor import is_lazy
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.shadow_optimizer import group_options, stateless_copy
 from colossalai.zero.pieces import (
@@ -276,7 +276,7 @@ class StateBytes:
         total = 0
         for _, piece, _ in self.chunk_pieces.of(chunk):
             state = self.optim.state.get(piece.value, {})
-            total += sum(t.nbytes for t in state.values() if is_large(t) and not is_away(t))
+            total += sum(t.nbytes for t in state.values() if is_large(t) and not is_lazy(t))
             if not piece.is_shared:
                 total += piece.value.nbytes
         return total

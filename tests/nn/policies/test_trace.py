@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import colossalai
 from colossalai.mesh import Mesh
 from colossalai.nn.policies import Cut, Policy
-from colossalai.nn.policies.adapt import UsedByPieces
+from colossalai.nn.policies.wrap_forward import UsedByPieces
 from colossalai.testing import assert_equal_in_group, fake_world, spawn
 from tests.nn.policies.zoo import launch
 

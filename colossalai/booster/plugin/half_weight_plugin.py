@@ -18,7 +18,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DEFAULT = "fp16"
 
 
-class OwnPrecisionPlugin(DPPluginBase):
+class HalfWeightPlugin(DPPluginBase):
     """A plan with a precision of its own: ``precision`` is its name, ``dtype`` that of weights, gradients and operations.
 
     It is the one that the plugin was given, or else the one that the booster was given, or else fp16.

@@ -1,6 +1,6 @@
 """Modules of an existing model with something done around their forward.
 
-``adapt`` gives one module a subclass of its own class, under the same name: so ``isinstance``, parameter names, hooks and
+``wrap_forward`` gives one module a subclass of its own class, under the same name: so ``isinstance``, parameter names, hooks and
 copies go on as before, and the code of the model is not touched.
 """
 
@@ -33,13 +33,13 @@ from colossalai.mesh.norm import STAGES, tensor_axes
 from colossalai.nn.layer.batch import split_rows
 from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, at_rank
-from colossalai.nn.policies.numbers import active, draws_own, forked, own_numbers, seed, switch_numbers
+from colossalai.nn.policies.random_streams import active, draws_own, forked, own_numbers, seed, switch_numbers
 
 M = TypeVar("M", bound=nn.Module)
 Forward = Callable[..., Any]
 
 
-class Adapted:
+class ForwardWrapper:
     """What is done around a forward; a subclass writes ``around``."""
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,31 +55,31 @@ class Adapted:
         return _new, (native, *reversed(done)), self.__getstate__()  # type: ignore[attr-defined]
 
 
-def adapt(module: M, what: type[Adapted]) -> M:
+def wrap_forward(module: M, what: type[ForwardWrapper]) -> M:
     """Make ``module`` do ``what`` around its forward."""
     module.__class__ = _class_of(type(module), what)  # type: ignore[assignment]
     return module
 
 
-def _class_of(native: type[nn.Module], what: type[Adapted]) -> type[nn.Module]:
+def _class_of(native: type[nn.Module], what: type[ForwardWrapper]) -> type[nn.Module]:
     if (native, what) not in _classes:
         made = _classes[native, what] = _subclass(native, what)
         _made_of[made] = native, what
     return _classes[native, what]
 
 
-def _new(native: type[nn.Module], *done: type[Adapted]) -> nn.Module:
-    """A module of the class that ``adapt`` made, without its attributes yet."""
+def _new(native: type[nn.Module], *done: type[ForwardWrapper]) -> nn.Module:
+    """A module of the class that ``wrap_forward`` made, without its attributes yet."""
     for what in done:
         native = _class_of(native, what)
     return native.__new__(native)
 
 
-_classes: dict[tuple[type[nn.Module], type[Adapted]], type[nn.Module]] = {}
-_made_of: dict[type[Any], tuple[type[nn.Module], type[Adapted]]] = {}
+_classes: dict[tuple[type[nn.Module], type[ForwardWrapper]], type[nn.Module]] = {}
+_made_of: dict[type[Any], tuple[type[nn.Module], type[ForwardWrapper]]] = {}
 
 
-def _subclass(native: type[nn.Module], what: type[Adapted]) -> type[nn.Module]:
+def _subclass(native: type[nn.Module], what: type[ForwardWrapper]) -> type[nn.Module]:
     @functools.wraps(native.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return what.around(self, functools.partial(native.forward, self), args, kwargs)
@@ -91,13 +91,13 @@ def _subclass(native: type[nn.Module], what: type[Adapted]) -> type[nn.Module]:
 
 def native_class(module: nn.Module) -> Any:
     """The class of the model itself, below what stages and ``parallelize`` add."""
-    return next(c for c in type(module).__mro__ if not issubclass(c, Adapted))
+    return next(c for c in type(module).__mro__ if not issubclass(c, ForwardWrapper))
 
 
 # ---- random numbers ----
 
 
-class OwnNumbers(Adapted):
+class OwnNumbers(ForwardWrapper):
     """Draws numbers of this rank's own while training, for what is cut inside of it."""
 
     training: bool
@@ -121,7 +121,7 @@ def _drops(module: nn.Module) -> bool:
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
-class SwitchesNumbers(Adapted):
+class SwitchesNumbers(ForwardWrapper):
     """A linear layer behind which ranks hold pieces of the activations, or hold them whole again."""
 
     role: str
@@ -132,7 +132,7 @@ class SwitchesNumbers(Adapted):
         return result
 
 
-class AlikeNumbers(Adapted):
+class AlikeNumbers(ForwardWrapper):
     """Draws what all ranks draw, also inside a module that draws its own."""
 
     training: bool
@@ -154,7 +154,7 @@ class AlikeNumbers(Adapted):
 # ---- parameters ----
 
 
-class UsedByPieces(Adapted):
+class UsedByPieces(ForwardWrapper):
     """Its parameters are about to be used for this rank's piece of the activations: their gradients are summed."""
 
     used_over: tuple[frozenset[str], Mesh]
@@ -177,7 +177,7 @@ class UsedByPieces(Adapted):
 # ---- where the stream begins and ends ----
 
 
-class WholeInput(Adapted):
+class WholeInput(ForwardWrapper):
     """Gets the whole of its input, of which each rank holds a piece of the residual stream."""
 
     cut_as: tuple[TensorParallel, Mesh]
@@ -188,7 +188,7 @@ class WholeInput(Adapted):
         return forward(redistribute(x, at_rank(tp.hidden, x.ndim), replicated(x.ndim), mesh), *rest, **kwargs)
 
 
-class WholeRows(Adapted):
+class WholeRows(ForwardWrapper):
     """A classifier whose scores are whole on every rank; its input may be whole already."""
 
     tp: TensorParallel
@@ -208,7 +208,7 @@ class WholeRows(Adapted):
 _BATCHES = ("input_ids", "inputs_embeds", "pixel_values")
 
 
-class CutStream(Adapted):
+class CutStream(ForwardWrapper):
     """Takes a whole batch and works on this rank's rows and features of the residual stream."""
 
     training: bool
@@ -274,7 +274,7 @@ _STREAM = (
 _SCORES = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
 
 
-class WholeOutputs(Adapted):
+class WholeOutputs(ForwardWrapper):
     """The model itself: what it returns is whole on every rank, but for the cache of keys and values."""
 
     cut_as: tuple[TensorParallel, Mesh]

@@ -11,7 +11,7 @@ from torch import Tensor
 from colossalai.mesh import Axes, Mesh, random_key
 
 
-class Numbers:
+class RandomStreams:
     """The random numbers inside one ``own_numbers``: a stream of this rank's own, and one that all ranks share.
 
     The generator runs in one of both; the state of the other waits.
@@ -37,7 +37,7 @@ class Numbers:
         seed(random_key(self.key, *names))
 
 
-active: list[Numbers] = []
+active: list[RandomStreams] = []
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def own_numbers(axes: Axes, mesh: Mesh, *, switches: bool = False, own: bool = T
     With ``switches``, ranks draw their own behind an expanding layer, until a contracting one has made the activations whole
     again; there all draw alike.  ``own`` says how it begins.
     """
-    numbers = Numbers(
+    numbers = RandomStreams(
         int(torch.randint(1 << 62, (), device="cpu")), tuple(mesh.coord[a] for a in axes), switches
     )
     numbers.is_own = own

@@ -33,9 +33,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def imagined_launch(
-    config: Mapping[str, Any] | str | Path | None, rank: int, world_size: int
-) -> Iterator[None]:
+def fake_launch(config: Mapping[str, Any] | str | Path | None, rank: int, world_size: int) -> Iterator[None]:
     """Inside, this process is ``rank`` as ``colossalai.launch(config)`` would have made it; random seeds are left alone."""
     with fake_world(rank, world_size):
         try:
