@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Measurement
+from click.testing import CliRunner, Result
 
 from colossalai.cli.app import cli
 from colossalai.cli.benchmark import command, runner
@@ -22,7 +22,7 @@ from tests.cli.tools import Command, survivors, wait_until
 TINY = ("-s", "4", "-d", "32", "-w", "1", "-p", "2", "-l", "1", "--device", "cpu", "--timeout", "60")
 
 
-def invoke(*options: object) -> Measurement:
+def invoke(*options: object) -> Result:
     return CliRunner().invoke(cli, ["benchmark", *map(str, options)])
 
 
