@@ -16,11 +16,11 @@ from colossalai.interface import OptimizerWrapper, below_compile
 from colossalai.interface.attached import attach, attached
 from colossalai.interface.batch import next_batch, split_batch
 from colossalai.interface.nest import to_device
+from colossalai.mesh import DATA_AXIS
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import Pipeline
-from colossalai.pipeline.tied import shared_gradients
-from colossalai.utils import is_ddp_ignored, is_using_pp
-from colossalai.utils.bucket import bucket_allreduce
+from colossalai.pipeline.tied import synchronized_gradients
+from colossalai.utils import is_using_pp
 
 
 class Pipelines:
@@ -44,8 +44,10 @@ class Pipelines:
             batch if device is None else to_device(batch, device), None, criterion is not None, "Booster"
         )
         replica = below_compile(model)
+        averages = optimizer is not None and not optimizer.averages_gradients and gpc.data_parallel_size > 1
+        replicas = gpc.mesh.group(DATA_AXIS) if averages else None
         with (
-            nullcontext() if optimizer is None else shared_gradients(model.parameters()),
+            nullcontext() if optimizer is None else synchronized_gradients(model.parameters(), replicas),
             replica.in_pipeline() if isinstance(replica, TorchDDPModel) else nullcontext(),
         ):
             outputs, loss = pipeline.step(
@@ -56,11 +58,8 @@ class Pipelines:
                 return_loss=return_loss or optimizer is not None,
                 return_outputs=return_outputs,
             )
-        if optimizer is not None and not optimizer.averages_gradients and gpc.data_parallel_size > 1:
-            averaged = [p for p in model.parameters() if not is_ddp_ignored(p)]
-            bucket_allreduce(averaged, gpc.mesh.group("dp"))
-            if isinstance(replica, TorchDDPModel):
-                replica.gradients_were_averaged()
+        if averages and isinstance(replica, TorchDDPModel):
+            replica.gradients_were_averaged()
         return {"loss": loss if return_loss else None, "outputs": outputs}
 
     def _pipeline(self, model: nn.Module, plugin: Plugin | None) -> Pipeline:

@@ -23,8 +23,7 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper, user_module
 from colossalai.interface.strangers import strangers
-from colossalai.mesh import placement
-from colossalai.mesh.norm import DATA
+from colossalai.mesh import DATA_AXIS, placement
 from colossalai.mesh.parameter import overlapping
 from colossalai.nn.policies.stage import wrapped_elsewhere
 from colossalai.pipeline.chunks import count_chunks
@@ -85,7 +84,7 @@ def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> Non
 def shares_models() -> bool:
     """Whether several ranks of the launched job hold one model together; without a plugin, each rank is a job of its own if not."""
     mesh = launched_mesh()
-    return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA)
+    return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA_AXIS)
 
 
 def problem_of(wanted: Wanted) -> str | None:

@@ -27,7 +27,7 @@ from colossalai.checkpoint_io.numbered_optimizer import NumberedState
 from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
 from colossalai.checkpoint_io.sharding import plan_shards
 from colossalai.interface import user_module
-from colossalai.mesh.norm import STAGES
+from colossalai.mesh import PIPELINE_AXIS
 from colossalai.utils.parallel import launched_mesh
 
 # The attribute of a parameter of an optimizer that is a slice of one of the model; its ``fit`` cuts a loaded value.
@@ -199,7 +199,7 @@ class GatheredCheckpointIO(ReplicatedCheckpointIO):
 
 def _has_stages() -> bool:
     mesh = launched_mesh()
-    return mesh is not None and mesh.size.get(STAGES, 1) > 1
+    return mesh is not None and mesh.size.get(PIPELINE_AXIS, 1) > 1
 
 
 def _check(gather_dtensor: bool) -> None:

@@ -12,8 +12,7 @@ from colossalai.checkpoint_io.entries import Entry, Piece, pieces_of_holding, se
 from colossalai.checkpoint_io.manifest import Manifest, StoredTensor
 from colossalai.checkpoint_io.reading import Want
 from colossalai.interface import Holding, ModelWrapper, below_compile, user_module
-from colossalai.mesh import Mesh
-from colossalai.mesh.norm import STAGES
+from colossalai.mesh import PIPELINE_AXIS, Mesh
 from colossalai.nn.layer import ParallelLayer
 from colossalai.utils.lazy_tensor import fetch_later, is_lazy
 from colossalai.utils.parallel import launched_mesh
@@ -62,7 +61,11 @@ class ModelState:
     def stage(self) -> int | None:
         """This rank's pipeline stage, if there are several."""
         sizes = {} if self.mesh is None else self.mesh.size
-        return self.mesh.coord[STAGES] if self.mesh is not None and sizes.get(STAGES, 1) > 1 else None
+        return (
+            self.mesh.coord[PIPELINE_AXIS]
+            if self.mesh is not None and sizes.get(PIPELINE_AXIS, 1) > 1
+            else None
+        )
 
     def name(self, param: Tensor) -> str | None:
         """The first name of a parameter in the serial model."""

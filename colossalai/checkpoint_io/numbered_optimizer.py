@@ -11,7 +11,7 @@ from colossalai.checkpoint_io.optimizer_state import MASTER, OptimizerState, hol
 from colossalai.checkpoint_io.sharding import SPREAD
 from colossalai.interface import OptimizerWrapper
 from colossalai.interface.holding import MASTERS_KEY
-from colossalai.mesh.norm import STAGES
+from colossalai.mesh import PIPELINE_AXIS
 from colossalai.utils.parallel import launched_mesh
 
 
@@ -23,7 +23,7 @@ class Numbers:
     def __init__(self, optimizer: Optimizer) -> None:
         self.mesh = launched_mesh()
         self._numbers = {id(holding.param): str(i) for i, holding in enumerate(holdings_of(optimizer))}
-        if self.mesh is not None and self.mesh.size.get(STAGES, 1) > 1:
+        if self.mesh is not None and self.mesh.size.get(PIPELINE_AXIS, 1) > 1:
             raise ValueError(
                 "an optimizer file numbers the parameters of the whole model, but each stage of a pipeline counts its own;"
                 " save the run with booster.save, which stores them by their names"

@@ -16,13 +16,11 @@ from colossalai.context.config_schema import is_positive_int
 from colossalai.context.parallel_mode import ParallelMode
 from colossalai.context.spelling import near, suggestion
 from colossalai.context.tensor_modes import (
-    DATA_AXIS,
-    PIPELINE_AXIS,
     TENSOR_MODES,
     mode_axes,
     tensor_mode,
 )
-from colossalai.mesh import mesh_groups
+from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, mesh_groups
 
 # Every job has these groups, so these initializers always run, in this order.
 ALWAYS = ("data", "model", "pipeline", "tensor")

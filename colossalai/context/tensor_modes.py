@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colossalai.context.parallel_mode import ParallelMode
-from colossalai.mesh import Axes
-
-DATA_AXIS, PIPELINE_AXIS = "dp", "pp"
+from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, Axes
 
 
 def _line(size: int) -> tuple[int, ...]:

@@ -21,14 +21,13 @@ from colossalai.booster.support import Plan, Wanted, problem_of
 from colossalai.context.config import ConfigException
 from colossalai.context.fake_launch import fake_launch
 from colossalai.context.parallel_config import ParallelConfig
-from colossalai.context.tensor_modes import DATA_AXIS, PIPELINE_AXIS
 from colossalai.core import global_context as gpc
 from colossalai.dry_run.estimate import PlayedStep, play_step, played_alike, stored_microbatches
 from colossalai.dry_run.link import Way
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.dry_run.zero import ZeroPlan, divided, estimate_zero, zero_plan
 from colossalai.engine.features import Features
-from colossalai.mesh import full_shape, mesh_coordinates, placement
+from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, full_shape, mesh_coordinates, placement
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.stage import pipeline_rank

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai._numeric import HALF_DTYPES
 from colossalai.utils.live_bytes import LiveBytes
 
 ALLOCATOR_BLOCK = 512  # what CUDA's caching allocator rounds sizes up to
-HALF = (torch.float16, torch.bfloat16)
 
 
 class MetaBytes(LiveBytes):
@@ -74,7 +74,7 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    if attn_mask is None and query.dtype in HALF:
+    if attn_mask is None and query.dtype in HALF_DTYPES:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(query, key, value, dropout_p, is_causal)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:

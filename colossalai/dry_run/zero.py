@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from colossalai._numeric import ceil_div
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.context.config import ConfigException
 from colossalai.dry_run.meta import MetaBytes, gpu_kernels
@@ -83,7 +84,7 @@ def divided(played: MemoryEstimate, model: nn.Module, ranks: int, plan: ZeroPlan
     """The memory of a rank that was played in half precision with all of ``model``, if it has a part: one of ``ranks``."""
     level, on_host, undo_ratio, _ = plan
     parameters = sum(p.numel() for p in model.parameters())
-    part = -(-parameters // ranks)
+    part = ceil_div(parameters, ranks)
     unit = HALF_BYTES * _largest_unit(model)
     rests = 0 if on_host else part  # elements whose masters and states lie on the device
     # gradients are whole until they are averaged, which level 1 does for all at the end

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -33,6 +32,7 @@ from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.utils import get_current_device, is_using_pp, is_using_sequence
 from colossalai.utils.dataloader import check_not_empty
+from colossalai.utils.parallel import broadcast_from_first
 
 Initialized = tuple[Engine, Any, Any, Any]
 
@@ -64,16 +64,7 @@ def initialize(
         _log(features)
     schedule = schedule_of_config()
     model, optimizer = _build(model, optimizer)
-    mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
-    plugin = _plugin(features, mode, model, optimizer)
-    plan = None if plugin is None else Plan.of(plugin)
-    wanted = Wanted(
-        model=model, optimizer=optimizer, plan=plan, pipeline=_pipeline_options(), criterion=criterion
-    )
-    check_supported(wanted, ConfigException)
-    booster = Booster(mixed_precision=features.precision, plugin=plugin)
-    if booster.plugin is None:
-        _share_weights(model, mode)  # before boost, which may copy them into master weights
+    booster = _make_booster(features, model, optimizer, criterion)
     boosted = booster.boost(model, optimizer, criterion, train_dataloader, lr_scheduler)  # type: ignore[arg-type]
     handlers = handlers_of(features, boosted.model, boosted.optimizer)
     parts: tuple[Any, ...] = (boosted.optimizer, boosted.dataloader, handlers, boosted.lr_scheduler)
@@ -98,6 +89,21 @@ def initialize(
         schedule,
     )
     return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _make_booster(features: Features, model: nn.Module, optimizer: Optimizer, criterion: Any) -> Booster:
+    """Make the booster of the config, refuse plans that it cannot train, and let the replicas start alike."""
+    mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
+    plugin = _plugin(features, mode, model, optimizer)
+    plan = None if plugin is None else Plan.of(plugin)
+    wanted = Wanted(
+        model=model, optimizer=optimizer, plan=plan, pipeline=_pipeline_options(), criterion=criterion
+    )
+    check_supported(wanted, ConfigException)
+    booster = Booster(mixed_precision=features.precision, plugin=plugin)
+    if booster.plugin is None:
+        _share_weights(model, mode)  # before boost, which may copy them into master weights
+    return booster
 
 
 def _check_arguments(
@@ -176,13 +182,14 @@ def _plugin(features: Features, mode: ParallelMode, model: nn.Module, optimizer:
 
 
 def handlers_of(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:
+    """Build the gradient handlers of the config, and those that a pipeline needs: sums over stages, then means."""
     configs = list(features.handlers)
     if is_using_pp() and not configs and features.zero is None and gpc.get_world_size(ParallelMode.DATA) > 1:
         # once after all micro-batches, where DDP would do so after each
         configs.append({"type": "DataParallelGradientHandler"})
     shared = {"type": "PipelineSharedModuleGradientHandler"}
     if any(hasattr(p, SHARED_GROUP) for p in model.parameters()) and shared not in configs:
-        configs.append(shared)
+        configs.insert(0, shared)  # sums before means, as in Booster.execute_pipeline
     return [build_gradient_handler(config, model, optimizer) for config in configs]
 
 
@@ -190,10 +197,8 @@ def _share_weights(model: nn.Module, mode: ParallelMode) -> None:
     """Replicas start alike, with the values of the first one; DDP does this by itself."""
     if gpc.get_world_size(mode) == 1:
         return
-    first = gpc.get_ranks_in_group(mode)[0]
     model.to(get_current_device())  # where the group can reach them
-    for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), src=first, group=gpc.get_group(mode))
+    broadcast_from_first((*model.parameters(), *model.buffers()), gpc.get_group(mode))
 
 
 def _set_cudnn(features: Features) -> None:

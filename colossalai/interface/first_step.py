@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from colossalai.core import global_context as gpc
 from colossalai.interface.optimizer import OptimizerWrapper
-from colossalai.mesh import Mesh
+from colossalai.mesh import PIPELINE_AXIS, Mesh
 from colossalai.mesh.agreement import FirstStep, SameSteps
-from colossalai.mesh.norm import STAGES, tensor_axes
+from colossalai.mesh.norm import tensor_axes
 from colossalai.nn.policies.wrap_forward import WholeOutputs
 
 # The modes whose layers leave complete gradients after the backward pass; one of the user's own may complete them later.
@@ -29,7 +29,7 @@ def shared_axes(model: nn.Module, mesh: Mesh) -> tuple[str, ...]:
     """
     whole = any(isinstance(m, WholeOutputs) for m in model.modules())
     tensor = tensor_axes(mesh) if whole else (LINE,)
-    return tuple(axis for axis in (STAGES, *tensor) if mesh.size.get(axis, 1) > 1)
+    return tuple(axis for axis in (PIPELINE_AXIS, *tensor) if mesh.size.get(axis, 1) > 1)
 
 
 def watch_first_step(model: nn.Module, mesh: Mesh | None) -> None:
@@ -40,7 +40,7 @@ def watch_first_step(model: nn.Module, mesh: Mesh | None) -> None:
         or any(isinstance(m, WholeOutputs) for m in model.modules())
     ):
         return
-    piped = mesh.size.get(STAGES, 1) > 1
+    piped = mesh.size.get(PIPELINE_AXIS, 1) > 1
     step = FirstStep(
         mesh, () if piped else shared_axes(model, mesh), compare_gradients=not _completes_later()
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from colossalai._numeric import round_up
 from colossalai.kernel.lists import covers_its_memory
 from colossalai.kernel.native.copy import copy_past_cache
 
@@ -13,7 +14,7 @@ ALIGNED = 64  # bytes: where each copy begins
 
 
 def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
+    return round_up(nbytes, ALIGNED)
 
 
 class Kept:

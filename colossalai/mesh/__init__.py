@@ -24,7 +24,7 @@ from colossalai.mesh.initial import (
 )
 from colossalai.mesh.layout import Layout, local_range, local_shape, local_slices, replicated, shard
 from colossalai.mesh.matmul import matmul
-from colossalai.mesh.mesh import Axes, Mesh, mesh_coordinates, mesh_groups
+from colossalai.mesh.mesh import DATA_AXIS, PIPELINE_AXIS, Axes, Mesh, mesh_coordinates, mesh_groups
 from colossalai.mesh.movement import (
     all_to_all,
     collect,
@@ -54,6 +54,8 @@ from colossalai.mesh.plan import MatmulPlan, Order, Role
 from colossalai.mesh.random import RandomStream, dropout_mask, random_key
 
 __all__ = [
+    "DATA_AXIS",
+    "PIPELINE_AXIS",
     "Axes",
     "CommunicationLog",
     "Constant",

@@ -9,6 +9,8 @@ import torch.distributed as dist
 import torch.utils._python_dispatch
 from torch import Tensor
 
+from colossalai._numeric import HALF_DTYPES
+
 # 2.13 renames them and warns about the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -21,14 +23,13 @@ plain_torch = torch._C.DisableTorchFunctionSubclass
 
 def norms_of(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """The norm of each tensor, in few launches; in fp32 for tensors in half precision, whose own range is too small."""
-    half = (torch.float16, torch.bfloat16)
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
     norms: dict[int, Tensor] = {}
     for (_, dtype), same in by_kind.items():
         found = torch._foreach_norm(
-            [tensors[i] for i in same], norm_type, dtype=torch.float32 if dtype in half else None
+            [tensors[i] for i in same], norm_type, dtype=torch.float32 if dtype in HALF_DTYPES else None
         )
         norms.update(zip(same, found, strict=True))
     return [norms[i] for i in range(len(tensors))]

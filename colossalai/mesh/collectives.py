@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai._numeric import ceil_div
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
 from colossalai.mesh.layout import piece
 from colossalai.mesh.mesh import Mesh
@@ -125,7 +126,7 @@ def start_all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int, length: int | N
     parts = mesh.size[axis]
     if parts == 1:
         return lambda: x
-    longest = x.size(dim) if length is None else -(-length // parts)
+    longest = x.size(dim) if length is None else ceil_div(length, parts)
     x = _padded(x, dim, longest).contiguous()
     gathered = x.new_empty((parts, *x.shape))
     work = all_gather_single(gathered.flatten(0, 1), x, group=mesh.group(axis), async_op=True)
@@ -194,7 +195,7 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, uncut: int, cut: int, length: i
         return x
     pieces = _pieces(x, mesh, axis, cut, uneven=length is not None)
     own = pieces[mesh.coord[axis]].size(cut)
-    longest = x.size(uncut) if length is None else -(-length // parts)
+    longest = x.size(uncut) if length is None else ceil_div(length, parts)
     sent = torch.stack([_padded(_padded(t, cut, pieces[0].size(cut)), uncut, longest) for t in pieces])
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=mesh.group(axis))

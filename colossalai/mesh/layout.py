@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 
+from colossalai._numeric import round_up
 from colossalai.mesh.mesh import Axes, Mesh
 
 State = Literal["I", "R", "P"] | int
@@ -139,7 +140,7 @@ def local_range(size: int, axes: Axes, mesh: Mesh, *, uneven: bool = False) -> t
     if size % parts and not uneven:
         raise ValueError(
             f"a dim of size {size} cannot be cut into {parts} equal parts by axes {axes}; "
-            f"choose a multiple of {parts} (the nearest are {size // parts * parts or parts} and {-(-size // parts) * parts})"
+            f"choose a multiple of {parts} (the nearest are {size // parts * parts or parts} and {round_up(size, parts)})"
         )
     start, length = 0, size
     for axis in axes:

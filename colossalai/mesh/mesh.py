@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Axes = tuple[str, ...]
 
+DATA_AXIS, PIPELINE_AXIS = "dp", "pp"
+"""The axes of replicas and of pipeline stages; all other axes of a launched job are tensor-parallel."""
+
 
 def mesh_coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
     """The position of ``rank`` on every axis; no process group is needed."""

@@ -26,10 +26,8 @@ from torch import Tensor
 
 import colossalai.mesh.collectives as collectives
 from colossalai.mesh._compat import multiply_all, norms_of
-from colossalai.mesh.mesh import Axes, Mesh
+from colossalai.mesh.mesh import DATA_AXIS, PIPELINE_AXIS, Axes, Mesh
 from colossalai.mesh.parameter import SHARED_GROUP, placement
-
-DATA, STAGES = "dp", "pp"
 
 Measure = Callable[[list[Tensor], float], list[Tensor]]
 
@@ -144,7 +142,7 @@ def _over_model(
             [part for part in parts if part.numel()], p
         )  # a rank may hold nothing of a small tensor
         joined.append(_over_ranks(_join([n.to(home) for n in numbers], p, home), where, mesh, p))
-    stages = (STAGES,) if mesh is not None and STAGES in mesh.size else ()
+    stages = (PIPELINE_AXIS,) if mesh is not None and PIPELINE_AXIS in mesh.size else ()
     return _over_ranks(_join(joined, p, home), _Where(stages, tuple(others)), mesh, p)
 
 
@@ -165,7 +163,7 @@ def _where(param: Any, mesh: Mesh | None) -> _Where:
 
 def tensor_axes(mesh: Mesh) -> Axes:
     """The axes that are neither data nor pipeline."""
-    return tuple(axis for axis in mesh.size if axis not in (DATA, STAGES))
+    return tuple(axis for axis in mesh.size if axis not in (DATA_AXIS, PIPELINE_AXIS))
 
 
 def piece_axes(param: Tensor, mesh: Mesh | None) -> Axes:
@@ -193,7 +191,7 @@ def piece_axes(param: Tensor, mesh: Mesh | None) -> Axes:
 
 def is_whole(params: Iterable[Tensor], mesh: Mesh | None) -> bool:
     """Whether this rank holds all of a model: no piece of its ``params``, and no parameters besides, are on other ranks."""
-    if mesh is not None and mesh.size.get(STAGES, 1) > 1:
+    if mesh is not None and mesh.size.get(PIPELINE_AXIS, 1) > 1:
         return False
     return not any(
         hasattr(p, "device_mesh") or placement(p).sharded or getattr(p, "is_tensor_parallel", False)

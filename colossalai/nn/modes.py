@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from colossalai.context import ParallelMode
 from colossalai.context.tensor_modes import tensor_mode
 from colossalai.core import global_context as gpc
-from colossalai.mesh import Axes, Layout, Mesh, Order
+from colossalai.mesh import DATA_AXIS, Axes, Layout, Mesh, Order
 
 Where = Literal["hidden", "inner"]
 
@@ -161,15 +161,15 @@ def with_data_parallel(tp: TensorParallel, size: int, shard_weights: bool = Fals
     """Data parallelism is one more axis that cuts the batch; with ZeRO-3 it cuts the weights at rest as well."""
 
     def batch(layout: Layout) -> Layout:
-        return replace(layout, dims=(("dp", *layout.dims[0]), *layout.dims[1:]))
+        return replace(layout, dims=((DATA_AXIS, *layout.dims[0]), *layout.dims[1:]))
 
     def weight(layout: Layout) -> Layout:
-        last: Axes = (*layout.dims[-1], "dp")
+        last: Axes = (*layout.dims[-1], DATA_AXIS)
         return replace(layout, dims=(*layout.dims[:-1], last)) if shard_weights else layout
 
     return replace(
         tp,
-        axes={"dp": size, **tp.axes},
+        axes={DATA_AXIS: size, **tp.axes},
         hidden=batch(tp.hidden),
         inner=batch(tp.inner),
         expand=weight(tp.expand),

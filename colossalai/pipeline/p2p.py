@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colossalai.logging import get_dist_logger
-from colossalai.mesh import Mesh, mesh_groups
+from colossalai.mesh import PIPELINE_AXIS, Mesh, mesh_groups
 from colossalai.mesh.collectives import all_gather
 from colossalai.pipeline.schedule.base import Message, Timetable
-from colossalai.pipeline.stage import PIPELINE_AXIS, pipeline_rank, pipeline_size
+from colossalai.pipeline.stage import pipeline_rank, pipeline_size
 from colossalai.pipeline.wire import Description, as_bytes
 
 Way = tuple[int, int]  # from one virtual stage to another

@@ -12,9 +12,9 @@ from colossalai.checkpoint_io import save_pretrained as save_whole
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.interface import ModelWrapper
+from colossalai.mesh import PIPELINE_AXIS
 from colossalai.nn.policies.stage import Stage
 from colossalai.nn.policies.wrap_forward import native_class, whole_state_dict
-from colossalai.pipeline.stage import PIPELINE_AXIS
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:

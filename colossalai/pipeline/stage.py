@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from colossalai.core import global_context as gpc
-from colossalai.mesh import Mesh
-
-PIPELINE_AXIS = "pp"
+from colossalai.mesh import PIPELINE_AXIS, Mesh
 
 
 class Shape(Enum):

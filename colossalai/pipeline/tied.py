@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.context import ParallelMode
@@ -14,6 +15,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK, own_grad, set_own_grad
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.partition import StageRanges
+from colossalai.utils import is_ddp_ignored
 from colossalai.utils.bucket import bucket_allreduce
 
 
@@ -108,15 +110,42 @@ def sum_shared_gradients(parameters: Iterable[Tensor]) -> None:
         bucket_allreduce(params, group, average=False)
 
 
+def synchronize_gradients(
+    parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None, *, stages: bool = True
+) -> None:
+    """Sum the gradients of weights that stages share over these ``stages``, then average all over the ``replicas``.
+
+    Both doors of a pipeline call this function: ``Booster.execute_pipeline`` after each batch, the gradient handlers of an
+    engine before each step.  Without ``replicas`` nothing is averaged: there is one replica, or ZeRO's optimizer averages.
+    """
+    parameters = list(parameters)
+    if stages:
+        sum_shared_gradients(parameters)
+    if replicas is not None:
+        bucket_allreduce([p for p in parameters if not is_ddp_ignored(p)], replicas)
+
+
 @contextmanager
-def shared_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Add the gradients that come into being inside over the stages; those from before, which are sums already, stay."""
+def synchronized_gradients(
+    parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None
+) -> Iterator[None]:
+    """Synchronize the gradients of the passes inside the block, at its end.
+
+    Gradients of weights that stages share and that were there before are sums over the stages already: they are set aside, and
+    come back also if the block raises.
+    """
+    parameters = list(parameters)
     shared = [p for p in parameters if hasattr(p, SHARED_GROUP)]
     before = [own_grad(p) for p in shared]
     for p in shared:
         set_own_grad(p, None)
-    yield
-    sum_shared_gradients(shared)
+    try:
+        yield
+        synchronize_gradients(parameters, replicas)
+    except BaseException:
+        for p, grad in zip(shared, before, strict=True):
+            set_own_grad(p, grad)
+        raise
     for p, grad in zip(shared, before, strict=True):
         if grad is not None:
             new = own_grad(p)

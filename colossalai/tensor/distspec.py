@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from colossalai._numeric import round_up
 from colossalai.mesh import Layout
 from colossalai.tensor.process_group import TP, ProcessGroup
 
@@ -73,7 +74,7 @@ def layout_of(dist_spec: DistSpec, shape: Sequence[int], pg: ProcessGroup, *, wh
         raise ValueError(
             f"dim {dim} of a tensor of shape {tuple(shape)} cannot be cut into {parts} equal pieces: {shape[dim]} is not a "
             f"multiple of {parts}; cut another dim, keep the tensor whole, or choose a size of "
-            f"{shape[dim] // parts * parts or parts} or {-(-shape[dim] // parts) * parts}"
+            f"{shape[dim] // parts * parts or parts} or {round_up(shape[dim], parts)}"
         )
     return cut_along(dim % len(shape), len(shape))
 

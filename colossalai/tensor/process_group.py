@@ -13,10 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from colossalai.mesh import Axes, Mesh, mesh_coordinates, mesh_groups
+from colossalai.mesh import DATA_AXIS, Axes, Mesh, mesh_coordinates, mesh_groups
 
 TP = "tp"
-DP = "dp"
 
 
 class GroupMesh(Mesh):
@@ -94,7 +93,7 @@ class ProcessGroup:
         made, key = _made_once(), (self._ranks, self._tp)
         if key not in made:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
-            made[key] = GroupMesh(self._ranks, {DP: self._dp, TP: self._tp}, device_type)
+            made[key] = GroupMesh(self._ranks, {DATA_AXIS: self._dp, TP: self._tp}, device_type)
         self.mesh: GroupMesh = made[key]
 
     def rank(self) -> int:
@@ -120,7 +119,7 @@ class ProcessGroup:
 
     def dp_local_rank(self) -> int:
         """The position of this rank among those that hold a copy of its piece."""
-        return self.mesh.coord[DP]
+        return self.mesh.coord[DATA_AXIS]
 
     def tp_rank_list(self) -> list[int]:
         """The global ranks that cut a tensor with this one."""
@@ -128,7 +127,7 @@ class ProcessGroup:
 
     def dp_rank_list(self) -> list[int]:
         """The global ranks that hold a copy of this rank's piece."""
-        return self.mesh.ranks(DP)
+        return self.mesh.ranks(DATA_AXIS)
 
     get_ranks_in_tp = tp_rank_list
     get_ranks_in_dp = dp_rank_list
@@ -137,11 +136,11 @@ class ProcessGroup:
         return self.mesh.group(TP)
 
     def dp_process_group(self) -> dist.ProcessGroup:
-        return self.mesh.group(DP)
+        return self.mesh.group(DATA_AXIS)
 
     def set_cpu_groups(self) -> None:
         """Make groups for tensors in host memory, where the job's backend does not serve them; every member calls it."""
-        for axis in (TP, DP):
+        for axis in (TP, DATA_AXIS):
             self._cpu_group(axis, make=True)
 
     @property
@@ -153,7 +152,7 @@ class ProcessGroup:
         return self._cpu_group(TP)
 
     def cpu_dp_process_group(self) -> dist.ProcessGroup:
-        return self._cpu_group(DP)
+        return self._cpu_group(DATA_AXIS)
 
     def _cpu_group(self, axis: str, make: bool = False) -> dist.ProcessGroup:
         if _serves_cpu():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from colossalai._numeric import ceil_div
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
@@ -45,7 +46,7 @@ class DataParallelSampler(Sampler[int]):
         self.start, self.start_epoch = 0, 0
         self.rank, self.num_replicas = place or data_parallel_place()
         size = len(cast(Sized, dataset))
-        self.num_samples = size // self.num_replicas if drop_last else -(-size // self.num_replicas)
+        self.num_samples = size // self.num_replicas if drop_last else ceil_div(size, self.num_replicas)
         if self.num_samples == 0:
             raise ValueError(
                 f"a dataset of {size} samples has none for each of {self.num_replicas} data-parallel ranks; "

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from colossalai._numeric import round_up
+
 HUGE = 1 << 21  # bytes of a huge page
 
 
@@ -29,7 +31,7 @@ def host_empty(size: int | Sequence[int], dtype: torch.dtype, *, pinned: bool | 
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     needed = count * dtype.itemsize
-    block = mmap.mmap(-1, -(-needed // HUGE) * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = mmap.mmap(-1, round_up(needed, HUGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         block.madvise(mmap.MADV_HUGEPAGE)
     raw = torch.frombuffer(block, dtype=torch.uint8)

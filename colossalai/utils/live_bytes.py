@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from colossalai._numeric import round_up
+
 
 class LiveBytes(TorchDispatchMode):
     """Inside ``with``, ``now`` and ``peak`` follow the live tensors that were made there, or given to ``hold``.
@@ -51,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._storages or tensor.is_meta != self._meta:
             return
-        size = -(-storage.nbytes() // self._block) * self._block
+        size = round_up(storage.nbytes(), self._block)
 
         def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
             self._storages.pop(key, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,8 +12,8 @@ from torch import nn
 from colossalai.constants import IS_TENSOR_PARALLEL, TENSOR_PARALLEL_ATTRIBUTES
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.mesh import Mesh, full_shape, place, placement
-from colossalai.mesh.norm import DATA, STAGES, piece_axes, tensor_axes
+from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, Mesh, full_shape, place, placement
+from colossalai.mesh.norm import piece_axes, tensor_axes
 from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
 
 
@@ -87,7 +87,10 @@ def is_using_sequence() -> bool:
 
 def is_model_parallel_parameter(param: torch.Tensor) -> bool:
     """Whether ``param`` is one piece of a parameter that is divided over tensor-parallel ranks."""
-    return bool(getattr(param, IS_TENSOR_PARALLEL, False) or set(placement(param).sharded) - {DATA, STAGES})
+    return bool(
+        getattr(param, IS_TENSOR_PARALLEL, False)
+        or set(placement(param).sharded) - {DATA_AXIS, PIPELINE_AXIS}
+    )
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
@@ -116,14 +119,28 @@ def is_ddp_ignored(param: torch.Tensor) -> bool:
     return bool(getattr(param, "_ddp_to_ignore", False))
 
 
+def data_parallel_group() -> dist.ProcessGroup | None:
+    """Return the group of the ranks with the same weights as this one; None in a process alone.
+
+    By the launched config; without a launch, all ranks.  Ranks that share one model (tensor and pipeline parallelism) read
+    the same data.
+    """
+    if gpc.is_initialized(ParallelMode.DATA):
+        return gpc.get_group(ParallelMode.DATA)
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def broadcast_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of ``group`` the values of its first rank."""
+    if dist.get_world_size(group) > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
 def sync_model_param(model: nn.Module, parallel_mode: ParallelMode) -> None:
     """Give all ranks of ``parallel_mode`` the parameters of its first rank."""
-    if not _is_using(parallel_mode):
-        return
-    first = gpc.get_ranks_in_group(parallel_mode)[0]
-    with torch.no_grad():
-        for param in model.parameters():
-            dist.broadcast(param, src=first, group=gpc.get_group(parallel_mode))
+    if _is_using(parallel_mode):
+        broadcast_from_first(model.parameters(), gpc.get_group(parallel_mode))
 
 
 @contextmanager

@@ -19,12 +19,14 @@ from colossalai.builder import build_pipeline_model, build_pipeline_model_from_c
 from colossalai.context.config import ConfigException
 from colossalai.context.parallel_config import ParallelConfig
 from colossalai.mesh import Mesh
+from colossalai.mesh.parameter import SHARED_GROUP
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.p2p import PipelineError
 from colossalai.pipeline.pipeline import Pipeline
 from colossalai.pipeline.schedule import make_timetable
+from colossalai.pipeline.tied import synchronized_gradients
 from colossalai.testing import RankError, fake_world, spawn
 from tests.pipeline.plans import HIDDEN, config, launch, problem
 from tests.pipeline.test_engine import _engine
@@ -349,3 +351,25 @@ def check_no_loss(rank: int, world_size: int, port: int, criterion: Any) -> None
 @pytest.mark.parametrize("criterion", [None, returns_scores])
 def test_a_last_stage_without_loss(criterion: Any) -> None:
     spawn(check_no_loss, 2, criterion=criterion)
+
+
+@pytest.mark.parametrize("earlier", [None, 3.0])
+def test_a_failed_step_keeps_earlier_gradients_of_shared_weights(earlier: float | None) -> None:
+    """They are the sum over the stages of the batches before, which accumulation goes on with."""
+    shared, own = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    setattr(shared, SHARED_GROUP, None)
+    for p in (shared, own):
+        p.grad = None if earlier is None else torch.full((2,), earlier)
+
+    def step() -> None:
+        with synchronized_gradients([shared, own], replicas=None):
+            (shared.sum() * 5 + own.sum()).backward()
+            raise RuntimeError("a stage fails")
+
+    with pytest.raises(RuntimeError, match="a stage fails"):
+        step()
+    if earlier is None:
+        assert shared.grad is None
+    else:
+        assert shared.grad is not None
+        assert shared.grad.tolist() == [earlier, earlier]

@@ -18,7 +18,6 @@ import colossalai
 from colossalai.booster import pipelines
 from colossalai.checkpoint_io import load_pretrained
 from colossalai.core import global_context as gpc
-from colossalai.engine.gradient_handler import handlers
 from colossalai.nn.policies import stage
 from colossalai.pipeline import save_pretrained, split_model, tied
 from colossalai.pipeline.chunks import with_chunks
@@ -156,7 +155,7 @@ def test_a_booster_shares_tied_weights() -> None:
 
 def forgets_the_tie(task: Problem) -> StagedRun:
     """The gradients of tied weights are not added."""
-    handlers.sum_shared_gradients = lambda parameters: None
+    tied.sum_shared_gradients = lambda parameters: None
     return plan(task, "1f1b", 2, 2)
 
 
@@ -167,14 +166,14 @@ def forgets_the_tie_in_a_booster(task: Problem) -> StagedRun:
 
 def adds_sums_again(task: Problem) -> StagedRun:
     """Gradients of the batch before, which are sums already, are added over the stages once more."""
-    pipelines.shared_gradients = summed_at_the_end
+    pipelines.synchronized_gradients = summed_at_the_end
     return boosted_plan(task)
 
 
 @contextmanager
-def summed_at_the_end(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+def summed_at_the_end(parameters: Iterable[torch.Tensor], replicas: Any) -> Iterator[None]:
     yield
-    tied.sum_shared_gradients(parameters)
+    tied.synchronize_gradients(parameters, replicas)
 
 
 def starts_anew(task: Problem) -> StagedRun:

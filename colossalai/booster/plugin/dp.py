@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -17,20 +17,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from colossalai.booster.mixed_precision import PRECISIONS
 from colossalai.booster.plugin.base import Configured, Plugin
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
-from colossalai.context import ParallelMode
-from colossalai.core import global_context as gpc
 from colossalai.interface import below_compile
 from colossalai.utils import get_dataloader
 from colossalai.utils.dataloader import check_not_empty
-
-
-def replicas() -> dist.ProcessGroup | None:
-    """The ranks that hold the same weights as this one, by the launched config; None, all ranks, without a launch.
-
-    Ranks that share one model (tensor and pipeline parallelism) read the same data.
-    """
-    return gpc.get_group(ParallelMode.DATA) if gpc.is_initialized(ParallelMode.DATA) else None
-
+from colossalai.utils.parallel import broadcast_from_first, data_parallel_group
 
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
@@ -74,7 +64,7 @@ class DPPluginBase(Plugin):
                 " colossalai.launch_from_torch() first and start the script with `colossalai run` or torchrun"
             )
         everyone: Any = dist.group.WORLD
-        self._group: dist.ProcessGroup = process_group or replicas() or everyone
+        self._group: dist.ProcessGroup = process_group or data_parallel_group() or everyone
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def divided_over(self) -> list[int]:
@@ -166,14 +156,7 @@ class DPPluginBase(Plugin):
 
 def start_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Let all ranks of ``group`` begin with the values of its first."""
-    share_values((*module.parameters(), *module.buffers()), group)
-
-
-def share_values(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give all ranks of ``group`` the values of its first."""
-    if dist.get_world_size(group) > 1:
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
+    broadcast_from_first((*module.parameters(), *module.buffers()), group)
 
 
 def check_backend(device: torch.device) -> None:

@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from colossalai.booster.plugin.dp import host_group, share_values
+from colossalai.booster.plugin.dp import host_group
 from colossalai.interface.nest import tensors
 from colossalai.logging import get_dist_logger
 from colossalai.mesh.backward import before_backward
 from colossalai.utils.bucket import bucket_allreduce
+from colossalai.utils.parallel import broadcast_from_first
 
 
 class Expected(Enum):
@@ -106,7 +107,7 @@ class GradientWatch:
         for p in params:
             if not self.knows(p):
                 self._add(p)
-                share_values([p], self._group)
+                broadcast_from_first([p], self._group)
 
     def all_averaged(self) -> None:
         """Somebody else has averaged all gradients."""
@@ -238,7 +239,7 @@ class GradientWatch:
         model = self._model()
         if self._broadcast_buffers and model is not None:
             # not detach(): the graph may be needed once more, and holds these buffers
-            share_values((buffer.data for buffer in model.buffers()), self._group)
+            broadcast_from_first((buffer.data for buffer in model.buffers()), self._group)
 
     def _tell(self, params: list[Tensor]) -> None:
         if self._told:

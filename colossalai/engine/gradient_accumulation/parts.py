@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from colossalai._numeric import ceil_div
 from colossalai.engine.gradient_accumulation.progress import Accumulation
 from colossalai.engine.gradient_accumulation.sizes import batch_sizes, has_length
 from colossalai.engine.gradient_handler import BaseGradientHandler
@@ -99,7 +100,7 @@ class GradAccumLrSchedulerByStep:
     @staticmethod
     def compute_effective_steps_per_epoch(dataloader: Sized, accumulate_size: int) -> int:
         """Steps of the optimizer in one pass over ``dataloader``; the last group may be shorter than the others."""
-        return -(-len(dataloader) // accumulate_size)
+        return ceil_div(len(dataloader), accumulate_size)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step, if the optimizer has."""

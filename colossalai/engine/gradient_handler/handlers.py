@@ -1,4 +1,4 @@
-"""The handlers that are built in: all of them are ``bucket_allreduce`` over some group.
+"""The built-in gradient handlers: all of them are ``synchronize_gradients`` over some group.
 
 Ranks that saw different data average, since every loss is a mean over its own rank's samples (or tokens).  Stages that
 use one weight together add, since the loss depends on it through each use.
@@ -9,10 +9,8 @@ from __future__ import annotations
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler.base import BaseGradientHandler
-from colossalai.pipeline.tied import sum_shared_gradients
+from colossalai.pipeline.tied import synchronize_gradients
 from colossalai.registry import GRADIENT_HANDLER
-from colossalai.utils import is_ddp_ignored
-from colossalai.utils.bucket import bucket_allreduce
 
 
 class _AveragingHandler(BaseGradientHandler):
@@ -20,8 +18,7 @@ class _AveragingHandler(BaseGradientHandler):
 
     def handle_gradient(self) -> None:
         if gpc.is_initialized(self.mode) and gpc.get_world_size(self.mode) > 1:
-            params = [p for p in self._model.parameters() if not is_ddp_ignored(p)]
-            bucket_allreduce(params, gpc.get_group(self.mode))
+            synchronize_gradients(self._model.parameters(), gpc.get_group(self.mode), stages=False)
 
 
 @GRADIENT_HANDLER.register_module
@@ -56,4 +53,4 @@ class PipelineSharedModuleGradientHandler(BaseGradientHandler):
     """Adds the gradients of weights that several pipeline stages share (see ``pipeline_shared_module_pg``)."""
 
     def handle_gradient(self) -> None:
-        sum_shared_gradients(self._model.parameters())
+        synchronize_gradients(self._model.parameters(), replicas=None)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import colossalai.kernel.native.build as build
+from colossalai._numeric import round_up
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.kernel.kept import Kept
 from colossalai.kernel.lists import row
@@ -88,7 +89,7 @@ def adam_native_(lists: AdamLists, step: int, options: AdamOptions, kept: Kept |
     )
     library, threads = _library(), torch.get_num_threads()
     share = sum(w.numel() for w in lists.weights) // (threads * ROUNDS)
-    length = -(-min(max(share, LEAST), BLOCK) // UNIT) * UNIT
+    length = round_up(min(max(share, LEAST), BLOCK), UNIT)
     nowhere: list[Tensor | None] = [None] * len(lists.weights)
     before = [kept.places(column) if kept is not None and column else nowhere for column in lists.changed]
     columns = [column or lists.weights for column in lists.changed]

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from colossalai._numeric import round_up
 from colossalai.constants import IS_TENSOR_PARALLEL, NUM_PARTITIONS
 from colossalai.mesh import (
     Axes,
@@ -75,7 +76,7 @@ class ParallelLayer(nn.Module):
         named = dict.fromkeys(" x ".join(f"{a}={self.mesh.size[a]}" for a in axes) for axes in cuts if axes)
         axes = " and ".join(named)
         fused = f" in each of {blocks} blocks" if blocks > 1 else ""
-        below, above = size // step * step, -(-size // step) * step
+        below, above = size // step * step, round_up(size, step)
         raise ValueError(
             f"{type(self).__name__}: {what}={size} is cut by {axes}{fused} and must be a multiple of {step}; the nearest "
             f"valid sizes are {f'{below} and {above}' if below else above}"

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.mesh import full_shape, mesh_groups, placement
-from colossalai.mesh.norm import STAGES
+from colossalai.mesh import PIPELINE_AXIS, full_shape, mesh_groups, placement
 from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
+from colossalai.utils.parallel import broadcast_from_first
 
 # All ranks of a job make the same wrappers, so they agree on their numbers.
 _numbers = itertools.count()
@@ -48,7 +48,7 @@ class PipelineSharedModuleWrapper:
 
     def _new_group(self) -> dist.ProcessGroup | None:
         own = None
-        for stages in mesh_groups(gpc.mesh.size, (STAGES,)):
+        for stages in mesh_groups(gpc.mesh.size, (PIPELINE_AXIS,)):
             group = dist.new_group([stages[rank] for rank in self.pipeline_ranks])
             if gpc.get_global_rank() in stages and self._rank in self.pipeline_ranks:
                 own = group
@@ -94,8 +94,7 @@ class PipelineSharedModuleWrapper:
             raise ValueError(
                 f"the pipeline ranks {self.pipeline_ranks} share parameters, but theirs differ in (shape, dtype, layout): {listed}"
             )
-        for p in params:
-            dist.broadcast(p, group=self.group, group_src=0)
+        broadcast_from_first(params, self.group)
 
     def _meet(self) -> None:
         """Wait for the other stages to register theirs, or for the complaint of one that is none of them."""

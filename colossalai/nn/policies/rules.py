@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from colossalai._numeric import round_up
 from colossalai.mesh import Axes, Layout, Mesh, parameter
 from colossalai.nn.layer.base import mark
 from colossalai.nn.layer.classifier import Classifier
@@ -240,7 +241,7 @@ def check_heads(what: str, number: int, context: CutContext) -> None:
     if number % parts == 0 and number > 0:
         return
     names = " x ".join(f"{a}={context.mesh.size[a]}" for a in axes)
-    below, above = number // parts * parts, -(-number // parts) * parts
+    below, above = number // parts * parts, round_up(number, parts)
     divisors = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
     raise ValueError(
         f"{what}={number} is cut by {names} into {parts} parts of whole heads; the nearest valid numbers are "

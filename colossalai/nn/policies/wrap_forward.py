@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.mesh import (
+    PIPELINE_AXIS,
     Axes,
     Layout,
     Mesh,
@@ -29,7 +30,7 @@ from colossalai.mesh import (
     use,
 )
 from colossalai.mesh.agreement import FirstStep
-from colossalai.mesh.norm import STAGES, tensor_axes
+from colossalai.mesh.norm import tensor_axes
 from colossalai.nn.layer.batch import split_rows
 from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, at_rank
@@ -338,7 +339,7 @@ class WholeOutputs(ForwardWrapper):
 
 def first_step(mesh: Mesh) -> FirstStep:
     """What compares the first step of a model that is cut over ``mesh``; the batch of a pipeline is compared where it is cut."""
-    return FirstStep(mesh, () if mesh.size.get(STAGES, 1) > 1 else tensor_axes(mesh))
+    return FirstStep(mesh, () if mesh.size.get(PIPELINE_AXIS, 1) > 1 else tensor_axes(mesh))
 
 
 def whole_state_dict(model: nn.Module, mesh: Mesh, *, keep: bool = True) -> dict[str, Tensor]:

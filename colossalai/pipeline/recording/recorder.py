@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colossalai.mesh import Mesh
+from colossalai.mesh import PIPELINE_AXIS, Mesh
 from colossalai.pipeline.recording.clock import Clock, clock_of, offset_to_first_rank
 from colossalai.pipeline.recording.recording import Note, Recording
 from colossalai.pipeline.schedule.base import Action, Timetable
-from colossalai.pipeline.stage import PIPELINE_AXIS
 
 
 class StepRecorder:
