@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
+from colossalai.amp.loss_scale import LOSS_SCALE, fix_loss_scale
 from colossalai.booster.plugin import GeminiPlugin
-from colossalai.booster.plugin.half_weight_plugin import LOSS_SCALE
 from colossalai.context.config import ConfigException
 from colossalai.nn.optimizer import NVMeOptimizer
 
@@ -87,7 +87,8 @@ def read_gemini(section: Mapping[str, Any]) -> GeminiSection:
     _known("zero.optimizer_config", optimizer_config, [*OPTIMIZER, *OF_OPTIMIZER, "verbose"])
     plain = {name: value for name, value in section.items() if name in plugin or name in OWN}
     options = _merge((plain, OWN), (model_config, MODEL), (optimizer_config, OPTIMIZER))
-    _loss_scale(section, options)
+    if not section.get("dynamic_loss_scale", True):
+        fix_loss_scale(options)
     policy, path = _places(section)
     if (folder := _folder_of_weights(section, options)) is not None:
         options["disk_dir"], path = folder, None  # the tier takes states too
@@ -138,12 +139,6 @@ def _merge(*parts: tuple[Mapping[str, Any], Mapping[str, str]]) -> dict[str, Any
                     f"config section 'zero' has {to} twice, as {options[to]!r} and as {name}={value!r}; keep one"
                 )
     return options
-
-
-def _loss_scale(section: Mapping[str, Any], options: dict[str, Any]) -> None:
-    if not section.get("dynamic_loss_scale", True):
-        scale = options.setdefault("initial_scale", 1.0)
-        options |= {"min_scale": scale, "max_scale": scale}  # it cannot move
 
 
 def _places(section: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai.amp.loss_scale import fix_loss_scale
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from colossalai.context.config import ConfigException
 from colossalai.engine.gemini_section import means_gemini, read_gemini, send_to_disk
@@ -92,6 +93,5 @@ def _low_level(section: Mapping[str, Any]) -> dict[str, Any]:
     options = {NAMES.get(name, name): value for name, value in section.items()}
     options["stage"] = options.pop("level")
     if not options.pop("dynamic_loss_scale", True):
-        scale = options.setdefault("initial_scale", 1.0)
-        options |= {"min_scale": scale, "max_scale": scale}  # it cannot move
+        fix_loss_scale(options)
     return options

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai.amp.loss_scale import LossScaleOptions
 from colossalai.booster.plugin.dp import check_backend
-from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin, loss_scale
+from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.interface import OptimizerWrapper
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer, MemStats, PlacementPolicyFactory
 from colossalai.zero.gemini.chunk_manager import check_disk, default_device
@@ -91,9 +92,7 @@ class GeminiPlugin(HalfWeightPlugin):
         ):
             check_capacity(tier, capacity)
         self.device = torch.device(device) if device is not None else default_device()
-        scale = loss_scale(
-            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
-        )
+        scale = LossScaleOptions.of(locals()).arguments()
         self.model_options: dict[str, Any] = {
             "device": self.device,
             "placement_policy": placement_policy,

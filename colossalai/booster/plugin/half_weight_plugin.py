@@ -1,13 +1,13 @@
-"""Plans whose weights themselves are in half precision (ZeRO): precision, loss scale and clipping are theirs, not the booster's."""
+"""``HalfWeightPlugin``: plugins whose weights themselves are in half precision (ZeRO).
+
+Precision, loss scale and clipping are the plugin's own, not the booster's.
+"""
 
 from __future__ import annotations
-
-import inspect
 
 import torch
 import torch.distributed as dist
 
-from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 from colossalai.booster.mixed_precision import MixedPrecision, is_plain, precision_name
 from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.mesh.norm import check_clipping
@@ -68,21 +68,3 @@ class HalfWeightPlugin(DPPluginBase):
                 f"{who} was given precision={self._given!r}, and the Booster mixed_precision={name!r}; leave one of them out"
             )
         self._given = self.precision = name
-
-
-def loss_scale(
-    initial_scale: float,
-    min_scale: float,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-    max_scale: float,
-) -> dict[str, float]:
-    """The documented arguments about the loss scale of fp16, by name; those that do not fit together are refused."""
-    scale = dict(locals())  # the arguments, and nothing else yet
-    DynamicGradScaler(**scale)
-    return scale
-
-
-LOSS_SCALE = tuple(inspect.signature(loss_scale).parameters)

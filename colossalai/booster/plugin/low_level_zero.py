@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from colossalai.amp.casting import CastModel, is_batch_norm
+from colossalai.amp.loss_scale import LossScaleOptions
 from colossalai.booster.plugin.dp import check_backend, start_alike
-from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin, loss_scale
+from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import user_module
 from colossalai.interface.nest import tensors
@@ -126,9 +127,7 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
             )
         self.stage = stage
         self._given_group = process_group
-        scale = loss_scale(
-            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
-        )
+        scale = LossScaleOptions.of(locals()).arguments()
         self.options: dict[str, Any] = {
             **scale,
             "clip_grad_norm": max_norm,
