@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import colossalai
 from benchmarks.table import Row, show
 from colossalai.pipeline import Recording, record_run
-from colossalai.pipeline.recording.picture import draw
+from colossalai.pipeline.recording.recording import draw
 from colossalai.pipeline.schedule import bubble_formula
 from colossalai.testing import spawn
 

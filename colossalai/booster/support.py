@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchFSDPPlugin
 from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
-from colossalai.booster.reach import reach_problem
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper, user_module
@@ -33,8 +32,39 @@ from colossalai.pipeline.schedule import make_timetable
 from colossalai.tensor import ColoTensor
 from colossalai.utils import is_using_pp
 from colossalai.utils.parallel import first_problem, launched_mesh
-from colossalai.zero.pieces import whole_parameters_problem
+from colossalai.zero.pieces import is_elementwise, or_say_so, whole_parameters_problem
 from colossalai.zero.renormalizing import renormalizing, renormalizing_on
+
+# ---- Which optimizers can step the part of a model that a rank holds ----
+
+# Of torch's own.
+OF_WHOLE_MODELS = ("LBFGS",)  # takes products of all gradients
+OF_PLAIN_TENSORS = ("Rprop",)
+
+
+def reach_problem(optimizer: Optimizer, kind: type[Plugin] | None, shares_model: bool) -> str | None:
+    """Why ``optimizer`` looks at more of the model than this rank holds, and would step each part in another direction; None if not.
+
+    Args:
+        kind: the class of the plugin.
+        shares_model: whether several ranks hold one model together, by tensor or pipeline parallelism.
+    """
+    raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
+    name = next((c.__name__ for c in type(raw).__mro__ if c.__module__.startswith("torch.optim")), "")
+    problem = None
+    if name in OF_WHOLE_MODELS and (shares_model or (kind is not None and issubclass(kind, TorchFSDPPlugin))):
+        problem = "looks at the gradients of the whole model at once, of which each rank holds a part"
+    elif name in OF_PLAIN_TENSORS and kind is not None and issubclass(kind, TorchFSDPPlugin):
+        problem = (
+            "writes to elements that it chooses, which torch cannot do with the DTensors of TorchFSDPPlugin"
+        )
+    elif not is_elementwise(raw):  # Adafactor, Muon, LAMB, or what a script has written itself
+        cut = [p for group in raw.param_groups for p in group["params"] if placement(p).sharded]
+        if cut:
+            problem = f"may look at whole matrices, but tensor parallelism has cut some (here is a piece of shape {tuple(cut[0].shape)})"
+    if problem is None:
+        return None
+    return f"{type(raw).__name__} {problem}; use an optimizer that works element by element, such as AdamW{or_say_so(raw)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ whether it was killed or the ssh connection broke), the ranks get a signal and, 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import selectors
@@ -17,15 +19,113 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from colossalai.cli import _rank, _torchrun, failure, processes, wire
-from colossalai.cli.lines import LineAssembler
+from colossalai.cli import _rank, _torchrun, failure, wire
 from colossalai.cli.wire import AgentEvent, Order
+
+# ---- Output of ranks as whole lines, so that several hosts can share one terminal ----
+
+PROGRESS_INTERVAL = 5.0
+LONGEST_LINE = 1 << 16
+
+
+class LineAssembler:
+    """Turns chunks of bytes into lines without their end.
+
+    A progress bar rewrites its line with carriage returns.  On a terminal shared by several hosts each rewrite
+    would become a line of its own, so of these only the newest is shown, at most every ``PROGRESS_INTERVAL``.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._rest = b""
+        self._next_progress = clock()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        yield from map(_last_rewrite, lines)
+        if b"\r" in self._rest:
+            newest = _last_rewrite(self._rest)
+            # some bars write the return before the text and some after it; what follows must still fit
+            self._rest = newest + b"\r" if self._rest.endswith(b"\r") else b"\r" + newest
+            if self._clock() >= self._next_progress:
+                self._next_progress = self._clock() + PROGRESS_INTERVAL
+                yield newest
+        elif len(self._rest) > LONGEST_LINE:
+            yield self._rest
+            self._rest = b""
+
+    def finish(self) -> Iterator[bytes]:
+        """What is left when the stream ends without a newline."""
+        if self._rest.strip():
+            yield _last_rewrite(self._rest)
+        self._rest = b""
+
+
+def _last_rewrite(line: bytes) -> bytes:
+    rewrites = [part for part in line.split(b"\r") if part]
+    return rewrites[-1] if rewrites else b""
+
+
+# ---- Finding and ending every process below this one (Linux; elsewhere torchrun's own cleaning must do) ----
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent dies becomes our child instead of init's, so none gets away."""
+    if sys.platform == "linux":
+        set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """The living processes below ``root``, nearest first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # after the command's name, which is in parentheses and may hold anything: state, parent
+            state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue  # it ended while we looked
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(entry.parent.name))
+    found, queue = [], [root]
+    while queue:
+        below = children.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def kill_descendants(root: int, timeout: float = 5.0) -> list[int]:
+    """Kill until none is left, since a dying process may have started another; the unkillable are returned."""
+    deadline = time.monotonic() + timeout
+    while (left := descendants(root)) and time.monotonic() < deadline:
+        kill(left)
+        reap()
+        time.sleep(0.02)
+    return left
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL to those that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def reap(keep: int | None = None) -> None:
+    """Collect adopted children that have ended, so that no zombies pile up; ``keep`` has its own waiter."""
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == keep:
+                return
+            os.waitpid(ended.si_pid, 0)
+
 
 _POLL = 0.1
 # torchrun kills its ranks itself after the grace period; then it needs a moment to report
@@ -48,7 +148,7 @@ class Refusal(Exception):
 
 def main() -> None:
     control, reports = int(sys.argv[1]), int(sys.argv[2])
-    processes.adopt_orphans()
+    adopt_orphans()
     agent = Agent(control, reports)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, _: agent.stop(received))
@@ -183,11 +283,11 @@ class Agent:
     def _tick(self) -> None:
         if not self._torchrun:
             return
-        processes.reap(keep=self._torchrun.pid)
+        reap(keep=self._torchrun.pid)
         if self._torchrun.poll() is not None:
             self._finish()
         elif time.monotonic() > self._kill_at:
-            processes.kill_descendants(os.getpid())
+            kill_descendants(os.getpid())
         elif self._state is State.RUNNING:
             self._end_lingering()
 
@@ -196,16 +296,16 @@ class Agent:
         assert self._job
         old = time.time() - self._job["stop_timeout"]
         pids = {note["pid"] for note in failure.read_notes(self._notes) if note["time"] < old}
-        lingering = pids.intersection(processes.descendants(os.getpid())) if pids else set()
+        lingering = pids.intersection(descendants(os.getpid())) if pids else set()
         if lingering and not self._job["max_restarts"]:
             self.stop(signal.SIGTERM)
         else:
-            processes.kill(lingering)  # torchrun sees it and starts all of them again
+            kill(lingering)  # torchrun sees it and starts all of them again
 
     def _finish(self) -> None:
         assert self._torchrun
         if self._torchrun.returncode != 0:
-            processes.kill_descendants(os.getpid())
+            kill_descendants(os.getpid())
         for key in list(self._selector.get_map().values()):
             while key.fd != self._control and key.data():
                 pass  # what is still in the pipe

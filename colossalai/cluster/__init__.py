@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from colossalai.cluster.device_mesh_manager import DeviceMeshInfo, DeviceMeshManager
 from colossalai.cluster.dist_coordinator import DistCoordinator
-from colossalai.cluster.process_group_manager import ProcessGroupManager
+from colossalai.cluster.managers import DeviceMeshInfo, DeviceMeshManager, ProcessGroupManager
 
 __all__ = ["DeviceMeshInfo", "DeviceMeshManager", "DistCoordinator", "ProcessGroupManager"]

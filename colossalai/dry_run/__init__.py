@@ -10,8 +10,7 @@ table.py     the result for people
 """
 
 from colossalai.dry_run.estimate import estimate_memory
-from colossalai.dry_run.job import Parts, RankReport, dry_run
-from colossalai.dry_run.table import format_reports
+from colossalai.dry_run.job import Parts, RankReport, dry_run, format_reports
 from colossalai.dry_run.watch import MemoryEstimate
 
 __all__ = ["MemoryEstimate", "Parts", "RankReport", "dry_run", "estimate_memory", "format_reports"]

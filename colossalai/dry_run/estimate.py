@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from colossalai.booster.mixed_precision.fp16_naive import FP16NaiveMixedPrecision
+from colossalai.booster.mixed_precision.fp16 import FP16NaiveMixedPrecision
 from colossalai.context.config import ConfigException
 from colossalai.core import global_context as gpc
 from colossalai.dry_run.link import ImaginedLink, Way

@@ -3,8 +3,7 @@
 from colossalai.pipeline.layer_spec import LayerSpec
 from colossalai.pipeline.pipelinable import PipelinableContext, PipelinableModel
 from colossalai.pipeline.recording import Recording, planned_run, record_run
-from colossalai.pipeline.saving import save_pretrained
-from colossalai.pipeline.split import split_model
+from colossalai.pipeline.split import save_pretrained, split_model
 
 __all__ = [
     "LayerSpec",

@@ -1,7 +1,6 @@
 """Helpers for tests of distributed code; docs/testing.md shows how they work together."""
 
 from colossalai.context.fake_launch import fake_world
-from colossalai.testing._cases import parametrize_sample, sample_cases
 from colossalai.testing._comparison import (
     assert_close,
     assert_close_loose,
@@ -13,13 +12,14 @@ from colossalai.testing._comparison import (
 from colossalai.testing._decorators import (
     clear_cache_before_run,
     parameterize,
+    parametrize_sample,
     rerun_if_address_is_in_use,
     rerun_on_exception,
     run_on_environment_flag,
+    sample_cases,
     skip_if_not_enough_gpus,
 )
-from colossalai.testing._ports import free_port
-from colossalai.testing._spawn import RankError, spawn
+from colossalai.testing._spawn import RankError, free_port, spawn
 
 __all__ = [
     "RankError",

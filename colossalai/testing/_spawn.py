@@ -192,3 +192,11 @@ def _resolve(classes: tuple[tuple[str, str], ...]) -> type[BaseException]:
         if isinstance(found, type) and issubclass(found, BaseException):
             return found
     return BaseException
+
+
+def free_port() -> int:
+    """A port nobody listens on now.  Another process may take it before you do: bind port 0 where you can."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -6,10 +6,18 @@ from importlib import import_module
 from typing import Any
 
 from colossalai.utils.activation_checkpoint import checkpoint, register_random_state
-from colossalai.utils.common import conditional_context, disposable, ensure_path_exists, print_rank_0
+from colossalai.utils.common import (
+    MultiTensorApply,
+    clip_grad_norm_fp32,
+    conditional_context,
+    count_zeros_fp32,
+    disposable,
+    ensure_path_exists,
+    multi_tensor_applier,
+    print_rank_0,
+)
 from colossalai.utils.dataloader import DataParallelSampler, get_dataloader
 from colossalai.utils.device import empty_cache, get_current_device, set_to_cuda, synchronize
-from colossalai.utils.gradient import clip_grad_norm_fp32, count_zeros_fp32
 from colossalai.utils.memory import (
     colo_device_memory_capacity,
     colo_device_memory_used,
@@ -18,7 +26,6 @@ from colossalai.utils.memory import (
     colo_set_process_memory_fraction,
     report_memory_usage,
 )
-from colossalai.utils.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from colossalai.utils.parallel import (
     copy_tensor_parallel_attributes,
     is_ddp_ignored,

@@ -197,7 +197,7 @@ def _check_losses(device: str, **options: Any) -> None:
 
 def test_the_loss_follows_bf16(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":  # the products work there, only slowly
-        monkeypatch.setattr("colossalai.booster.mixed_precision.fp8.check_device", lambda device: None)
+        monkeypatch.setattr("colossalai.booster.mixed_precision.bf16.check_device", lambda device: None)
     _check_losses(device)
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from colossalai.booster import Booster
 from colossalai.booster.mixed_precision import BF16MixedPrecision
 from colossalai.booster.plugin import TorchFSDPPlugin
-from colossalai.booster.plugin.fsdp_units import find_units
+from colossalai.booster.plugin.fsdp_model import find_units
 from colossalai.testing import spawn
 from tests.booster.plans import batches, launch, loss_of, mlp
 from tests.booster.towers import TiedTower, Tower, groups

@@ -20,7 +20,7 @@ def replace_agent(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
     def command(module: str, arguments: list[str]) -> list[str]:
         return ["bash", "-c", f"exec >&{arguments[1]}; printf '{says}'; exec sleep 60"]
 
-    monkeypatch.setattr("colossalai.cli.node.module_command", command)
+    monkeypatch.setattr("colossalai.cli.launcher.module_command", command)
 
 
 def test_agent_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colossalai.cli.lines import LONGEST_LINE, PROGRESS_INTERVAL, LineAssembler
+from colossalai.cli.node_agent import LONGEST_LINE, PROGRESS_INTERVAL, LineAssembler
 
 
 class Clock:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.interface.nest import batch_size
-from colossalai.pipeline.microbatch import count_samples, split_microbatches
 from colossalai.pipeline.p2p import PipelineError
+from colossalai.pipeline.pipeline import count_samples, split_microbatches
 from colossalai.testing import parameterize, spawn
 from tests.pipeline.plans import HIDDEN, config, launch, problem
 from tests.pipeline.test_engine import SCHEDULES, _engine

@@ -18,7 +18,7 @@ from colossalai.core import global_context as gpc
 from colossalai.pipeline import Recording, planned_run, record_run
 from colossalai.pipeline.executor import Executor
 from colossalai.pipeline.p2p import Link
-from colossalai.pipeline.recording import clock
+from colossalai.pipeline.recording import recorder as clock
 from colossalai.pipeline.recording.recording import RecordedStep
 from colossalai.pipeline.schedule import PassKind, RunTimes, Timetable, make_timetable, price
 from colossalai.testing import spawn

@@ -349,12 +349,12 @@ def test_users_can_add_implementations() -> None:
 
 def _forget(rank: int, world_size: int, port: int, what: str) -> None:
     """Break the package as a careless change would."""
-    from colossalai.tensor.ops import elementwise, normalization
+    from colossalai.tensor.ops import elementwise, reductions
 
     if what == "spread":  # I where R is needed: the classic bug
         elementwise.spread = lambda x, *_: x  # type: ignore[attr-defined]
     elif what == "spread of parameters":
-        normalization.spread = lambda x, *_: x  # type: ignore[attr-defined]
+        reductions.spread = lambda x, *_: x  # type: ignore[attr-defined]
     elif what == "cut":
         elementwise.cut = lambda x, axis, mesh, dim: x.narrow(dim, 0, x.size(dim) // 2)  # type: ignore[attr-defined]
     _run_cases(rank, world_size, port)

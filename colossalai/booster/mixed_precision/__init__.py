@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from colossalai.booster.mixed_precision.base import MixedPrecision
-from colossalai.booster.mixed_precision.bf16 import BF16MixedPrecision
-from colossalai.booster.mixed_precision.fp8 import FP8MixedPrecision
-from colossalai.booster.mixed_precision.fp16_apex import FP16ApexMixedPrecision
-from colossalai.booster.mixed_precision.fp16_naive import FP16NaiveMixedPrecision
-from colossalai.booster.mixed_precision.fp16_torch import FP16TorchMixedPrecision
+from colossalai.booster.mixed_precision.bf16 import BF16MixedPrecision, FP8MixedPrecision
+from colossalai.booster.mixed_precision.fp16 import (
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+)
 
 PRECISIONS: dict[str, type[MixedPrecision]] = {
     "fp16": FP16TorchMixedPrecision,

@@ -1,4 +1,7 @@
-"""bf16: autocast, with weights in fp32 or in bf16.  Its range is that of fp32, so gradients need no scaling."""
+"""bf16 by autocast, with weights in fp32 or in bf16, and fp8 for the linear layers on top of it.
+
+The range of bf16 is that of fp32, so gradients need no scaling.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp.autocast import AutocastModel, autocast_criterion, device_type_of
 from colossalai.amp.casting import cast_model, is_batch_norm
+from colossalai.amp.fp8 import ModuleFilter, check_device, is_no_head, swap_linears
 from colossalai.amp.naive_amp import ConstantGradScaler, FP16Optimizer
 from colossalai.booster.mixed_precision.base import Criterion, MixedPrecision
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
@@ -47,3 +51,26 @@ def halve_weights(model: nn.Module, optimizer: Optimizer | None) -> Optimizer | 
     if optimizer is None or isinstance(optimizer, MultiTensorOptimizer):
         return optimizer  # ours keep what bf16 lacks themselves
     return FP16Optimizer(optimizer, ConstantGradScaler(1.0), master_values=values)
+
+
+class FP8MixedPrecision(MixedPrecision):
+    """Linear layers compute in fp8, everything else as ``BF16MixedPrecision`` does.
+
+    It pays for wide layers and under ``torch.compile``, which joins the roundings with what is around them.
+
+    Args:
+        module_filter: which ``nn.Linear`` compute in fp8, given name and layer; by default all but heads.
+        half_weights: see ``BF16MixedPrecision``.
+    """
+
+    def __init__(self, module_filter: ModuleFilter = is_no_head, half_weights: bool = False) -> None:
+        self.module_filter = module_filter
+        self._rest = BF16MixedPrecision(half_weights)
+
+    def configure(
+        self, model: nn.Module, optimizer: Optimizer | None = None, criterion: Criterion | None = None
+    ) -> tuple[nn.Module, Optimizer | None, Criterion | None]:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        check_device(device)
+        swap_linears(model, self.module_filter)
+        return self._rest.configure(model, optimizer, criterion)

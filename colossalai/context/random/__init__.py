@@ -3,7 +3,8 @@
 The functions act on the one ``SeedManager`` of this process, which ``colossalai.launch`` fills.
 """
 
-from colossalai.context.random._helper import (
+from colossalai.context.random.seed_manager import (
+    SeedManager,
     add_seed,
     get_current_mode,
     get_seeds,
@@ -16,7 +17,6 @@ from colossalai.context.random._helper import (
     sync_states,
     with_seed,
 )
-from colossalai.context.random.seed_manager import SeedManager
 
 __all__ = [
     "SeedManager",

@@ -9,11 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from colossalai.engine.gradient_accumulation.optimizer import GradAccumOptimizer
 from colossalai.engine.gradient_accumulation.parts import (
     GradAccumDataloader,
     GradAccumGradientHandler,
     GradAccumLrSchedulerByStep,
+    GradAccumOptimizer,
 )
 from colossalai.engine.gradient_accumulation.progress import Accumulation
 from colossalai.engine.gradient_handler import BaseGradientHandler

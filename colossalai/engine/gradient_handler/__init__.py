@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.engine.gradient_handler.base import BaseGradientHandler
 from colossalai.engine.gradient_handler.handlers import (
+    BaseGradientHandler,
     DataParallelGradientHandler,
     PipelineSharedModuleGradientHandler,
     SequenceParallelGradientHandler,

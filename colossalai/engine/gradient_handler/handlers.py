@@ -6,11 +6,32 @@ use one weight together add, since the loss depends on it through each use.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.engine.gradient_handler.base import BaseGradientHandler
 from colossalai.pipeline.tied import synchronize_gradients
 from colossalai.registry import GRADIENT_HANDLER
+
+
+class BaseGradientHandler(ABC):
+    """Synchronizes gradients over ranks.  The engine calls ``handle_gradient`` in each step, before it clips.
+
+    Register your own with ``@GRADIENT_HANDLER.register_module`` and name it in the config:
+    ``gradient_handler = [dict(type='MyGradientHandler')]``; further items of the dict go to its constructor.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        self._model = model
+        self._optimizer: Any = optimizer
+
+    @abstractmethod
+    def handle_gradient(self) -> None:
+        """Change the gradients in place; every rank calls this."""
 
 
 class _AveragingHandler(BaseGradientHandler):

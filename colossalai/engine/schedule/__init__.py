@@ -1,7 +1,6 @@
 """Schedules: how an engine executes the forward and backward passes of an iteration."""
 
-from colossalai.engine.schedule.base import BaseSchedule
-from colossalai.engine.schedule.non_pipeline import NonPipelineSchedule
+from colossalai.engine.schedule.base import BaseSchedule, NonPipelineSchedule
 from colossalai.engine.schedule.pipeline import InterleavedPipelineSchedule, PipelineSchedule
 
 __all__ = ["BaseSchedule", "InterleavedPipelineSchedule", "NonPipelineSchedule", "PipelineSchedule"]

@@ -1,7 +1,7 @@
 """Losses."""
 
-from colossalai.nn.loss.cross_entropy import CrossEntropyLoss, vocab_parallel_cross_entropy
-from colossalai.nn.loss.named import (
+from colossalai.nn.loss.cross_entropy import (
+    CrossEntropyLoss,
     CrossEntropyLoss2D,
     CrossEntropyLoss2p5D,
     CrossEntropyLoss3D,
@@ -9,6 +9,7 @@ from colossalai.nn.loss.named import (
     VocabParallelCrossEntropyLoss2D,
     VocabParallelCrossEntropyLoss2p5D,
     VocabParallelCrossEntropyLoss3D,
+    vocab_parallel_cross_entropy,
 )
 
 __all__ = [

@@ -137,3 +137,62 @@ def cross_entropy(
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean cross entropy of what a ``Classifier`` returned, cut or whole."""
     return CrossEntropyLoss()(logits, targets)
+
+
+# ---- The losses under the names of the modes ----
+
+
+@LOSSES.register_module
+class VocabParallelCrossEntropyLoss1D(CrossEntropyLoss):
+    """1D, for scores that are cut along the classes."""
+
+    mode = "1d"
+    cut = True
+
+
+@LOSSES.register_module
+class CrossEntropyLoss2D(CrossEntropyLoss):
+    """2D, for scores that are whole."""
+
+    mode = "2d"
+    cut = False
+
+
+@LOSSES.register_module
+class VocabParallelCrossEntropyLoss2D(CrossEntropyLoss):
+    """2D, for scores that are cut along the classes."""
+
+    mode = "2d"
+    cut = True
+
+
+@LOSSES.register_module
+class CrossEntropyLoss2p5D(CrossEntropyLoss):
+    """2.5D, for scores that are whole."""
+
+    mode = "2.5d"
+    cut = False
+
+
+@LOSSES.register_module
+class VocabParallelCrossEntropyLoss2p5D(CrossEntropyLoss):
+    """2.5D, for scores that are cut along the classes."""
+
+    mode = "2.5d"
+    cut = True
+
+
+@LOSSES.register_module
+class CrossEntropyLoss3D(CrossEntropyLoss):
+    """3D, for scores that are whole."""
+
+    mode = "3d"
+    cut = False
+
+
+@LOSSES.register_module
+class VocabParallelCrossEntropyLoss3D(CrossEntropyLoss):
+    """3D, for scores that are cut along the classes."""
+
+    mode = "3d"
+    cut = True

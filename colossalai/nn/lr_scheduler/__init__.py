@@ -1,17 +1,22 @@
 """Learning-rate schedulers; all of them take the number of steps of the whole training as ``total_steps``."""
 
-from colossalai.nn.lr_scheduler.cosine import (
+from colossalai.nn.lr_scheduler.delayed import DelayerScheduler, WarmupDelayerScheduler, WarmupScheduler
+from colossalai.nn.lr_scheduler.schedules import (
     CosineAnnealingLR,
     CosineAnnealingWarmupLR,
+    ExponentialLR,
     FlatAnnealingLR,
     FlatAnnealingWarmupLR,
+    LambdaLR,
+    LinearWarmupLR,
+    MultiplicativeLR,
+    MultiStepLR,
+    MultiStepWarmupLR,
+    OneCycleLR,
+    PolynomialLR,
+    PolynomialWarmupLR,
+    StepLR,
 )
-from colossalai.nn.lr_scheduler.decay import ExponentialLR, MultiStepLR, MultiStepWarmupLR, StepLR
-from colossalai.nn.lr_scheduler.delayed import DelayerScheduler, WarmupDelayerScheduler, WarmupScheduler
-from colossalai.nn.lr_scheduler.lambdas import LambdaLR, MultiplicativeLR
-from colossalai.nn.lr_scheduler.linear import LinearWarmupLR
-from colossalai.nn.lr_scheduler.onecycle import OneCycleLR
-from colossalai.nn.lr_scheduler.polynomial import PolynomialLR, PolynomialWarmupLR
 
 __all__ = [
     "CosineAnnealingLR",

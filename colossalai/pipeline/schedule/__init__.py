@@ -14,9 +14,14 @@ from colossalai.pipeline.schedule.base import (
     Timetable,
     price,
 )
-from colossalai.pipeline.schedule.gpipe import gpipe, gpipe_bubble
-from colossalai.pipeline.schedule.interleaved import interleaved, interleaved_bubble
-from colossalai.pipeline.schedule.one_f_one_b import one_f_one_b, one_f_one_b_bubble
+from colossalai.pipeline.schedule.one_f_one_b import (
+    gpipe,
+    gpipe_bubble,
+    interleaved,
+    interleaved_bubble,
+    one_f_one_b,
+    one_f_one_b_bubble,
+)
 from colossalai.pipeline.schedule.zero_bubble import zb_h1, zb_h1_bubble, zb_v, zb_v_bubble
 
 SCHEDULES: dict[str, Maker] = {

@@ -1,14 +1,5 @@
 """What torch functions do with ColoTensors; importing this package fills the table of ``op_wrapper``."""
 
-from colossalai.tensor.ops import (
-    autograd,
-    elementwise,
-    embedding,
-    loss,
-    normalization,
-    product,
-    random,
-    shape,
-)
+from colossalai.tensor.ops import autograd, elementwise, embedding, product, reductions, shape
 
-__all__ = ["autograd", "elementwise", "embedding", "loss", "normalization", "product", "random", "shape"]
+__all__ = ["autograd", "elementwise", "embedding", "product", "reductions", "shape"]

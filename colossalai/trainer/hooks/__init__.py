@@ -1,7 +1,6 @@
 """Hooks of the trainer, and the metrics they keep."""
 
 from colossalai.trainer.hooks.base import BaseHook
-from colossalai.trainer.hooks.checkpoint_hook import SaveCheckpointHook
 from colossalai.trainer.hooks.log_hooks import (
     LogByEpochHook,
     LogMemoryByEpochHook,
@@ -10,7 +9,6 @@ from colossalai.trainer.hooks.log_hooks import (
     LogTimingByEpochHook,
     TensorboardHook,
 )
-from colossalai.trainer.hooks.lr_scheduler_hook import LRSchedulerHook
 from colossalai.trainer.hooks.metric_hooks import AccuracyHook, LossHook, MetricHook, ThroughputHook
 from colossalai.trainer.hooks.metrics import (
     AccuracyMetric,
@@ -19,7 +17,7 @@ from colossalai.trainer.hooks.metrics import (
     Metric,
     ThroughputMetric,
 )
-from colossalai.trainer.hooks.pipeline_hook import RecordPipelineHook
+from colossalai.trainer.hooks.training_hooks import LRSchedulerHook, RecordPipelineHook, SaveCheckpointHook
 
 __all__ = [
     "AccuracyHook",
