@@ -85,7 +85,7 @@ class Controlled(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        # the data too, so that all stages have the same work; nobody waits for the data's gradient, so the first
+        # the data too, so that all stages have the same work; no stage waits for the data's gradient, so the first
         # stage does both halves of its backward pass in the second
         x.requires_grad_(True)
         return _Input.apply(x, self.seconds) * _Weight.apply(self.weight, self.seconds)

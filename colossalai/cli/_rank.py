@@ -1,7 +1,7 @@
 """Runs the user's script as ``python script.py`` would, and notes how it ended.
 
 torchrun starts this file by its path: it needs nothing but the standard library, so the script sees the same
-modules and the same ``sys.path`` as without us.  An exception that nobody caught goes into a file instead of
+modules and the same ``sys.path`` as without us.  An uncaught exception goes into a file instead of
 onto the screen; ``colossalai run`` shows the one that stopped the job, once, after all ranks have ended.
 """
 

@@ -117,7 +117,7 @@ def main() -> None:
     restarts = Restarts(notes, lambda failed: _exits(failed, stopped))
     restarts.install()
     _limit_closing(float(grace), stopped, restarts)
-    if "LOGLEVEL" not in os.environ:  # torch's variable: whoever sets it wants to read the messages
+    if "LOGLEVEL" not in os.environ:  # torch's variable: a user who sets it wants to read the messages
         logging.disable(logging.ERROR)
     options = _options(arguments[: int(count)], *arguments[int(count) :])
     _warn_about_shared_gpus(options)

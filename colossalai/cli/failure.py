@@ -26,7 +26,7 @@ _OTHERS = 8  # how many of those that failed after it are named
 class RankFailure:
     """One rank that did not end well.
 
-    ``kind`` is ``raised`` (an exception nobody caught), ``exit`` (``sys.exit``), ``died`` (a signal, or an exit
+    ``kind`` is ``raised`` (an uncaught exception), ``exit`` (``sys.exit``), ``died`` (a signal, or an exit
     that Python did not see), or ``stopped`` (by us, after another rank had failed).
     """
 
@@ -120,7 +120,7 @@ def describe(failures: list[RankFailure]) -> str:
     if cause.kind != "died":
         lines += ["", cause.traceback.rstrip() or cause.summary]
     if cause.exitcode == -signal.SIGKILL:
-        lines.append("Nobody can catch SIGKILL; often it is the system short of memory (see `dmesg`).")
+        lines.append("SIGKILL cannot be caught; often it is the system short of memory (see `dmesg`).")
     if others:
         lines += [
             "",

@@ -152,7 +152,7 @@ def _compatibility() -> Section:
 
 
 def cuda_match(system: str | None, pytorch: str | None) -> Row:
-    """Within one major version CUDA is compatible; the toolkit matters only to whoever compiles extensions."""
+    """Within one major version CUDA is compatible; the toolkit matters only for compiling extensions."""
     label = "System and PyTorch CUDA version match"
     if system is None or pytorch is None:
         return Row(label=label, value=None)

@@ -180,7 +180,7 @@ class Node:
             with _screen:
                 stream.buffer.write(self._prefix + line + b"\n")
                 stream.buffer.flush()
-        except BrokenPipeError:  # whoever read our output has left; the rest of it goes nowhere
+        except BrokenPipeError:  # the reader of our output is gone, and so is the rest of it
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             self._events.put((None, signal.SIGPIPE))
 

@@ -270,7 +270,7 @@ class Agent:
         def forward() -> bool:
             try:
                 data = os.read(source, 1 << 16)
-            except BlockingIOError:  # somebody still holds the other end, but has nothing to say
+            except BlockingIOError:  # the other end is still open, but there is nothing to read
                 return False
             if not data:
                 self._selector.unregister(source)

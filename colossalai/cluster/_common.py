@@ -36,7 +36,7 @@ def destroy_group(group: dist.ProcessGroup) -> None:
         return
     try:
         dist.get_process_group_ranks(group)
-    except KeyError:  # destroyed by somebody else, or this rank is not a member
+    except KeyError:  # destroyed elsewhere, or this rank is not a member
         return
     dist.destroy_process_group(group)
 

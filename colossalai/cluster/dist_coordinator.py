@@ -102,7 +102,7 @@ class DistCoordinator:
         """
         rank = _rank_in(process_group)
         size = dist.get_world_size(process_group)
-        if rank < 0:  # not a member: nobody to wait for
+        if rank < 0:  # not a member: no rank to wait for
             yield
             return
         if not 0 <= executor_rank < size:

@@ -137,7 +137,7 @@ class Rendezvous:
             except OSError as error:
                 reason = error
         raise RendezvousError(
-            f"{self._who} found nobody at {self._where} within {self.timeout:g} s ({reason}); check that rank 0 is "
+            f"{self._who} found no rank 0 at {self._where} within {self.timeout:g} s ({reason}); check that rank 0 is "
             f"started and runs on host {self.host!r}, and that port {self.port} is the same on all ranks and open. "
             f"{TIMEOUT_VARIABLE} sets the seconds to wait"
         ) from reason

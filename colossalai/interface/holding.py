@@ -19,7 +19,7 @@ class Holding:
     """``value`` has the elements ``[start, end)`` of the flattened ``param``; with ``end=None`` all, in its shape.
 
     ``param`` is this rank's parameter of the model, which may itself be a piece of a larger tensor.  Values that rest on a disk are
-    fetched when somebody needs them (``colossalai.utils.lazy_tensor``).
+    fetched when they are read (``colossalai.utils.lazy_tensor``).
     """
 
     param: Tensor

@@ -1,7 +1,7 @@
 """Parameters that an optimizer holds and its model does not.
 
-Most are a mistake: the optimizer was built before something gave the model other parameters, and trains those that nobody uses.  Some are meant,
-as those of a criterion that learns too.
+Most are a mistake: the optimizer was built before something gave the model other parameters, and trains parameters
+that no forward pass uses.  Some are meant, as those of a criterion that learns too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether our Triton kernels run here: tried once, on a few numbers, the first time anybody asks."""
+"""Whether our Triton kernels run here: tried once, on a few numbers, at the first question."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _adam(  # type: ignore[no-untyped-def]
 
 
 def adam_(lists: AdamLists, step: int, options: AdamOptions) -> None:
-    # the last column are the rounded weights, or the tails of the weights, or nobody looks at it
+    # the last column: the rounded weights, or the tails of the weights, or an unused list
     halves = lists.halves or lists.tails or lists.weights
     addresses, chunks, aligned = table(lists.weights, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, halves)
     if not chunks.programs:  # only empty tensors

@@ -4,7 +4,7 @@ Ranks along a tensor axis hold copies of some parameters.  Each updates its own 
 their gradients are equal.  They are not where a plan applies such a parameter to a rank's own heads without summing its
 gradient, where ranks draw different dropout masks for one activation, or where ranks were given different batches; nothing
 else in training would notice.  Here the gradients of the first backward pass are compared by a few numbers for each
-parameter, so that whatever nobody thought of is refused by name in the first step.
+parameter, so that any such fault, also an unforeseen one, is refused by name in the first step.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class SameSteps:
 class FirstStep:
     """What a model that several ranks share does around its forward passes until its first training step is over.
 
-    ``batch_axes`` are those along which ranks must be given the same batch; none if whoever calls the model compares it.
+    ``batch_axes`` are those along which ranks must be given the same batch; none if the caller of the model compares it.
     """
 
     def __init__(self, mesh: Mesh, batch_axes: Sequence[str], *, compare_gradients: bool = True) -> None:

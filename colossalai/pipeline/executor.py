@@ -18,7 +18,7 @@ from colossalai.pipeline.wire import check_nest
 
 
 class Recorder(Protocol):
-    """Whoever wants to know when actions start and end."""
+    """Records when the actions of a rank start and end."""
 
     def mark(self) -> Any:
         """This moment, as only the recorder needs to understand it."""

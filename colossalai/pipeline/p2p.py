@@ -146,11 +146,11 @@ class Link:
     def finish(self) -> None:
         """Wait until every rank has done its part of the step.
 
-        A rank whose own part is done waits for nobody any more, and would not hear of another that fails later.  So word that
+        A rank whose own part is done waits for no message, and would not hear of another rank that fails later.  So word that
         all is well goes from the last rank, which is done first, to the first rank and back; or word that it is not.
         """
         before, after = self.rank - 1, self.rank + 1
-        words = []  # nobody may take them if a rank has failed, so they are waited for when none has
+        words = []  # no rank may receive them after a failure, so they are waited for when all went well
         if after < self._placement.ranks:
             self._hear(after)
         if before >= 0:
@@ -167,7 +167,7 @@ class Link:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks, which may be waiting for messages from this one."""
-        _failed.add(self._mesh)  # there are messages on their way that nobody will take
+        _failed.add(self._mesh)  # messages are on their way that no rank will receive
         heard_from = error.source if isinstance(error, PipelineError) else None
         reason = str(error) if isinstance(error, PipelineError) else self._own_failure(error)
         last: list[tuple[dist.Work, Tensor]] = []

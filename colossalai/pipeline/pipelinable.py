@@ -219,9 +219,8 @@ def _outermost(made: list[nn.Module]) -> nn.Module:
     inner = {id(child) for module in made for child in module.children()}
     outer = [m for m in made if id(m) not in inner and any(True for _ in m.parameters())]
     made.clear()
-    if (
-        len(outer) > 1
-    ):  # those that nobody holds any more were steps on the way, such as the pattern of copies
+    if len(outer) > 1:
+        # modules without another reference were intermediate, such as the pattern of copies
         alive = [weakref.ref(module) for module in outer]
         outer.clear()
         outer = [module for ref in alive if (module := ref()) is not None]

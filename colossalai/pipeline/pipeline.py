@@ -196,7 +196,7 @@ class Pipeline:
         return_loss: bool = True,
         return_outputs: bool = True,
     ) -> tuple[Any, Tensor | None]:
-        """Take a batch through all stages, and back if somebody ``trains``: the outputs and the loss of the batch.
+        """Take a batch through all stages, and back if there is a ``LossOwner``; return its outputs and its loss.
 
         Both are None where not asked for, and on the ranks that do not hold the last layers.  The loss is the mean of
         those of the micro-batches, so it should be a mean over the samples, or tokens.  Without a way back, a batch of any

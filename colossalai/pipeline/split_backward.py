@@ -36,7 +36,7 @@ def split_backward(
     roots = [get_gradient_edge(output) for output in outputs]
     starts, ends = [edge.node for edge in roots], {edge.node for edge in entries}
     trunk = _trunk(starts, ends)
-    if not trunk:  # the first stage: nobody waits for gradients of its inputs
+    if not trunk:  # the first stage: no stage waits for gradients of its inputs
         return [None for _ in entries], partial(torch.autograd.backward, outputs, grads)
     forks = _forks(trunk, ends)
     weights = [leaf for leaves in forks.values() for leaf in leaves]

@@ -50,7 +50,7 @@ def tie_stages(
 
     Of ``layers`` those of ``rank`` are enough, by their numbers in the model.
 
-    Every rank of the job calls it.  Without a launched pipeline there is nobody to share with.
+    Every rank of the job calls it.  Without a launched pipeline there is no other stage to share with.
     """
     if not gpc.is_initialized(ParallelMode.PIPELINE):
         return

@@ -317,7 +317,7 @@ def _refuse_to_write_a_piece(func: Callable[..., Any], args: Any, kwargs: Any) -
 
 
 def is_view_of_parameter(tensor: ColoTensor) -> bool:
-    """Whether somebody may be about to write to a parameter through ``tensor``."""
+    """Whether a script may write to a parameter through ``tensor``."""
     return not torch.is_grad_enabled() and (tensor.is_model_data() or tensor.views_parameter)
 
 

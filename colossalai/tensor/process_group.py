@@ -32,7 +32,7 @@ class GroupMesh(Mesh):
         self.device_type = device_type
         self._groups: dict[Axes, dist.ProcessGroup] = {}
         for axis, size in axes.items():
-            if size > 1:  # a group of one rank waits for nobody, so it can be made when somebody asks for it
+            if size > 1:  # a group of one rank waits for no other, so it can be made at its first use
                 self.group(axis)
 
     def group(self, *axes: str) -> dist.ProcessGroup:

@@ -2,7 +2,7 @@
 
 Ranks are forked from a server process that has already imported torch, so 8 of them start in a fraction of a
 second, while ``spawn`` of the standard library takes half a minute.  The parent hosts the rendezvous store on a
-port the system chose, so no port is guessed, freed and taken by somebody else in between.
+port the system chose, so no port is guessed, freed and taken by another process in between.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _resolve(classes: tuple[tuple[str, str], ...]) -> type[BaseException]:
 
 
 def free_port() -> int:
-    """A port nobody listens on now.  Another process may take it before you do: bind port 0 where you can."""
+    """Return a port that is free now.  Another process may take it before you do: bind port 0 where you can."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

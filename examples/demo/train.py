@@ -118,7 +118,7 @@ class Demo:
             print(message, flush=True)
 
     def train(self, stop: StopRequest) -> bool:
-        """Train until the schedule ends (True) or somebody pressed Ctrl-C (False)."""
+        """Train until the schedule ends (True) or Ctrl-C is pressed (False)."""
         start, first = time.monotonic(), self.step
         batches = endless(self.train_loader, first)
         validate_every = math.ceil((self.args.steps - first) / VALIDATIONS)

@@ -225,7 +225,7 @@ def _ignored(rank: int, world_size: int, port: int) -> None:
     torch.manual_seed(0)
     model = Tower()
     booster = Booster("cpu", plugin=TorchFSDPPlugin(ignored_modules=[model.last]))
-    with pytest.raises(ValueError, match=r"of ignored_modules, whose gradient nobody averages: freeze it"):
+    with pytest.raises(ValueError, match=r"of ignored_modules, whose gradient is not averaged: freeze it"):
         booster.boost(model, groups(model.parameters()))
     model.last.requires_grad_(False)
     boosted, optimizer, *_ = booster.boost(model, groups(model.parameters()))

@@ -96,7 +96,7 @@ def test_a_port_in_use_is_an_error_on_every_rank(foreign_port: int) -> None:
 
 def test_nobody_listens(port: int) -> None:
     message = str(meet(1, 2, port, timeout=0.3))
-    assert f"rank 1 of 2 found nobody at localhost:{port} within 0.3 s" in message
+    assert f"rank 1 of 2 found no rank 0 at localhost:{port} within 0.3 s" in message
     assert "check that rank 0 is started and runs on host 'localhost'" in message
     assert "COLOSSALAI_RENDEZVOUS_TIMEOUT" in message
 
@@ -104,7 +104,7 @@ def test_nobody_listens(port: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_unknown_host_is_an_error_on_every_rank(port: int, rank: int) -> None:
     message = str(meet(rank, 2, port, timeout=0.3, host="no-such-host.invalid"))
-    assert f"rank {rank} of 2 found nobody at no-such-host.invalid:{port} within 0.3 s" in message
+    assert f"rank {rank} of 2 found no rank 0 at no-such-host.invalid:{port} within 0.3 s" in message
 
 
 def test_missing_ranks_are_named_on_every_rank_that_came() -> None:

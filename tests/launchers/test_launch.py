@@ -91,7 +91,7 @@ def test_a_failed_launch_leaves_the_process_able_to_launch(
 ) -> None:
     monkeypatch.setenv("COLOSSALAI_RENDEZVOUS_TIMEOUT", "0.3")
     with pytest.raises(
-        RendezvousError, match=f"rank 1 of 2 found nobody at localhost:{free_port} within 0.3 s"
+        RendezvousError, match=f"rank 1 of 2 found no rank 0 at localhost:{free_port} within 0.3 s"
     ):
         colossalai.launch({"X": 1}, 1, 2, "localhost", free_port, verbose=False)
     assert gpc.config == {}
@@ -104,7 +104,7 @@ def test_rank_0_with_a_wrong_host_gives_its_port_back(
     free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLOSSALAI_RENDEZVOUS_TIMEOUT", "0.3")
-    with pytest.raises(RendezvousError, match=r"found nobody at no-such-host\.invalid") as caught:
+    with pytest.raises(RendezvousError, match=r"found no rank 0 at no-such-host\.invalid") as caught:
         colossalai.launch({}, 0, 1, "no-such-host.invalid", free_port, verbose=False)
     assert caught.tb is not None  # whoever keeps the error keeps the frames that raised it
     colossalai.launch({}, 0, 1, "localhost", free_port, verbose=False)

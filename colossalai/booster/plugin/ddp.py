@@ -72,7 +72,7 @@ class TorchDDPModel(ModelWrapper):
 
     @contextmanager
     def in_pipeline(self) -> Iterator[None]:
-        """Inside, calls pass DDP by, and nothing is averaged: whoever runs the pipeline does so, and says ``gradients_were_averaged``.
+        """Inside, calls bypass DDP, and nothing is averaged: the pipeline averages, and calls ``gradients_were_averaged``.
 
         DDP averages after every backward pass, and wants all gradients from each.  A step of a pipeline has a pass for every
         micro-batch and chunk, and some schedules do it in two halves.
@@ -99,7 +99,7 @@ class TorchDDPModel(ModelWrapper):
                     watch.no_sync_depth -= 1
 
     def gradients_were_averaged(self) -> None:
-        """Somebody else, such as a pipeline, has averaged all gradients."""
+        """Note that other code, such as a pipeline, has averaged all gradients."""
         if self.watch is not None:
             self.watch.all_averaged()
 
@@ -168,7 +168,7 @@ class TorchDDPOptimizer(OptimizerWrapper):
             if p.grad is not None and not self._watch.knows(p):
                 raise RuntimeError(
                     f"optimizer.step() with a gradient of a parameter of shape {tuple(p.shape)} that came into the groups after"
-                    " boost, so nobody has averaged it; add it with add_param_group of the boosted optimizer"
+                    " boost, so it was not averaged; add it with add_param_group of the boosted optimizer"
                 )
         self._watch.average_written(self._averaged())
         result = super().step(*args, **kwargs)

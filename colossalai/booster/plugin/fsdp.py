@@ -180,7 +180,7 @@ class TorchFSDPPlugin(DPPluginBase):
         backward_prefetch: ``BACKWARD_PRE`` is what FSDP2 does; others are refused.
         mixed_precision: a ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``) to gather weights and compute in;
             the booster takes no other ``mixed_precision`` then.
-        ignored_modules: modules whose parameters stay whole, and whose gradients nobody averages.
+        ignored_modules: modules whose parameters stay whole, and whose gradients are not averaged.
         param_init_fn: refused, as the weights must have their values before ``boost``.
         sync_module_states: take the weights and buffers of rank 0.  Without it, ranks that do not start alike are an
             error.
@@ -296,7 +296,7 @@ class TorchFSDPPlugin(DPPluginBase):
         precision = self.options.precision or MixedPrecisionPolicy()
         inside = replace(precision, output_dtype=None)  # meant for what the model returns, not for its units
         for p in (p for root in roots for p in root.parameters()):
-            p.data = p.data.contiguous()  # FSDP2 refuses other strides, which nobody sees in the values
+            p.data = p.data.contiguous()  # FSDP2 refuses other strides, which do not change the values
         # gloo's averages depend on its version and device; its sums do not
         only_sums = mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(0)) == "gloo"
         for unit in (*units, *roots):
@@ -432,7 +432,7 @@ def _check_ignored(optimizer: Optimizer, ignored: set[nn.Parameter]) -> None:
             if p in ignored and p.requires_grad:
                 raise ValueError(
                     f"group {i} of the optimizer holds a parameter of shape {tuple(p.shape)} of ignored_modules, whose"
-                    " gradient nobody averages: freeze it, or give it an optimizer of its own"
+                    " gradient is not averaged: freeze it, or give it an optimizer of its own"
                 )
 
 

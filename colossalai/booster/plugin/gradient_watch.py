@@ -90,7 +90,7 @@ class GradientWatch:
 
     @property
     def local(self) -> bool:
-        """Whether gradients came under ``no_sync`` that nobody has averaged since."""
+        """Whether gradients came under ``no_sync`` that were not averaged since."""
         return bool(self._local)
 
     def watches(self, ddp: nn.Module) -> bool:
@@ -110,7 +110,7 @@ class GradientWatch:
                 broadcast_from_first([p], self._group)
 
     def all_averaged(self) -> None:
-        """Somebody else has averaged all gradients."""
+        """Note that other code has averaged all gradients."""
         self._late.clear()
         self._local.clear()
         self._came.update(range(len(self._params)))

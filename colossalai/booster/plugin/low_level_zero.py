@@ -206,7 +206,7 @@ class LeftOut:
 def _refuse_backward(grad: Tensor) -> None:
     raise RuntimeError(
         "a backward pass through a model that LowLevelZeroPlugin has got without an optimizer (or through a copy of one): under ZeRO the"
-        " optimizer averages the gradients, so nobody would; give the optimizer to boost, or call a model that is only"
+        " optimizer averages the gradients, so nothing would; give the optimizer to boost, or call a model that is only"
         " evaluated under torch.no_grad()"
     )
 

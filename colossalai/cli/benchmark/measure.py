@@ -96,7 +96,7 @@ class _Measurement:
         """Milliseconds of the forward and of the backward pass."""
         self._forget()
         if dist.get_world_size() > 1:
-            dist.barrier()  # nobody waits inside the measurement for a rank that began later
+            dist.barrier()  # no rank waits inside the measurement for one that began later
         loss, forward = _timed(lambda: self.model(*self.batch))
         _, backward = _timed(loss.backward)
         self._tick()

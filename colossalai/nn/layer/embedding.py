@@ -149,7 +149,7 @@ class Embedding(ParallelLayer):
         return F.embedding(ids, use(self.weight, self.tp.hidden.rows, self.mesh), self.padding_idx)
 
     def _check_ids(self, ids: Tensor) -> None:
-        """A rank takes an id that is not its own for another rank's; nobody would miss one that is nobody's."""
+        """Refuse an id outside of the table, which every rank would take for an id of another rank."""
         # Reading the ids of a GPU would stall it in every step.
         if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
             least, most = (int(n) for n in ids.aminmax())

@@ -7,7 +7,7 @@ With base learning rate b, w warm-up steps and f flat steps, the rate at step t 
     curve(b, t - w - f)  up to t = total_steps, and held from there on, with one warning.
 
 Nothing is accumulated from step to step, so a schedule that is resumed from ``state_dict`` follows the same numbers to the
-last bit.  What a step is, an iteration or an epoch, is decided by whoever calls ``step``; ``total_steps`` counts the same.
+last bit.  What a step is, an iteration or an epoch, the caller of ``step`` decides; ``total_steps`` counts the same.
 """
 
 from __future__ import annotations

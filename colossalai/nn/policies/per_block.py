@@ -39,7 +39,7 @@ def refuse_asked(who: str, keywords: Mapping[str, Any]) -> None:
 
 
 def refuse_collected(model: nn.Module) -> None:
-    """Let ``model``, the last stage, raise when a module inside returns what it has collected, whoever asked for it."""
+    """Let ``model``, the last stage, raise when a module inside returns outputs collected from its blocks."""
     for part in model.modules():
         if hasattr(part, "config") and part is not model:
             part.register_forward_hook(_check_output)

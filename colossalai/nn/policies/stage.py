@@ -45,7 +45,7 @@ class Arrived:
 
 
 class Leave(BaseException):
-    """The forward of a stage is over.  No ``Exception``: nobody on the way may take it for an error."""
+    """Ends the forward of a stage.  No ``Exception``: code on the way must not handle it as an error."""
 
     def __init__(self, values: dict[str, Tensor]) -> None:
         self.values = values

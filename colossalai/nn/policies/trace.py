@@ -337,7 +337,7 @@ class Flow(TorchDispatchMode):
 
     def __init__(self, draws_own: Callable[[], bool], truth: bool = False) -> None:
         super().__init__()
-        self.truth = truth  # what a condition is taken for whose values nobody has
+        self.truth = truth  # the result of a condition whose values do not exist on the meta device
         self.notes = Notes()
         self.path: list[str] = [""]
         self._draws_own = draws_own

@@ -127,12 +127,12 @@ class _Active:
     steps: list[StepRecorder] = field(default_factory=list)
 
 
-# The recording that goes on in this process: like a profiler, it sees what is run, whoever runs it.
+# The recording that goes on in this process: like a profiler, it sees every step that is run.
 _active: _Active | None = None
 
 
 def step_recorder(timetable: Timetable, mesh: Mesh, device: torch.device) -> StepRecorder | None:
-    """What notes the step that begins now; None if nobody wants to know."""
+    """Return the recorder of the step that begins now; None if nothing is recorded."""
     if _active is None:
         return None
     _active.steps.append(StepRecorder(timetable, mesh, clock_of(device)))

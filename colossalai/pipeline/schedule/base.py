@@ -20,7 +20,7 @@ class PassKind(Enum):
     FORWARD = "F"
     BACKWARD = "B"  # gradients of inputs and weights together
     INPUT_GRAD = "I"  # gradients of the inputs, which the stage before waits for
-    WEIGHT_GRAD = "W"  # gradients of the weights, which nobody waits for
+    WEIGHT_GRAD = "W"  # gradients of the weights, which no stage waits for
 
 
 @dataclass(frozen=True)
