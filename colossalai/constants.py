@@ -1,4 +1,6 @@
-"""Words that the documents promise: the tensor modes, the initializer of each, and the marks on parameters."""
+"""Words that the documents promise: the tensor modes, the initializer of each, and the marks on
+parameters.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``launch`` and its forms for torchrun, SLURM and OpenMPI: from a bare process to a rank with its groups.
 
-Everything that can be wrong with the arguments, the environment or the config is refused first, on this rank alone,
-before a connection is opened.
+Everything that can be wrong with the arguments, the environment or the config is refused first, on this rank
+alone, before a connection is opened.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ def launch(
 ) -> None:
     """Join the job as ``rank`` of ``world_size`` and make the process groups that ``config`` asks for.
 
-    ``config`` is a dict, a ``Config``, the path of a ``.py`` or ``.json`` file, or None.  ``backend`` is NCCL with
-    CUDA and gloo without, unless given.  ``local_rank`` is derived from the machine's other ranks when left out.
+    ``config`` is a dict, a ``Config``, the path of a ``.py`` or ``.json`` file, or None.  ``backend`` is NCCL
+    with CUDA and gloo without, unless given.  ``local_rank`` is derived from the machine's other ranks when
+    left out.
     """
     refuse_second_launch()
     _check_arguments(rank=rank, world_size=world_size, host=host, port=port, local_rank=local_rank, seed=seed)
@@ -91,8 +92,8 @@ def launch(
     atexit.register(_let_gloo_finish)
     if verbose:
         get_dist_logger().info(
-            f"Distributed environment is initialized, data parallel size: {gpc.data_parallel_size}, "
-            f"pipeline parallel size: {gpc.pipeline_parallel_size}, tensor parallel size: {gpc.tensor_parallel_size}",
+            f"Distributed environment is initialized, data parallel size: {gpc.data_parallel_size}, pipeline"
+            f" parallel size: {gpc.pipeline_parallel_size}, tensor parallel size: {gpc.tensor_parallel_size}",
             ranks=[0],
         )
 
@@ -134,8 +135,9 @@ def launch_from_openmpi(
 def _let_gloo_finish() -> None:
     """Give gloo's threads the interpreter once more before it ends.
 
-    A thread of gloo may still hold the last collective, and with it a Python object of the backward pass.  If it lets go
-    of it while the interpreter shuts down, torch aborts the process (SIGABRT) at the end of a successful script.
+    A thread of gloo may still hold the last collective, and with it a Python object of the backward pass.  If
+    it lets go of it while the interpreter shuts down, torch aborts the process (SIGABRT) at the end of a
+    successful script.
     """
     time.sleep(0.1)
 
@@ -145,8 +147,8 @@ def _read_environment(launcher: str, variables: Mapping[str, str]) -> dict[str, 
     missing = [variable for variable in variables.values() if not os.environ.get(variable)]
     if missing:
         raise RuntimeError(
-            f"the environment variables {', '.join(missing)} are not set; they come from {launcher}: start the script "
-            "with it, or call colossalai.launch with explicit arguments"
+            f"the environment variables {', '.join(missing)} are not set; they come from {launcher}: start"
+            " the script with it, or call colossalai.launch with explicit arguments"
         )
     found: dict[str, Any] = {}
     for argument, variable in variables.items():
@@ -165,8 +167,8 @@ def _check_arguments(**given: Any) -> None:
     required = ("rank", "world_size", "host", "port")
     if missing := [name for name in required if given[name] is None]:
         raise ValueError(
-            f"launch needs {', '.join(missing)}; on the command line: {' '.join(f'--{name} ...' for name in missing)}. "
-            "Under torchrun call launch_from_torch instead"
+            f"launch needs {', '.join(missing)}; on the command line:"
+            f" {' '.join(f'--{name} ...' for name in missing)}. Under torchrun call launch_from_torch instead"
         )
     for name, value in given.items():
         kind = str if name == "host" else int
@@ -174,7 +176,8 @@ def _check_arguments(**given: Any) -> None:
             continue
         if not isinstance(value, kind) or isinstance(value, bool):
             raise TypeError(
-                f"launch argument {name} must be of type {kind.__name__}, got {type(value).__name__} {value!r}"
+                f"launch argument {name} must be of type {kind.__name__}, got {type(value).__name__}"
+                f" {value!r}"
             )
     bounds = {
         "world_size": (1, None),

@@ -11,7 +11,8 @@ SUPPORTED_DEVICES = ("cpu", "cuda")
 class Accelerator:
     """A device by name; without one, CUDA where it is present and the CPU elsewhere.
 
-    ``cuda`` without a number is the current CUDA device, which ``colossalai.launch`` has chosen by local rank.
+    ``cuda`` without a number is the current CUDA device, which ``colossalai.launch`` has chosen by local
+    rank.
     """
 
     def __init__(self, device: str | torch.device | None = None) -> None:
@@ -20,19 +21,22 @@ class Accelerator:
         name = str(device)
         if name.split(":")[0] not in SUPPORTED_DEVICES:
             raise ValueError(
-                f"device {name!r} is not supported; choose one of {', '.join(SUPPORTED_DEVICES)}, or leave it out"
+                f"device {name!r} is not supported; choose one of {', '.join(SUPPORTED_DEVICES)}, or leave it"
+                " out"
             )
         chosen = torch.device(device)
         if chosen.type == "cuda":
             if not torch.cuda.is_available():
                 raise RuntimeError(
-                    f"device {name!r} was asked for, but torch sees no CUDA device; use device='cpu', or leave it out"
+                    f"device {name!r} was asked for, but torch sees no CUDA device; use device='cpu', or"
+                    " leave it out"
                 )
             if chosen.index is None:
                 chosen = torch.device("cuda", torch.cuda.current_device())
             elif chosen.index >= torch.cuda.device_count():
                 raise ValueError(
-                    f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA device(s)"
+                    f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA"
+                    " device(s)"
                 )
         self.device = chosen
 

@@ -1,7 +1,8 @@
 """``Booster``: from the objects of a plain training script to the same objects under a plan.
 
-It only decides the order: device, then mixed precision, then plugin.  What a plan does is in its plugin, what a
-precision does in its ``MixedPrecision``, and what both hand back are the wrappers of ``colossalai.interface``.
+It only decides the order: device, then mixed precision, then plugin.  What a plan does is in its plugin, what
+a precision does in its ``MixedPrecision``, and what both hand back are the wrappers of
+``colossalai.interface``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Booster:
     """Boost a training script.
 
     Args:
-        device: ``'cuda'``, ``'cpu'`` or a ``torch.device``; by default CUDA where it is present, else the CPU.
+        device: ``'cuda'``, ``'cpu'`` or a ``torch.device``; by default CUDA where it is present, else the
+            CPU.
         mixed_precision: a name such as ``'fp16'``, or a ``MixedPrecision``.
         plugin: the plan; without one, training is serial, on one device.
     """
@@ -172,7 +174,8 @@ class Booster:
         """
         if not isinstance(optimizer, OptimizerWrapper):
             raise TypeError(
-                f"booster.backward needs the optimizer that booster.boost returned, got {type(optimizer).__name__}"
+                "booster.backward needs the optimizer that booster.boost returned, got"
+                f" {type(optimizer).__name__}"
             )
         check_loss(loss, "booster.backward")
         self._watch.see(loss, optimizer.skips_steps)
@@ -187,11 +190,13 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Take the next batch through the pipeline of the launched job, and back if there is an ``optimizer``.
+        """Take the next batch through the pipeline of the launched job, and back if there is an
+        ``optimizer``.
 
-        ``model`` is this rank's stage (or ``nn.ModuleList`` of chunks), as ``boost`` returned it.  Every rank passes the
-        same batch.  Returns ``{"loss": ..., "outputs": ...}``, with None where not asked for and on the ranks without the
-        last layers.  Gradients are averaged over the data-parallel ranks; go on with ``optimizer.step()``.
+        ``model`` is this rank's stage (or ``nn.ModuleList`` of chunks), as ``boost`` returned it.  Every rank
+        passes the same batch.  Returns ``{"loss": ..., "outputs": ...}``, with None where not asked for and
+        on the ranks without the last layers.  Gradients are averaged over the data-parallel ranks; go on with
+        ``optimizer.step()``.
         """
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
             raise TypeError(
@@ -228,18 +233,21 @@ class Booster:
         size_per_shard: float = 1024,
         background: bool = False,
     ) -> Save:
-        """Save all that a run needs to go on: what ``boost`` returned, random states, loss scale, position in the data.
+        """Save all that a run needs to go on: what ``boost`` returned, random states, loss scale, position in
+        the data.
 
-        Every rank calls this.  The checkpoint is complete or not there at all, whenever a machine stops; it can be loaded under any
-        other plan, on any number of ranks.  If one rank fails, all raise.
+        Every rank calls this.  The checkpoint is complete or not there at all, whenever a machine stops; it
+        can be loaded under any other plan, on any number of ranks.  If one rank fails, all raise.
 
         Args:
             path: the folder of this checkpoint; an older one in it is replaced.
-            extra: further values (numbers, strings, small tensors and lists and dicts of them), which ``load`` returns.
+            extra: further values (numbers, strings, small tensors and lists and dicts of them), which
+                ``load`` returns.
             keep: of the checkpoints in the folder around ``path``, only the last so many stay.
             size_per_shard: the most MB of a file.
-            background: return as soon as everything is copied to the host, and write while training goes on.  An error is raised
-                by ``wait`` of what is returned, or by the next ``save`` or ``load``; the next save waits for this one.
+            background: return as soon as everything is copied to the host, and write while training goes on.
+                An error is raised by ``wait`` of what is returned, or by the next ``save`` or ``load``; the
+                next save waits for this one.
         """
         self._watch.report()
         state = self._runs.state(path, self._plan(), extra)
@@ -253,12 +261,15 @@ class Booster:
         )
 
     def load(self, path: str | Path, *, strict: bool = True, verify: bool = True) -> dict[str, Any]:
-        """Go on from a checkpoint of ``save``, written under any plan; returns its ``extra``.  Every rank calls this.
+        """Go on from a checkpoint of ``save``, written under any plan; returns its ``extra``.
+
+        Every rank calls this.
 
         Args:
             path: a checkpoint, or a folder of checkpoints, of which the latest is loaded.
-            strict: refuse weights that only one of model and checkpoint has, and an optimizer that the checkpoint does not know.
-                Without it, these stay as they are, and parameters that are new to the optimizer start without states.
+            strict: refuse weights that only one of model and checkpoint has, and an optimizer that the
+                checkpoint does not know. Without it, these stay as they are, and parameters that are new to
+                the optimizer start without states.
             verify: compare the checksums of everything that is stored before anything is changed.
         """
         state = self._runs.state(path)
@@ -300,9 +311,10 @@ class Booster:
     def save_model(self, model: nn.Module, checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
         """Save the weights of ``model``: one file, or with ``shard`` a folder that Hugging Face can open.
 
-        The documents call this in two orders, and both work: ``(model, checkpoint, shard, gather_dtensor, variant,
-        size_per_shard, use_safetensors)`` and ``(model, checkpoint, prefix, shard, size_per_shard)``.  ``prefix`` and
-        ``variant`` are two names for one thing, a word in the names of the files.  Sizes are in MB.
+        The documents call this in two orders, and both work: ``(model, checkpoint, shard, gather_dtensor,
+        variant, size_per_shard, use_safetensors)`` and ``(model, checkpoint, prefix, shard,
+        size_per_shard)``.  ``prefix`` and ``variant`` are two names for one thing, a word in the names of the
+        files.  Sizes are in MB.
         """
         options = by_name(args, kwargs)
         _check_type("save_model", "a model", model, nn.Module)
@@ -323,7 +335,9 @@ class Booster:
         *,
         prefix: str | None = None,
     ) -> None:
-        """Save an optimizer: one file, or with ``shard`` a folder of files of at most ``size_per_shard`` MB."""
+        """Save an optimizer: one file, or with ``shard`` a folder of files of at most ``size_per_shard``
+        MB.
+        """
         _check_type("save_optimizer", "an optimizer", optimizer, Optimizer)
         self.checkpoint_io.save_optimizer(
             optimizer, checkpoint, shard, prefix=prefix, size_per_shard=size_per_shard
@@ -376,8 +390,9 @@ def _check_companions(
     driven = getattr(lr_scheduler, "optimizer", optimizer)
     if optimizer is not None and driven is not optimizer:
         raise ValueError(
-            f"the lr_scheduler ({type(lr_scheduler).__name__}) was built on another optimizer ({type(driven).__name__}) than"
-            " the one that is boosted, whose learning rate it would never change"
+            f"the lr_scheduler ({type(lr_scheduler).__name__}) was built on another optimizer"
+            f" ({type(driven).__name__}) than the one that is boosted, whose learning rate it would never"
+            " change"
         )
 
 

@@ -67,8 +67,8 @@ class Pipelines:
         if pipeline is None:
             if not is_using_pp():
                 raise RuntimeError(
-                    "execute_pipeline needs a job with a pipeline; launch with parallel=dict(pipeline=...) and"
-                    " NUM_MICRO_BATCHES in the config, or call the model and booster.backward"
+                    "execute_pipeline needs a job with a pipeline; launch with parallel=dict(pipeline=...)"
+                    " and NUM_MICRO_BATCHES in the config, or call the model and booster.backward"
                 )
             options = PipelineOptions.from_config(gpc.config, gpc.plan)
             plan = None if plugin is None else Plan.of(plugin)

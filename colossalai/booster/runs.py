@@ -19,8 +19,9 @@ from colossalai.interface.attached import attach
 class Runs:
     """Models with their companions, in the order in which they were boosted.
 
-    They stay as long as any module of the model does: a script may go on with the bare model, or a part of it, and its wrappers would be
-    forgotten without a word.  When no module is referenced any more, all are freed.
+    They stay as long as any module of the model does: a script may go on with the bare model, or a part of
+    it, and its wrappers would be forgotten without a word.  When no module is referenced any more, all are
+    freed.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,10 @@
-"""What cannot be trained: the one place that knows which model, optimizer, plugin and pipeline do not go together.
+"""What cannot be trained: the one place that knows which model, optimizer, plugin and pipeline do not go
+together.
 
-``initialize`` asks before it builds anything, ``Booster`` in ``boost`` and before the first step of a pipeline, and a dry run for every
-rank that it plays.  So all of them refuse the same, in the same words.  Which precisions a plugin takes it says itself
-(``Plugin.supported_precisions`` and ``take_precision``); what concerns one part alone is refused where that part is built.
+``initialize`` asks before it builds anything, ``Booster`` in ``boost`` and before the first step of a
+pipeline, and a dry run for every rank that it plays.  So all of them refuse the same, in the same words.
+Which precisions a plugin takes it says itself (``Plugin.supported_precisions`` and ``take_precision``); what
+concerns one part alone is refused where that part is built.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ OF_PLAIN_TENSORS = ("Rprop",)
 
 
 def reach_problem(optimizer: Optimizer, kind: type[Plugin] | None, shares_model: bool) -> str | None:
-    """Why ``optimizer`` looks at more of the model than this rank holds, and would step each part in another direction; None if not.
+    """Why ``optimizer`` looks at more of the model than this rank holds, and would step each part in another
+    direction; None if not.
 
     Args:
         kind: the class of the plugin.
@@ -69,7 +72,9 @@ def reach_problem(optimizer: Optimizer, kind: type[Plugin] | None, shares_model:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What matters of a plugin: a dry run has none, but knows which class it would be, and with which options."""
+    """What matters of a plugin: a dry run has none, but knows which class it would be, and with which
+    options.
+    """
 
     kind: type[Plugin]
     replicas: int = 1
@@ -90,7 +95,9 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is to be trained on this rank, and how; ``pipeline`` is None where no schedule is known, or needed."""
+    """What is to be trained on this rank, and how; ``pipeline`` is None where no schedule is known, or
+    needed.
+    """
 
     model: nn.Module
     optimizer: Optimizer | None = None
@@ -102,7 +109,8 @@ class Wanted:
 def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> None:
     """Raise ``error`` for what cannot be trained.
 
-    With a schedule, or a plan over several ranks, it raises on all ranks of the pipeline, which all call this: stages may differ.
+    With a schedule, or a plan over several ranks, it raises on all ranks of the pipeline, which all call
+    this: stages may differ.
     """
     problem, plan = problem_of(wanted), wanted.plan
     if wanted.pipeline is not None or (plan is not None and issubclass(plan.kind, DPPluginBase)):
@@ -112,7 +120,9 @@ def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> Non
 
 
 def shares_models() -> bool:
-    """Whether several ranks of the launched job hold one model together; without a plugin, each rank is a job of its own if not."""
+    """Whether several ranks of the launched job hold one model together; without a plugin, each rank is a job
+    of its own if not.
+    """
     mesh = launched_mesh()
     return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA_AXIS)
 
@@ -127,8 +137,8 @@ def _chunks(wanted: Wanted) -> str | None:
     if pipeline is None or pipeline.chunks == found:
         return None
     return (
-        f"the config asks for {pipeline.chunks} chunk(s) of the model on each rank of the pipeline, got {found}; build the stages"
-        " with the same number of chunks (NUM_CHUNKS, or model.num_chunks)"
+        f"the config asks for {pipeline.chunks} chunk(s) of the model on each rank of the pipeline, got"
+        f" {found}; build the stages with the same number of chunks (NUM_CHUNKS, or model.num_chunks)"
     )
 
 
@@ -149,9 +159,9 @@ def _early_updates(wanted: Wanted) -> str | None:
     if pipeline is None or plan is None or not plan.updates_early or pipeline.microbatches == 1:
         return None
     return (
-        "update_in_backward=True updates weights when their gradients have come, but in a pipeline they come once for each of"
-        f" {pipeline.microbatches} micro-batches, which need the same weights; leave it out, or give it max_norm, so that updates can be"
-        " taken back"
+        "update_in_backward=True updates weights when their gradients have come, but in a pipeline they come"
+        f" once for each of {pipeline.microbatches} micro-batches, which need the same weights; leave it out,"
+        " or give it max_norm, so that updates can be taken back"
     )
 
 
@@ -163,7 +173,8 @@ def _nothing_to_train(wanted: Wanted) -> str | None:
         return None
     return _cannot_divide(
         plan,
-        "there is an optimizer without parameters to train; in a pipeline, cut the model so that every stage has some",
+        "there is an optimizer without parameters to train; in a pipeline, cut the model so that every stage"
+        " has some",
     )
 
 
@@ -190,14 +201,16 @@ def _strangers(wanted: Wanted) -> str | None:
     shape = tuple(found.held[0].shape)
     if is_using_pp():
         return (
-            f"{found.who} holds {len(found.held)} parameters that are not in this stage of the pipeline, such as one of shape {shape}: it was"
-            " built before the model was split, or a criterion has parameters of its own, which only the last stage would train; build it"
-            " from the parameters of the stage, and put what a loss learns inside the model"
+            f"{found.who} holds {len(found.held)} parameters that are not in this stage of the pipeline, such"
+            f" as one of shape {shape}: it was built before the model was split, or a criterion has"
+            " parameters of its own, which only the last stage would train; build it from the parameters of"
+            " the stage, and put what a loss learns inside the model"
         )
     if kind is not None and issubclass(kind, GeminiPlugin | TorchFSDPPlugin):
         return (
-            f"{found.who} holds a parameter of shape {shape} that is not in the model, so {kind.__name__} would not average its gradient; put"
-            " the module that has it, such as a criterion, inside the model, or give it an optimizer of its own and average it yourself"
+            f"{found.who} holds a parameter of shape {shape} that is not in the model, so {kind.__name__}"
+            " would not average its gradient; put the module that has it, such as a criterion, inside the"
+            " model, or give it an optimizer of its own and average it yourself"
         )
     return None
 
@@ -231,8 +244,9 @@ def _overlapping(wanted: Wanted) -> str | None:
     if (found := overlapping(user_module(wanted.model).named_parameters())) is None:
         return None
     return (
-        f"the parameters {found[0]} and {found[1]} lie in the same memory, and {plan.kind.__name__} would give each its own, so that"
-        " they train apart; use one parameter, and a part of it in the forward, or TorchDDPPlugin"
+        f"the parameters {found[0]} and {found[1]} lie in the same memory, and {plan.kind.__name__} would"
+        " give each its own, so that they train apart; use one parameter, and a part of it in the forward,"
+        " or TorchDDPPlugin"
     )
 
 
@@ -243,8 +257,8 @@ def _wrapped_elsewhere(wanted: Wanted) -> str | None:
     ):  # then told to all stages, before their first step
         return None
     return (
-        f"{path} is on another stage, and a wrapper around the place that it had here would be computed on every stage; wrap the model's"
-        " blocks before split_model, or layers inside of them"
+        f"{path} is on another stage, and a wrapper around the place that it had here would be computed on"
+        " every stage; wrap the model's blocks before split_model, or layers inside of them"
     )
 
 
@@ -263,8 +277,9 @@ def _foreign_ranks(wanted: Wanted) -> str | None:
     if plan.ranks <= set(own):
         return None
     return (
-        f"{plan.kind.__name__} would divide or average a stage of a pipeline over the ranks {sorted(plan.ranks)}, of which only {own}"
-        " hold this stage; leave out process_group and HYBRID_SHARD"
+        f"{plan.kind.__name__} would divide or average a stage of a pipeline over the ranks"
+        f" {sorted(plan.ranks)}, of which only {own} hold this stage; leave out process_group and"
+        " HYBRID_SHARD"
     )
 
 

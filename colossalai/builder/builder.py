@@ -19,7 +19,8 @@ def build_from_registry(config: Mapping[str, Any], registry: Registry) -> Any:
     """What ``config['type']``, looked up in ``registry``, makes of the other items of ``config``."""
     if not isinstance(config, Mapping) or "type" not in config:
         raise ValueError(
-            f"build_from_registry needs a dict with a 'type', the name of a class in {registry!r}; got {config!r}"
+            f"build_from_registry needs a dict with a 'type', the name of a class in {registry!r}; got"
+            f" {config!r}"
         )
     options = dict(config)
     kind = options.pop("type")

@@ -33,8 +33,8 @@ def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bo
     """
     if not isinstance(layers, nn.Sequential):
         raise TypeError(
-            f"build_pipeline_model cuts an nn.Sequential, got {type(layers).__name__}; build other models inside of a"
-            " colossalai.pipeline.PipelinableContext"
+            f"build_pipeline_model cuts an nn.Sequential, got {type(layers).__name__}; build other models"
+            " inside of a colossalai.pipeline.PipelinableContext"
         )
     rank, size = _place()
     parts = partition_uniform(len(layers), size, num_chunks)
@@ -55,8 +55,8 @@ def build_pipeline_model_from_cfg(
 ) -> nn.Module:
     """This rank's stage of the model that ``config``, with its class as ``type``, describes.
 
-    ``partition_method`` is ``'layer'``, for equally many layers, or ``'parameter'``, for equally large stages.  The layers run in
-    the order in which the model defines them.  Other stages take no memory here.
+    ``partition_method`` is ``'layer'``, for equally many layers, or ``'parameter'``, for equally large
+    stages.  The layers run in the order in which the model defines them.  Other stages take no memory here.
     """
     if partition_method not in PARTITION_METHODS:
         raise ValueError(

@@ -8,8 +8,9 @@ How ``colossalai run`` works, from the outside in:
         torchrun (_torchrun.py)
           ranks (_rank.py, which runs the user's script)
 
-The launcher talks to each agent over two pipes (wire.py): orders go down, output and reports come up.  A process
-that loses the one above it ends everything below it, so nothing outlives the launcher, however it died.
+The launcher talks to each agent over two pipes (wire.py): orders go down, output and reports come up.  A
+process that loses the one above it ends everything below it, so nothing outlives the launcher, however it
+died.
 """
 
 from __future__ import annotations

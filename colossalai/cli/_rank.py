@@ -110,8 +110,8 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 def _raise_quietly(error: BaseException) -> NoReturn:
     """End as Python ends on this exception, exit code and exit handlers included, but print no traceback.
 
-    A hook of the user runs as it would.  torch wraps whatever hook it finds when a process group is made, to put
-    the rank before each line; that one runs too, since a hook of the user may be inside, but unheard.
+    A hook of the user runs as it would.  torch wraps whatever hook it finds when a process group is made, to
+    put the rank before each line; that one runs too, since a hook of the user may be inside, but unheard.
     """
     hook = sys.excepthook
     if hook is sys.__excepthook__:

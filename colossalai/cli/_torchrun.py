@@ -1,7 +1,7 @@
 """torchrun for one node, with its ranks started through ``_rank.py`` and its report written to a file.
 
-It is torch's own launcher (``torch.distributed.run``), called instead of executed: only so do we learn the exit
-code of every rank, and only so is its report of many lines not printed over the user's output.
+It is torch's own launcher (``torch.distributed.run``), called instead of executed: only so do we learn the
+exit code of every rank, and only so is its report of many lines not printed over the user's output.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Restarts:
         LocalElasticAgent._monitor_workers = monitor_all  # type: ignore[method-assign]
 
     def _with_other_hosts(self, agent: Any, group: Any, result: Any) -> Any:
-        """The state of this host's ranks; failed, if those of another host have failed and all start again."""
+        """The state of this host's ranks; failed, if those of another host have failed and all start
+        again.
+        """
         from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
         ours = result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY)
@@ -75,7 +77,9 @@ class Restarts:
         return result
 
     def closing(self, close: Callable[[], None]) -> None:
-        """Run ``close``, which ends the ranks.  An order to stop would only interrupt it and lose their exit codes.
+        """Run ``close``, which ends the ranks.
+
+        An order to stop would only interrupt it and lose their exit codes.
 
         If they are to start again it is obeyed afterwards; else all is ending anyway.
         """
@@ -138,7 +142,8 @@ def main() -> None:
 def _options(arguments: list[str], script: str, *script_arguments: str) -> Namespace:
     """What torchrun is told.  Its parser never sees what is meant for the script.
 
-    It would look at those words too, and take ``--n`` for an abbreviation of several of its own options, or drop a ``--``.
+    It would look at those words too, and take ``--n`` for an abbreviation of several of its own options, or
+    drop a ``--``.
     """
     from torch.distributed import run as torchrun
 
@@ -148,7 +153,9 @@ def _options(arguments: list[str], script: str, *script_arguments: str) -> Names
 
 
 def _limit_closing(grace: float, stopped: set[int], restarts: Restarts) -> None:
-    """Ranks that ignore SIGTERM are killed after ``grace`` seconds, after a failure too (torch: always 30)."""
+    """Ranks that ignore SIGTERM are killed after ``grace`` seconds, after a failure too (torch: always
+    30).
+    """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     original = PContext.close

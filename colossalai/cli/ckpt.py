@@ -36,8 +36,9 @@ _PATH = click.Path(path_type=Path)
 def ckpt() -> None:
     """Look at checkpoints, check them, convert them.
 
-    PATH is a checkpoint of booster.save or a folder of several, a folder of shards with an index (also of Hugging Face), or a
-    single .bin, .pt or .safetensors file of weights or of an optimizer. Nothing that is in a checkpoint is executed.
+    PATH is a checkpoint of booster.save or a folder of several, a folder of shards with an index (also of
+    Hugging Face), or a single .bin, .pt or .safetensors file of weights or of an optimizer. Nothing that is
+    in a checkpoint is executed.
     """
 
 
@@ -46,8 +47,8 @@ def ckpt() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs.")
 @click.option("--summary", is_flag=True, help="Leave out the table of tensors.")
 def show(path: Path, as_json: bool, summary: bool) -> None:
-    """Show what is in the checkpoint at PATH: tensors with their shapes, dtypes and sizes, the plan that it was written
-    under, the step.
+    """Show what is in the checkpoint at PATH: tensors with their shapes, dtypes and sizes, the plan that it
+    was written under, the step.
 
     Of a folder with several checkpoints of booster.save, all are listed and the latest is shown.
 
@@ -72,10 +73,11 @@ def show(path: Path, as_json: bool, summary: bool) -> None:
 @ckpt.command(context_settings=_SETTINGS)
 @click.argument("path", type=_PATH)
 def verify(path: Path) -> None:
-    """Read all of the checkpoint at PATH and compare it with its checksums: is every file of every rank there, and whole?
+    """Read all of the checkpoint at PATH and compare it with its checksums: is every file of every rank
+    there, and whole?
 
-    Each fault is a line with the file and the tensor; then the exit code is 1. Of a folder with several checkpoints, all are
-    verified.
+    Each fault is a line with the file and the tensor; then the exit code is 1. Of a folder with several
+    checkpoints, all are verified.
     """
     from colossalai.checkpoint_io.finding import faults_of, find_forms, size_on_disk
 
@@ -130,8 +132,9 @@ def convert(
 ) -> None:
     """Write the weights of the checkpoint SRC to DST, which must not exist yet, in another form.
 
-    A DST that ends in .safetensors, .bin or .pt becomes one file (shards are merged); any other a folder. Of a folder with
-    several checkpoints the latest is taken. One tensor at a time is in memory, but for a .bin file all of them.
+    A DST that ends in .safetensors, .bin or .pt becomes one file (shards are merged); any other a folder. Of
+    a folder with several checkpoints the latest is taken. One tensor at a time is in memory, but for a .bin
+    file all of them.
 
     \b
     What a run has learned, for transformers:
@@ -176,7 +179,9 @@ def _views(path: Path) -> list[View]:
 
 
 def _one(source: Path, target: Path) -> View:
-    """The checkpoint that is to be converted: the latest run, or the weights, or the optimizer if there is nothing else."""
+    """The checkpoint that is to be converted: the latest run, or the weights, or the optimizer if there is
+    nothing else.
+    """
     views = _views(source)
     if views[-1].kind == "run":
         return views[-1]
@@ -196,7 +201,8 @@ def _check_target(target: Path) -> None:
 def _check_optimizer(target: Path, dtype: str | None) -> None:
     if not _is_file(target) or target.suffix == ".safetensors":
         raise ValueError(
-            f"the states of an optimizer can be merged into one file, which must end in .bin or .pt; got {target}"
+            "the states of an optimizer can be merged into one file, which must end in .bin or .pt; got"
+            f" {target}"
         )
     if dtype is not None:
         raise ValueError("--dtype is for weights; the states of an optimizer stay as they are")

@@ -48,8 +48,9 @@ class RankFailure:
 def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any]]) -> list[RankFailure]:
     """Join what torchrun saw of its ranks with what the ranks noted about themselves.
 
-    A rank that was killed leaves no note, and a torchrun that was stopped leaves no exit codes.  A rank that had failed
-    but was still ending when we stopped all has its own exit code in the note, and our signal in torchrun's eyes.
+    A rank that was killed leaves no note, and a torchrun that was stopped leaves no exit codes.  A rank that
+    had failed but was still ending when we stopped all has its own exit code in the note, and our signal in
+    torchrun's eyes.
     """
     merged: dict[int, dict[str, Any]] = {}
     for ended in exits:
@@ -96,7 +97,9 @@ def is_own_fault(failure: RankFailure) -> bool:
 
 
 def obeyed(failure: RankFailure, number: int) -> bool:
-    """Whether this is how a rank ends that was asked to by signal ``number``, and knows what a shell expects."""
+    """Whether this is how a rank ends that was asked to by signal ``number``, and knows what a shell
+    expects.
+    """
     return failure.kind == "exit" and failure.exitcode == 128 + number
 
 

@@ -89,7 +89,8 @@ def _limit(hosts: list[str], num_nodes: int) -> list[str]:
     available = len(hosts) or 1
     if num_nodes > available:
         raise ClickException(
-            f"--num_nodes {num_nodes} asks for more hosts than the {available} given; add hosts with --host or --hostfile"
+            f"--num_nodes {num_nodes} asks for more hosts than the {available} given; add hosts with --host"
+            " or --hostfile"
         )
     return hosts[:num_nodes]
 
@@ -107,5 +108,8 @@ def master_first(hosts: Sequence[str], master_addr: str) -> list[str]:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether the host needs no ssh.  Other names of this machine work too, through ssh (no slow look-ups here)."""
+    """Whether the host needs no ssh.
+
+    Other names of this machine work too, through ssh (no slow look-ups here).
+    """
     return host in (*_LOOPBACK, socket.gethostname())

@@ -1,6 +1,7 @@
 """The facts about this machine and this installation, as rows of sections.
 
-Whatever can be tried in a moment is tried, on a tensor of a few numbers: a library that is there is not yet one that works.
+Whatever can be tried in a moment is tried, on a tensor of a few numbers: a library that is there is not yet
+one that works.
 """
 
 from __future__ import annotations

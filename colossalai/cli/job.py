@@ -85,10 +85,10 @@ class LaunchJob:
         }
 
     def torchrun_options(self, node_rank: int) -> list[str]:
-        # [Note: static rendezvous] torchrun's other rendezvous, c10d, numbers nodes by their own host names and
-        # decides by name lookups who hosts the store: ranks would not follow the order of the hosts, and two
-        # loopback addresses of one machine would both want to be the host.  The static one takes our numbers.
-        # What it lacks, nodes that come and go during a run, a fixed list of hosts does not need.
+        # [Note: static rendezvous] torchrun's other rendezvous, c10d, numbers nodes by their own host names
+        # and decides by name lookups who hosts the store: ranks would not follow the order of the hosts, and
+        # two loopback addresses of one machine would both want to be the host.  The static one takes our
+        # numbers. What it lacks, nodes that come and go during a run, a fixed list of hosts does not need.
         return [
             f"--nnodes={len(self.hosts) or 1}",
             f"--node_rank={node_rank}",
@@ -102,14 +102,17 @@ class LaunchJob:
 
 
 def parse_launch_args(text: str | None, *, as_module: bool = False) -> LaunchArgs:
-    """``a=1,b`` becomes ``--a=1 --b``, checked by the parser of torchrun itself; ``as_module`` adds ``--module``."""
+    """``a=1,b`` becomes ``--a=1 --b``, checked by the parser of torchrun itself; ``as_module`` adds
+    ``--module``.
+    """
     if not text and not as_module:
         return LaunchArgs()
     items = [item.strip() for item in text.split(",")] if text else []
     for item in items:
         if not re.fullmatch(r"[A-Za-z][\w-]*(=.*)?", item):
             raise ClickException(
-                f"--extra_launch_args takes torchrun options as name=value or name, separated by commas, got {text!r}"
+                "--extra_launch_args takes torchrun options as name=value or name, separated by commas, got"
+                f" {text!r}"
             )
     arguments = tuple(f"--{item}" for item in (*items, *(["module"] if as_module else [])))
     untouched, options = _torchrun_options([]), _torchrun_options(arguments)

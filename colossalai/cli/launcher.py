@@ -350,7 +350,8 @@ class Launcher:
             for node in self._nodes:
                 print(f"{node.host}: {'no answer' if node.host in outcome.unconfirmed else 'finish'}")
         sys.stdout.flush()
-        # after Ctrl-C most ranks only say that others ended; but one that failed to save its state must be heard
+        # after Ctrl-C most ranks only say that others ended; but one that failed to save its state must be
+        # heard
         failures = outcome.failures
         if outcome.stopped_by is not None:
             failures = [f for f in failures if not failure.obeyed(f, _passed_on(outcome.stopped_by))]

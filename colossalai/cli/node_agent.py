@@ -1,8 +1,9 @@
 """The agent: on each host it starts torchrun, watches the launcher, and leaves no process behind.
 
 It says hello, gets the job, checks what only this host can know (is the script here, is the port free), and
-waits until every host is ready.  Then it runs torchrun.  When the launcher says so, or is gone (its pipe ends,
-whether it was killed or the ssh connection broke), the ranks get a signal and, after the grace period, SIGKILL.
+waits until every host is ready.  Then it runs torchrun.  When the launcher says so, or is gone (its pipe
+ends, whether it was killed or the ssh connection broke), the ranks get a signal and, after the grace period,
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ LONGEST_LINE = 1 << 16
 class LineAssembler:
     """Turns chunks of bytes into lines without their end.
 
-    A progress bar rewrites its line with carriage returns.  On a terminal shared by several hosts each rewrite
-    would become a line of its own, so of these only the newest is shown, at most every ``PROGRESS_INTERVAL``.
+    A progress bar rewrites its line with carriage returns.  On a terminal shared by several hosts each
+    rewrite would become a line of its own, so of these only the newest is shown, at most every
+    ``PROGRESS_INTERVAL``.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,7 +104,9 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_descendants(root: int, timeout: float = 5.0) -> list[int]:
-    """Kill until none is left, since a dying process may have started another; the unkillable are returned."""
+    """Kill until none is left, since a dying process may have started another; the unkillable are
+    returned.
+    """
     deadline = time.monotonic() + timeout
     while (left := descendants(root)) and time.monotonic() < deadline:
         kill(left)
@@ -237,8 +241,9 @@ class Agent:
             socket.create_connection(address, timeout=_PROBE_TIMEOUT).close()
         except OSError as error:
             raise Refusal(
-                f"cannot reach {address[0]} port {address[1]}: {error.strerror or error}; --master_addr must be an "
-                "address of the first host that all hosts can reach, and no firewall may block --master_port"
+                f"cannot reach {address[0]} port {address[1]}: {error.strerror or error}; --master_addr must"
+                " be an address of the first host that all hosts can reach, and no firewall may block"
+                " --master_port"
             ) from None
         self._send(wire.report(AgentEvent.REACHED))
 
@@ -292,7 +297,9 @@ class Agent:
             self._end_lingering()
 
     def _end_lingering(self) -> None:
-        """End a rank that has raised but whose process does not end, for example for a thread that still runs."""
+        """End a rank that has raised but whose process does not end, for example for a thread that still
+        runs.
+        """
         assert self._job
         old = time.time() - self._job["stop_timeout"]
         pids = {note["pid"] for note in failure.read_notes(self._notes) if note["time"] < old}

@@ -86,8 +86,8 @@ _PORT = click.IntRange(1, 65535)
 def run(**options: object) -> None:
     """Run USER_SCRIPT with USER_ARGS in several processes, on this machine or on many.
 
-    The script finds its rank with colossalai.launch_from_torch(config=...). All options come before the script;
-    everything after it is passed on.
+    The script finds its rank with colossalai.launch_from_torch(config=...). All options come before the
+    script; everything after it is passed on.
 
     \b
     Two processes on this machine, with or without GPUs:
@@ -111,9 +111,10 @@ def run(**options: object) -> None:
       - ssh from here to each of them without a password (try: ssh host2 true);
       - the same Python, packages, script and working directory at the same paths.
 
-    Environment variables are passed on to all hosts, except those that describe one machine or one login. Each line
-    of output begins with its host. If a process fails, all are stopped, its traceback is shown once at the end, and
-    its exit code becomes ours (128 + n for signal n). Ctrl-C stops all hosts; a second Ctrl-C kills at once.
+    Environment variables are passed on to all hosts, except those that describe one machine or one login.
+    Each line of output begins with its host. If a process fails, all are stopped, its traceback is shown once
+    at the end, and its exit code becomes ours (128 + n for signal n). Ctrl-C stops all hosts; a second Ctrl-C
+    kills at once.
 
     \b
     COLOSSALAI_SSH_OPTIONS   more options for ssh, for example "-i ~/.ssh/cluster_key"

@@ -1,7 +1,7 @@
 """Coordination of the ranks of a job: who is the master, who prints, who goes first, who waits.
 
-Nothing is remembered here: every answer is read from ``torch.distributed`` at the moment of the question, so a
-coordinator stays right when a job is destroyed and another is launched in the same process.
+Nothing is remembered here: every answer is read from ``torch.distributed`` at the moment of the question, so
+a coordinator stays right when a job is destroyed and another is launched in the same process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LOCAL_WORLD_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE",
 class DistCoordinator:
     """The one coordinator of this process (``DistCoordinator() is DistCoordinator()``).
 
-    Where a method takes ``process_group``, "first", "last" and ``executor_rank`` are counted within that group;
-    without it, within the whole job.  A rank outside the group is never its master.
+    Where a method takes ``process_group``, "first", "last" and ``executor_rank`` are counted within that
+    group; without it, within the whole job.  A rank outside the group is never its master.
     """
 
     _instance: DistCoordinator | None = None

@@ -1,4 +1,6 @@
-"""``ProcessGroupManager`` and ``DeviceMeshManager``: process groups and device meshes by names of the user's choice."""
+"""``ProcessGroupManager`` and ``DeviceMeshManager``: process groups and device meshes by names of the user's
+choice.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class ProcessGroupManager:
         check_ranks(f"the process group {name!r}", list(ranks))
         if backend == "nccl" and not torch.cuda.is_available():
             raise ValueError(
-                f"the process group {name!r} cannot use nccl: this process sees no CUDA device; use backend='gloo'"
+                f"the process group {name!r} cannot use nccl: this process sees no CUDA device; use"
+                " backend='gloo'"
             )
         group = dist.new_group(list(ranks), backend=backend)
         self._groups.add(name, group)

@@ -22,8 +22,8 @@ def resolve_backend(backend: str | None) -> str:
     name = backend.lower()
     if "nccl" in name and not torch.cuda.is_available():
         raise RuntimeError(
-            f"backend {backend!r} needs CUDA, and torch finds no CUDA device here; use backend='gloo', or leave the "
-            "backend out to have it chosen"
+            f"backend {backend!r} needs CUDA, and torch finds no CUDA device here; use backend='gloo', or"
+            " leave the backend out to have it chosen"
         )
     for part in name.split(","):
         if not dist.is_backend_available(part.rpartition(":")[2]):

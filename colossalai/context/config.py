@@ -12,7 +12,9 @@ from typing import Any
 
 
 class ConfigException(ValueError):
-    """The configuration cannot be used as it is written; the message says which key and what to write instead."""
+    """The configuration cannot be used as it is written; the message says which key and what to write
+    instead.
+    """
 
 
 class Config(dict[str, Any]):
@@ -66,7 +68,8 @@ class Config(dict[str, Any]):
         path = Path(filename)
         if path.suffix not in _READERS:
             raise ConfigException(
-                f"cannot read the config {str(path)!r}: give a file that ends in {' or '.join(_READERS)}, or a dict"
+                f"cannot read the config {str(path)!r}: give a file that ends in {' or '.join(_READERS)}, or"
+                " a dict"
             )
         if not path.is_file():
             raise FileNotFoundError(f"there is no config file {str(path)!r} (looked for {path.absolute()})")

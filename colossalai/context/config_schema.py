@@ -1,4 +1,5 @@
-"""The reserved words of a config, what each may hold, and the refusal of everything that looks like one but is not.
+"""The reserved words of a config, what each may hold, and the refusal of everything that looks like one but
+is not.
 
 A config holds features (the lower-case words of ``FEATURES``) and hyper-parameters (every other name).  A
 misspelt feature would silently train without it, so a near miss of a reserved word is an error.
@@ -97,14 +98,18 @@ def load_config(config: Config | Mapping[str, Any] | str | Path | None) -> Confi
         loaded = Config(config or {})
     else:
         raise ConfigException(
-            f"config must be a dict, a Config or the path of a .py or .json file, got {type(config).__name__}: {config!r}"
+            "config must be a dict, a Config or the path of a .py or .json file, got"
+            f" {type(config).__name__}: {config!r}"
         )
     check_config(loaded)
     return loaded
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse misspelt reserved words and reserved words of a wrong type.  The ``parallel`` dict has its own check."""
+    """Refuse misspelt reserved words and reserved words of a wrong type.
+
+    The ``parallel`` dict has its own check.
+    """
     for key, value in config.items():
         if not isinstance(key, str):
             raise ConfigException(f"config keys are names, got the {type(key).__name__} {key!r}")
@@ -140,7 +145,8 @@ def _is_by_custom_a_hyper_parameter(key: str, value: Any) -> bool:
 def _say_that_it_does_nothing(key: str, meant: str) -> None:
     if FEATURES[meant] is not _ANYTHING:  # MODEL = "vit" is everybody's
         get_dist_logger().warning_once(
-            f"config key {key!r} is a hyper-parameter, by its capitals, and switches nothing on; the feature is {meant!r}",
+            f"config key {key!r} is a hyper-parameter, by its capitals, and switches nothing on; the feature"
+            f" is {meant!r}",
             ranks=[0],
         )
 

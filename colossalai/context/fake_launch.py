@@ -17,7 +17,10 @@ from colossalai.context.parallel_context import global_context as gpc
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Be ``rank`` of ``world_size`` ranks.  Groups and meshes are real; collectives return at once and move nothing."""
+    """Be ``rank`` of ``world_size`` ranks.
+
+    Groups and meshes are real; collectives return at once and move nothing.
+    """
     if not 0 <= rank < world_size:
         raise ValueError(f"fake_world needs a rank from 0 to {world_size - 1}, got {rank}")
     if dist.is_initialized():
@@ -34,7 +37,9 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_launch(config: Mapping[str, Any] | str | Path | None, rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is ``rank`` as ``colossalai.launch(config)`` would have made it; random seeds are left alone."""
+    """Inside, this process is ``rank`` as ``colossalai.launch(config)`` would have made it; random seeds are
+    left alone.
+    """
     with fake_world(rank, world_size):
         try:
             gpc.verbose = False

@@ -1,7 +1,7 @@
 """How process groups are made: an initializer per part of the ``parallel`` config, looked up by name.
 
-Our own initializers all do the same, look the axes of their modes up in the one table and take the group from the
-mesh.  A user adds a parallel mode by writing another class (docs/parallel_context.md).
+Our own initializers all do the same, look the axes of their modes up in the one table and take the group from
+the mesh.  A user adds a parallel mode by writing another class (docs/parallel_context.md).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class GroupInfo(NamedTuple):
 class ProcessGroupInitializer:
     """Base class.  Override ``init_dist_group`` (or, the other documented name, ``init_parallel_groups``).
 
-    It returns the tuple ``(local_rank, group_size, group, cpu_group, ranks, ParallelMode)`` of this rank, or a list
-    of such tuples, or None.  Sizes that are left out are read from the config.
+    It returns the tuple ``(local_rank, group_size, group, cpu_group, ranks, ParallelMode)`` of this rank, or
+    a list of such tuples, or None.  Sizes that are left out are read from the config.
     """
 
     # The mesh of the job; the context sets it before it asks for groups.
@@ -114,15 +114,16 @@ def check_initializers(plan: ParallelConfig) -> None:
         class_name = INITIALIZER_MAPPING[name]
         if not DIST_GROUP_INITIALIZER.has(class_name):
             raise ConfigException(
-                f"INITIALIZER_MAPPING[{name!r}] is {class_name!r}, but no such class is registered; decorate it with "
-                "@DIST_GROUP_INITIALIZER.register_module and import its module before launch"
+                f"INITIALIZER_MAPPING[{name!r}] is {class_name!r}, but no such class is registered; decorate"
+                " it with @DIST_GROUP_INITIALIZER.register_module and import its module before launch"
             )
         options = plan.group_options if name == plan.mode else {}
         try:
             inspect.signature(DIST_GROUP_INITIALIZER.get_module(class_name)).bind(*range(6), **options)
         except TypeError as error:
             raise ConfigException(
-                f"parallel.tensor with mode {name!r}: {class_name} cannot take the options {dict(options)}: {error}"
+                f"parallel.tensor with mode {name!r}: {class_name} cannot take the options {dict(options)}:"
+                f" {error}"
             ) from None
 
 
@@ -144,7 +145,7 @@ def _as_list(result: Any, who: str) -> list[GroupInfo]:
     for one in results:
         if not isinstance(one, tuple) or len(one) != 6 or not isinstance(one[5], ParallelMode):
             raise TypeError(
-                f"{who}.init_dist_group() must return tuples (local_rank, group_size, group, cpu_group, ranks, "
-                f"ParallelMode), got {one!r}"
+                f"{who}.init_dist_group() must return tuples (local_rank, group_size, group, cpu_group,"
+                f" ranks, ParallelMode), got {one!r}"
             )
     return [GroupInfo(*one) for one in results]

@@ -33,8 +33,8 @@ V_SCHEDULES = ("zbv",)
 class ParallelConfig:
     """Sizes of the three kinds of parallelism, with the tensor mode and its options.
 
-    ``data`` is None until ``fit`` derives it from the world size, unless the config names it.  ``schedule`` is the name
-    of a pipeline schedule; None leaves the choice to ``initialize``.
+    ``data`` is None until ``fit`` derives it from the world size, unless the config names it.  ``schedule``
+    is the name of a pipeline schedule; None leaves the choice to ``initialize``.
     """
 
     data: int | None = None
@@ -87,14 +87,15 @@ class ParallelConfig:
         if self.data is None:
             if world_size % model:
                 raise ConfigException(
-                    f"the world size {world_size} is not a multiple of {arithmetic}; start a multiple of {model} "
-                    "processes or change parallel.pipeline or parallel.tensor"
+                    f"the world size {world_size} is not a multiple of {arithmetic}; start a multiple of"
+                    f" {model} processes or change parallel.pipeline or parallel.tensor"
                 )
             return replace(self, data=world_size // model)
         if self.data * model != world_size:
             raise ConfigException(
-                f"data {self.data} x {arithmetic.rpartition(' = ')[0]} = {self.data * model}, but the world size is "
-                f"{world_size}; start {self.data * model} processes, or leave parallel.data out to have it derived"
+                f"data {self.data} x {arithmetic.rpartition(' = ')[0]} = {self.data * model}, but the world"
+                f" size is {world_size}; start {self.data * model} processes, or leave parallel.data out to"
+                " have it derived"
             )
         return self
 
@@ -111,7 +112,9 @@ class ParallelConfig:
 
     @property
     def group_options(self) -> dict[str, Any]:
-        """What the mode's initializer is given: all options but the flags, which say how layers use the groups."""
+        """What the mode's initializer is given: all options but the flags, which say how layers use the
+        groups.
+        """
         flags = tensor_mode(self.mode).flags
         return {name: value for name, value in self.options.items() if name not in flags}
 
@@ -130,7 +133,8 @@ def rank_table(
 ) -> dict[ParallelMode, list[list[int]]]:
     """The groups of every parallel mode that our own initializers make, as lists of ranks.
 
-    ``parallel`` is the ``parallel`` section of a config.  Groups of a mode that a user added are not known here.
+    ``parallel`` is the ``parallel`` section of a config.  Groups of a mode that a user added are not known
+    here.
     """
     plan = parallel if isinstance(parallel, ParallelConfig) else ParallelConfig.parse(parallel)
     axes = plan.fit(world_size).axes
@@ -175,8 +179,8 @@ def _check_mode(mode: Any, size: int, options: Mapping[str, Any]) -> None:
         )
     if mode is not None and mode not in known:
         raise ConfigException(
-            f"parallel.tensor.mode {mode!r} is unknown: {suggestion(mode, known)}; a mode of your own needs a row "
-            "in colossalai.constants.INITIALIZER_MAPPING before launch"
+            f"parallel.tensor.mode {mode!r} is unknown: {suggestion(mode, known)}; a mode of your own needs a"
+            " row in colossalai.constants.INITIALIZER_MAPPING before launch"
         )
 
 
@@ -189,7 +193,8 @@ def _check_options(mode: str | None, options: Mapping[str, Any]) -> None:
     for name in wanted:
         if name not in options:
             raise ConfigException(
-                f"parallel.tensor: mode {mode!r} needs {name!r}, as in tensor=dict(size=8, mode={mode!r}, {name}=2)"
+                f"parallel.tensor: mode {mode!r} needs {name!r}, as in tensor=dict(size=8, mode={mode!r},"
+                f" {name}=2)"
             )
         _check_size(f"parallel.tensor.{name}", options[name])
 

@@ -1,6 +1,7 @@
 """``ParallelContext``: what a process knows about its place in the job, by the documented names.
 
-It is a view: sizes come from the ``parallel`` section of the config, groups from the mesh and from the initializers.
+It is a view: sizes come from the ``parallel`` section of the config, groups from the mesh and from the
+initializers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from colossalai.mesh import Mesh
 
 
 class ParallelContext(metaclass=SingletonMeta):
-    """The config, mesh and process groups of this process.  ``colossalai.launch`` fills it, ``destroy`` empties it."""
+    """The config, mesh and process groups of this process.
+
+    ``colossalai.launch`` fills it, ``destroy`` empties it.
+    """
 
     def __init__(self) -> None:
         self._clear()
@@ -77,7 +81,9 @@ class ParallelContext(metaclass=SingletonMeta):
         self._config = loaded
 
     def check_sanity(self) -> None:
-        """Refuse a config that does not fit the world size, and initializers that cannot be called; no communication."""
+        """Refuse a config that does not fit the world size, and initializers that cannot be called; no
+        communication.
+        """
         self._plan = self._plan.fit(self.world_size)
         check_initializers(self._plan)
         assert self._plan.data is not None
@@ -151,7 +157,9 @@ class ParallelContext(metaclass=SingletonMeta):
         return self._global_ranks[ParallelMode.GLOBAL]
 
     def add_global_rank(self, parallel_mode: ParallelMode, rank: int) -> None:
-        """Note the rank of this process; under ``ParallelMode.GLOBAL`` it is what ``get_global_rank`` returns."""
+        """Note the rank of this process; under ``ParallelMode.GLOBAL`` it is what ``get_global_rank``
+        returns.
+        """
         self._global_ranks[parallel_mode] = rank
 
     def get_local_rank(self, parallel_mode: ParallelMode) -> int:
@@ -203,7 +211,8 @@ class ParallelContext(metaclass=SingletonMeta):
             else f"a parallel.tensor.mode whose initializer returns a group for {parallel_mode}"
         )
         raise RuntimeError(
-            f"{parallel_mode} has no process group under tensor mode {self._plan.mode!r}; it is created by {remedy}"
+            f"{parallel_mode} has no process group under tensor mode {self._plan.mode!r}; it is created by"
+            f" {remedy}"
         )
 
     # ---- pipeline stages ----
@@ -248,7 +257,9 @@ class ParallelContext(metaclass=SingletonMeta):
         self._node_rank = names[:rank].count(names[rank])
 
     def set_device(self, ordinal: int | None = None) -> None:
-        """Bind this process to a CUDA device: ``ordinal``, or its place on this machine, modulo the devices there."""
+        """Bind this process to a CUDA device: ``ordinal``, or its place on this machine, modulo the devices
+        there.
+        """
         if torch.cuda.is_available():
             if ordinal is None:
                 if self._node_rank is None:
@@ -262,7 +273,9 @@ class ParallelContext(metaclass=SingletonMeta):
             get_dist_logger().info(f"process rank {self.get_global_rank()} is bound to device {device}")
 
     def set_seed(self, seed: int) -> None:
-        """Seed Python, numpy and torch equally on all ranks, then the streams of DATA (equal) and TENSOR (different)."""
+        """Seed Python, numpy and torch equally on all ranks, then the streams of DATA (equal) and TENSOR
+        (different).
+        """
         random.seed(seed)
         numpy.random.seed(seed)
         torch.manual_seed(seed)

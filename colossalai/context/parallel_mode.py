@@ -17,7 +17,8 @@ class ParallelMode(Enum):
     SEQUENCE = "sequence"
     SEQUENCE_DP = "sequence_dp"
     PARALLEL_1D = "1d"
-    # a ROW group holds the ranks of one row, so the rank inside it is the column index; COL the other way round
+    # a ROW group holds the ranks of one row, so the rank inside it is the column index; COL the other way
+    # round
     PARALLEL_2D_ROW = "2d_row"
     PARALLEL_2D_COL = "2d_col"
     PARALLEL_3D_INPUT = "3d_input"

@@ -1,8 +1,9 @@
 """How the ranks of a job find each other, with one clear error on every rank when they cannot.
 
 Rank 0 (or torchrun's agent) hosts a key-value store at ``host:port``.  Every rank signs in there with what it
-was launched with; rank 0 waits for all, compares, and writes the verdict that all ranks act on.  Only then is a
-process group made, so a wrong rank, size, host or port ends here, within a stated time, and never as a hang.
+was launched with; rank 0 waits for all, compares, and writes the verdict that all ranks act on.  Only then is
+a process group made, so a wrong rank, size, host or port ends here, within a stated time, and never as a
+hang.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Rendezvous:
             try:
                 name = self.agree(PrefixStore(prefix, store), deadline)
             except dist.DistNetworkError as error:
-                # The store went away: its host is leaving an earlier job, or has failed.  Only a new try tells.
+                # The store went away: its host is leaving an earlier job, or has failed.  Only a new try
+                # tells.
                 if time.monotonic() >= deadline:
                     raise RendezvousError(f"{self._who} lost the store at {self._where}: {error}") from error
                 time.sleep(0.2)
@@ -93,8 +95,8 @@ class Rendezvous:
         return self._open_store(self.host, deadline)
 
     def _open_store(self, host: str, deadline: float) -> TCPStore:
-        # A client that meets the port of another program waits for its answer for ever, whatever timeout it is
-        # given, so the constructor runs in a thread that can be left behind.
+        # A client that meets the port of another program waits for its answer for ever, whatever timeout it
+        # is given, so the constructor runs in a thread that can be left behind.
         result: queue.Queue[TCPStore | Exception] = queue.Queue()
         threading.Thread(target=self._construct_store, args=(host, result), daemon=True).start()
         remaining = deadline - time.monotonic()
@@ -109,11 +111,12 @@ class Rendezvous:
             return opened
         if "EADDRINUSE" in str(opened):
             raise RendezvousError(
-                f"{self._who} cannot host the rendezvous at {self._where}: port {self.port} is in use; choose "
-                "another port, on all ranks, or end the program that holds it"
+                f"{self._who} cannot host the rendezvous at {self._where}: port {self.port} is in use; choose"
+                " another port, on all ranks, or end the program that holds it"
             ) from opened
         raise RendezvousError(
-            f"{self._who} cannot use {self._where} as a rendezvous store ({opened}); choose another port, on all ranks"
+            f"{self._who} cannot use {self._where} as a rendezvous store ({opened}); choose another port, on"
+            " all ranks"
         ) from opened
 
     def _construct_store(self, host: str, result: queue.Queue[TCPStore | Exception]) -> None:
@@ -128,7 +131,10 @@ class Rendezvous:
             result.put(error)
 
     def _wait_for_listener(self, deadline: float) -> None:
-        """Try until something accepts a connection.  The store's own attempts would fill the terminal with traces."""
+        """Try until something accepts a connection.
+
+        The store's own attempts would fill the terminal with traces.
+        """
         reason: OSError | None = None
         for remaining in _attempts(deadline):
             try:
@@ -137,23 +143,23 @@ class Rendezvous:
             except OSError as error:
                 reason = error
         raise RendezvousError(
-            f"{self._who} found no rank 0 at {self._where} within {self.timeout:g} s ({reason}); check that rank 0 is "
-            f"started and runs on host {self.host!r}, and that port {self.port} is the same on all ranks and open. "
-            f"{TIMEOUT_VARIABLE} sets the seconds to wait"
+            f"{self._who} found no rank 0 at {self._where} within {self.timeout:g} s ({reason}); check that"
+            f" rank 0 is started and runs on host {self.host!r}, and that port {self.port} is the same on all"
+            f" ranks and open. {TIMEOUT_VARIABLE} sets the seconds to wait"
         ) from reason
 
     def agree(self, store: Store, deadline: float) -> str:
         """Sign in and do as rank 0 decides: return the name of this meeting, equal on all ranks, or raise.
 
-        Every sign-in has a ticket of its own and is taken back in the end, so a store that outlives the meeting (the
-        agent's) can serve the next one.
+        Every sign-in has a ticket of its own and is taken back in the end, so a store that outlives the
+        meeting (the agent's) can serve the next one.
         """
         process = f"process {os.getpid()} on {socket.gethostname()}"
         first = store.compare_set(f"process/{self.rank}", "", process).decode()
         if first != process:
             raise RendezvousError(
-                f"rank {self.rank} joined at {self._where} twice: {first}, then {process}; give every process its own "
-                "rank and every job its own port"
+                f"rank {self.rank} joined at {self._where} twice: {first}, then {process}; give every process"
+                " its own rank and every job its own port"
             )
         ticket = uuid.uuid4().hex
         store.set(f"rank/{self.rank}", f"{ticket} {self._signature}")
@@ -189,15 +195,15 @@ class Rendezvous:
     def _judge(self, signatures: Mapping[int, str]) -> str | None:
         if missing := [str(rank) for rank in range(self.world_size) if rank not in signatures]:
             return (
-                f"{len(missing)} of {self.world_size} ranks did not join at {self._where} within {self.timeout:g} s: "
-                f"rank {', '.join(missing)}; see whether they failed or were never started. "
-                f"{TIMEOUT_VARIABLE} sets the seconds to wait"
+                f"{len(missing)} of {self.world_size} ranks did not join at {self._where} within"
+                f" {self.timeout:g} s: rank {', '.join(missing)}; see whether they failed or were never"
+                f" started. {TIMEOUT_VARIABLE} sets the seconds to wait"
             )
         for rank, theirs in signatures.items():
             if theirs != self._signature:
                 return (
-                    f"the ranks at {self._where} were not launched alike: rank 0 with {self._signature}, rank {rank} "
-                    f"with {theirs}; give all ranks the same config, backend and world size"
+                    f"the ranks at {self._where} were not launched alike: rank 0 with {self._signature}, rank"
+                    f" {rank} with {theirs}; give all ranks the same config, backend and world size"
                 )
         return None
 
@@ -208,8 +214,8 @@ class Rendezvous:
             if store.check(["world_size"]) and self.rank >= (size := int(store.get("world_size"))):
                 return f"{self._who} is not part of the job at {self._where}, which rank 0 launched with world_size={size}"
         return (
-            f"{self._who} waited {self.timeout:g} s at {self._where} for the other ranks; see whether they failed "
-            f"or were never started. {TIMEOUT_VARIABLE} sets the seconds to wait"
+            f"{self._who} waited {self.timeout:g} s at {self._where} for the other ranks; see whether they"
+            f" failed or were never started. {TIMEOUT_VARIABLE} sets the seconds to wait"
         )
 
 

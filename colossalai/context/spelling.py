@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-# Up to this length a word differs from many honest names by one letter (`mode` from `model`, `bf16` from `fp16`).
+# Up to this length a word differs from many honest names by one letter (`mode` from `model`, `bf16` from
+# `fp16`).
 SHORT = 6
 CLOSE = 0.85
 

@@ -1,8 +1,8 @@
 """The one table of tensor modes: the mesh axes of each, and the axes that every ``ParallelMode`` joins.
 
-A job is a mesh ``(dp, pp, tensor axes)``, major first, so tensor ranks are neighbours.  A process group is the
-set of ranks that differ only on the axes of its mode; in 2D, ``PARALLEL_2D_COL`` holds the ranks of one column,
-which differ by their *row*.
+A job is a mesh ``(dp, pp, tensor axes)``, major first, so tensor ranks are neighbours.  A process group is
+the set of ranks that differ only on the axes of its mode; in 2D, ``PARALLEL_2D_COL`` holds the ranks of one
+column, which differ by their *row*.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def _cube(size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMode:
-    """One row: how a size is cut into axes, which modes exist, and what ``tensor_parallel_env`` says about it."""
+    """One row: how a size is cut into axes, which modes exist, and what ``tensor_parallel_env`` says about
+    it.
+    """
 
     axes: Axes
     cut: Callable[..., tuple[int, ...]] = _line

@@ -1,4 +1,5 @@
-"""A plan at full size without a GPU: every rank's training step on the meta device, and the memory that it needs.
+"""A plan at full size without a GPU: every rank's training step on the meta device, and the memory that it
+needs.
 
 meta.py      the meta device as a stand-in for a GPU
 link.py      a pipeline stage without neighbours

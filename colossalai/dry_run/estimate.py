@@ -1,10 +1,11 @@
 """The memory of one rank's training step, found by running the step itself on the meta device.
 
-The model, the precision, the optimizer and the schedule are those that would train, and every tensor is counted while it lives.
-What is not a tensor is not counted: CUDA's context, the buffers of NCCL, and the gaps that the allocator cannot use.
+The model, the precision, the optimizer and the schedule are those that would train, and every tensor is
+counted while it lives. What is not a tensor is not counted: CUDA's context, the buffers of NCCL, and the gaps
+that the allocator cannot use.
 
-A rank of a pipeline plays only a few micro-batches, with at most two of them stored at one time; each further one that its
-schedule stores adds the same bytes again.
+A rank of a pipeline plays only a few micro-batches, with at most two of them stored at one time; each further
+one that its schedule stores adds the same bytes again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class PlayedStep(NamedTuple):
     buckets: int
 
     def estimate(self, stored: int, with_step: bool = True) -> MemoryEstimate:
-        """The memory of a rank that stores ``stored`` micro-batches at one time, in its passes and the optimizer's step."""
+        """The memory of a rank that stores ``stored`` micro-batches at one time, in its passes and the
+        optimizer's step.
+        """
         more = (stored - self.stored) * self.watch.first_stored
         return replace(self.watch.estimate(more, with_step), buckets=self.buckets)
 
@@ -65,9 +68,10 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """What one training step of this rank needs; the step that counts is the second one.
 
-    Needs a launch, real or imagined (``colossalai.context.fake_launch``), whose config says the precision, the schedule and so
-    on, as ``initialize`` reads them.  ``model`` is this rank's model or stage, on the meta device, and ``batch`` the next
-    batch of its data loader.  ``specs``: see ``ImaginedLink``; needed for all stages of a pipeline but the first.
+    Needs a launch, real or imagined (``colossalai.context.fake_launch``), whose config says the precision,
+    the schedule and so on, as ``initialize`` reads them.  ``model`` is this rank's model or stage, on the
+    meta device, and ``batch`` the next batch of its data loader.  ``specs``: see ``ImaginedLink``; needed for
+    all stages of a pipeline but the first.
     """
     return play_step(model, optimizer, criterion, batch, specs=specs).estimate(stored_microbatches())
 
@@ -98,7 +102,9 @@ def play_step(
     *,
     specs: dict[Way, Any] | None = None,
 ) -> PlayedStep:
-    """``estimate_memory`` before the last step: what a stage with the same layers and another place needs follows from it."""
+    """``estimate_memory`` before the last step: what a stage with the same layers and another place needs
+    follows from it.
+    """
     _check_on_meta(model)
     features = Features.from_config(gpc.config)
     watch = Watch(model)
@@ -130,8 +136,8 @@ def _check_on_meta(model: nn.Module) -> None:
     real = next((name for name, p in model.named_parameters() if not p.is_meta), None)
     if real is not None:
         raise ValueError(
-            f"estimate_memory needs a model on the meta device, but the parameter {real} has memory; build the model"
-            " inside `with torch.device('meta')`"
+            f"estimate_memory needs a model on the meta device, but the parameter {real} has memory; build"
+            " the model inside `with torch.device('meta')`"
         )
 
 
@@ -140,7 +146,8 @@ def _engine(features: Features, model: nn.Module, optimizer: Optimizer, criterio
     ready: Any = (model, optimizer, criterion)
     if features.precision is not None and not isinstance(features.precision, FP16NaiveMixedPrecision):
         raise ConfigException(
-            "a dry run plays fp16 with AMP_TYPE.NAIVE, or no fp16: the meta device has no autocast, which the other modes use"
+            "a dry run plays fp16 with AMP_TYPE.NAIVE, or no fp16: the meta device has no autocast, which the"
+            " other modes use"
         )
     if features.precision is not None:
         ready = features.precision.configure(model, optimizer, criterion)
@@ -167,7 +174,9 @@ def _shorten(pipeline: Pipeline, batch: Batch) -> Batch:
 
 
 def _short_timetable(whole: Timetable, rank: int) -> Timetable:
-    """At most ``AT_ONCE`` micro-batches stored at one time; gradients are there then if they are in ``whole``."""
+    """At most ``AT_ONCE`` micro-batches stored at one time; gradients are there then if they are in
+    ``whole``.
+    """
     most = whole.peak_stored(rank)
     stored = min(most, AT_ONCE)
     # where all forward passes come first, there are no gradients yet when most is stored

@@ -1,7 +1,7 @@
 """All ranks of a job, played one after the other in a single process without memory.
 
-Ranks that differ only in their data do the same; of tensor-parallel ranks with pieces of the same sizes one is played for all, and
-of stages with the same layers.
+Ranks that differ only in their data do the same; of tensor-parallel ranks with pieces of the same sizes one
+is played for all, and of stages with the same layers.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ def dry_run(
 ) -> list[RankReport]:
     """Play a training step of every rank of the first data-parallel replica; raises what the job would raise.
 
-    ``build`` is called for each rank, as in a launched job, with the meta device as the default.  A ``zero`` section is
-    priced by a formula.
+    ``build`` is called for each rank, as in a launched job, with the meta device as the default.  A ``zero``
+    section is priced by a formula.
     """
     launched = {key: value for key, value in config.items() if key != "zero"}
     if config.get("zero") is not None:
-        # what ZeRO computes in: stages of a pipeline are played with it; an fp16 of the config's own is refused below
+        # what ZeRO computes in: stages of a pipeline are played with it; an fp16 of the config's own is
+        # refused below
         launched["fp16"] = {"mode": AMP_TYPE.NAIVE}
     axes = ParallelConfig.parse(config.get("parallel")).fit(world_size).axes
     ranks = [rank for rank in range(world_size) if mesh_coordinates(axes, rank)[DATA_AXIS] == 0]

@@ -41,8 +41,8 @@ def _made(spec: Any, *, gradients: bool) -> Any:
 class ImaginedLink:
     """Takes the place of ``colossalai.pipeline.p2p.Link``.
 
-    ``specs`` says what activations look like, by (source, target) of virtual stages.  What this rank sends is added to it, so
-    that the ranks of a pipeline can be played one after the other.
+    ``specs`` says what activations look like, by (source, target) of virtual stages.  What this rank sends is
+    added to it, so that the ranks of a pipeline can be played one after the other.
     """
 
     def __init__(self, rank: int, specs: dict[Way, Any]) -> None:

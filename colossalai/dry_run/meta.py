@@ -1,6 +1,8 @@
-"""Training on the meta device, whose tensors have shapes and no values, with the memory that a GPU would need.
+"""Training on the meta device, whose tensors have shapes and no values, with the memory that a GPU would
+need.
 
-``MetaBytes`` counts what is alive; ``gpu_kernels`` replaces what torch computes differently without a GPU by what it does with one.
+``MetaBytes`` counts what is alive; ``gpu_kernels`` replaces what torch computes differently without a GPU by
+what it does with one.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ ALLOCATOR_BLOCK = 512  # what CUDA's caching allocator rounds sizes up to
 class MetaBytes(LiveBytes):
     """The bytes of the tensors on the meta device, now and at the worst moment since ``restart``.
 
-    A number that is read from a tensor is 0: no gradient overflowed, no loss is nan.  ``at_peak`` is called at each new
-    peak, to note what else is of interest then.
+    A number that is read from a tensor is 0: no gradient overflowed, no loss is nan.  ``at_peak`` is called
+    at each new peak, to note what else is of interest then.
     """
 
     def __init__(self, at_peak: Callable[[], None] = lambda: None) -> None:
@@ -51,10 +53,11 @@ class MetaBytes(LiveBytes):
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """On the meta device, attention that keeps no scores and dropout that keeps a mask of one byte, as on a GPU.
+    """On the meta device, attention that keeps no scores and dropout that keeps a mask of one byte, as on a
+    GPU.
 
-    Kernels of torch's dispatcher, not a ``TorchFunctionMode``: such a mode is off inside ``backward``, where checkpointed layers
-    run again.
+    Kernels of torch's dispatcher, not a ``TorchFunctionMode``: such a mode is off inside ``backward``, where
+    checkpointed layers run again.
     """
     library = torch.library.Library("aten", "IMPL")  # its life ends below
     try:
@@ -96,7 +99,9 @@ _KERNELS: dict[str, Callable[..., Tensor]] = {
 
 
 def step_as_on_gpu(optimizer: Optimizer) -> None:
-    """Let torch's optimizers go through all parameters at once, as they do on a GPU; that needs more memory."""
+    """Let torch's optimizers go through all parameters at once, as they do on a GPU; that needs more
+    memory.
+    """
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True

@@ -23,8 +23,8 @@ Moment = Literal["forward", "backward", "step"]
 class MemoryEstimate:
     """Bytes on the device at the worst moment of a training step; their sum is ``peak``.
 
-    ``activations`` are what forward passes that are done keep for their backward passes, the logits for the loss included;
-    ``workspace`` is everything else that was alive at that moment.
+    ``activations`` are what forward passes that are done keep for their backward passes, the logits for the
+    loss included; ``workspace`` is everything else that was alive at that moment.
     """
 
     weights: int = 0
@@ -75,7 +75,9 @@ class Watch:
         self.first_stored = 0
 
     def start(self, optimizer: OptimizerWrapper, row: Sequence[Action]) -> None:
-        """The step that counts begins; ``row`` is what the rank does in it, if it is a stage of a pipeline."""
+        """The step that counts begins; ``row`` is what the rank does in it, if it is a stage of a
+        pipeline.
+        """
         own = {id(p) for p in self._model.parameters()}
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         self._masters = [p for p in trained if id(p) not in own]
@@ -172,6 +174,8 @@ class WatchedExecutor(Executor):
 
 
 def nbytes(tensors: Iterable[Any]) -> int:
-    """The bytes of the memory of ``tensors``; what shares memory counts once, what has some is not counted."""
+    """The bytes of the memory of ``tensors``; what shares memory counts once, what has some is not
+    counted.
+    """
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.is_meta}
     return sum(storages.values())

@@ -2,12 +2,13 @@
 
 Under ZeRO-3 ranks hold a part of the model each and fetch the rest in turn.
 
-With N ranks and P parameters, a rank holds 2 P / N bytes of weights in half precision, as many of gradients, and 12 P / N of
-masters and optimizer states; on the device or, with ``tensor_placement_policy='cpu'``, in the memory of the host.  There
-``undo_ratio`` of weights, masters and states lies twice, if updates in the backward pass are on trial.  The device also holds the
-unit (a block of the model) that is being computed, whole, the next one, which is fetched meanwhile, and the unit's gradients.  ZeRO-1
-and 2 keep the weights whole.  The activations are those of a rank that holds everything, found as in ``estimate``; so are those
-of a stage of a pipeline, in half precision.
+With N ranks and P parameters, a rank holds 2 P / N bytes of weights in half precision, as many of gradients,
+and 12 P / N of masters and optimizer states; on the device or, with ``tensor_placement_policy='cpu'``, in the
+memory of the host.  There ``undo_ratio`` of weights, masters and states lies twice, if updates in the
+backward pass are on trial.  The device also holds the unit (a block of the model) that is being computed,
+whole, the next one, which is fetched meanwhile, and the unit's gradients.  ZeRO-1 and 2 keep the weights
+whole.  The activations are those of a rank that holds everything, found as in ``estimate``; so are those of a
+stage of a pipeline, in half precision.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ DEFAULTS = {name: option.default for name, option in inspect.signature(GeminiPlu
 
 
 class ZeroPlan(NamedTuple):
-    """What a ``zero`` section means: its level, whether what rests does so in the memory of the host, and how much of it is there twice.
+    """What a ``zero`` section means: its level, whether what rests does so in the memory of the host, and how
+    much of it is there twice.
 
     ``updates_early``: weights are updated in the backward pass, for good.
     """
@@ -58,7 +60,8 @@ def zero_plan(zero: Mapping[str, Any]) -> ZeroPlan:
     policy = options["placement_policy"]
     if policy not in POLICIES:
         raise ConfigException(
-            f"a dry run knows zero.model_config.tensor_placement_policy {' and '.join(map(repr, POLICIES))}, got {policy!r}"
+            f"a dry run knows zero.model_config.tensor_placement_policy {' and '.join(map(repr, POLICIES))},"
+            f" got {policy!r}"
         )
     may_be_bad = options["max_norm"] or options["precision"] in (None, "fp16")
     on_trial = options["update_in_backward"] and may_be_bad
@@ -81,7 +84,9 @@ def estimate_zero(
 
 
 def divided(played: MemoryEstimate, model: nn.Module, ranks: int, plan: ZeroPlan) -> MemoryEstimate:
-    """The memory of a rank that was played in half precision with all of ``model``, if it has a part: one of ``ranks``."""
+    """The memory of a rank that was played in half precision with all of ``model``, if it has a part: one of
+    ``ranks``.
+    """
     level, on_host, undo_ratio, _ = plan
     parameters = sum(p.numel() for p in model.parameters())
     part = ceil_div(parameters, ranks)
@@ -114,7 +119,9 @@ def _largest_unit(model: nn.Module) -> int:
 
 
 def _passes(model: nn.Module, criterion: Callable[..., Any], batch: tuple[Any, Any]) -> tuple[int, int]:
-    """Bytes that a forward pass keeps, and what both passes need beside them; gradients go as soon as they are there."""
+    """Bytes that a forward pass keeps, and what both passes need beside them; gradients go as soon as they
+    are there.
+    """
     data, label = tree_map_only(Tensor, lambda t: t.to("meta"), batch)
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.parameters()]
     try:

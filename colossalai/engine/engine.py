@@ -1,4 +1,6 @@
-"""``Engine``: model, optimizer and criterion as one object, with the features that the config asked for inside."""
+"""``Engine``: model, optimizer and criterion as one object, with the features that the config asked for
+inside.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ Handler = BaseGradientHandler | GradAccumGradientHandler
 class Engine:
     """What ``colossalai.initialize`` returns.
 
-    The calls of a training loop go to it: ``engine.zero_grad()``, ``engine(data)``, ``engine.criterion(...)``,
-    ``engine.backward(loss)``, ``engine.step()``; or all but the first and last in one, ``engine.execute_schedule``.
+    The calls of a training loop go to it: ``engine.zero_grad()``, ``engine(data)``,
+    ``engine.criterion(...)``, ``engine.backward(loss)``, ``engine.step()``; or all but the first and last in
+    one, ``engine.execute_schedule``.
 
     Args:
         gradient_handlers: synchronize gradients before each step.
@@ -141,7 +144,9 @@ class Engine:
         self._optimizer.backward(tensor, grad)
 
     def handle_gradients(self) -> None:
-        """Bring the gradients of the ranks together, as ``step`` does first; one ``optimizer.step()`` may follow."""
+        """Bring the gradients of the ranks together, as ``step`` does first; one ``optimizer.step()`` may
+        follow.
+        """
         for handler in self._gradient_handlers:
             handler.handle_gradient()
         self._handled = True
@@ -182,8 +187,8 @@ def _refuse_steps_of_others(owner: weakref.ref[Engine], *_: Any) -> None:
     if engine is not None and not engine._handled:
         names = ", ".join(type(handler).__name__ for handler in engine.gradient_handlers)
         raise RuntimeError(
-            f"optimizer.step() past the engine, whose gradient handlers ({names}) bring the gradients of the ranks together in"
-            " engine.step(); call engine.step()"
+            f"optimizer.step() past the engine, whose gradient handlers ({names}) bring the gradients of the"
+            " ranks together in engine.step(); call engine.step()"
         )
     if engine is not None:
         engine._handled = False
@@ -199,5 +204,6 @@ def _check(model: Any, optimizer: Any, criterion: Any, clip_grad_norm: Any, sche
         raise ValueError(f"clip_grad_norm must be 0 (do not clip) or more, got {clip_grad_norm!r}")
     if schedule is not None and not isinstance(schedule, BaseSchedule):
         raise TypeError(
-            f"the schedule of an Engine is an instance of colossalai.engine.schedule.BaseSchedule, got {schedule!r}"
+            "the schedule of an Engine is an instance of colossalai.engine.schedule.BaseSchedule, got"
+            f" {schedule!r}"
         )

@@ -30,7 +30,9 @@ class Features:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Features:
-        """Read ``config``, whose reserved words ``launch`` has checked one by one; here they must fit each other."""
+        """Read ``config``, whose reserved words ``launch`` has checked one by one; here they must fit each
+        other.
+        """
         _check_combination(config)
         zero, clip_grad_norm = with_clipping(config)
         return cls(
@@ -60,14 +62,16 @@ def _check_combination(config: Mapping[str, Any]) -> None:
         handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
         if any(handler.get("type") == "DataParallelGradientHandler" for handler in handlers):
             raise ConfigException(
-                "config has 'zero', which averages gradients itself, and the handler DataParallelGradientHandler; remove one"
+                "config has 'zero', which averages gradients itself, and the handler"
+                " DataParallelGradientHandler; remove one"
             )
 
 
 def _mode(fp16: Mapping[str, Any]) -> AMP_TYPE:
     if "mode" not in fp16:
         raise ConfigException(
-            "config section 'fp16' needs a mode, such as fp16 = dict(mode=AMP_TYPE.TORCH) (from colossalai.amp)"
+            "config section 'fp16' needs a mode, such as fp16 = dict(mode=AMP_TYPE.TORCH) (from"
+            " colossalai.amp)"
         )
     try:
         return AMP_TYPE(fp16["mode"])

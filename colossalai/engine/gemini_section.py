@@ -1,11 +1,13 @@
-"""The section ``zero`` of a config where it means ZeRO-3: Gemini, whose options come in three ways of writing.
+"""The section ``zero`` of a config where it means ZeRO-3: Gemini, whose options come in three ways of
+writing.
 
-``zero = dict(model_config=dict(tensor_placement_policy="cpu", ...), optimizer_config=dict(initial_scale=2**5, ...))``;
-``zero = dict(level=3, offload_optimizer_config=dict(device="nvme", nvme_path="..."), offload_param_config=dict(device="cpu"))``;
-or ``zero = dict(level=3, placement_policy="cpu", ...)`` with the plugin's own names.
+``zero = dict(model_config=dict(tensor_placement_policy="cpu", ...), optimizer_config=dict(initial_scale=2**5,
+...))``; ``zero = dict(level=3, offload_optimizer_config=dict(device="nvme", nvme_path="..."),
+offload_param_config=dict(device="cpu"))``; or ``zero = dict(level=3, placement_policy="cpu", ...)`` with the
+plugin's own names.
 
-With ``offload_param_config=dict(device="nvme", nvme_path="...")`` the disk is the third tier, for weights, gradients and states beyond
-``host_capacity``, which the section must then have.
+With ``offload_param_config=dict(device="nvme", nvme_path="...")`` the disk is the third tier, for weights,
+gradients and states beyond ``host_capacity``, which the section must then have.
 """
 
 from __future__ import annotations
@@ -94,8 +96,8 @@ def read_gemini(section: Mapping[str, Any]) -> GeminiSection:
         options["disk_dir"], path = folder, None  # the tier takes states too
     if policy is not None and options.setdefault("placement_policy", policy) != policy:
         raise ConfigException(
-            f"config section 'zero' lets weights or states rest away from the device, which is placement policy {policy!r}, and"
-            f" also asks for {options['placement_policy']!r}; keep one"
+            "config section 'zero' lets weights or states rest away from the device, which is placement"
+            f" policy {policy!r}, and also asks for {options['placement_policy']!r}; keep one"
         )
     return GeminiSection(options, path)
 
@@ -104,8 +106,8 @@ def send_to_disk(optimizer: Optimizer, path: str) -> None:
     """Let the states of ``optimizer`` rest in ``path``."""
     if not isinstance(optimizer, NVMeOptimizer):
         raise ConfigException(
-            "config section 'zero' has offload_optimizer_config with device='nvme', which CPUAdam and HybridAdam can do, got"
-            f" {type(optimizer).__name__}"
+            "config section 'zero' has offload_optimizer_config with device='nvme', which CPUAdam and"
+            f" HybridAdam can do, got {type(optimizer).__name__}"
         )
     optimizer.offload_states(1.0, path)
 
@@ -136,7 +138,8 @@ def _merge(*parts: tuple[Mapping[str, Any], Mapping[str, str]]) -> dict[str, Any
             to = names.get(name, name)
             if to and options.setdefault(to, value) != value:
                 raise ConfigException(
-                    f"config section 'zero' has {to} twice, as {options[to]!r} and as {name}={value!r}; keep one"
+                    f"config section 'zero' has {to} twice, as {options[to]!r} and as {name}={value!r}; keep"
+                    " one"
                 )
     return options
 
@@ -155,7 +158,8 @@ def _places(section: Mapping[str, Any]) -> tuple[str | None, str | None]:
     path = states.get("nvme_path") if on_disk else None
     if path is None and on_disk:
         raise ConfigException(
-            "config section 'zero' has offload_optimizer_config with device='nvme' and needs nvme_path, a folder of a local disk"
+            "config section 'zero' has offload_optimizer_config with device='nvme' and needs nvme_path, a"
+            " folder of a local disk"
         )
     return ("cpu" if places & {"cpu", "nvme"} else None), None if path is None else str(path)
 
@@ -169,15 +173,15 @@ def _folder_of_weights(section: Mapping[str, Any], options: Mapping[str, Any]) -
     folder = weights.get("nvme_path")
     if folder is None or options.get("host_capacity") is None:
         raise ConfigException(
-            "config section 'zero' has offload_param_config with device='nvme' and needs two things: nvme_path there, a folder of a"
-            " local disk, and host_capacity in 'zero', the bytes of host memory beyond which weights, gradients and optimizer states go"
-            " to that folder"
+            "config section 'zero' has offload_param_config with device='nvme' and needs two things:"
+            " nvme_path there, a folder of a local disk, and host_capacity in 'zero', the bytes of host"
+            " memory beyond which weights, gradients and optimizer states go to that folder"
         )
     for other in (states.get("nvme_path"), options.get("disk_dir")):
         if other is not None and str(other) != str(folder):
             raise ConfigException(
-                f"config section 'zero' has offload_param_config with nvme_path={str(folder)!r}, which takes optimizer states too, and"
-                f" {str(other)!r} beside it; name one folder"
+                f"config section 'zero' has offload_param_config with nvme_path={str(folder)!r}, which takes"
+                f" optimizer states too, and {str(other)!r} beside it; name one folder"
             )
     return str(folder)
 

@@ -47,11 +47,12 @@ def initialize(
     ophooks: Sequence[BaseOpHook] | None = None,
     verbose: bool = True,
 ) -> Initialized:
-    """Put the features of the config into the training objects: ``(engine, train, test dataloader, lr_scheduler)``.
+    """Put the features of the config into the training objects: ``(engine, train, test dataloader,
+    lr_scheduler)``.
 
-    Needs ``colossalai.launch`` before it.  ``model`` may be a function that builds the model, and ``optimizer`` a class
-    (or function) that takes its parameters.  Go on with what is returned: under gradient accumulation the training data
-    loader and the scheduler are wrapped.
+    Needs ``colossalai.launch`` before it.  ``model`` may be a function that builds the model, and
+    ``optimizer`` a class (or function) that takes its parameters.  Go on with what is returned: under
+    gradient accumulation the training data loader and the scheduler are wrapped.
     """
     if not gpc.is_initialized(ParallelMode.GLOBAL):
         raise RuntimeError(
@@ -112,18 +113,20 @@ def _check_arguments(
     for name, dataloader in (("train_dataloader", train_dataloader), ("test_dataloader", test_dataloader)):
         if not (dataloader is None or isinstance(dataloader, Iterable) or hasattr(dataloader, "__getitem__")):
             raise TypeError(
-                f"colossalai.initialize needs {name} as a data loader or another iterable of batches, got {dataloader!r}"
+                f"colossalai.initialize needs {name} as a data loader or another iterable of batches, got"
+                f" {dataloader!r}"
             )
         check_not_empty(name, dataloader)
     if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
         raise TypeError(
-            f"colossalai.initialize needs lr_scheduler as a learning-rate scheduler, with a step(), got {lr_scheduler!r}"
+            "colossalai.initialize needs lr_scheduler as a learning-rate scheduler, with a step(), got"
+            f" {lr_scheduler!r}"
         )
     if features.accumulate > 1 and train_dataloader is None:
         get_dist_logger().warning_once(
-            "config has gradient_accumulation, but initialize got no train_dataloader; so the end of a pass over the data is"
-            " not seen, and its last group goes on in the next pass. Pass train_dataloader and loop over the one that is"
-            " returned",
+            "config has gradient_accumulation, but initialize got no train_dataloader; so the end of a pass"
+            " over the data is not seen, and its last group goes on in the next pass. Pass train_dataloader"
+            " and loop over the one that is returned",
             ranks=[0],
         )
 
@@ -143,7 +146,8 @@ def _build(model: Any, optimizer: Any) -> tuple[nn.Module, Optimizer]:
         optimizer = optimizer(parameters)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"colossalai.initialize needs an optimizer, or a class or function that takes parameters, got {optimizer!r}"
+            "colossalai.initialize needs an optimizer, or a class or function that takes parameters, got"
+            f" {optimizer!r}"
         )
     return model, optimizer
 
@@ -182,7 +186,9 @@ def _plugin(features: Features, mode: ParallelMode, model: nn.Module, optimizer:
 
 
 def handlers_of(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:
-    """Build the gradient handlers of the config, and those that a pipeline needs: sums over stages, then means."""
+    """Build the gradient handlers of the config, and those that a pipeline needs: sums over stages, then
+    means.
+    """
     configs = list(features.handlers)
     if is_using_pp() and not configs and features.zero is None and gpc.get_world_size(ParallelMode.DATA) > 1:
         # once after all micro-batches, where DDP would do so after each

@@ -10,7 +10,9 @@ from torch.utils.hooks import RemovableHandle
 
 
 class BaseOpHook:
-    """Override what you need; the engine calls it for every module that has parameters or buffers of its own."""
+    """Override what you need; the engine calls it for every module that has parameters or buffers of its
+    own.
+    """
 
     def pre_fwd_exec(self, module: nn.Module, *args: Any) -> None:
         """Before the forward pass of ``module``, with its inputs."""
@@ -19,7 +21,9 @@ class BaseOpHook:
         """After the forward pass of ``module``, with its inputs."""
 
     def pre_bwd_exec(self, module: nn.Module, input: Any, output: Any) -> None:
-        """Before the backward pass of ``module``; ``input`` is not known yet, ``output`` are the gradients it receives."""
+        """Before the backward pass of ``module``; ``input`` is not known yet, ``output`` are the gradients it
+        receives.
+        """
 
     def post_bwd_exec(self, module: nn.Module, input: Any) -> None:
         """After the backward pass of ``module``, with the gradients of its inputs."""

@@ -1,7 +1,8 @@
 """The section ``zero`` of a config: which plugin it means.
 
-``zero = dict(level=2, overlap_comm=True, clip_grad=1.0, cpu_offload=True)``: the names are those of the documents, or
-the plugin's own.  Level 3, or a section with ``model_config``, is Gemini: see ``gemini_section``.
+``zero = dict(level=2, overlap_comm=True, clip_grad=1.0, cpu_offload=True)``: the names are those of the
+documents, or the plugin's own.  Level 3, or a section with ``model_config``, is Gemini: see
+``gemini_section``.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def check_zero(section: Mapping[str, Any]) -> None:
         if name not in (*known, *NAMES, "level", "dynamic_loss_scale", *of_level_3):
             meant = f" (level={value!r} is what the plugin calls stage)" if name == "stage" else ""
             raise ConfigException(
-                f"config section 'zero' does not know {name!r}{meant}; it takes level, dynamic_loss_scale, {', '.join(NAMES)} and"
-                f" {', '.join(known)}"
+                f"config section 'zero' does not know {name!r}{meant}; it takes level, dynamic_loss_scale,"
+                f" {', '.join(NAMES)} and {', '.join(known)}"
             )
     if level not in LEVELS:
         raise ConfigException(
@@ -50,7 +51,8 @@ def check_zero(section: Mapping[str, Any]) -> None:
 def with_clipping(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, float]:
     """The section ``zero``, and the norm to which the engine clips.
 
-    A plan that updates in the backward pass must know of clipping before it: there ``clip_grad_norm`` is the section's.
+    A plan that updates in the backward pass must know of clipping before it: there ``clip_grad_norm`` is the
+    section's.
     """
     zero, norm = config.get("zero"), float(config.get("clip_grad_norm") or 0.0)
     if zero is None or norm == 0 or not means_gemini(zero):
@@ -60,13 +62,13 @@ def with_clipping(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, 
         return zero, norm
     if options.get("max_norm", norm) != norm:
         raise ConfigException(
-            f"config has clip_grad_norm={norm!r}, and its section 'zero' has {options['max_norm']!r} (clip_grad, max_norm or"
-            " clipping_norm); keep one"
+            f"config has clip_grad_norm={norm!r}, and its section 'zero' has {options['max_norm']!r}"
+            " (clip_grad, max_norm or clipping_norm); keep one"
         )
     if options.get("norm_type", 2.0) != 2.0:
         raise ConfigException(
-            f"config has clip_grad_norm={norm!r}, which is a 2-norm, and its section 'zero' norm_type={options['norm_type']!r}; give the"
-            " norm as clip_grad in the section"
+            f"config has clip_grad_norm={norm!r}, which is a 2-norm, and its section 'zero'"
+            f" norm_type={options['norm_type']!r}; give the norm as clip_grad in the section"
         )
     return {**zero, "max_norm": norm}, 0.0
 

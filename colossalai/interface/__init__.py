@@ -1,4 +1,6 @@
-"""What boosted models, optimizers and schedulers promise, whatever plan stands behind them, and what a loss must be."""
+"""What boosted models, optimizers and schedulers promise, whatever plan stands behind them, and what a loss
+must be.
+"""
 
 from colossalai.interface.colossalai_optimizer import ColossalaiOptimizer
 from colossalai.interface.holding import Holding

@@ -8,7 +8,8 @@ from typing import Any
 
 
 def replace_inside(wrapped: Callable[..., Any], function: Callable[..., Any]) -> None:
-    """Let ``wrapped``, a function in a decorator of torch, call ``function(native, ...)`` in the place of ``native(...)``.
+    """Let ``wrapped``, a function in a decorator of torch, call ``function(native, ...)`` in the place of
+    ``native(...)``.
 
     The decorated function itself stays, for those who hold it already.
     """

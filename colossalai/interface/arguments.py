@@ -1,7 +1,9 @@
-"""What a module writes into a list or dict that it was given reaches the caller, also where it was given a copy.
+"""What a module writes into a list or dict that it was given reaches the caller, also where it was given a
+copy.
 
-Models collect auxiliary losses and hidden states so.  Casting inputs, and FSDP2's own hooks, put other tensors into the
-arguments of a call, and with them other containers; what the module appends to those would be lost without a word.
+Models collect auxiliary losses and hidden states so.  Casting inputs, and FSDP2's own hooks, put other
+tensors into the arguments of a call, and with them other containers; what the module appends to those would
+be lost without a word.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Copies:
         self._copies = list(_pairs(given, passed))
 
     def hand_back(self) -> list[Tensor]:
-        """Write into the caller's containers what the module has written into its own; returns the new tensors."""
+        """Write into the caller's containers what the module has written into its own; returns the new
+        tensors.
+        """
         return [tensor for copy in self._copies for tensor in tensors(copy.hand_back())]
 
 

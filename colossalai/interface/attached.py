@@ -1,7 +1,8 @@
 """What lives as long as a module of the user does: a booster remembers a model without keeping it.
 
-A weak dictionary by module would keep both for ever, since what it remembers of a module holds the module.  An attribute of the module is part of a cycle,
-which Python's garbage collector frees.  It is neither copied nor pickled with the module.
+A weak dictionary by module would keep both for ever, since what it remembers of a module holds the module.
+An attribute of the module is part of a cycle, which Python's garbage collector frees.  It is neither copied
+nor pickled with the module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a batch, an output and a loss look like: the conventions of all schedules.
 
-A batch is ``(data, label)``, or a dict whose label is called ``label`` or ``labels``, or all data and no label.  Data in
-a tuple or list are the model's arguments, in a dict its keywords; outputs and labels go to the criterion in the same way.
+A batch is ``(data, label)``, or a dict whose label is called ``label`` or ``labels``, or all data and no
+label.  Data in a tuple or list are the model's arguments, in a dict its keywords; outputs and labels go to
+the criterion in the same way.
 """
 
 from __future__ import annotations
@@ -53,15 +54,17 @@ def split_batch(batch: Any, process: DataProcess | None, has_criterion: bool, wh
     if isinstance(batch, (tuple, list)):
         if len(batch) != 2:
             raise ValueError(
-                f"a batch of {len(batch)} items is not (data, label); give the schedule a data_process_func that"
-                f" makes it so: {who}(data_process_func)"
+                f"a batch of {len(batch)} items is not (data, label); give the schedule a data_process_func"
+                f" that makes it so: {who}(data_process_func)"
             )
         return batch[0], batch[1]
     return batch, None
 
 
 def call_with(function: Any, arguments: Any) -> Any:
-    """Call ``function`` with a nest: a dict as its keywords, a tuple or list as its arguments, else one argument."""
+    """Call ``function`` with a nest: a dict as its keywords, a tuple or list as its arguments, else one
+    argument.
+    """
     if isinstance(arguments, Mapping):
         return function(**arguments)
     if isinstance(arguments, (tuple, list)):
@@ -76,8 +79,8 @@ def loss_of(criterion: Criterion | None, output: Any, label: Any) -> Tensor:
         return loss
     who = "model, which has no criterion," if criterion is None else "criterion"
     raise TypeError(
-        f"the {who} must return the loss as one tensor with one element, got {describe(loss)}; return the loss alone,"
-        " or wrap it in a function that picks it"
+        f"the {who} must return the loss as one tensor with one element, got {describe(loss)}; return the"
+        " loss alone, or wrap it in a function that picks it"
     )
 
 
@@ -111,8 +114,9 @@ def _check_arguments(
         signature.bind(*args, **keywords)
     except TypeError as error:
         raise TypeError(
-            f"the criterion {name}{signature} cannot take the output, {describe(output)}, with the label, {describe(label)}:"
-            f" {error}. A tuple or list is given as several arguments, a dict as keywords; labels are tensors as a rule"
+            f"the criterion {name}{signature} cannot take the output, {describe(output)}, with the label,"
+            f" {describe(label)}: {error}. A tuple or list is given as several arguments, a dict as keywords;"
+            " labels are tensors as a rule"
         ) from cause
 
 

@@ -1,9 +1,11 @@
-"""``torch.nn.utils.clip_grad_norm_`` and its relatives are right under every plan: the optimizer of the parameters clips.
+"""``torch.nn.utils.clip_grad_norm_`` and its relatives are right under every plan: the optimizer of the
+parameters clips.
 
-Torch's functions look at ``p.grad``.  Under ZeRO and Gemini the gradients are elsewhere, in fp16 they are scaled, and of a model that is cut over
-ranks this one sees a part of the norm, so that ranks would clip by different factors.  There they do what the optimizer's own
-``clip_grad_by_norm`` and ``clip_grad_by_value`` do.  A script may have imported them before this package, so their insides are
-replaced and not their names; parameters that no such optimizer trains are left to torch.
+Torch's functions look at ``p.grad``.  Under ZeRO and Gemini the gradients are elsewhere, in fp16 they are
+scaled, and of a model that is cut over ranks this one sees a part of the norm, so that ranks would clip by
+different factors.  There they do what the optimizer's own ``clip_grad_by_norm`` and ``clip_grad_by_value``
+do.  A script may have imported them before this package, so their insides are replaced and not their names;
+parameters that no such optimizer trains are left to torch.
 """
 
 from __future__ import annotations
@@ -77,8 +79,10 @@ def _clip_with_norm(
     optimizer = _responsible(parameters, "clip_grads_with_norm_", elementwise=False)
     if optimizer is not None:
         raise RuntimeError(
-            f"clip_grads_with_norm_ is given a norm of what p.grad shows, which under {type(optimizer).__name__} is not all of the"
-            " gradients; use torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) or optimizer.clip_grad_by_norm(max_norm)"
+            "clip_grads_with_norm_ is given a norm of what p.grad shows, which under"
+            f" {type(optimizer).__name__} is not all of the gradients; use"
+            " torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) or"
+            " optimizer.clip_grad_by_norm(max_norm)"
         )
     native(parameters, max_norm, total_norm, foreach)
 
@@ -107,9 +111,9 @@ def _responsible(params: list[Tensor], who: str, *, elementwise: bool) -> Optimi
     ):
         return outer[0]
     raise RuntimeError(
-        f"torch.nn.utils.{who} was given {len(params)} parameters, which are not just those that {type(outer[0]).__name__} trains; under"
-        " this plan all gradients of an optimizer are clipped together: pass model.parameters(), or call"
-        " optimizer.clip_grad_by_norm or clip_grad_by_value"
+        f"torch.nn.utils.{who} was given {len(params)} parameters, which are not just those that"
+        f" {type(outer[0]).__name__} trains; under this plan all gradients of an optimizer are clipped"
+        " together: pass model.parameters(), or call optimizer.clip_grad_by_norm or clip_grad_by_value"
     )
 
 

@@ -1,4 +1,6 @@
-"""The first training step of a boosted model: ranks that share one model are compared once, see ``colossalai.mesh.agreement``."""
+"""The first training step of a boosted model: ranks that share one model are compared once, see
+``colossalai.mesh.agreement``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from colossalai.mesh.agreement import FirstStep, SameSteps
 from colossalai.mesh.norm import tensor_axes
 from colossalai.nn.policies.wrap_forward import WholeOutputs
 
-# The modes whose layers leave complete gradients after the backward pass; one of the user's own may complete them later.
+# The modes whose layers leave complete gradients after the backward pass; one of the user's own may complete
+# them later.
 _OURS = ("1d", "2d", "2.5d", "3d")
 # The handlers that leave what tensor-parallel ranks have as it is.
 _DATA_HANDLERS = ("DataParallelGradientHandler", "ZeROGradientHandler", "PipelineSharedModuleGradientHandler")
@@ -24,8 +27,8 @@ LINE = "tp"  # the axis of 1D
 def shared_axes(model: nn.Module, mesh: Mesh) -> tuple[str, ...]:
     """The axes along which the ranks that share ``model`` must be given the same batch.
 
-    In 2D, 2.5D and 3D a model that was not made by ``parallelize`` may begin with a layer that is given pieces of the
-    batch, cut by the user.
+    In 2D, 2.5D and 3D a model that was not made by ``parallelize`` may begin with a layer that is given
+    pieces of the batch, cut by the user.
     """
     whole = any(isinstance(m, WholeOutputs) for m in model.modules())
     tensor = tensor_axes(mesh) if whole else (LINE,)
@@ -63,7 +66,9 @@ def watch_steps(model: nn.Module, optimizer: Optimizer, mesh: Mesh | None) -> No
 
 
 def _completes_later() -> bool:
-    """Whether the config names a gradient handler of the user's own, which may complete gradients before the step."""
+    """Whether the config names a gradient handler of the user's own, which may complete gradients before the
+    step.
+    """
     handlers = gpc.config.get("gradient_handler") or gpc.config.get("gradient_handlers") or ()
     return any(handler.get("type") not in _DATA_HANDLERS for handler in handlers)
 

@@ -1,7 +1,8 @@
 """``Holding``: what a tensor that a plan keeps is of a parameter of the model.
 
-A plan may put something else in the place of a parameter: fp32 masters, or a slice of the flattened parameter (ZeRO, Gemini).  A
-checkpoint asks for this, and for nothing else, to know which elements of the model it is looking at.
+A plan may put something else in the place of a parameter: fp32 masters, or a slice of the flattened parameter
+(ZeRO, Gemini).  A checkpoint asks for this, and for nothing else, to know which elements of the model it is
+looking at.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# In the state dict of an optimizer: the fp32 masters that are in its groups in the place of half-precision weights, by number.
+# In the state dict of an optimizer: the fp32 masters that are in its groups in the place of half-precision
+# weights, by number.
 MASTERS_KEY = "master_weights"
 
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """``value`` has the elements ``[start, end)`` of the flattened ``param``; with ``end=None`` all, in its shape.
+    """``value`` has the elements ``[start, end)`` of the flattened ``param``; with ``end=None`` all, in its
+    shape.
 
-    ``param`` is this rank's parameter of the model, which may itself be a piece of a larger tensor.  Values that rest on a disk are
-    fetched when they are read (``colossalai.utils.lazy_tensor``).
+    ``param`` is this rank's parameter of the model, which may itself be a piece of a larger tensor.  Values
+    that rest on a disk are fetched when they are read (``colossalai.utils.lazy_tensor``).
     """
 
     param: Tensor

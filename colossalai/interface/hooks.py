@@ -14,9 +14,11 @@ from colossalai.logging import get_dist_logger
 
 
 def tell_of_local_hooks(optimizer: Optimizer, params: Iterable[Tensor], who: str) -> None:
-    """In the first step of ``optimizer``, warn of hooks that have changed the gradients of ``params`` before ``who`` averaged them.
+    """In the first step of ``optimizer``, warn of hooks that have changed the gradients of ``params`` before
+    ``who`` averaged them.
 
-    A hook that scales gradients has the same effect before and after; one that clamps or normalizes them has not.
+    A hook that scales gradients has the same effect before and after; one that clamps or normalizes them has
+    not.
     """
     optimizer.register_step_pre_hook(_Tell([weakref.ref(p) for p in params], who))
 
@@ -41,10 +43,11 @@ def _tell(params: list[Tensor], who: str) -> None:
     hooked = [p for p in params if any(map(_is_foreign, _hooks(p)))]
     if hooked:
         get_dist_logger().warning(
-            f"{len(hooked)} parameters have hooks (the first has shape {tuple(hooked[0].shape)}), which see the gradients of this rank's part"
-            f" of the batch, before {who} averages them over the ranks: a hook that only scales gradients is right, one that clamps or"
-            " normalizes them does not do what it does on one device. Change gradients after the backward pass instead (optimizer.clip_grad_by_value,"
-            " clip_grad_by_norm)",
+            f"{len(hooked)} parameters have hooks (the first has shape {tuple(hooked[0].shape)}), which see"
+            f" the gradients of this rank's part of the batch, before {who} averages them over the ranks: a"
+            " hook that only scales gradients is right, one that clamps or normalizes them does not do what"
+            " it does on one device. Change gradients after the backward pass instead"
+            " (optimizer.clip_grad_by_value, clip_grad_by_norm)",
             ranks=[0],
         )
 

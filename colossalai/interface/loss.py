@@ -1,4 +1,6 @@
-"""Losses on their way into the backward pass: those that cannot go are refused, those that are nan reported."""
+"""Losses on their way into the backward pass: those that cannot go are refused, those that are nan
+reported.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def check_loss(loss: Any, who: str) -> None:
         )
     if loss.numel() != 1:
         raise ValueError(
-            f"{who} needs a loss of one element, got a tensor of shape {tuple(loss.shape)}; take its mean or sum"
+            f"{who} needs a loss of one element, got a tensor of shape {tuple(loss.shape)}; take its mean or"
+            " sum"
         )
     check_differentiable(loss)
 
@@ -30,8 +33,8 @@ def check_differentiable(tensor: Tensor) -> None:
     """Refuse a tensor that no parameter can learn from."""
     if not tensor.requires_grad:
         raise RuntimeError(
-            "the loss does not depend on a parameter to train, so there is no backward pass: is the whole model frozen"
-            " (requires_grad=False), or did the forward pass run under torch.no_grad()?"
+            "the loss does not depend on a parameter to train, so there is no backward pass: is the whole"
+            " model frozen (requires_grad=False), or did the forward pass run under torch.no_grad()?"
         )
 
 
@@ -70,6 +73,6 @@ class LossWatch:
                 else "the weights may be lost; try"
             )
             get_dist_logger().warning(
-                f"the loss is nan or infinite (backward {where}): {outcome} a lower learning rate, clip_grad_norm, or look"
-                " at the data. Further ones are not reported"
+                f"the loss is nan or infinite (backward {where}): {outcome} a lower learning rate,"
+                " clip_grad_norm, or look at the data. Further ones are not reported"
             )

@@ -1,9 +1,9 @@
 """``LRSchedulerWrapper``: a learning-rate scheduler that waits for an optimizer whose steps may be skipped.
 
-A scheduler that is stepped in every iteration counts updates of the optimizer.  A step that fp16 skipped was no update,
-so the scheduler must not count it: otherwise a warm-up is half over before the first weight has moved.  Stepped once
-per epoch, it must go on whatever happened to the last iteration.  Both follow from one rule: it stays where it is if
-nothing but skipped steps happened since it was last stepped.
+A scheduler that is stepped in every iteration counts updates of the optimizer.  A step that fp16 skipped was
+no update, so the scheduler must not count it: otherwise a warm-up is half over before the first weight has
+moved.  Stepped once per epoch, it must go on whatever happened to the last iteration.  Both follow from one
+rule: it stays where it is if nothing but skipped steps happened since it was last stepped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from colossalai.interface.optimizer import OptimizerWrapper
 class LRSchedulerWrapper(LRScheduler):
     """Everything of ``lr_scheduler``, but for ``step``, which does nothing where the optimizer did nothing.
 
-    It is a ``LRScheduler`` to the eye of torch, and owns nothing: what is saved is the state of ``lr_scheduler``.
+    It is a ``LRScheduler`` to the eye of torch, and owns nothing: what is saved is the state of
+    ``lr_scheduler``.
     """
 
     def __init__(self, lr_scheduler: LRScheduler, optimizer: OptimizerWrapper) -> None:

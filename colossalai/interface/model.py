@@ -1,9 +1,9 @@
 """``ModelWrapper``: a module around the user's module that a training script cannot tell from it.
 
-A feature that changes how a model is *called* (autocast, gradient synchronization) puts the model inside such a
-wrapper.  Names of parameters and buffers, ``state_dict`` and unknown attributes are those of the user's module, so
-logging, checkpoints and ``model.config`` do not change when a plugin does.  What a script sets after ``boost`` is set there as
-well: an attribute of the wrapper alone is one that no forward pass reads.
+A feature that changes how a model is *called* (autocast, gradient synchronization) puts the model inside such
+a wrapper.  Names of parameters and buffers, ``state_dict`` and unknown attributes are those of the user's
+module, so logging, checkpoints and ``model.config`` do not change when a plugin does.  What a script sets
+after ``boost`` is set there as well: an attribute of the wrapper alone is one that no forward pass reads.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ def user_module(model: nn.Module) -> nn.Module:
 
 
 class ModelWrapper(nn.Module):
-    """A module around ``module``; a subclass changes ``forward``, and ``unwrap`` if it puts more layers between."""
+    """A module around ``module``; a subclass changes ``forward``, and ``unwrap`` if it puts more layers
+    between.
+    """
 
     module: nn.Module
     keeps_parameters: ClassVar[bool] = False  # those of now, so that none can take the place of another
-    # Methods of the user's module that must see the whole model, by name; ``colossalai.checkpoint_io`` has them.
+    # Methods of the user's module that must see the whole model, by name; ``colossalai.checkpoint_io`` has
+    # them.
     methods: ClassVar[dict[str, Callable[..., Any]]] = {}
     _handed_over = False
 
@@ -62,8 +65,8 @@ class ModelWrapper(nn.Module):
             super().__setattr__(name, value)
         elif name == "forward":
             raise AttributeError(
-                "model.forward = ... after boost would take the place of all that the plan does around the forward pass; change the"
-                " forward of your module before boost"
+                "model.forward = ... after boost would take the place of all that the plan does around the"
+                " forward pass; change the forward of your module before boost"
             )
         elif name in self.__dict__ or name in self._modules or hasattr(type(self), name):
             super().__setattr__(name, value)
@@ -76,16 +79,18 @@ class ModelWrapper(nn.Module):
         parts = [part for part in (before, after) if isinstance(part, nn.Module | nn.Parameter)]
         if parts and before is not after and self.keeps_parameters:
             raise RuntimeError(
-                f"model.{name} = ... after boost: {type(self).__name__} keeps the parameters that the model had at boost, and would"
-                f" neither average nor update those of another {type(parts[-1]).__name__}; change the model before boost"
+                f"model.{name} = ... after boost: {type(self).__name__} keeps the parameters that the model"
+                " had at boost, and would neither average nor update those of another"
+                f" {type(parts[-1]).__name__}; change the model before boost"
             )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         cut = next((name for name, p in self.named_parameters() if placement(p).sharded), None)
         if cut is not None:
             raise RuntimeError(
-                f"model.apply(...) on a model that tensor parallelism has cut: {cut!r} is a piece, in a layer of another class than yours"
-                " (isinstance does not find it), and values drawn for pieces are not those of the whole; apply it before parallelize"
+                f"model.apply(...) on a model that tensor parallelism has cut: {cut!r} is a piece, in a layer"
+                " of another class than yours (isinstance does not find it), and values drawn for pieces are"
+                " not those of the whole; apply it before parallelize"
             )
         return super().apply(fn)
 
@@ -96,14 +101,18 @@ class ModelWrapper(nn.Module):
                 made = fn(torch.empty(0, dtype=dtype, device=device))
                 if (made.dtype, made.device) != (dtype, device):
                     raise RuntimeError(
-                        f"the model is to be changed from {dtype} on {device} to {made.dtype} on {made.device} after boost, but"
-                        f" {type(self).__name__} keeps the parameters as they were; cast and move the model before boost"
+                        f"the model is to be changed from {dtype} on {device} to {made.dtype} on"
+                        f" {made.device} after boost, but {type(self).__name__} keeps the parameters as they"
+                        " were; cast and move the model before boost"
                     )
             return self
         return super()._apply(fn, recurse)
 
     def holdings(self) -> list[Holding]:
-        """For each parameter whose elements a plan keeps elsewhere: where they are.  A checkpoint reads and writes them there."""
+        """For each parameter whose elements a plan keeps elsewhere: where they are.
+
+        A checkpoint reads and writes them there.
+        """
         return self.module.holdings() if isinstance(self.module, ModelWrapper) else []
 
     def weights_loaded(self, elsewhere: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
@@ -134,8 +143,8 @@ class ModelWrapper(nn.Module):
         return self.unwrap().named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        # With a destination we are called as the child of a larger module.  Its load_state_dict will walk through
-        # our children by their own names, so its state_dict must do the same.
+        # With a destination we are called as the child of a larger module.  Its load_state_dict will walk
+        # through our children by their own names, so its state_dict must do the same.
         if args or kwargs.get("destination") is not None:
             return super().state_dict(*args, **kwargs)
         return self.unwrap().state_dict(**kwargs)
@@ -143,8 +152,9 @@ class ModelWrapper(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("assign") or any(args[1:2]):
             raise ValueError(
-                f"load_state_dict(assign=True) would put other parameters into the {type(self.unwrap()).__name__}, and its optimizer would go on"
-                " with those from before; leave assign out, or call it before boost and before the optimizer is built"
+                "load_state_dict(assign=True) would put other parameters into the"
+                f" {type(self.unwrap()).__name__}, and its optimizer would go on with those from before;"
+                " leave assign out, or call it before boost and before the optimizer is built"
             )
         return self.unwrap().load_state_dict(state_dict, *args, **kwargs)
 

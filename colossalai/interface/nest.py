@@ -44,7 +44,8 @@ def lengths(nest: Any) -> Counter[int]:
 def batch_size(nest: Any) -> int:
     """The length that most tensors have, and of several such the first; 0 if there is none.
 
-    A tensor of one row counts only among its like: beside longer ones it is for all samples, as a mask or positions are.
+    A tensor of one row counts only among its like: beside longer ones it is for all samples, as a mask or
+    positions are.
     """
     found = lengths(nest)
     longer = [length for length in found if length > 1]

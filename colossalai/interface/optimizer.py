@@ -1,8 +1,8 @@
 """``OptimizerWrapper``: the optimizer that a plugin or a mixed precision hands back to the training script.
 
-It is a ``torch.optim.Optimizer`` to the eye of torch (learning-rate schedulers insist on that), but owns nothing:
-groups, states and hooks are those of the optimizer inside.  So a scheduler works whether it was built on the
-optimizer before it was boosted or on the wrapper after.
+It is a ``torch.optim.Optimizer`` to the eye of torch (learning-rate schedulers insist on that), but owns
+nothing: groups, states and hooks are those of the optimizer inside.  So a scheduler works whether it was
+built on the optimizer before it was boosted or on the wrapper after.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ def check_clip_value(clip_value: Any) -> None:
 
 
 def local_gradients() -> RuntimeError:
-    """The refusal of a step with gradients that every replica has for itself, and would be a replica no more."""
+    """The refusal of a step with gradients that every replica has for itself, and would be a replica no
+    more.
+    """
     return RuntimeError(
-        "optimizer.step() with gradients that were not averaged: every pass since the last step was under no_sync, and the replicas would"
-        " drift apart; let the last pass of each group, also of a shorter last one, run outside of no_sync"
+        "optimizer.step() with gradients that were not averaged: every pass since the last step was under"
+        " no_sync, and the replicas would drift apart; let the last pass of each group, also of a shorter"
+        " last one, run outside of no_sync"
     )
 
 
 class OptimizerWrapper(Optimizer):
     """Everything of ``optim``, and the backward pass and gradient clipping as the plan at work needs them.
 
-    A plan overrides ``backward``; a mixed precision overrides ``scale_loss``, ``unscale_grad`` and ``step``, and says
-    with ``skips_steps`` and ``step_was_skipped`` that its steps may be skipped.  Wrappers may be stacked.
+    A plan overrides ``backward``; a mixed precision overrides ``scale_loss``, ``unscale_grad`` and ``step``,
+    and says with ``skips_steps`` and ``step_was_skipped`` that its steps may be skipped.  Wrappers may be
+    stacked.
 
     Args:
         mesh: the ranks that the parameters may be cut over; the norm of all gradients is taken over them.
@@ -79,7 +83,9 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the optimizer itself averages the gradients of the data-parallel ranks, at the latest in ``step``."""
+        """Whether the optimizer itself averages the gradients of the data-parallel ranks, at the latest in
+        ``step``.
+        """
         return isinstance(self.optim, OptimizerWrapper) and self.optim.averages_gradients
 
     @property
@@ -130,7 +136,8 @@ class OptimizerWrapper(Optimizer):
     ) -> Tensor:
         """Scale all gradients so that their norm, taken over the whole model, is at most ``max_norm``.
 
-        Returns the norm before clipping.  Pieces of parameters on other ranks are counted, copies are counted once.
+        Returns the norm before clipping.  Pieces of parameters on other ranks are counted, copies are counted
+        once.
         """
         if isinstance(self.optim, OptimizerWrapper):
             return self.optim.clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
@@ -140,9 +147,11 @@ class OptimizerWrapper(Optimizer):
         )
 
     def torch_may_clip(self, *, elementwise: bool) -> bool:
-        """Whether torch's own functions for clipping (``elementwise``: by value) see in ``p.grad`` what they should.
+        """Whether torch's own functions for clipping (``elementwise``: by value) see in ``p.grad`` what they
+        should.
 
-        They do not where gradients are scaled or kept elsewhere, and see a part only where parameters are on several ranks.
+        They do not where gradients are scaled or kept elsewhere, and see a part only where parameters are on
+        several ranks.
         """
         if isinstance(self.optim, OptimizerWrapper):
             return self.optim.torch_may_clip(elementwise=elementwise)
@@ -155,8 +164,9 @@ class OptimizerWrapper(Optimizer):
     def trained_parameters(self) -> list[Tensor]:
         """The parameters of the model that the backward pass gives gradients to, in the order of the groups.
 
-        Between the backward pass and clipping or the step, a plan finds the gradients here.  ``parameters`` may hold
-        fp32 masters in the place of half-precision weights, which get their gradients only in the step.
+        Between the backward pass and clipping or the step, a plan finds the gradients here.  ``parameters``
+        may hold fp32 masters in the place of half-precision weights, which get their gradients only in the
+        step.
         """
         if isinstance(self.optim, OptimizerWrapper):
             return self.optim.trained_parameters()
@@ -165,25 +175,32 @@ class OptimizerWrapper(Optimizer):
     # What a checkpoint asks for.  A plan that overrides these can be saved and loaded under any other.
 
     def holdings(self) -> list[Holding]:
-        """For each tensor in the groups, in order: the parameter of the model, or the part of one, that it stands for."""
+        """For each tensor in the groups, in order: the parameter of the model, or the part of one, that it
+        stands for.
+        """
         if isinstance(self.optim, OptimizerWrapper):
             return self.optim.holdings()
         return [Holding(p, p) for p in self.parameters()]
 
     def other_state(self) -> dict[str, Any]:
-        """What must be saved beside the groups and the states of parameters: small values, the same on all ranks."""
+        """What must be saved beside the groups and the states of parameters: small values, the same on all
+        ranks.
+        """
         return self.optim.other_state() if isinstance(self.optim, OptimizerWrapper) else {}
 
     def load_other_state(self, state: dict[str, Any]) -> None:
-        """Load what ``other_state`` gave, maybe under another precision; the states of parameters are loaded already."""
+        """Load what ``other_state`` gave, maybe under another precision; the states of parameters are loaded
+        already.
+        """
         if isinstance(self.optim, OptimizerWrapper):
             self.optim.load_other_state(state)
 
     def weights_loaded(self) -> None:
-        """A checkpoint has written to weights of the model, or to states and masters where ``holdings`` said they are.
+        """A checkpoint has written to weights of the model, or to states and masters where ``holdings`` said
+        they are.
 
-        torch has not counted this as a change of these tensors.  A plan that keeps a weight in two places compares them, and the model's
-        counts.
+        torch has not counted this as a change of these tensors.  A plan that keeps a weight in two places
+        compares them, and the model's counts.
         """
         if isinstance(self.optim, OptimizerWrapper):
             self.optim.weights_loaded()
@@ -256,8 +273,8 @@ class OptimizerWrapper(Optimizer):
         return getattr(self.optim, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A learning-rate scheduler replaces `step` by a closure of its own, which cannot be pickled; a mesh belongs to the
-        # job that made it.
+        # A learning-rate scheduler replaces `step` by a closure of its own, which cannot be pickled; a mesh
+        # belongs to the job that made it.
         return {name: value for name, value in self.__dict__.items() if name != "step"} | {"_mesh": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

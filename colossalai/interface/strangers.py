@@ -1,7 +1,7 @@
 """Parameters that an optimizer holds and its model does not.
 
-Most are a mistake: the optimizer was built before something gave the model other parameters, and trains parameters
-that no forward pass uses.  Some are meant, as those of a criterion that learns too.
+Most are a mistake: the optimizer was built before something gave the model other parameters, and trains
+parameters that no forward pass uses.  Some are meant, as those of a criterion that learns too.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Strangers:
         """Why ``optimizer`` was not built for ``model`` as it is now; None if it may have been."""
         what = f"the model ({type(self.model).__name__})"
         replaced = (
-            "something gave the model other parameters after the optimizer was built (colossalai.nn.parallelize, split_model, tie_weights,"
-            " a new layer, load_state_dict with assign=True); build the optimizer afterwards, from model.parameters()"
+            "something gave the model other parameters after the optimizer was built"
+            " (colossalai.nn.parallelize, split_model, tie_weights, a new layer, load_state_dict with"
+            " assign=True); build the optimizer afterwards, from model.parameters()"
         )
         if not self.has_any:
             return f"{self.who} holds no parameter of {what}: it belongs to another model, or {replaced}"
@@ -49,15 +50,18 @@ class Strangers:
             first = next(p for p in self.held if id(p) not in own)
             names = ", ".join(self.left_out[:NAMED]) + ", ..." * (len(self.left_out) > NAMED)
             return (
-                f"{self.who} holds {len(self.held) - len(own)} parameters that are not in {what}, such as one of shape {tuple(first.shape)}, and"
-                f" lacks {len(self.left_out)} of the model ({names}): {replaced}. Parameters of a module beside the model, such as a loss, belong"
-                " inside the model"
+                f"{self.who} holds {len(self.held) - len(own)} parameters that are not in {what}, such as one"
+                f" of shape {tuple(first.shape)}, and lacks {len(self.left_out)} of the model ({names}):"
+                f" {replaced}. Parameters of a module beside the model, such as a loss, belong inside the"
+                " model"
             )
         return None
 
 
 def strangers(optimizer: Optimizer, model: nn.Module, criterion: Any = None) -> Strangers:
-    """Compare what ``optimizer`` holds with the parameters of ``model`` and of ``criterion``, if that is a module."""
+    """Compare what ``optimizer`` holds with the parameters of ``model`` and of ``criterion``, if that is a
+    module.
+    """
     own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     known = {id(p) for p in held}

@@ -1,4 +1,5 @@
-"""Every call into torch that torch does not promise to keep: its fused optimizers and its operations on lists of tensors.
+"""Every call into torch that torch does not promise to keep: its fused optimizers and its operations on lists
+of tensors.
 
 They are the same from 2.11 to 2.13.  A torch without one of them is refused here, by name, rather than by an
 AttributeError in the middle of a training.

@@ -6,10 +6,11 @@ Weight decay is part of g (Adam) or shrinks w beforehand (AdamW).
 Five ways to compute it, chosen by `choose`:
 
 - ``fused``: torch's own kernel, where weights and gradients have one dtype;
-- ``triton``: half-precision gradients in, float32 weights and moments updated, half-precision weights out, in one pass and
-  one launch, on CUDA;
+- ``triton``: half-precision gradients in, float32 weights and moments updated, half-precision weights out, in
+  one pass and one launch, on CUDA;
 - ``native``: the same on CPU, in C (see ``colossalai.kernel.native``);
-- ``blocks``: the same on a CPU without a compiler, as casts around torch's kernel in blocks that stay in the cache;
+- ``blocks``: the same on a CPU without a compiler, as casts around torch's kernel in blocks that stay in the
+  cache;
 - ``foreach``: plain PyTorch, anywhere.
 
 Weights in bfloat16 whose other 16 bits are in ``tails`` are joined and split in the same pass.

@@ -1,4 +1,6 @@
-"""What an update of Adam is given: the tensors, and the numbers of its formula (see ``colossalai.kernel.adam``)."""
+"""What an update of Adam is given: the tensors, and the numbers of its formula (see
+``colossalai.kernel.adam``).
+"""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ def aligned(nbytes: int) -> int:
 class Kept:
     """Copies of ``tensors`` in ``buffer``.
 
-    A kernel reads what it changes anyway, and may write the copies in the same pass: it asks for their ``places``.  For one that does
-    not, ``copy`` is called before it.
+    A kernel reads what it changes anyway, and may write the copies in the same pass: it asks for their
+    ``places``.  For one that does not, ``copy`` is called before it.
     """
 
     def __init__(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -36,7 +36,8 @@ class Kept:
             self._places[tensor.data_ptr()] = tensor, place
 
     def places(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        """Where the copies of ``tensors``, with the same strides if these are dense, are to be: the caller makes them now.
+        """Where the copies of ``tensors``, with the same strides if these are dense, are to be: the caller
+        makes them now.
 
         None for a tensor that is not known: the update itself has made it.
         """

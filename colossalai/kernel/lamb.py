@@ -3,9 +3,9 @@
 m <- b1 m + b3 g,  v <- b2 v + (1 - b2) g^2,  u = (m / c1) / (sqrt(v / c2) + eps) + decay w,
 w <- w - lr r u  with  r = |w| / |u|,  or 1 where a norm is 0.
 
-Norms are those of whole tensors, so there are two phases: moments and norms; then the weights.  With Triton each is one
-launch that reads every number once, and u is computed twice rather than kept.  Plain PyTorch needs a pass over memory for
-each operation.
+Norms are those of whole tensors, so there are two phases: moments and norms; then the weights.  With Triton
+each is one launch that reads every number once, and u is computed twice rather than kept.  Plain PyTorch
+needs a pass over memory for each operation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class LambLists(Lists):
 
 
 def lamb_(lists: LambLists, step: int, options: LambOptions, divisor: Tensor | None = None) -> None:
-    """One update in place; ``step`` counts from 1.  Gradients are divided by ``divisor``, a number on the device."""
+    """One update in place; ``step`` counts from 1.
+
+    Gradients are divided by ``divisor``, a number on the device.
+    """
     way = LAMB[choose(lists)]
     for part in lists.portions():
         way(part, step, options, divisor)

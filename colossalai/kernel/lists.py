@@ -25,9 +25,9 @@ SMALL = 1 << 14  # elements
 class Lists:
     """``weights`` are what the update is computed on, in float32 (or float64).
 
-    ``halves``, if any, are the parameters themselves in half precision: the kernel writes the new weights into them too.
-    With ``tails``, the weights are the parameters themselves in bfloat16, and the tails their other 16 bits (see ``split``);
-    only Adam takes them.  ``grads`` may have another dtype than the weights.
+    ``halves``, if any, are the parameters themselves in half precision: the kernel writes the new weights
+    into them too. With ``tails``, the weights are the parameters themselves in bfloat16, and the tails their
+    other 16 bits (see ``split``); only Adam takes them.  ``grads`` may have another dtype than the weights.
     """
 
     weights: list[Tensor]
@@ -41,8 +41,8 @@ class Lists:
         for name, column in vars(self).items():
             if isinstance(column, list) and column and [t.numel() for t in column] != sizes:
                 raise ValueError(
-                    f"the {name} of an update have {[t.numel() for t in column]} elements, the weights {sizes}; were they"
-                    " loaded from a checkpoint of another model?"
+                    f"the {name} of an update have {[t.numel() for t in column]} elements, the weights"
+                    f" {sizes}; were they loaded from a checkpoint of another model?"
                 )
 
     @property

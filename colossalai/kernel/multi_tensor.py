@@ -1,9 +1,9 @@
 """One Triton launch over many tensors.
 
-The tensors are cut into chunks, and each program of the launch takes one chunk.  Tables in device memory tell it which: the
-tensor of each chunk, the first chunk of each tensor, the size of each tensor, and the address of each tensor of each list.
-The first three depend on the sizes only and are kept; the addresses (gradients move) are sent every step, without
-waiting, from pinned memory.
+The tensors are cut into chunks, and each program of the launch takes one chunk.  Tables in device memory tell
+it which: the tensor of each chunk, the first chunk of each tensor, the size of each tensor, and the address
+of each tensor of each list. The first three depend on the sizes only and are kept; the addresses (gradients
+move) are sent every step, without waiting, from pinned memory.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def type_of(tensors: list[Tensor]) -> Any:
     }[tensors[0].dtype]
 
 
-# [Note: full blocks first] Loads and stores are wide only if the compiler knows that no element of a row of 16 bytes is left
-# out.  So programs run over the full blocks of their chunk without a mask, and once more, with one, over what is left.
+# [Note: full blocks first] Loads and stores are wide only if the compiler knows that no element of a row of
+# 16 bytes is left out.  So programs run over the full blocks of their chunk without a mask, and once more,
+# with one, over what is left.
 
 
 @triton.jit
@@ -107,7 +108,9 @@ def store(row, at, value, size, MASKED: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit
 def load_split(upper_row, tail_row, at, size, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The float32 elements ``at`` of which two rows of int16 are the halves (see ``split``); 0 beyond the end."""
+    """The float32 elements ``at`` of which two rows of int16 are the halves (see ``split``); 0 beyond the
+    end.
+    """
     if MASKED:
         upper = tl.load(upper_row + at, mask=at < size, other=0)
         tail = tl.load(tail_row + at, mask=at < size, other=0)

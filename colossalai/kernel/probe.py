@@ -11,7 +11,9 @@ import torch
 
 @cache
 def triton_works() -> bool:
-    """True if a kernel of ours compiles and gives the right result; False, with one warning that says why, if not."""
+    """True if a kernel of ours compiles and gives the right result; False, with one warning that says why, if
+    not.
+    """
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return False
     try:

@@ -1,9 +1,10 @@
 """A float32 number as a bfloat16 number and the 16 bits that it lacks.
 
-The bits of a bfloat16 number are the upper half of those of a float32 number.  So a weight in bfloat16 and its ``tail``, the
-lower 16 bits as a signed integer, are together its exact float32 value, in 4 bytes instead of the 6 of a weight and a
-separate copy:  ``bits(value) = bits(half) * 2**16 + tail``.  The half is the value rounded to nearest; a tie is rounded away
-from zero, because the tail that rounding it to even may need, 2**15, is one too many for 16 bits.
+The bits of a bfloat16 number are the upper half of those of a float32 number.  So a weight in bfloat16 and
+its ``tail``, the lower 16 bits as a signed integer, are together its exact float32 value, in 4 bytes instead
+of the 6 of a weight and a separate copy:  ``bits(value) = bits(half) * 2**16 + tail``.  The half is the value
+rounded to nearest; a tie is rounded away from zero, because the tail that rounding it to even may need,
+2**15, is one too many for 16 bits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Adam in one launch: gradients of any dtype in, float32 weights and moments updated, half-precision weights out.
+"""Adam in one launch: gradients of any dtype in, float32 weights and moments updated, half-precision weights
+out.
 
-The half-precision weights are copies of float32 ones (``HAS_HALF``), or the upper halves of their bits (``SPLIT``).
+The half-precision weights are copies of float32 ones (``HAS_HALF``), or the upper halves of their bits
+(``SPLIT``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """LAMB in two launches, and the second half of LARS in one; see ``lamb.py`` and ``lars.py`` for the formulas.
 
-The first launch leaves the squared norms of each chunk in a table, and the programs of the second add up those of their
-tensor, always in the same order: the result does not depend on how the launch was scheduled.
+The first launch leaves the squared norms of each chunk in a table, and the programs of the second add up
+those of their tensor, always in the same order: the result does not depend on how the launch was scheduled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Logging for jobs of many ranks: ``get_dist_logger().info("ready", ranks=[0])`` prints once, not once per rank."""
+"""Logging for jobs of many ranks: ``get_dist_logger().info("ready", ranks=[0])`` prints once, not once per
+rank.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from weakref import WeakSet
 
 from colossalai.logging.rank import global_rank, rank_in
 
-# ---- Where log records go: a rich console on a terminal, plain lines elsewhere, one file per rank on request ----
+# ---- Where log records go: a rich console on a terminal, plain lines elsewhere, one file per rank on request
+# ----
 
 FORMAT = "colossalai - %(name)s - %(levelname)s: %(message)s"
 
@@ -102,7 +103,9 @@ class DistributedLogger:
         return self._name
 
     def set_level(self, level: str | int) -> None:
-        """The least severe level that the console shows: ``'DEBUG'``, ``'INFO'``, ``'WARNING'``, ``'ERROR'``."""
+        """The least severe level that the console shows: ``'DEBUG'``, ``'INFO'``, ``'WARNING'``,
+        ``'ERROR'``.
+        """
         self._console.setLevel(_level(level))
         self._follow_the_most_talkative_output()
 

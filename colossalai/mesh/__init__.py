@@ -1,9 +1,9 @@
 """The mesh-and-layout core: who talks to whom, where every tensor lies, and what it costs to move it.
 
-Read in this order: ``mesh`` (named axes), ``layout`` (where a tensor lies), ``movement`` (from one layout to another,
-with gradients), ``collectives`` (the counted primitives), ``plan``, ``matmul`` and ``summa`` (one product for all modes),
-``parameter`` (placed parameters), ``norm`` (of their gradients), ``random`` and ``initial`` (numbers that do not depend on
-the plan).
+Read in this order: ``mesh`` (named axes), ``layout`` (where a tensor lies), ``movement`` (from one layout to
+another, with gradients), ``collectives`` (the counted primitives), ``plan``, ``matmul`` and ``summa`` (one
+product for all modes), ``parameter`` (placed parameters), ``norm`` (of their gradients), ``random`` and
+``initial`` (numbers that do not depend on the plan).
 
 This package imports nothing from the rest of ``colossalai``.
 """

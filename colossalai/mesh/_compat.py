@@ -1,4 +1,6 @@
-"""Names that differ between the torch versions we support (2.11 to 2.13), and the private ones that the core needs."""
+"""Names that differ between the torch versions we support (2.11 to 2.13), and the private ones that the core
+needs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ plain_torch = torch._C.DisableTorchFunctionSubclass
 
 
 def norms_of(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """The norm of each tensor, in few launches; in fp32 for tensors in half precision, whose own range is too small."""
+    """The norm of each tensor, in few launches; in fp32 for tensors in half precision, whose own range is too
+    small.
+    """
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
@@ -50,5 +54,7 @@ def at_end_of_task(function: Callable[[], None]) -> None:
 
 
 def current_task() -> int:
-    """Return the number of the backward pass that this thread is in; a nested one (reentrant checkpointing) has its own."""
+    """Return the number of the backward pass that this thread is in; a nested one (reentrant checkpointing)
+    has its own.
+    """
     return torch._C._current_graph_task_id()

@@ -1,10 +1,12 @@
-"""What ranks that share one model must have alike is compared once, in the first training step: batches and gradients.
+"""What ranks that share one model must have alike is compared once, in the first training step: batches and
+gradients.
 
-Ranks along a tensor axis hold copies of some parameters.  Each updates its own copy, so the copies stay equal only if
-their gradients are equal.  They are not where a plan applies such a parameter to a rank's own heads without summing its
-gradient, where ranks draw different dropout masks for one activation, or where ranks were given different batches; nothing
-else in training would notice.  Here the gradients of the first backward pass are compared by a few numbers for each
-parameter, so that any such fault, also an unforeseen one, is refused by name in the first step.
+Ranks along a tensor axis hold copies of some parameters.  Each updates its own copy, so the copies stay equal
+only if their gradients are equal.  They are not where a plan applies such a parameter to a rank's own heads
+without summing its gradient, where ranks draw different dropout masks for one activation, or where ranks were
+given different batches; nothing else in training would notice.  Here the gradients of the first backward pass
+are compared by a few numbers for each parameter, so that any such fault, also an unforeseen one, is refused
+by name in the first step.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ Numbers = tuple[float, float, float]
 def check_same_batch(batch: Any, axes: Sequence[str], mesh: Mesh, who: str) -> None:
     """Refuse a batch that is not the same on all ranks along ``axes``; every rank of the job calls this.
 
-    ``batch`` is a nest of tensors, of which a dict names the parts.  All ranks raise the same error, also those whose
-    own batch is right.
+    ``batch`` is a nest of tensors, of which a dict names the parts.  All ranks raise the same error, also
+    those whose own batch is right.
     """
     axes = [axis for axis in axes if mesh.size.get(axis, 1) > 1]
     own = {path: _fingerprint(tensor) for path, tensor in _leaves("", batch)}
@@ -47,10 +49,11 @@ def check_same_batch(batch: Any, axes: Sequence[str], mesh: Mesh, who: str) -> N
             if (problem := _difference(everyone[ranks[0]], everyone[rank])) is not None:
                 names = " x ".join(f"{axis}={mesh.size[axis]}" for axis in axes)
                 raise ValueError(
-                    f"{who}: ranks {ranks[0]} and {rank} share one model ({names}) and were given different batches: "
-                    f"{problem}. Such ranks take the same batch, and only data-parallel ranks different ones; give the sampler "
-                    "the data-parallel rank and size (booster.plugin.prepare_dataloader and colossalai.utils.get_dataloader do), "
-                    "and the same seed on all ranks"
+                    f"{who}: ranks {ranks[0]} and {rank} share one model ({names}) and were given different"
+                    f" batches: {problem}. Such ranks take the same batch, and only data-parallel ranks"
+                    " different ones; give the sampler the data-parallel rank and size"
+                    " (booster.plugin.prepare_dataloader and colossalai.utils.get_dataloader do), and the"
+                    " same seed on all ranks"
                 )
 
 
@@ -70,7 +73,9 @@ def _leaves(path: str, nest: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _real(tensors: Iterable[Tensor]) -> bool:
-    """Whether there is something to compare, on ranks that can answer: not on the meta device of a dry run."""
+    """Whether there is something to compare, on ranks that can answer: not on the meta device of a dry
+    run.
+    """
     return not any(t.is_meta for t in tensors) and dist.is_initialized() and dist.get_backend() != "fake"
 
 
@@ -101,10 +106,11 @@ def _name(path: str) -> str:
 
 
 class SameGradients:
-    """Compares the gradients of copies of parameters over the tensor axes once, at the end of the first backward pass.
+    """Compares the gradients of copies of parameters over the tensor axes once, at the end of the first
+    backward pass.
 
-    ``watch`` is called with the model and its outputs after each forward pass in training, until ``done``.  The hooks stay
-    for one backward pass: they see each gradient before plugins reduce it or take it away.
+    ``watch`` is called with the model and its outputs after each forward pass in training, until ``done``.
+    The hooks stay for one backward pass: they see each gradient before plugins reduce it or take it away.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -177,10 +183,12 @@ class SameGradients:
             self._handles.clear()
         if bad:
             raise RuntimeError(
-                f"in the first backward pass, {len(bad)} of {len(self._names)} parameters that all tensor-parallel ranks hold "
-                f"alike got different gradients on these ranks, so the copies would drift apart: {_listed(bad)}. Either the ranks apply them to their own heads or features (name the module in "
-                "the policy, as Pieces('inner'), so that its gradients are summed), or draw different dropout masks for "
-                "one activation, or were given different batches, labels or initial weights"
+                f"in the first backward pass, {len(bad)} of {len(self._names)} parameters that all"
+                " tensor-parallel ranks hold alike got different gradients on these ranks, so the copies"
+                f" would drift apart: {_listed(bad)}. Either the ranks apply them to their own heads or"
+                " features (name the module in the policy, as Pieces('inner'), so that its gradients are"
+                " summed), or draw different dropout masks for one activation, or were given different"
+                " batches, labels or initial weights"
             )
 
 
@@ -192,7 +200,8 @@ def _differing(
     numbers: Mapping[int, Numbers],
     tolerance: Mapping[int, float],
 ) -> tuple[dict[int, str], bool]:
-    """Which gradients are not alike on the ranks that have copies, by index, and whether all are finite; the same on all tensor ranks.
+    """Which gradients are not alike on the ranks that have copies, by index, and whether all are finite; the
+    same on all tensor ranks.
 
     ``copies`` are, for each name, the axes along which the gradient should be alike.
     """
@@ -236,10 +245,11 @@ def _listed(bad: Mapping[int, str]) -> str:
 
 
 class SameSteps:
-    """Compares the gradients of copies of parameters over the tensor axes before steps of an optimizer: 1, 2, 4, 8 and so on.
+    """Compares the gradients of copies of parameters over the tensor axes before steps of an optimizer: 1, 2,
+    4, 8 and so on.
 
-    Between the backward pass and the step a script may have changed them, by a norm that it has computed of its own pieces.
-    It is a hook of ``optimizer.step``, on every tensor rank.
+    Between the backward pass and the step a script may have changed them, by a norm that it has computed of
+    its own pieces. It is a hook of ``optimizer.step``, on every tensor rank.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> None:
@@ -273,17 +283,20 @@ class SameSteps:
         bad = _differing(self._mesh, self._axes, self._names, self._copies, numbers, tolerance)[0]
         if bad:
             raise RuntimeError(
-                f"before a step, {len(bad)} of {len(self._names)} parameters that all tensor-parallel ranks hold alike have different gradients"
-                f" on these ranks, so the copies would drift apart: {_listed(bad)}. They were changed after the backward pass by something"
-                " that each rank computes of its own pieces, such as a norm of p.grad; use optimizer.clip_grad_by_norm, or"
+                f"before a step, {len(bad)} of {len(self._names)} parameters that all tensor-parallel ranks"
+                " hold alike have different gradients on these ranks, so the copies would drift apart:"
+                f" {_listed(bad)}. They were changed after the backward pass by something that each rank"
+                " computes of its own pieces, such as a norm of p.grad; use optimizer.clip_grad_by_norm, or"
                 " torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
             )
 
 
 class FirstStep:
-    """What a model that several ranks share does around its forward passes until its first training step is over.
+    """What a model that several ranks share does around its forward passes until its first training step is
+    over.
 
-    ``batch_axes`` are those along which ranks must be given the same batch; none if the caller of the model compares it.
+    ``batch_axes`` are those along which ranks must be given the same batch; none if the caller of the model
+    compares it.
     """
 
     def __init__(self, mesh: Mesh, batch_axes: Sequence[str], *, compare_gradients: bool = True) -> None:

@@ -1,10 +1,10 @@
 """The collectives of the core, on one mesh axis each, and the account of what they moved.
 
-Nothing else in the core talks to ``torch.distributed``, so :func:`count_communication` sees every byte.  On an axis
-of size 1 each function returns its input and nothing is counted.
+Nothing else in the core talks to ``torch.distributed``, so :func:`count_communication` sees every byte.  On
+an axis of size 1 each function returns its input and nothing is counted.
 
-Pieces may differ in length by one (see :func:`colossalai.mesh.layout.piece`); ``length`` is then the length of the
-whole dim.  Backends want equal pieces, so uneven ones travel padded.
+Pieces may differ in length by one (see :func:`colossalai.mesh.layout.piece`); ``length`` is then the length
+of the whole dim.  Backends want equal pieces, so uneven ones travel padded.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broa
 # A collective under way: calling it waits for the end and gives the result.
 Pending = Callable[[], Tensor]
 
-# How often the whole tensor crosses the wire from one rank, in units of (p - 1) / p, with a ring.  A broadcast or a
-# reduce is a chain of p - 1 sends: a rank sends (p - 1) / p of its panels when the source goes round.
+# How often the whole tensor crosses the wire from one rank, in units of (p - 1) / p, with a ring.  A
+# broadcast or a reduce is a chain of p - 1 sends: a rank sends (p - 1) / p of its panels when the source goes
+# round.
 _RING_PASSES: dict[str, int] = {
     "all_gather": 1,
     "reduce_scatter": 1,
@@ -189,7 +190,9 @@ def start_all_reduce(
 
 
 def all_to_all(x: Tensor, mesh: Mesh, axis: str, uncut: int, cut: int, length: int | None = None) -> Tensor:
-    """From pieces along dim ``uncut`` to pieces along dim ``cut``; ``length`` is the whole length of ``uncut``."""
+    """From pieces along dim ``uncut`` to pieces along dim ``cut``; ``length`` is the whole length of
+    ``uncut``.
+    """
     parts = mesh.size[axis]
     if parts == 1:
         return x
@@ -215,7 +218,9 @@ def cut(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: bool = False) -> 
 
 
 def broadcast(x: Tensor, mesh: Mesh, axis: str, source: int) -> Tensor:
-    """What the rank at coordinate ``source`` of ``axis`` holds; the others pass a tensor of the same shape."""
+    """What the rank at coordinate ``source`` of ``axis`` holds; the others pass a tensor of the same
+    shape.
+    """
     if mesh.size[axis] == 1:
         return x
     return start_broadcast(x.clone(), mesh, axis, source, tuple(x.shape))()
@@ -225,8 +230,8 @@ def start_broadcast(x: Tensor, mesh: Mesh, axis: str, source: int, shape: tuple[
     """``x`` of the rank at ``source``, of ``shape``; the other ranks give only its dtype and device."""
     if mesh.size[axis] == 1:
         return lambda: x
-    # .data: gloo copies a GPU's tensor back after sending it, and autograd would take that for a change of what another
-    # operation has saved for its backward
+    # .data: gloo copies a GPU's tensor back after sending it, and autograd would take that for a change of
+    # what another operation has saved for its backward
     x = x.contiguous().data if mesh.coord[axis] == source else x.new_empty(shape)
     group = mesh.group(axis)
     work = dist.broadcast(x, src=dist.get_global_rank(group, source), group=group, async_op=True)
@@ -260,7 +265,8 @@ def _pieces(x: Tensor, mesh: Mesh, axis: str, dim: int, uneven: bool) -> list[Te
     parts, size = mesh.size[axis], x.size(dim)
     if size % parts and not uneven:
         raise ValueError(
-            f"dim {dim} of size {size} cannot be cut into {parts} equal parts by axis {axis!r}; choose a multiple of {parts}"
+            f"dim {dim} of size {size} cannot be cut into {parts} equal parts by axis {axis!r}; choose a"
+            f" multiple of {parts}"
         )
     return [x.narrow(dim, *piece(size, parts, i)) for i in range(parts)]
 

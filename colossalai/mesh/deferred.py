@@ -1,17 +1,19 @@
-"""Models that are described first and get memory later, in part or whole, with the values they would have had.
+"""Models that are described first and get memory later, in part or whole, with the values they would have
+had.
 
-Inside ``with Deferred() as recording`` large tensors are made on the meta device, and what a constructor does to them is
-written down.  ``recording.materialize(module)`` then repeats this for the tensors of ``module`` alone.  The values
-are those that the same code gives without ``Deferred``, bit for bit: a random operation is repeated with the generator as
-it was, and meanwhile the generator moves on as if it had been run.
+Inside ``with Deferred() as recording`` large tensors are made on the meta device, and what a constructor does
+to them is written down.  ``recording.materialize(module)`` then repeats this for the tensors of ``module``
+alone.  The values are those that the same code gives without ``Deferred``, bit for bit: a random operation is
+repeated with the generator as it was, and meanwhile the generator moves on as if it had been run.
 
 So a rank that needs a part of a model never holds another part:
 
 - a random operation of torch takes its time on every rank, and memory for one tensor while it runs;
 - an initializer of ``colossalai.nn`` takes one number from the generator, and nothing else.
 
-[Note: views] Tensors are known by their storage: a view of a deferred tensor needs no entry, and writing through it is an
-entry for the storage.  Meta storages have no memory but an identity, and are kept so that no other takes their place.
+[Note: views] Tensors are known by their storage: a view of a deferred tensor needs no entry, and writing
+through it is an entry for the storage.  Meta storages have no memory but an identity, and are kept so that no
+other takes their place.
 """
 
 from __future__ import annotations
@@ -83,10 +85,11 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class Deferred:
-    """Record how the tensors of at least ``large`` elements made inside are filled; ``materialize`` fills them.
+    """Record how the tensors of at least ``large`` elements made inside are filled; ``materialize`` fills
+    them.
 
-    Inside, these tensors name the device where they will lie.  Where a constructor reads values (``.item()``, ``if x.any()``),
-    they are computed, and forgotten again.
+    Inside, these tensors name the device where they will lie.  Where a constructor reads values (``.item()``,
+    ``if x.any()``), they are computed, and forgotten again.
     """
 
     active: ClassVar[list[Deferred]] = []
@@ -136,8 +139,9 @@ class Deferred:
         except (NotImplementedError, RuntimeError) as error:
             if any(written):
                 raise RuntimeError(
-                    f"a model is built without memory, and its constructor calls {func}, which cannot be postponed: {error}."
-                    " Build the whole model and cut it with colossalai.builder.build_pipeline_model instead"
+                    f"a model is built without memory, and its constructor calls {func}, which cannot be"
+                    f" postponed: {error}. Build the whole model and cut it with"
+                    " colossalai.builder.build_pipeline_model instead"
                 ) from error
             values = tree_map(lambda x: self.values(x) if isinstance(x, Tensor) else x, (args, kwargs))
             return func(*values[0], **values[1])
@@ -239,8 +243,8 @@ class Deferred:
         if isinstance(item, _Given):
             if item.tensor._version != item.version:
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(item.tensor.shape)} that a deferred model was filled from has changed"
-                    " since; give the model a clone of it"
+                    f"a tensor of shape {tuple(item.tensor.shape)} that a deferred model was filled from has"
+                    " changed since; give the model a clone of it"
                 )
             return item.tensor
         return item

@@ -1,15 +1,16 @@
 """Initial weights that do not depend on the plan.
 
-``initialize(model, seed)`` gives every parameter its first value from the key (seed, name of the parameter).  A model
-whose parameters are pieces (see :mod:`colossalai.mesh.parameter`), or that was built on the meta device, gets exactly
-the pieces of the values that the serial model gets; no rank builds a tensor larger than its own piece.
+``initialize(model, seed)`` gives every parameter its first value from the key (seed, name of the parameter).
+A model whose parameters are pieces (see :mod:`colossalai.mesh.parameter`), or that was built on the meta
+device, gets exactly the pieces of the values that the serial model gets; no rank builds a tensor larger than
+its own piece.
 
 What a parameter is drawn from is, in this order:
 
 1. the attribute ``init`` of the parameter, one of the distributions below (``set_init``);
 2. the row of its module's class in ``RECIPES``, which are torch's own defaults;
-3. the module's ``reset_parameters()``, run on whole tensors under a generator seeded by the module's name: always
-   right, but it does build these tensors whole, one module at a time.
+3. the module's ``reset_parameters()``, run on whole tensors under a generator seeded by the module's name:
+   always right, but it does build these tensors whole, one module at a time.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class TruncatedNormal:
 
 @dataclass(frozen=True)
 class Transposed:
-    """Another distribution for a matrix that is stored (columns, rows): the same number for the same element."""
+    """Another distribution for a matrix that is stored (columns, rows): the same number for the same
+    element.
+    """
 
     other: Distribution
     rows: int
@@ -189,10 +192,11 @@ def place_parameters(module: nn.Module, layouts: dict[str, Layout], mesh: Mesh) 
 def initialize(
     module: nn.Module, seed: int, mesh: Mesh | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
-    """Give every parameter of ``module`` its initial value for ``seed``; parameters on meta get storage on ``device``.
+    """Give every parameter of ``module`` its initial value for ``seed``; parameters on meta get storage on
+    ``device``.
 
-    Tied parameters are drawn once, under their first name.  Buffers keep their values; those on the meta device are
-    rebuilt by ``reset_parameters`` of their module.
+    Tied parameters are drawn once, under their first name.  Buffers keep their values; those on the meta
+    device are rebuilt by ``reset_parameters`` of their module.
     """
     for param, value in initial_values(module, seed, mesh, device):
         _assign(module, param, value)
@@ -202,7 +206,9 @@ def initialize(
 def initial_values(
     module: nn.Module, seed: int, mesh: Mesh | None = None, device: torch.device | str | None = None
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Every parameter of ``module`` with its initial value, drawn when it is asked for; buffers on meta get theirs on the way."""
+    """Every parameter of ``module`` with its initial value, drawn when it is asked for; buffers on meta get
+    theirs on the way.
+    """
     done: list[Tensor] = []  # the objects themselves: the number of one that is gone may be given to another
     seen: set[int] = set()
     for prefix, owner in module.named_modules():
@@ -252,17 +258,21 @@ def _initial_value(
 
 
 def _reset_whole(owner: nn.Module, key: int, name: str) -> dict[str, Tensor]:
-    """Parameters and buffers of ``owner`` itself, as its ``reset_parameters`` makes them on whole CPU tensors."""
+    """Parameters and buffers of ``owner`` itself, as its ``reset_parameters`` makes them on whole CPU
+    tensors.
+    """
     reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
     if not callable(reset):
         if lost := [n for n, b in owner.named_buffers(recurse=False) if b.is_meta]:
             raise ValueError(
-                f"the buffer {lost[0]!r} of {name or 'the model'!r} ({type(owner).__name__}) is on the meta device and "
-                "has no values: make it with device='cpu', or give its module a reset_parameters() that fills it"
+                f"the buffer {lost[0]!r} of {name or 'the model'!r} ({type(owner).__name__}) is on the meta"
+                " device and has no values: make it with device='cpu', or give its module a"
+                " reset_parameters() that fills it"
             )
         raise ValueError(
-            f"nothing says how to draw the parameters of {name or 'the model'!r} ({type(owner).__name__}): "
-            "call set_init(param, ...), add its class to colossalai.mesh.initial.RECIPES, or give it a reset_parameters()"
+            f"nothing says how to draw the parameters of {name or 'the model'!r} ({type(owner).__name__}):"
+            " call set_init(param, ...), add its class to colossalai.mesh.initial.RECIPES, or give it a"
+            " reset_parameters()"
         )
     kept = dict(owner._parameters), dict(owner._buffers)
     try:
@@ -302,7 +312,9 @@ def _like(param: Tensor, data: Tensor) -> nn.Parameter:
 
 
 def give_storage(module: nn.Module, param: Tensor, data: Tensor) -> nn.Parameter:
-    """Replace a parameter on the meta device, wherever ``module`` uses it, by one with ``data``; returns it."""
+    """Replace a parameter on the meta device, wherever ``module`` uses it, by one with ``data``; returns
+    it.
+    """
     return _replace(module, param, _like(param, data))
 
 

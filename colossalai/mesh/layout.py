@@ -11,8 +11,8 @@ R      identical, but each rank is about to use it differently         P
 P      partial: the true value is the sum over the axis                R
 =====  ==============================================================  ===================
 
-From the layout follow the local shape, the slice of a checkpoint, the share of the gradient norm and the place in
-the random stream, so none of these is ever written down a second time.
+From the layout follow the local shape, the slice of a checkpoint, the share of the gradient norm and the
+place in the random stream, so none of these is ever written down a second time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Layout:
     spread: frozenset[str] = frozenset()
     """Axes in state R."""
     fused: tuple[int, ...] = ()
-    """For every dim the number of equal blocks that are cut one by one: (1, 3) for a weight that holds q, k and v."""
+    """For every dim the number of equal blocks that are cut one by one: (1, 3) for a weight that holds q, k
+    and v.
+    """
 
     def __post_init__(self) -> None:
         for axes in (*self.dims, self.partial, self.spread):
@@ -75,8 +77,9 @@ class Layout:
     def transposed(self) -> Layout:
         return self._transposed
 
-    # Every step asks for these and looks routes up by layouts, so they are computed once.  (What serial layers read is
-    # not cached: torch.compile cannot look into the lock that cached_property has before Python 3.12.)
+    # Every step asks for these and looks routes up by layouts, so they are computed once.  (What serial
+    # layers read is not cached: torch.compile cannot look into the lock that cached_property has before
+    # Python 3.12.)
 
     @cached_property
     def _dual(self) -> Layout:
@@ -129,7 +132,9 @@ def replicated(ndim: int) -> Layout:
 
 
 def piece(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of piece ``index`` when ``length`` is cut into ``parts``; the first pieces take the rest."""
+    """Start and length of piece ``index`` when ``length`` is cut into ``parts``; the first pieces take the
+    rest.
+    """
     base, extra = divmod(length, parts)
     return index * base + min(index, extra), base + (index < extra)
 
@@ -139,8 +144,8 @@ def local_range(size: int, axes: Axes, mesh: Mesh, *, uneven: bool = False) -> t
     parts = mesh.group_size(*axes)
     if size % parts and not uneven:
         raise ValueError(
-            f"a dim of size {size} cannot be cut into {parts} equal parts by axes {axes}; "
-            f"choose a multiple of {parts} (the nearest are {size // parts * parts or parts} and {round_up(size, parts)})"
+            f"a dim of size {size} cannot be cut into {parts} equal parts by axes {axes}; choose a multiple"
+            f" of {parts} (the nearest are {size // parts * parts or parts} and {round_up(size, parts)})"
         )
     start, length = 0, size
     for axis in axes:
@@ -152,7 +157,9 @@ def local_range(size: int, axes: Axes, mesh: Mesh, *, uneven: bool = False) -> t
 def local_slices(
     shape: tuple[int, ...], layout: Layout, mesh: Mesh, *, uneven: bool = False
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For every dim the (start, length) ranges of the whole tensor that this rank holds: one, or one per fused block."""
+    """For every dim the (start, length) ranges of the whole tensor that this rank holds: one, or one per
+    fused block.
+    """
     _check_rank(shape, layout)
     slices = []
     for dim, (size, axes) in enumerate(zip(shape, layout.dims, strict=True)):

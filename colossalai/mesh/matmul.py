@@ -1,7 +1,8 @@
-"""One matrix product for every tensor-parallel mode: fetch what the plan says, multiply, send the result home.
+"""One matrix product for every tensor-parallel mode: fetch what the plan says, multiply, send the result
+home.
 
-The backward pass is the same with the transposed plan.  This is the only place (with ``summa``, the streamed form)
-where communication and products overlap.
+The backward pass is the same with the transposed plan.  This is the only place (with ``summa``, the streamed
+form) where communication and products overlap.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from colossalai.mesh.summa import Panels, stream_product
 
 
 class _Matmul(torch.autograd.Function):
-    # Saves x and w at rest and fetches them again in backward, so the gathered operands never outlive the product;
-    # unless the plan keeps them, which costs memory and spares the second fetch.
+    # Saves x and w at rest and fetches them again in backward, so the gathered operands never outlive the
+    # product; unless the plan keeps them, which costs memory and spares the second fetch.
 
     @staticmethod
     def forward(
@@ -78,9 +79,9 @@ def matmul(
 ) -> Tensor:
     """``x @ w + bias`` by ``plan``; x, w and the result lie in the plan's resting layouts.
 
-    ``order`` says how w is stored: (in, out), or (out, in) as torch's layers do; the plan's layouts are written (in, out)
-    in both cases.  ``shape`` is w's whole shape as it is stored, needed where pieces differ in length.  ``bias`` is ready
-    to be used by this rank's rows (see :func:`colossalai.mesh.parameter.use`).
+    ``order`` says how w is stored: (in, out), or (out, in) as torch's layers do; the plan's layouts are
+    written (in, out) in both cases.  ``shape`` is w's whole shape as it is stored, needed where pieces differ
+    in length.  ``bias`` is ready to be used by this rank's rows (see :func:`colossalai.mesh.parameter.use`).
     """
     x, w, bias = _autocast(x, w, bias)
     stored = Stored(order, shape)

@@ -1,7 +1,7 @@
 """Named axes over the ranks of a job: the one place where ranks become coordinates and process groups.
 
-Every form of parallelism is an axis (``dp``, ``pp``, ``tp``, ``row`` ...).  Axes are written major first, so in
-``Mesh({"dp": 2, "tp": 4})`` the ranks 0-3 form the first ``tp`` group.
+Every form of parallelism is an axis (``dp``, ``pp``, ``tp``, ``row`` ...).  Axes are written major first, so
+in ``Mesh({"dp": 2, "tp": 4})`` the ranks 0-3 form the first ``tp`` group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def mesh_coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def mesh_groups(axes: Mapping[str, int], joined: Sequence[str]) -> list[list[int]]:
-    """All groups of ranks that differ only on the axes ``joined``, each in rank order; no process group is needed."""
+    """All groups of ranks that differ only on the axes ``joined``, each in rank order; no process group is
+    needed.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(axes.values())):
         coord = mesh_coordinates(axes, rank)
@@ -60,8 +62,8 @@ class Mesh:
         self.coord = mesh_coordinates(axes, self.rank)
         self.device_type = device_type
         if device_type == "cuda":
-            # Unless CUDA has started, DeviceMesh would bind this process to the device LOCAL_RANK names, which does
-            # not exist when several ranks share a GPU.
+            # Unless CUDA has started, DeviceMesh would bind this process to the device LOCAL_RANK names,
+            # which does not exist when several ranks share a GPU.
             torch.cuda.init()
         self.device_mesh: DeviceMesh = init_device_mesh(
             device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)

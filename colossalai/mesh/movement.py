@@ -1,7 +1,7 @@
 """Moving a tensor from one layout to another: the only differentiable communication in the library.
 
-``move`` is linear, and the transpose of "from A to B" is "from dual(B) to dual(A)", so no other backward rule is
-needed anywhere:
+``move`` is linear, and the transpose of "from A to B" is "from dual(B) to dual(A)", so no other backward rule
+is needed anywhere:
 
 ==========  ===========  ================  =======================
 name        change       forward           backward
@@ -50,7 +50,9 @@ class RouteStep:
 
 @lru_cache(maxsize=4096)
 def route(src: Layout, dst: Layout) -> tuple[RouteStep, ...]:
-    """The collectives that bring a tensor from ``src`` to ``dst``, cheapest kind first; needs no process group."""
+    """The collectives that bring a tensor from ``src`` to ``dst``, cheapest kind first; needs no process
+    group.
+    """
     _check(src, dst)
     have = [list(axes) for axes in src.dims]
     partial = set(src.partial - dst.partial)
@@ -142,7 +144,9 @@ def move(x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...]
 def start_move(
     x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...] | None = None
 ) -> collectives.Pending:
-    """``move`` whose first collective runs while the caller does something else; a partial ``x`` is used up."""
+    """``move`` whose first collective runs while the caller does something else; a partial ``x`` is used
+    up.
+    """
     steps = route(src, dst)
     if not steps:
         return lambda: x
@@ -223,8 +227,8 @@ def redistribute(
 def unshard(local: Tensor, layout: Layout, mesh: Mesh, shape: tuple[int, ...] | None = None) -> Tensor:
     """The inverse of :func:`colossalai.mesh.layout.shard`, on every rank; not differentiable.
 
-    Pieces of different lengths need ``shape``: without it the ranks would send different amounts, which backends answer
-    with a crash.
+    Pieces of different lengths need ``shape``: without it the ranks would send different amounts, which
+    backends answer with a crash.
     """
     return move(local.detach(), layout, layout.whole(), mesh, shape)
 

@@ -1,15 +1,17 @@
-"""The norm of all gradients of a model, however its parameters are cut: every distinct piece counts once, copies do not.
+"""The norm of all gradients of a model, however its parameters are cut: every distinct piece counts once,
+copies do not.
 
-The norm of norms is the norm.  Gradients whose other pieces lie on the same ranks make one number on each rank; these
-numbers are gathered from those ranks and joined; then the groups are joined.  Where the other pieces lie is written on
-the parameter:
+The norm of norms is the norm.  Gradients whose other pieces lie on the same ranks make one number on each
+rank; these numbers are gathered from those ranks and joined; then the groups are joined.  Where the other
+pieces lie is written on the parameter:
 
 - its ``placement`` names the mesh axes that cut it (a parameter without one is a copy);
 - torch's ``DTensor`` (FSDP2) brings a device mesh of its own;
 - ``is_tensor_parallel``, the mark of layers in the old style, means all axes but data and pipeline.
 
-The ranks of a pipeline hold different parameters, so the result is joined over the axis ``pp`` last.  A parameter that several
-stages share (``pipeline_shared_module_pg``) is counted by the first of them; its gradients have been summed before.
+The ranks of a pipeline hold different parameters, so the result is joined over the axis ``pp`` last.  A
+parameter that several stages share (``pipeline_shared_module_pg``) is counted by the first of them; its
+gradients have been summed before.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ Measure = Callable[[list[Tensor], float], list[Tensor]]
 
 @dataclass(frozen=True)
 class _Where:
-    """Over which ranks the pieces of a parameter lie: axes of our mesh, groups of the mesh of a ``DTensor``."""
+    """Over which ranks the pieces of a parameter lie: axes of our mesh, groups of the mesh of a
+    ``DTensor``.
+    """
 
     axes: Axes = ()
     groups: tuple[dist.ProcessGroup, ...] = ()
@@ -109,15 +113,17 @@ def clip_factor(norm: Tensor, max_norm: float, error_if_nonfinite: bool = False)
     """What gradients of ``norm`` are multiplied by, so that it is at most ``max_norm``."""
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
-            f"the norm of all gradients is {norm.item()}, so they cannot be clipped; pass error_if_nonfinite=False to"
-            " clip nevertheless"
+            f"the norm of all gradients is {norm.item()}, so they cannot be clipped; pass"
+            " error_if_nonfinite=False to clip nevertheless"
         )
     # torch's own formula, so that both clip alike
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def own_part(tensor: Any) -> Tensor:
-    """The values that this rank holds of a gradient: the local part of a ``DTensor``, the values of a sparse tensor."""
+    """The values that this rank holds of a gradient: the local part of a ``DTensor``, the values of a sparse
+    tensor.
+    """
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part._values() if part.is_sparse else part
 
@@ -147,7 +153,9 @@ def _over_model(
 
 
 def counts_here(param: Tensor) -> bool:
-    """Whether the norm of the whole model takes ``param`` from this rank: of stages that share it, from the first alone."""
+    """Whether the norm of the whole model takes ``param`` from this rank: of stages that share it, from the
+    first alone.
+    """
     group = getattr(param, SHARED_GROUP, None)
     return group is None or dist.get_rank(group) == 0
 
@@ -173,8 +181,9 @@ def piece_axes(param: Tensor, mesh: Mesh | None) -> Axes:
     if mesh is None:
         if cut:
             raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is cut over {', '.join(sorted(cut))}, but no mesh says who"
-                " holds its other pieces; give the optimizer its mesh, or call colossalai.launch first"
+                f"a parameter of shape {tuple(param.shape)} is cut over {', '.join(sorted(cut))}, but no mesh"
+                " says who holds its other pieces; give the optimizer its mesh, or call colossalai.launch"
+                " first"
             )
         return ()
     if not marked:
@@ -183,14 +192,16 @@ def piece_axes(param: Tensor, mesh: Mesh | None) -> Axes:
     pieces = getattr(param, "num_partitions", mesh.group_size(*axes))
     if pieces not in (1, mesh.group_size(*axes)):
         raise ValueError(
-            f"a parameter is marked as one of num_partitions={pieces} pieces, but the tensor axes of {mesh} have"
-            f" {mesh.group_size(*axes)} ranks; say where it lies with colossalai.mesh.place"
+            f"a parameter is marked as one of num_partitions={pieces} pieces, but the tensor axes of {mesh}"
+            f" have {mesh.group_size(*axes)} ranks; say where it lies with colossalai.mesh.place"
         )
     return axes if pieces > 1 else ()
 
 
 def is_whole(params: Iterable[Tensor], mesh: Mesh | None) -> bool:
-    """Whether this rank holds all of a model: no piece of its ``params``, and no parameters besides, are on other ranks."""
+    """Whether this rank holds all of a model: no piece of its ``params``, and no parameters besides, are on
+    other ranks.
+    """
     if mesh is not None and mesh.size.get(PIPELINE_AXIS, 1) > 1:
         return False
     return not any(

@@ -14,9 +14,11 @@ from colossalai.mesh.layout import Layout, replicated, shard
 from colossalai.mesh.mesh import Mesh
 from colossalai.mesh.movement import redistribute
 
-# The attribute of a parameter that several pipeline stages hold: the group of the ranks that hold the same piece of it.
+# The attribute of a parameter that several pipeline stages hold: the group of the ranks that hold the same
+# piece of it.
 SHARED_GROUP = "pipeline_shared_module_pg"
-# The attribute that tells which shared parameter it is: the same on all ranks, whatever names the stages have for it.
+# The attribute that tells which shared parameter it is: the same on all ranks, whatever names the stages have
+# for it.
 SHARED_MARK = "pipeline_shared_mark"
 
 
@@ -35,7 +37,9 @@ _get_grad, _set_grad = _GRAD.__get__, _GRAD.__set__
 
 
 def own_grad(param: Tensor) -> Tensor | None:
-    """The gradient that backward passes left on this rank in ``param.grad``, also where a plan keeps the true one elsewhere."""
+    """The gradient that backward passes left on this rank in ``param.grad``, also where a plan keeps the true
+    one elsewhere.
+    """
     grad: Tensor | None = _get_grad(param)
     return grad
 
@@ -46,7 +50,9 @@ def set_own_grad(param: Tensor, grad: Tensor | None) -> None:
 
 
 class PlacedParameter(nn.Parameter):
-    """A parameter whose copies lie where it lies: torch's own ``deepcopy`` forgets the attributes of a parameter."""
+    """A parameter whose copies lie where it lies: torch's own ``deepcopy`` forgets the attributes of a
+    parameter.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedParameter:
         if id(self) not in memo:
@@ -58,7 +64,8 @@ class PlacedParameter(nn.Parameter):
 def place(tensor: Tensor, layout: Layout, shape: Iterable[int], *, transposed: bool = False) -> Tensor:
     """Write on ``tensor`` that it is a piece, in ``layout``, of a tensor of ``shape``.
 
-    ``transposed``: the serial model stores this matrix the other way round; layout and shape are as stored here.
+    ``transposed``: the serial model stores this matrix the other way round; layout and shape are as stored
+    here.
     """
     tensor.placement, tensor.full_shape = layout, torch.Size(shape)  # type: ignore[attr-defined]
     if transposed:
@@ -75,7 +82,8 @@ def full_shape(tensor: Tensor) -> torch.Size:
 
 
 def serial_form(whole: Tensor, param: Tensor) -> Tensor:
-    """A whole tensor stored like ``param`` (its value, gradient or optimizer state) as the serial model stores it.
+    """A whole tensor stored like ``param`` (its value, gradient or optimizer state) as the serial model
+    stores it.
 
     It is its own inverse: a tensor of the serial model becomes one that ``placement(param)`` cuts.
     """
@@ -102,9 +110,11 @@ def _spread(layout: Layout, axes: frozenset[str]) -> Layout:
 
 
 def overlapping(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """The names of two parameters that lie in the same memory without being one, so that a change of one changes the other.
+    """The names of two parameters that lie in the same memory without being one, so that a change of one
+    changes the other.
 
-    One of the two has all the memory from its first element to its last, in whatever order; columns of a matrix lie between each other.
+    One of the two has all the memory from its first element to its last, in whatever order; columns of a
+    matrix lie between each other.
     """
     with torch._C.DisableTorchFunction():  # Deferred would answer for tensors that it has not built yet
         spans = sorted(
@@ -128,7 +138,9 @@ def _is_dense(p: Tensor) -> bool:
 
 
 def _has_values(p: Tensor) -> bool:
-    """Whether ``p`` is an ordinary tensor with memory for all elements, and not one that is built later or rests elsewhere."""
+    """Whether ``p`` is an ordinary tensor with memory for all elements, and not one that is built later or
+    rests elsewhere.
+    """
     if type(p) not in (Tensor, nn.Parameter):
         return False
     return p.untyped_storage().nbytes() >= (p.storage_offset() + p.numel()) * p.element_size()

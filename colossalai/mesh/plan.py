@@ -1,7 +1,7 @@
 """Which of the three tensors of a matrix product travels on which axis.
 
-For ``y[m, n] = sum_k x[m, k] w[k, n]`` each mesh axis takes one role, read off the layouts in which x, w and y rest,
-and the role says which of the three tensors travels:
+For ``y[m, n] = sum_k x[m, k] w[k, n]`` each mesh axis takes one role, read off the layouts in which x, w and
+y rest, and the role says which of the three tensors travels:
 
 ====  ==================  =========================  ======================================
 role  cuts                what travels               found in
@@ -28,13 +28,17 @@ Order = Literal["io", "oi"]
 
 @dataclass(frozen=True)
 class MatmulPlan:
-    """How ``y = x @ w`` runs when x, w and y rest in the given layouts; fails when the layouts make no sense."""
+    """How ``y = x @ w`` runs when x, w and y rest in the given layouts; fails when the layouts make no
+    sense.
+    """
 
     x: Layout
     w: Layout
     y: Layout
     prefer_moving_y: bool = False
-    """Where an axis cuts both the rows and k: move x's rows and y instead of w (a vocabulary table is large)."""
+    """Where an axis cuts both the rows and k: move x's rows and y instead of w (a vocabulary table is
+    large).
+    """
     keep_operands: bool = False
     """Keep what was gathered of x and w for the backward pass, instead of fetching it again."""
     roles: dict[str, Role] = field(init=False, compare=False)
@@ -78,7 +82,9 @@ class MatmulPlan:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a weight lies in memory: (in, out), or (out, in) as in torch's layers; plans are written (in, out)."""
+    """How a weight lies in memory: (in, out), or (out, in) as in torch's layers; plans are written (in,
+    out).
+    """
 
     order: Order = "io"
     shape: tuple[int, ...] | None = None

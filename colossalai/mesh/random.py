@@ -1,13 +1,13 @@
 """Random numbers that do not depend on the plan.
 
 A number is a pure function of a key (seed, name of the tensor, ...) and of the element's index in the *whole*
-tensor.  So a rank draws just its own piece, and the pieces of any plan join to the tensor of the serial model, bit
-for bit, also when no rank ever holds it whole.
+tensor.  So a rank draws just its own piece, and the pieces of any plan join to the tensor of the serial
+model, bit for bit, also when no rank ever holds it whole.
 
-The generator is SplitMix64 (a Weyl sequence and a 64-bit mixer) evaluated at ``index``.  Only integer arithmetic and
-``+ - * /``, which every device rounds correctly, are used, one operation per kernel so that no compiler fuses two of
-them.  Hence CPU and GPU agree bit for bit as well; their ``log``, ``cos`` and even ``sqrt`` do not (measured: the
-``sqrt`` of an H200 and of its host differ in 0.6 % of all arguments).
+The generator is SplitMix64 (a Weyl sequence and a 64-bit mixer) evaluated at ``index``.  Only integer
+arithmetic and ``+ - * /``, which every device rounds correctly, are used, one operation per kernel so that no
+compiler fuses two of them.  Hence CPU and GPU agree bit for bit as well; their ``log``, ``cos`` and even
+``sqrt`` do not (measured: the ``sqrt`` of an H200 and of its host differ in 0.6 % of all arguments).
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def fill_from(
     *,
     uneven: bool = False,
 ) -> Tensor:
-    """Write ``numbers(index)`` into ``out``, this rank's piece of a tensor of ``shape`` that lies in ``layout``."""
+    """Write ``numbers(index)`` into ``out``, this rank's piece of a tensor of ``shape`` that lies in
+    ``layout``.
+    """
     if layout is None or mesh is None:
         ranges: Ranges = tuple(((0, n),) for n in shape)
     else:
@@ -183,7 +185,9 @@ def _index_slabs(shape: tuple[int, ...], ranges: Ranges, device: torch.device) -
 def _rows_and_runs(
     shape: tuple[int, ...], ranges: Ranges
 ) -> tuple[list[tuple[tuple[tuple[int, int], ...], int]], tuple[tuple[int, int], ...]]:
-    """The selection as rows (ranges and stride of each outer dim) of runs that are contiguous in the whole tensor."""
+    """The selection as rows (ranges and stride of each outer dim) of runs that are contiguous in the whole
+    tensor.
+    """
     outer: list[tuple[tuple[tuple[int, int], ...], int]] = []
     runs: tuple[tuple[int, int], ...] = ((0, 1),)
     stride, joined = 1, True
@@ -210,7 +214,9 @@ _streams: WeakSet[RandomStream] = WeakSet()
 
 
 def stream_positions() -> dict[RandomStream, int]:
-    """Where every stream of this process stands; activation checkpointing goes back there to repeat its draws."""
+    """Where every stream of this process stands; activation checkpointing goes back there to repeat its
+    draws.
+    """
     return {stream: stream.step for stream in _streams}
 
 
@@ -252,7 +258,9 @@ class RandomStream:
         *,
         training: bool = True,
     ) -> Tensor:
-        """Dropout whose mask is that of the serial model; ``x`` is this rank's piece in ``layout``, cut evenly."""
+        """Dropout whose mask is that of the serial model; ``x`` is this rank's piece in ``layout``, cut
+        evenly.
+        """
         if not 0.0 <= p < 1.0:
             raise ValueError(f"the dropout probability must lie in [0, 1), got {p}")
         if not training or p == 0.0:

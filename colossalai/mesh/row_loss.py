@@ -4,8 +4,9 @@ With peak = max_j x_j over all classes, the loss of a row with class t is
 
     log sum_j exp(x_j - peak)  -  (1 - s) (x_t - peak)  -  s mean_j (x_j - peak),
 
-where s smooths the labels.  The maximum is one exchange, the three sums are another.  Only the scores themselves and one
-number per row are kept; the gradient, softmax minus target, is made in the backward pass, a slab of rows at a time.
+where s smooths the labels.  The maximum is one exchange, the three sums are another.  Only the scores
+themselves and one number per row are kept; the gradient, softmax minus target, is made in the backward pass,
+a slab of rows at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Classes(NamedTuple):
 
 
 def row_losses(logits: Tensor, target: Tensor, classes: Classes, smoothing: float = 0.0) -> Tensor:
-    """Losses, at least in fp32, of (rows, classes here) scores for (rows,) targets; a negative target costs nothing."""
+    """Losses, at least in fp32, of (rows, classes here) scores for (rows,) targets; a negative target costs
+    nothing.
+    """
     return _RowLosses.apply(logits, target, classes, smoothing)
 
 

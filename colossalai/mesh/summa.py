@@ -1,9 +1,9 @@
 """SUMMA: the product of a 2D plan, one panel at a time.
 
-In 2D and 2.5D both operands are cut along k: x over the axis ``x_axis`` (a column of the grid each), w over ``w_axis``.
-Gathering them would hold a whole row of x and a whole column of w on every rank.  Instead, step t broadcasts panel t
-of each, multiplies, and adds up; the next panel travels meanwhile.  Three products of this kind are closed under
-transposition, so they are also each other's backward passes:
+In 2D and 2.5D both operands are cut along k: x over the axis ``x_axis`` (a column of the grid each), w over
+``w_axis``. Gathering them would hold a whole row of x and a whole column of w on every rank.  Instead, step t
+broadcasts panel t of each, multiplies, and adds up; the next panel travels meanwhile.  Three products of this
+kind are closed under transposition, so they are also each other's backward passes:
 
 =====================  =====================================================  ==================
 ``ab(x, w)``           y   = sum_t x_t w_t                                    both broadcast
@@ -161,7 +161,8 @@ class _Grid:
     def abt(self, y: Tensor, w: Tensor, keep: bool = False) -> collectives.Pending:
         """``y`` (..., n), ``w`` (k, n) with k over w_axis; the result (..., k) has k over x_axis.
 
-        Sums are made in the products themselves, unless these are kept, by selective activation checkpointing.
+        Sums are made in the products themselves, unless these are kept, by selective activation
+        checkpointing.
         """
         parts = (y @ w_t.t() for w_t in self._broadcast(w, self.panels.w_axis, 0))
         return self._reduce((t.clone() for t in parts) if keep else parts, self.panels.x_axis)

@@ -1,4 +1,6 @@
-"""What a model and its training are made of: layers, losses, metrics, initializers, optimizers, schedulers."""
+"""What a model and its training are made of: layers, losses, metrics, initializers, optimizers,
+schedulers.
+"""
 
 from colossalai.nn import init, layer, loss, lr_scheduler, metric, modes, optimizer, policies
 from colossalai.nn.layer import (

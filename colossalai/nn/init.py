@@ -1,9 +1,10 @@
 """Initializers of weights, whose values do not depend on the parallel plan.
 
-``init.normal_(std=0.02)`` returns an initializer; ``initializer(tensor, fan_in, fan_out)`` fills a tensor.  Every element is
-a function of one number from torch's CPU generator and of its index in the *whole* tensor, so a rank that holds a piece
-draws just this piece, and the pieces of any plan join to the tensor of the serial model, bit for bit.  ``fan_in`` and
-``fan_out`` are those of the whole tensor; without them they follow from its shape.
+``init.normal_(std=0.02)`` returns an initializer; ``initializer(tensor, fan_in, fan_out)`` fills a tensor.
+Every element is a function of one number from torch's CPU generator and of its index in the *whole* tensor,
+so a rank that holds a piece draws just this piece, and the pieces of any plan join to the tensor of the
+serial model, bit for bit.  ``fan_in`` and ``fan_out`` are those of the whole tensor; without them they follow
+from its shape.
 
 The distribution is also written on the parameter, where ``colossalai.mesh.initialize`` finds it.
 """
@@ -153,7 +154,8 @@ def _kaiming(gain: float, mode: str, uniform: bool, fan_in: Fan, fan_out: Fan) -
 def xavier_uniform_(a: float = math.sqrt(3.0), scale: float = 2.0, gain: float = 1.0) -> Initializer:
     """Uniform in +-a gain sqrt(scale / (fan_in + fan_out)) (Glorot and Bengio 2010).
 
-    Without ``fan_out`` the sum is ``fan_in``: ``xavier_uniform_(a=1, scale=1)`` draws a bias as torch's layers do.
+    Without ``fan_out`` the sum is ``fan_in``: ``xavier_uniform_(a=1, scale=1)`` draws a bias as torch's
+    layers do.
     """
     return Initializer(partial(_xavier, a, scale, gain))
 

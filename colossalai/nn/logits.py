@@ -1,9 +1,9 @@
 """How a loss knows where the scores it gets lie.
 
-Scores pass through the user's hands, and through wrappers that give them new names and types, before a loss sees them.
-So every classifier of a job is noted while it lives, and a loss asks for the one whose scores have the width of what it
-got.  Two classifiers that a width does not tell apart are told apart by saying so to the loss; all ranks agree on whether
-they need to be, although uneven pieces differ in width.
+Scores pass through the user's hands, and through wrappers that give them new names and types, before a loss
+sees them. So every classifier of a job is noted while it lives, and a loss asks for the one whose scores have
+the width of what it got.  Two classifiers that a width does not tell apart are told apart by saying so to the
+loss; all ranks agree on whether they need to be, although uneven pieces differ in width.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def note_classifier(mesh: Mesh, classifier: MakesLogits) -> None:
 
 
 def find_logits(mesh: Mesh, width: int, *, cut: bool | None = None, classes: int | None = None) -> Logits:
-    """The scores of ``width`` classes that a classifier of this job makes; ``cut`` and ``classes`` narrow it down."""
+    """The scores of ``width`` classes that a classifier of this job makes; ``cut`` and ``classes`` narrow it
+    down.
+    """
     noted = {classifier.place() for classifier in _noted.get(mesh, ())}
     wanted = {
         place: place.widths(mesh)
@@ -59,6 +61,6 @@ def find_logits(mesh: Mesh, width: int, *, cut: bool | None = None, classes: int
     known = ", ".join(sorted(f"{n.classes} classes as {n.layout}" for n in noted)) or "none"
     problem = "no Classifier of this job makes" if not alike else "several Classifiers of this job make"
     raise ValueError(
-        f"{problem} scores of which this rank holds {width} (there are: {known}); give the loss what the model's Classifier "
-        "returns, or say which it is with num_classes= or vocab_parallel="
+        f"{problem} scores of which this rank holds {width} (there are: {known}); give the loss what the"
+        " model's Classifier returns, or say which it is with num_classes= or vocab_parallel="
     )

@@ -23,15 +23,16 @@ def calc_acc(logits: Tensor, targets: Tensor) -> Tensor:
 def _check_shapes(logits: Tensor, targets: Tensor) -> None:
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
-            f"accuracy needs scores of shape (*targets, classes); got scores {tuple(logits.shape)} for targets"
-            f" {tuple(targets.shape)}"
+            f"accuracy needs scores of shape (*targets, classes); got scores {tuple(logits.shape)} for"
+            f" targets {tuple(targets.shape)}"
         )
 
 
 class Accuracy(nn.Module):
     """The number of correct predictions in a batch; the trainer divides by the number of labels.
 
-    Where the rows or the classes of ``logits`` are cut, every rank gets the number for the whole batch of the model.
+    Where the rows or the classes of ``logits`` are cut, every rank gets the number for the whole batch of the
+    model.
     """
 
     mode: ClassVar[str | None] = FOLLOW_CONFIG

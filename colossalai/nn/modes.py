@@ -1,7 +1,7 @@
 """The tensor-parallel modes: a mode is a small table of layouts, and everything else is derived from it.
 
-``hidden`` and ``inner`` are the two places where activations rest: the residual stream, and the stream between an
-expanding linear and the contracting one after it.  In 2D and 2.5D the two coincide.
+``hidden`` and ``inner`` are the two places where activations rest: the residual stream, and the stream
+between an expanding linear and the contracting one after it.  In 2D and 2.5D the two coincide.
 
 ``current()`` is the one place where the layers ask which mode the job was launched with.
 """
@@ -38,7 +38,9 @@ class TensorParallel:
     mode: str | None = None
     """The documented name of the mode."""
     weight_order: Order = "oi"
-    """How a linear stores its weight: the documents print (out, in) in 1D and (in, out) in the other modes."""
+    """How a linear stores its weight: the documents print (out, in) in 1D and (in, out) in the other
+    modes.
+    """
     keep_operands: bool = False
     """Whether products keep what they gathered for the backward pass."""
 
@@ -57,7 +59,9 @@ class TensorParallel:
 
     @property
     def feature(self) -> Layout:
-        """A vector along the features of the residual stream: a norm's weight, a contracting linear's bias."""
+        """A vector along the features of the residual stream: a norm's weight, a contracting linear's
+        bias.
+        """
         return Layout((self.hidden.dims[-1],))
 
     @property
@@ -114,7 +118,9 @@ def mode_2d(q: int) -> TensorParallel:
 
 
 def mode_3d(q: int, keep_operands: bool = True) -> TensorParallel:
-    """``keep_operands`` is what the documents count, 6 (q - 1) / q^3; without it 8 of these, but less memory."""
+    """``keep_operands`` is what the documents count, 6 (q - 1) / q^3; without it 8 of these, but less
+    memory.
+    """
     # The documented placement: X_ijl holds rows (i, j) and columns l; A_lji holds rows l and columns (j, i).
     return TensorParallel(
         axes={"l": q, "j": q, "i": q},
@@ -134,7 +140,8 @@ def tensor_parallel(
 ) -> TensorParallel:
     """The layouts of a mode by its documented name: None, '1d', '2d', '2.5d' or '3d'.
 
-    ``sequence_parallel`` is Megatron's: in 1D, the residual stream between the linears is cut along the sequence.
+    ``sequence_parallel`` is Megatron's: in 1D, the residual stream between the linears is cut along the
+    sequence.
     """
     table: dict[str | None, Callable[[dict[str, int]], TensorParallel]] = {
         None: lambda _: mode_serial(),
@@ -158,7 +165,9 @@ def tensor_parallel(
 
 
 def with_data_parallel(tp: TensorParallel, size: int, shard_weights: bool = False) -> TensorParallel:
-    """Data parallelism is one more axis that cuts the batch; with ZeRO-3 it cuts the weights at rest as well."""
+    """Data parallelism is one more axis that cuts the batch; with ZeRO-3 it cuts the weights at rest as
+    well.
+    """
 
     def batch(layout: Layout) -> Layout:
         return replace(layout, dims=((DATA_AXIS, *layout.dims[0]), *layout.dims[1:]))
@@ -181,7 +190,8 @@ def with_data_parallel(tp: TensorParallel, size: int, shard_weights: bool = Fals
 def at_rank(layout: Layout, ndim: int) -> Layout:
     """A layout of (batch, sequence, feature) for a tensor of ``ndim`` dims.
 
-    A tensor of two dims has no sequence; more than three have further dims before the features, which nothing cuts.
+    A tensor of two dims has no sequence; more than three have further dims before the features, which nothing
+    cuts.
     """
     batch, sequence, feature = layout.dims
     if ndim < 2:

@@ -1,9 +1,11 @@
-"""How one layer of a pipeline stage is called: with what came from before it, and the keywords that its signature names.
+"""How one layer of a pipeline stage is called: with what came from before it, and the keywords that its
+signature names.
 
-A batch that is a dict reaches every stage as keywords.  A layer takes those that its ``forward`` names.  A function between
-layers is one of two kinds, which its first parameter tells apart:
+A batch that is a dict reaches every stage as keywords.  A layer takes those that its ``forward`` names.  A
+function between layers is one of two kinds, which its first parameter tells apart:
 
-- named like a keyword of the batch, it computes a new value for this keyword: ``def mask(attention_mask): ...``;
+- named like a keyword of the batch, it computes a new value for this keyword: ``def mask(attention_mask):
+  ...``;
 - otherwise it computes a new input of the next layer: ``lambda x: torch.flatten(x, 1)``.
 
 Further parameters are keywords of the batch in both.
@@ -24,7 +26,9 @@ Functions = Mapping[int, Sequence[Function]]
 def build_kwargs_for_module(
     module: Function, input_tensor: Any, kw_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The keywords of ``kw_dict`` that ``module`` names, beyond the parameters that ``input_tensor`` fills."""
+    """The keywords of ``kw_dict`` that ``module`` names, beyond the parameters that ``input_tensor``
+    fills.
+    """
     names = _parameters(module.forward if isinstance(module, nn.Module) else module)
     return {name: kw_dict[name] for name in names[len(as_args(input_tensor)) :] if name in kw_dict}
 
@@ -37,7 +41,9 @@ def build_kwargs_for_function(function: Function, kw_dict: Mapping[str, Any]) ->
 def exec_func_with_kwargs(
     func: Function, kw_dict: Mapping[str, Any], input_tensor: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``func`` with the keywords ``kw_dict``: it changes a keyword in ``kwargs``, or what is returned."""
+    """Call ``func`` with the keywords ``kw_dict``: it changes a keyword in ``kwargs``, or what is
+    returned.
+    """
     names = _parameters(func)
     if names and names[0] in kw_dict:
         kwargs[names[0]] = func(**kw_dict)

@@ -25,7 +25,9 @@ class ModelChunks(nn.ModuleList):
         return self[pipeline_chunk](*args, **kwargs)
 
     def serial_name(self, name: str) -> str:
-        """The name in the whole model of what is ``name`` here, for checkpoints: without the number of the chunk."""
+        """The name in the whole model of what is ``name`` here, for checkpoints: without the number of the
+        chunk.
+        """
         return name.partition(".")[2]
 
 
@@ -56,9 +58,9 @@ def _parameters(stage: nn.Module) -> list[inspect.Parameter]:
 class StageCaller:
     """Calls the stages of ``model``, boosted or not.
 
-    A stage gets what the stage before returned: a dict as keywords, a tuple or list as arguments if it takes as many,
-    else one argument.  If the data are a dict, every stage also gets the keywords that it has a name for, and that are not
-    filled by what the stage before returned; if not, they go to the first stage alone.
+    A stage gets what the stage before returned: a dict as keywords, a tuple or list as arguments if it takes
+    as many, else one argument.  If the data are a dict, every stage also gets the keywords that it has a name
+    for, and that are not filled by what the stage before returned; if not, they go to the first stage alone.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,7 +1,9 @@
-"""What the layers of a model cost in time, for ``partition_balanced`` where the number of parameters says too little.
+"""What the layers of a model cost in time, for ``partition_balanced`` where the number of parameters says too
+little.
 
-An embedding has many parameters and hardly computes; an attention over long sequences has few and computes a lot.
-``estimate_costs`` counts operations on the meta device and needs no memory; ``measure_costs`` runs the layers.
+An embedding has many parameters and hardly computes; an attention over long sequences has few and computes a
+lot. ``estimate_costs`` counts operations on the meta device and needs no memory; ``measure_costs`` runs the
+layers.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ _Call = Callable[..., Any]
 def estimate_costs(layers: Layers, *inputs: Any, **kwargs: Any) -> list[float]:
     """How many floating-point operations the products of each layer take in a forward pass.
 
-    ``layers`` run one after the other: modules, or ``PipelinableContext.layers``.  ``inputs`` and ``kwargs`` are a batch, of
-    which only the shapes matter.
+    ``layers`` run one after the other: modules, or ``PipelinableContext.layers``.  ``inputs`` and ``kwargs``
+    are a batch, of which only the shapes matter.
     """
 
     def count(module: nn.Module, call: _Call) -> tuple[Any, float]:

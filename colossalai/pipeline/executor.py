@@ -59,7 +59,8 @@ class _Received:
 class _Enter(torch.autograd.Function):
     """A received tensor enters the graph of its stage.
 
-    As the output of an operation, not as a leaf: a stage may begin with an operation in place, such as a ReLU.
+    As the output of an operation, not as a leaf: a stage may begin with an operation in place, such as a
+    ReLU.
     """
 
     @staticmethod
@@ -188,7 +189,9 @@ class Executor:
 
 
 def _enter(received: Any) -> tuple[Any, list[_Received | None]]:
-    """``received`` inside the graph of the stage, and a box for the gradient of each tensor that needs one."""
+    """``received`` inside the graph of the stage, and a box for the gradient of each tensor that needs
+    one.
+    """
     leaves, spec = tree_flatten(received)
     boxes: list[_Received | None] = []
     entered = []

@@ -10,7 +10,9 @@ from torch import nn
 
 
 class LayerSpec:
-    """``typename(*args, **kwargs)``, to be called by the rank that needs the layer; others only count its parameters."""
+    """``typename(*args, **kwargs)``, to be called by the rank that needs the layer; others only count its
+    parameters.
+    """
 
     def __init__(self, typename: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
         if not callable(typename):

@@ -25,12 +25,14 @@ class PipelineOptions:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], plan: ParallelConfig) -> PipelineOptions:
-        """Read ``NUM_MICRO_BATCHES``, ``NUM_CHUNKS`` or ``model.num_chunks``, and ``TENSOR_SHAPE``; ``plan`` is fitted."""
+        """Read ``NUM_MICRO_BATCHES``, ``NUM_CHUNKS`` or ``model.num_chunks``, and ``TENSOR_SHAPE``; ``plan``
+        is fitted.
+        """
         microbatches = config.get("NUM_MICRO_BATCHES")
         if microbatches is None:
             raise ConfigException(
-                f"config has a pipeline of {plan.pipeline} stages, but no NUM_MICRO_BATCHES; set it to the number of parts"
-                " that every batch is cut into"
+                f"config has a pipeline of {plan.pipeline} stages, but no NUM_MICRO_BATCHES; set it to the"
+                " number of parts that every batch is cut into"
             )
         chunks = _chunks(config, plan)
         schedule = plan.schedule or ("interleaved" if chunks > 1 else "1f1b")

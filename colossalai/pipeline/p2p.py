@@ -1,13 +1,14 @@
 """Nests of tensors between the ranks of a pipeline.
 
-Before the tensors of a message goes one number: 0 if they are described as those before them on this way, n if a new
-description of n bytes follows, -n if the sender failed and n bytes say why.  So shapes are sent when they change, and not
-at all where both sides know them beforehand; and a rank that waits for one that failed hears of it at once.  The same number
-without tensors ends a step.
+Before the tensors of a message goes one number: 0 if they are described as those before them on this way, n
+if a new description of n bytes follows, -n if the sender failed and n bytes say why.  So shapes are sent when
+they change, and not at all where both sides know them beforehand; and a rank that waits for one that failed
+hears of it at once.  The same number without tensors ends a step.
 
-Sends never wait.  A rank receives what another sends it in the order of sending, which it knows from the timetable, and
-keeps what it does not need yet.  So no two ranks wait for each other, and it does not matter whether the backend has tags.
-The timetable also says which messages a neighbour must have taken before it could send the present one: these are let go.
+Sends never wait.  A rank receives what another sends it in the order of sending, which it knows from the
+timetable, and keeps what it does not need yet.  So no two ranks wait for each other, and it does not matter
+whether the backend has tags. The timetable also says which messages a neighbour must have taken before it
+could send the present one: these are let go.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Link:
     Args:
         device: where received tensors are put.
         known: what every activation looks like, if that is known beforehand.
-        scatter: an axis whose ranks all hold the same activations: each sends a piece, and the receivers gather them.
+        scatter: an axis whose ranks all hold the same activations: each sends a piece, and the receivers
+            gather them.
     """
 
     def __init__(
@@ -146,8 +148,9 @@ class Link:
     def finish(self) -> None:
         """Wait until every rank has done its part of the step.
 
-        A rank whose own part is done waits for no message, and would not hear of another rank that fails later.  So word that
-        all is well goes from the last rank, which is done first, to the first rank and back; or word that it is not.
+        A rank whose own part is done waits for no message, and would not hear of another rank that fails
+        later.  So word that all is well goes from the last rank, which is done first, to the first rank and
+        back; or word that it is not.
         """
         before, after = self.rank - 1, self.rank + 1
         words = []  # no rank may receive them after a failure, so they are waited for when all went well
@@ -187,7 +190,9 @@ class Link:
         return f"pipeline stage {self.rank} (rank {me}) failed with {type(error).__name__}: {error}"
 
     def _hear(self, source: int) -> bytes:
-        """The description that ``source`` sends before its tensors, empty if there is no new one; raises if it failed."""
+        """The description that ``source`` sends before its tensors, empty if there is no new one; raises if
+        it failed.
+        """
         code = int(self._get(torch.empty(1, dtype=torch.int64), source).item())
         if code == 0:
             return b""
@@ -237,8 +242,8 @@ class Link:
             known = self.known.leaves[0]
             found = ", ".join(f"{leaf.shape} in {leaf.dtype}" for leaf in description.leaves)
             get_dist_logger().warning(
-                f"tensor_shape says that stages exchange {known.shape} in {known.dtype}, but stage {way[0]} sends {found};"
-                " shapes are sent along then, which tensor_shape was to spare"
+                f"tensor_shape says that stages exchange {known.shape} in {known.dtype}, but stage {way[0]}"
+                f" sends {found}; shapes are sent along then, which tensor_shape was to spare"
             )
 
     def _post_text(self, text: bytes, target: int, sign: int) -> list[tuple[dist.Work, Tensor]]:
@@ -287,8 +292,8 @@ class Link:
 def _groups_of(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
     """A group for messages to later ranks and one for messages to earlier ones.
 
-    NCCL does the sends and receives of a pair of ranks in one order, so two ranks that send to each other at the same
-    time need two groups; gloo does with one.
+    NCCL does the sends and receives of a pair of ranks in one order, so two ranks that send to each other at
+    the same time need two groups; gloo does with one.
     """
     if pipeline_size(mesh) == 1:
         return ()

@@ -1,9 +1,9 @@
 """Which layers of a sequence each pipeline stage gets.
 
-A model of ``n`` layers becomes ``pipeline_parallel_size * num_chunks`` parts, each a range of neighbouring layers.  Part
-``i`` is virtual stage ``i`` of a ``Placement``: with several chunks, a batch passes every rank several times, and ``shape`` says on
-which way (left out, on that of the schedule in the config).  The answers are ``parts[rank]``, a list of ``(start, end)`` per
-chunk, without ``end``.
+A model of ``n`` layers becomes ``pipeline_parallel_size * num_chunks`` parts, each a range of neighbouring
+layers.  Part ``i`` is virtual stage ``i`` of a ``Placement``: with several chunks, a batch passes every rank
+several times, and ``shape`` says on which way (left out, on that of the schedule in the config).  The answers
+are ``parts[rank]``, a list of ``(start, end)`` per chunk, without ``end``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def partition_balanced(
     *,
     shape: Shape | None = None,
 ) -> StageRanges:
-    """Ranges of layers whose heaviest is as light as possible, and among those the most even ones (by the sum of squares).
+    """Ranges of layers whose heaviest is as light as possible, and among those the most even ones (by the sum
+    of squares).
 
     ``weights`` are what a layer costs: its parameters, or a cost of ``colossalai.pipeline.cost``.
     """
@@ -70,7 +71,8 @@ def customized_partition(
     """
     if not isinstance(exec_seq, Iterable) or isinstance(exec_seq, str):
         raise ValueError(
-            f"exec_seq must be a list of the names of layers, with {SPLIT_NODE!r} between stages, got {exec_seq!r}"
+            f"exec_seq must be a list of the names of layers, with {SPLIT_NODE!r} between stages, got"
+            f" {exec_seq!r}"
         )
     bounds = [0]
     for item in exec_seq:
@@ -84,13 +86,14 @@ def customized_partition(
     count = _count(bounds[-1], size, num_chunks)
     if found != count:
         raise ValueError(
-            f"exec_seq has {found - 1} {SPLIT_NODE!r}, which make {found} parts, but {_plan(size, num_chunks)} need"
-            f" {count}"
+            f"exec_seq has {found - 1} {SPLIT_NODE!r}, which make {found} parts, but"
+            f" {_plan(size, num_chunks)} need {count}"
         )
     for i in range(count):
         if bounds[i] == bounds[i + 1]:
             raise ValueError(
-                f"part {i} of exec_seq has no layer; put at least one between two {SPLIT_NODE!r} and at both ends"
+                f"part {i} of exec_seq has no layer; put at least one between two {SPLIT_NODE!r} and at both"
+                " ends"
             )
     return _dealt(bounds, size, shape)
 
@@ -103,8 +106,8 @@ def _count(items: int, stages: int, chunks: int) -> int:
             )
     if items < stages * chunks:
         raise ValueError(
-            f"the model has {items} layers, but {_plan(stages, chunks)} need at least {stages * chunks}; use fewer"
-            " stages or chunks, or cut the model into more layers"
+            f"the model has {items} layers, but {_plan(stages, chunks)} need at least {stages * chunks}; use"
+            " fewer stages or chunks, or cut the model into more layers"
         )
     return stages * chunks
 
@@ -121,7 +124,9 @@ def _dealt(bounds: Sequence[int], ranks: int, shape: Shape | None) -> StageRange
 
 
 def _cheapest(cost: _Array, parts: int, join: Callable[[_Array, _Array], _Array]) -> tuple[float, list[int]]:
-    """The cuts for which ``join`` of the parts' ``cost[start, end]`` is smallest: dynamic programming over ends."""
+    """The cuts for which ``join`` of the parts' ``cost[start, end]`` is smallest: dynamic programming over
+    ends.
+    """
     n = len(cost) - 1
     best = np.full(n + 1, np.inf)
     best[0] = 0.0

@@ -1,8 +1,9 @@
 """Any model as pipeline stages, of which each rank builds its own and nothing else.
 
-Inside ``PipelinableContext`` a model is built without memory (see :mod:`colossalai.mesh.deferred`).  ``to_layer_list`` says in
-which order its layers run, ``partition`` chooses this rank's layers and gives just these memory and values.  The values
-are those of the serial model, bit for bit, and so are the names: the ``state_dict`` of a stage is a part of the serial one.
+Inside ``PipelinableContext`` a model is built without memory (see :mod:`colossalai.mesh.deferred`).
+``to_layer_list`` says in which order its layers run, ``partition`` chooses this rank's layers and gives just
+these memory and values.  The values are those of the serial model, bit for bit, and so are the names: the
+``state_dict`` of a stage is a part of the serial one.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ POLICIES = ("balanced", "uniform", "customized")
 class PipelinableModel(nn.Module):
     """Layers that run one after the other, with functions before and after them.
 
-    ``front_func_dict`` and ``behind_func_dict`` give the functions of a layer by its index in ``module_list``.  ``names`` are the
-    layers' names in the whole model; without them they are numbered.
+    ``front_func_dict`` and ``behind_func_dict`` give the functions of a layer by its index in
+    ``module_list``.  ``names`` are the layers' names in the whole model; without them they are numbered.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class PipelinableContext:
         used = {id(p) for parameters in self._parameters for p in parameters.values()}
         if lost := [name for name, p in self._model.named_parameters() if id(p) not in used]:
             get_dist_logger().warning(
-                f"{len(lost)} parameters of {type(self._model).__name__} belong to no layer of the pipeline and are left"
-                f" out: {', '.join(lost[:5])}",
+                f"{len(lost)} parameters of {type(self._model).__name__} belong to no layer of the pipeline"
+                f" and are left out: {', '.join(lost[:5])}",
                 ranks=[0],
             )
 
@@ -165,7 +166,8 @@ class PipelinableContext:
         *,
         costs: Sequence[float] | None = None,
     ) -> nn.Module:
-        """The layers of pipeline rank ``rank``: a ``PipelinableModel``, or a ``ModuleList`` of one for each chunk.
+        """The layers of pipeline rank ``rank``: a ``PipelinableModel``, or a ``ModuleList`` of one for each
+        chunk.
 
         ``costs`` of the layers take the place of their numbers of parameters for the policy ``"balanced"``
         (see ``colossalai.pipeline.cost``).
@@ -192,8 +194,8 @@ class PipelinableContext:
     def _parts(self, num_chunks: int, pipeline_size: int, costs: Sequence[float] | None) -> StageRanges:
         if costs is not None and (self.policy != "balanced" or len(costs) != self.layers_count):
             raise ValueError(
-                f"costs are for the policy 'balanced', one for each of {self.layers_count} layers; got {len(costs)} for the"
-                f" policy {self.policy!r}"
+                f"costs are for the policy 'balanced', one for each of {self.layers_count} layers; got"
+                f" {len(costs)} for the policy {self.policy!r}"
             )
         if self.policy == "uniform":
             return partition_uniform(self.layers_count, pipeline_size, num_chunks)
@@ -227,7 +229,7 @@ def _outermost(made: list[nn.Module]) -> nn.Module:
     if len(outer) != 1:
         names = ", ".join(type(module).__name__ for module in outer) or "none"
         raise RuntimeError(
-            f"a PipelinableContext needs one model to be built inside, got {len(outer)}: {names}; build what is no part of it"
-            " outside"
+            f"a PipelinableContext needs one model to be built inside, got {len(outer)}: {names}; build what"
+            " is no part of it outside"
         )
     return outer[0]

@@ -35,14 +35,14 @@ from colossalai.pipeline.wire import Description, Leaf
 def split_microbatches(data: Any, label: Any, number: int) -> list[tuple[Any, Any]]:
     """``(data, label)`` of each of ``number`` micro-batches.
 
-    What has an item for each sample is cut: tensors and arrays whose first dim is as long as the batch, and lists that are as
-    long and hold no tensors (names, say).  All else goes to every micro-batch whole.
+    What has an item for each sample is cut: tensors and arrays whose first dim is as long as the batch, and
+    lists that are as long and hold no tensors (names, say).  All else goes to every micro-batch whole.
     """
     size = count_samples(data, label)
     if size == 0 or size % number:
         raise ValueError(
-            f"a batch of {size} samples cannot be cut into {number} equal micro-batches; choose a batch size that is a"
-            " multiple of NUM_MICRO_BATCHES (and drop_last=True for the data loader)"
+            f"a batch of {size} samples cannot be cut into {number} equal micro-batches; choose a batch size"
+            " that is a multiple of NUM_MICRO_BATCHES (and drop_last=True for the data loader)"
         )
     step = size // number
 
@@ -68,8 +68,8 @@ def count_samples(data: Any, label: Any = None) -> int:
     rivals = [length for length in votes if length > 1 and votes[length] == votes[size]]
     if len(rivals) > 1:
         raise ValueError(
-            f"the number of samples is not clear, for tensors of the batch have as many rows as this: {_rows(data, label)}."
-            " A tensor for all samples has one row, or none"
+            "the number of samples is not clear, for tensors of the batch have as many rows as this:"
+            f" {_rows(data, label)}. A tensor for all samples has one row, or none"
         )
     return size
 
@@ -88,7 +88,9 @@ def _is_listing(leaf: Any) -> bool:
 
 
 def _outside_lists(nest: Any) -> Any:
-    """``nest`` without the items of such lists: the tensors of one sample do not tell how many samples there are."""
+    """``nest`` without the items of such lists: the tensors of one sample do not tell how many samples there
+    are.
+    """
     mapped = tree_map(lambda leaf: None if _is_listing(leaf) else leaf, nest, is_leaf=_is_listing)
     return mapped if lengths(mapped) else nest
 
@@ -137,12 +139,15 @@ class LossOwner(Protocol):
 
 
 class Pipeline:
-    """The stages of this rank, connected with those of the others.  Every rank of the mesh makes one at the same time.
+    """The stages of this rank, connected with those of the others.
+
+    Every rank of the mesh makes one at the same time.
 
     Args:
         model: the stage of this rank, or its chunks (see ``with_chunks``), boosted or not.
         schedule: a name of ``colossalai.pipeline.schedule.SCHEDULES``.
-        tensor_shape: the shape of all activations between stages, as this rank holds them; None if it is to be found out.
+        tensor_shape: the shape of all activations between stages, as this rank holds them; None if it is to
+            be found out.
         scatter: an axis whose ranks hold the same activations, to send a piece from each.
     """
 
@@ -196,11 +201,12 @@ class Pipeline:
         return_loss: bool = True,
         return_outputs: bool = True,
     ) -> tuple[Any, Tensor | None]:
-        """Take a batch through all stages, and back if there is a ``LossOwner``; return its outputs and its loss.
+        """Take a batch through all stages, and back if there is a ``LossOwner``; return its outputs and its
+        loss.
 
-        Both are None where not asked for, and on the ranks that do not hold the last layers.  The loss is the mean of
-        those of the micro-batches, so it should be a mean over the samples, or tokens.  Without a way back, a batch of any
-        size will do, such as the last one of a data loader.
+        Both are None where not asked for, and on the ranks that do not hold the last layers.  The loss is the
+        mean of those of the micro-batches, so it should be a mean over the samples, or tokens.  Without a way
+        back, a batch of any size will do, such as the last one of a data loader.
         """
         if trains is not None and not return_loss:
             raise ValueError("a backward pass needs the loss: pass return_loss=True or forward_only=True")
@@ -265,12 +271,14 @@ class Pipeline:
 
 
 def split_problem(timetable: Timetable, who: str) -> str | None:
-    """Why ``who``, which lets weights go after the backward pass, cannot do what ``timetable`` says; None if it can."""
+    """Why ``who``, which lets weights go after the backward pass, cannot do what ``timetable`` says; None if
+    it can.
+    """
     if not timetable.splits_backward:
         return None
     return (
-        f"the schedule {timetable.name!r} computes the gradients of weights after the backward pass of a stage, when {who} may have let"
-        " the weights go; use gpipe, 1f1b or interleaved"
+        f"the schedule {timetable.name!r} computes the gradients of weights after the backward pass of a"
+        f" stage, when {who} may have let the weights go; use gpipe, 1f1b or interleaved"
     )
 
 
@@ -278,5 +286,6 @@ def _check_shape(shape: Any) -> None:
     rule = READ_BY_FEATURES["TENSOR_SHAPE"]
     if not rule.holds(shape):
         raise ValueError(
-            f"tensor_shape must be {rule.words}, that of a micro-batch as stages send it to each other, got {shape!r}"
+            f"tensor_shape must be {rule.words}, that of a micro-batch as stages send it to each other, got"
+            f" {shape!r}"
         )

@@ -27,8 +27,8 @@ class LayerStep:
 def steps_of(model: nn.Module, exec_seq: Sequence[Any] | None) -> list[LayerStep]:
     """The layers of ``model`` in the order of ``exec_seq``; without one, in the order of their definition.
 
-    ``exec_seq`` holds names of modules, such as ``"layer1.0"``, and functions.  ``(function, "front")`` goes with the layer
-    after it, ``(function, "behind")`` and a function alone with the layer before it.
+    ``exec_seq`` holds names of modules, such as ``"layer1.0"``, and functions.  ``(function, "front")`` goes
+    with the layer after it, ``(function, "behind")`` and a function alone with the layer before it.
     """
     if exec_seq is None:
         return [LayerStep(name, module) for name, module in _defined(model)]
@@ -47,8 +47,8 @@ def steps_of(model: nn.Module, exec_seq: Sequence[Any] | None) -> list[LayerStep
             raise ValueError(f"exec_seq puts {function!r} behind a layer, but there is none before it")
         if side == "behind" and waiting:
             raise ValueError(
-                f"exec_seq puts {function!r} behind layer {steps[-1].name!r}, but a function in front of the next layer comes"
-                " before it; swap the two"
+                f"exec_seq puts {function!r} behind layer {steps[-1].name!r}, but a function in front of the"
+                " next layer comes before it; swap the two"
             )
         (waiting if side == "front" else steps[-1].behind).append(function)
     if waiting:
@@ -78,7 +78,7 @@ def _function(item: Any, alone: str) -> tuple[Callable[..., Any], str]:
     function, side = item if isinstance(item, tuple) and len(item) == 2 else (item, alone)
     if not callable(function) or side not in _SIDES:
         raise ValueError(
-            "exec_seq holds names of modules, functions, (function, 'front' or 'behind') and 'SPLIT_NODE', got"
-            f" {item!r}"
+            "exec_seq holds names of modules, functions, (function, 'front' or 'behind') and 'SPLIT_NODE',"
+            f" got {item!r}"
         )
     return function, side

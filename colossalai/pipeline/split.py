@@ -1,7 +1,8 @@
 """``split_model``: an existing model, such as those of Hugging Face, becomes this rank's stage of a pipeline.
 
-How an architecture is cut in depth is a row of its policy (``colossalai.nn.policies.Depth``); how a stage works is told in
-``colossalai.nn.policies.stage``.  Here is decided which blocks go where, and tied weights are shared between stages.
+How an architecture is cut in depth is a row of its policy (``colossalai.nn.policies.Depth``); how a stage
+works is told in ``colossalai.nn.policies.stage``.  Here is decided which blocks go where, and tied weights
+are shared between stages.
 """
 
 from __future__ import annotations
@@ -44,16 +45,18 @@ def split_model(
     policy: Policy | None = None,
     recording: Deferred | None = None,
 ) -> nn.Module:
-    """This rank's stage of ``model``, or with several chunks a ``ModuleList`` of its stages; ``model`` is used up.
+    """This rank's stage of ``model``, or with several chunks a ``ModuleList`` of its stages; ``model`` is
+    used up.
 
-    First the model is cut as ``parallelize`` does it in the tensor mode of the job, unless it is parallel already.  A stage has
-    the class, the forward and the parameter names of the model.  The first argument of all stages but the first is what
-    the stage before returned; all get the batch as keywords.
+    First the model is cut as ``parallelize`` does it in the tensor mode of the job, unless it is parallel
+    already.  A stage has the class, the forward and the parameter names of the model.  The first argument of
+    all stages but the first is what the stage before returned; all get the batch as keywords.
 
     Args:
         placement: how the stages lie on the ranks; by default as the config of the launched job says.
         rank: this rank's place in the pipeline, by default that in the launched job.
-        partition: ``"balanced"`` by parameters, ``"uniform"`` by blocks, or the number of blocks of each stage, in their order.
+        partition: ``"balanced"`` by parameters, ``"uniform"`` by blocks, or the number of blocks of each
+            stage, in their order.
         policy: says what the blocks are (``Policy.depth``); by default that of the architecture.
         recording: in which the model was built without memory; the stage gets its memory and its values.
 
@@ -116,8 +119,9 @@ def _find_depth(model: nn.Module, policy: Policy | None) -> Depth:
     known = ", ".join(kind for policy in POLICIES if policy.depth for kind in policy.model_types)
     why = "its config carries no base_model_pp_plan" if found is None else "its policy has no depth"
     raise ValueError(
-        f"split_model does not know how {who} (model_type {kind!r}) is cut in depth: {why}. It knows {known}; for "
-        "another model with one list of blocks pass policy=Policy(..., depth=Depth(blocks=..., entry=...))"
+        f"split_model does not know how {who} (model_type {kind!r}) is cut in depth: {why}. It knows {known};"
+        " for another model with one list of blocks pass policy=Policy(..., depth=Depth(blocks=...,"
+        " entry=...))"
     )
 
 
@@ -126,8 +130,8 @@ def _check_whole(model: nn.Module) -> None:
         if isinstance(module, Stage):
             verb = "is" if module is model else "holds"
             raise ValueError(
-                f"this {type(model).__name__} {verb} stage {module.share.index} of {module.share.stages} already; split a model "
-                "once"
+                f"this {type(model).__name__} {verb} stage {module.share.index} of {module.share.stages}"
+                " already; split a model once"
             )
 
 
@@ -135,7 +139,8 @@ def _check_layer_drop(model: nn.Module, placement: Placement) -> None:
     rate = getattr(getattr(model, "config", None), "layerdrop", 0.0)
     if rate and placement.stages > 1:
         raise ValueError(
-            f"{type(model).__name__}: layerdrop={rate} may drop the blocks where stages meet; set config.layerdrop=0.0"
+            f"{type(model).__name__}: layerdrop={rate} may drop the blocks where stages meet; set"
+            " config.layerdrop=0.0"
         )
 
 
@@ -196,7 +201,9 @@ class _Plan:
 
 
 def _names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Every name of a tensor of ``model``, with those in its state of the same tensor: none for a buffer that is not saved."""
+    """Every name of a tensor of ``model``, with those in its state of the same tensor: none for a buffer that
+    is not saved.
+    """
     same = defaultdict(list)
     for name, tensor in model.state_dict(keep_vars=True).items():
         same[id(tensor)].append(name)
@@ -210,11 +217,13 @@ def _ranges(model: nn.Module, parts: ModelParts, stages: int, partition: str | S
         return _counted(who, count, stages, list(partition))
     if partition not in PARTITIONS:
         raise ValueError(
-            f"split_model(partition={partition!r}): it is 'balanced', 'uniform', or the numbers of blocks of the stages"
+            f"split_model(partition={partition!r}): it is 'balanced', 'uniform', or the numbers of blocks of"
+            " the stages"
         )
     if count < stages:
         raise ValueError(
-            f"{who} has {count} blocks, fewer than the {stages} stages of the pipeline; use fewer stages or chunks"
+            f"{who} has {count} blocks, fewer than the {stages} stages of the pipeline; use fewer stages or"
+            " chunks"
         )
     if partition == "uniform":
         dealt = partition_uniform(count, stages)
@@ -233,8 +242,8 @@ def _counted(who: str, count: int, stages: int, counts: list[Any]) -> list[range
         )
     if len(counts) != stages or sum(counts) != count:
         raise ValueError(
-            f"split_model: {who} has {count} blocks for {stages} stages, but partition={counts} gives {sum(counts)} to "
-            f"{len(counts)}"
+            f"split_model: {who} has {count} blocks for {stages} stages, but partition={counts} gives"
+            f" {sum(counts)} to {len(counts)}"
         )
     ends = [sum(counts[: i + 1]) for i in range(stages)]
     return [range(end - n, end) for end, n in zip(ends, counts, strict=True)]
@@ -244,10 +253,12 @@ def _counted(who: str, count: int, stages: int, counts: list[Any]) -> list[range
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
-    """Write the model whose stages ``split_model`` made as transformers does; ``options`` are those of its ``save_pretrained``.
+    """Write the model whose stages ``split_model`` made as transformers does; ``options`` are those of its
+    ``save_pretrained``.
 
-    ``model`` is what ``split_model`` or ``boost`` returned.  Under a plan that keeps weights elsewhere (Gemini) only the latter knows them.
-    Every rank calls it; rank 0 gathers the whole model on its CPU and writes it.
+    ``model`` is what ``split_model`` or ``boost`` returned.  Under a plan that keeps weights elsewhere
+    (Gemini) only the latter knows them. Every rank calls it; rank 0 gathers the whole model on its CPU and
+    writes it.
     """
     if isinstance(model, ModelWrapper):
         save_whole(model, folder, **options)
@@ -256,7 +267,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> Non
     for stage in stages:
         if not isinstance(stage, Stage):
             raise TypeError(
-                f"save_pretrained writes what split_model returned, got a {type(stage).__name__}; call its own save_pretrained"
+                f"save_pretrained writes what split_model returned, got a {type(stage).__name__}; call its"
+                " own save_pretrained"
             )
     state = _state(stages)
     if gpc.get_global_rank() == 0:

@@ -1,13 +1,15 @@
 """A backward pass in two halves: the gradients of the inputs now, those of the weights later.
 
-In the graph of a stage, the nodes from which an input can be reached are *the trunk*.  Where a node of the trunk also
-leads to a part of the graph outside it, weights hang there: it is a *fork* (of a linear layer, say, the node of the
-product).  The first half runs the trunk and keeps the gradient with which every fork was reached; the second half starts at
-each fork with that gradient and asks for its own weights only.  Torch computes in each half what is asked for, so no
-product is done twice; a function of a user's own is called twice, and must not mind.
+In the graph of a stage, the nodes from which an input can be reached are *the trunk*.  Where a node of the
+trunk also leads to a part of the graph outside it, weights hang there: it is a *fork* (of a linear layer,
+say, the node of the product).  The first half runs the trunk and keeps the gradient with which every fork was
+reached; the second half starts at each fork with that gradient and asks for its own weights only.  Torch
+computes in each half what is asked for, so no product is done twice; a function of a user's own is called
+twice, and must not mind.
 
-Where two forks lead to one weight, starting at the earlier one would count the later one twice.  And torch's reentrant
-checkpoints refuse to compute a part of the gradients.  Such a stage does its whole backward pass in the first half.
+Where two forks lead to one weight, starting at the earlier one would count the later one twice.  And torch's
+reentrant checkpoints refuse to compute a part of the gradients.  Such a stage does its whole backward pass in
+the first half.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ def split_backward(
 ) -> tuple[list[Tensor | None], Rest]:
     """The gradients at ``entries``, and a function that adds up those of the weights.
 
-    ``grads`` are the gradients of ``outputs``, None for that of a loss.  The graph ends at ``entries``: what a pass that is done as
-    a whole finds behind them gets gradients too.
+    ``grads`` are the gradients of ``outputs``, None for that of a loss.  The graph ends at ``entries``: what
+    a pass that is done as a whole finds behind them gets gradients too.
     """
     if not outputs:
         return [None for _ in entries], _nothing
@@ -66,7 +68,9 @@ def _weight_grads(
     reached: dict[Node, tuple[Tensor | None, ...]],
     _graph: list[GradientEdge],
 ) -> None:
-    """``_graph`` is held because in torch 2.11 the node of a function in Python does not keep itself alive."""
+    """``_graph`` is held because in torch 2.11 the node of a function in Python does not keep itself
+    alive.
+    """
     for node, weights in forks.items():
         starts = [(GradientEdge(node, i), g) for i, g in enumerate(reached.pop(node, ())) if g is not None]
         if starts:

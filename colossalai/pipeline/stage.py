@@ -1,7 +1,7 @@
 """Where the parts of a model lie: virtual stages, ranks of the pipeline and chunks.
 
-A model is cut into *virtual stages* 0, 1, 2 ... in the order of its layers.  A rank holds one of them, or several, which
-are then its *chunks* 0, 1, ...  Two ways of dealing them out are in use (4 ranks, 2 chunks)::
+A model is cut into *virtual stages* 0, 1, 2 ... in the order of its layers.  A rank holds one of them, or
+several, which are then its *chunks* 0, 1, ...  Two ways of dealing them out are in use (4 ranks, 2 chunks)::
 
     LOOP  rank 0: 0, 4   rank 1: 1, 5   rank 2: 2, 6   rank 3: 3, 7
     VEE   rank 0: 0, 7   rank 1: 1, 6   rank 2: 2, 5   rank 3: 3, 4

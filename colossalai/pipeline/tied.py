@@ -1,4 +1,6 @@
-"""Parameters that layers of several pipeline stages hold together, such as an embedding that is also the output head."""
+"""Parameters that layers of several pipeline stages hold together, such as an embedding that is also the
+output head.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from colossalai.utils.bucket import bucket_allreduce
 
 
 class Use(NamedTuple):
-    """Where a parameter is used: on which pipeline rank, by which layer of the model, under which name in it."""
+    """Where a parameter is used: on which pipeline rank, by which layer of the model, under which name in
+    it.
+    """
 
     rank: int
     layer: int
@@ -30,7 +34,10 @@ class Use(NamedTuple):
 def shared_parameters(
     parameters: Sequence[Mapping[str, Tensor]], parts: StageRanges
 ) -> list[tuple[tuple[int, ...], list[Use]]]:
-    """For each parameter on several ranks: these ranks and its uses.  ``parameters`` are those of each layer, by name."""
+    """For each parameter on several ranks: these ranks and its uses.
+
+    ``parameters`` are those of each layer, by name.
+    """
     rank_of = {layer: rank for rank, ranges in enumerate(parts) for r in ranges for layer in range(*r)}
     uses: dict[int, list[Use]] = {}
     for layer, named in enumerate(parameters):
@@ -46,7 +53,8 @@ def tie_stages(
     parts: StageRanges,
     rank: int,
 ) -> None:
-    """Share what the stages hold together: ``layers`` are as ``rank`` has built them, ``parameters`` as the model had them.
+    """Share what the stages hold together: ``layers`` are as ``rank`` has built them, ``parameters`` as the
+    model had them.
 
     Of ``layers`` those of ``rank`` are enough, by their numbers in the model.
 
@@ -67,8 +75,9 @@ def tie_stages(
 def check_shared_buffers(layers: Sequence[nn.Module | None], parts: StageRanges) -> None:
     """Refuse a layer that several stages use and that has buffers.
 
-    On several ranks each would keep its own, and a checkpoint would have two values for one buffer; on one rank micro-batches
-    come to its places in another order than in the serial model, which statistics of a batch norm depend on.
+    On several ranks each would keep its own, and a checkpoint would have two values for one buffer; on one
+    rank micro-batches come to its places in another order than in the serial model, which statistics of a
+    batch norm depend on.
     """
     states = [{} if layer is None else layer.state_dict(keep_vars=True) for layer in layers]
     buffers: list[dict[str, Any]] = [
@@ -79,9 +88,10 @@ def check_shared_buffers(layers: Sequence[nn.Module | None], parts: StageRanges)
     for _, uses in shared_parameters(buffers, stages):
         first, second = uses[0], next(use for use in uses if use.rank != uses[0].rank)
         raise ValueError(
-            f"layers {first.layer} and {second.layer} of the pipeline are one module, used by two stages, and its buffer {first.name!r} would"
-            " not be that of the serial model; cut the model so that both are in one stage, use two modules, or register the buffer"
-            " with persistent=False if it never changes"
+            f"layers {first.layer} and {second.layer} of the pipeline are one module, used by two stages, and"
+            f" its buffer {first.name!r} would not be that of the serial model; cut the model so that both"
+            " are in one stage, use two modules, or register the buffer with persistent=False if it never"
+            " changes"
         )
 
 
@@ -89,8 +99,9 @@ def _warn_without_parameters(parameters: Sequence[Mapping[str, nn.Parameter]], p
     for rank, ranges in enumerate(parts):
         if not any(parameters[layer] for r in ranges for layer in range(*r)):
             get_dist_logger().warning(
-                f"rank {rank} of the pipeline gets layers without parameters, and torch's optimizers refuse an empty list: pass the"
-                " class of the optimizer to colossalai.initialize, or cut the model in another way",
+                f"rank {rank} of the pipeline gets layers without parameters, and torch's optimizers refuse"
+                " an empty list: pass the class of the optimizer to colossalai.initialize, or cut the model"
+                " in another way",
                 ranks=[0],
             )
 
@@ -98,8 +109,8 @@ def _warn_without_parameters(parameters: Sequence[Mapping[str, nn.Parameter]], p
 def sum_shared_gradients(parameters: Iterable[Tensor]) -> None:
     """Add the gradients of those ``parameters`` that several stages share, over these stages.
 
-    They go in the order in which they were shared: a stage may use first what another one uses last.  Parameters that a
-    script gave a group itself have no such order and go as the model lists them.
+    They go in the order in which they were shared: a stage may use first what another one uses last.
+    Parameters that a script gave a group itself have no such order and go as the model lists them.
     """
     shared: dict[Any, list[Tensor]] = {}
     for p in sorted(
@@ -113,10 +124,12 @@ def sum_shared_gradients(parameters: Iterable[Tensor]) -> None:
 def synchronize_gradients(
     parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None, *, stages: bool = True
 ) -> None:
-    """Sum the gradients of weights that stages share over these ``stages``, then average all over the ``replicas``.
+    """Sum the gradients of weights that stages share over these ``stages``, then average all over the
+    ``replicas``.
 
-    Both doors of a pipeline call this function: ``Booster.execute_pipeline`` after each batch, the gradient handlers of an
-    engine before each step.  Without ``replicas`` nothing is averaged: there is one replica, or ZeRO's optimizer averages.
+    Both doors of a pipeline call this function: ``Booster.execute_pipeline`` after each batch, the gradient
+    handlers of an engine before each step.  Without ``replicas`` nothing is averaged: there is one replica,
+    or ZeRO's optimizer averages.
     """
     parameters = list(parameters)
     if stages:
@@ -131,8 +144,8 @@ def synchronized_gradients(
 ) -> Iterator[None]:
     """Synchronize the gradients of the passes inside the block, at its end.
 
-    Gradients of weights that stages share and that were there before are sums over the stages already: they are set aside, and
-    come back also if the block raises.
+    Gradients of weights that stages share and that were there before are sums over the stages already: they
+    are set aside, and come back also if the block raises.
     """
     parameters = list(parameters)
     shared = [p for p in parameters if hasattr(p, SHARED_GROUP)]

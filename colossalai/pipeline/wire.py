@@ -1,7 +1,7 @@
 """A nest of tensors as it travels between stages: a description, and the bytes of its tensors.
 
-A nest is a tensor, or tuples, lists and dicts of them in any depth; a None among them stays one (no mask, no cache).  A
-gradient has the nest of what it belongs to, with None where there is no gradient.
+A nest is a tensor, or tuples, lists and dicts of them in any depth; a None among them stays one (no mask, no
+cache).  A gradient has the nest of what it belongs to, with None where there is no gradient.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def check_nest(nest: Any, who: str) -> None:
         if not isinstance(leaf, Tensor) and (leaf is not None or not path):
             where = f" at {keystr(path)}" if path else ""
             raise TypeError(
-                f"{who} returned {describe_value(leaf)}{where}; all stages but the last return a tensor, or a tuple,"
-                " list or dict of tensors, for the next stage"
+                f"{who} returned {describe_value(leaf)}{where}; all stages but the last return a tensor, or a"
+                " tuple, list or dict of tensors, for the next stage"
             )
     if not any(isinstance(leaf, Tensor) for _, leaf in found):
         raise TypeError(f"{who} returned {describe_value(nest)} without a tensor; the next stage needs one")

@@ -1,13 +1,15 @@
 """ColoTensor: any model made tensor-parallel by saying how each of its parameters lies and computes.
 
-Read in this order: ``process_group`` (who shares a tensor), ``distspec`` and ``compute_spec`` (how it lies and computes),
-``colo_tensor`` (the tensor, and what functions do with it), ``ops`` (those that know better than to gather), ``init_context``.
+Read in this order: ``process_group`` (who shares a tensor), ``distspec`` and ``compute_spec`` (how it lies
+and computes), ``colo_tensor`` (the tensor, and what functions do with it), ``ops`` (those that know better
+than to gather), ``init_context``.
 
-It stands on the layouts of :mod:`colossalai.mesh`, not on DTensor: a ``ShardSpec`` names a ``Layout`` on the one axis ``tp``, a
-``ProcessGroup`` is a ``Mesh`` and ``ComputePattern.TP1D`` is what ``MatmulPlan`` derives from the layouts, so gradient norms,
-checkpoints and the parity check read ColoParameters as they read all our parameters.  The documented object *is* its
-piece (``shape`` and ``data`` are local, specs change in place), whereas a DTensor has the shape of the whole and cannot
-change its placement; and DTensor's replicate is one state where gradients need two, I and R.
+It stands on the layouts of :mod:`colossalai.mesh`, not on DTensor: a ``ShardSpec`` names a ``Layout`` on the
+one axis ``tp``, a ``ProcessGroup`` is a ``Mesh`` and ``ComputePattern.TP1D`` is what ``MatmulPlan`` derives
+from the layouts, so gradient norms, checkpoints and the parity check read ColoParameters as they read all our
+parameters.  The documented object *is* its piece (``shape`` and ``data`` are local, specs change in place),
+whereas a DTensor has the shape of the whole and cannot change its placement; and DTensor's replicate is one
+state where gradients need two, I and R.
 """
 
 import torch

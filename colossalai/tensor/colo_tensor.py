@@ -1,30 +1,31 @@
 """``ColoTensor``: a piece of a tensor that knows the whole.
 
-The object itself is the piece that this rank holds: ``shape``, ``data``, ``grad`` and the optimizer see the piece.  Beside
-it lie the process group, the layout among the tp ranks (``dist_spec`` is its documented name) and, for weights, how products
-with it run (``compute_spec``).  In computations it stands for the whole tensor: ``size()``, ``view(...)``, indices and the
-results of functions are those of the whole.
+The object itself is the piece that this rank holds: ``shape``, ``data``, ``grad`` and the optimizer see the
+piece.  Beside it lie the process group, the layout among the tp ranks (``dist_spec`` is its documented name)
+and, for weights, how products with it run (``compute_spec``).  In computations it stands for the whole
+tensor: ``size()``, ``view(...)``, indices and the results of functions are those of the whole.
 
 [Note: what a function does with a ColoTensor]
 ``__torch_function__`` looks at the function and takes the first that fits:
 
-1. an implementation in the table of ``op_wrapper``: products by the plan of :mod:`colossalai.mesh.matmul`, embeddings,
-   elementwise functions, changes of shape, random numbers;
-2. functions about the memory of this rank (attributes, ``numel``, ``zeros_like``, lists of tensors in an optimizer) run on
-   the piece;
-3. every other function gets whole tensors.  This is always right, and costs a gather for each argument that is cut.
+1. an implementation in the table of ``op_wrapper``: products by the plan of :mod:`colossalai.mesh.matmul`,
+   embeddings, elementwise functions, changes of shape, random numbers;
+2. functions about the memory of this rank (attributes, ``numel``, ``zeros_like``, lists of tensors in an
+   optimizer) run on the piece;
+3. every other function gets whole tensors.  This is always right, and costs a gather for each argument that
+   is cut.
 
-A result that is cut is a ColoTensor.  A whole result is a plain tensor, so that a model runs at torch's own speed between its
-parallel layers, unless one of the arguments is a whole ColoTensor that is no parameter.
+A result that is cut is a ColoTensor.  A whole result is a plain tensor, so that a model runs at torch's own
+speed between its parallel layers, unless one of the arguments is a whole ColoTensor that is no parameter.
 
-[Note: states]
-A whole tensor is in state I of :mod:`colossalai.mesh.layout`: all tp ranks go on to do the same with it.  Wherever a rank uses a
-whole tensor for its own piece of the result, an implementation moves it from I to R or cuts it, so that its gradient
-is the sum over the ranks.  Plain tensors that meet a ColoTensor count as whole.
+[Note: states] A whole tensor is in state I of :mod:`colossalai.mesh.layout`: all tp ranks go on to do the
+same with it.  Wherever a rank uses a whole tensor for its own piece of the result, an implementation moves it
+from I to R or cuts it, so that its gradient is the sum over the ranks.  Plain tensors that meet a ColoTensor
+count as whole.
 
-[Note: views of parameters that are cut]
-``weight[3]`` of a weight that is cut along its rows is a view of a gathered copy, and whatever is written there is lost.  Optimizers
-and initializers that work so, without gradients, get a ColoTensor that can be read but not written to.
+[Note: views of parameters that are cut] ``weight[3]`` of a weight that is cut along its rows is a view of a
+gathered copy, and whatever is written there is lost.  Optimizers and initializers that work so, without
+gradients, get a ColoTensor that can be read but not written to.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class ColoTensor(Tensor):
     """A tensor whose pieces lie on the tp ranks of a process group.
 
     Args:
-        data: this rank's piece, or the whole tensor if ``spec`` says that it is not cut.  Memory is shared.  A tensor with
-            a history keeps it; a leaf becomes a new leaf, which has a gradient of its own.
+        data: this rank's piece, or the whole tensor if ``spec`` says that it is not cut.  Memory is shared.
+            A tensor with a history keeps it; a leaf becomes a new leaf, which has a gradient of its own.
         spec: by default whole on every rank of the job.
     """
 
@@ -170,16 +171,17 @@ class ColoTensor(Tensor):
             return
         if cut_dim(self) is not None:
             raise ValueError(
-                f"a tensor of shape {tuple(self.full_shape)} is cut on {self.process_group} ({self.dist_spec}) and cannot go to "
-                f"{pg}; call to_replicate_() first, or redistribute(dist_spec, pg)"
+                f"a tensor of shape {tuple(self.full_shape)} is cut on {self.process_group}"
+                f" ({self.dist_spec}) and cannot go to {pg}; call to_replicate_() first, or"
+                " redistribute(dist_spec, pg)"
             )
         describe(self, pg, cut_along(None, self.ndim), self.compute_spec)
 
     def set_dist_spec(self, dist_spec: DistSpec) -> None:
         """Change in place how the tensor lies among the tp ranks; every tp rank must call it.
 
-        For a tensor with a history this is an operation with a gradient.  A leaf, such as a parameter, is simply stored in
-        another way, its gradient too; make optimizers afterwards.
+        For a tensor with a history this is an operation with a gradient.  A leaf, such as a parameter, is
+        simply stored in another way, its gradient too; make optimizers afterwards.
         """
         layout = layout_of(dist_spec, self.full_shape, self.process_group, whole=True)
         if layout == self.placement:
@@ -206,7 +208,9 @@ class ColoTensor(Tensor):
         self.compute_spec = compute_spec
 
     def redistribute(self, dist_spec: DistSpec, pg: ProcessGroup | None = None) -> ColoTensor:
-        """A tensor with the same values that lies otherwise, with a gradient; ``pg`` may be another process group."""
+        """A tensor with the same values that lies otherwise, with a gradient; ``pg`` may be another process
+        group.
+        """
         new = pg or self.process_group
         layout = layout_of(dist_spec, self.full_shape, new, whole=True)
         piece, here = as_piece(self), self.placement
@@ -311,8 +315,9 @@ def _refuse_to_write_a_piece(func: Callable[..., Any], args: Any, kwargs: Any) -
     for tensor in (*written, kwargs.get("out")):
         if isinstance(tensor, ColoTensor) and tensor.cut_dim is not None:
             raise RuntimeError(
-                f"{getattr(func, '__name__', func)} writes into a tensor of shape {tuple(tensor.full_shape)} of which this "
-                f"rank holds a piece ({tensor.dist_spec}); call to_replicate_() first, or write to its piece, .data"
+                f"{getattr(func, '__name__', func)} writes into a tensor of shape {tuple(tensor.full_shape)}"
+                f" of which this rank holds a piece ({tensor.dist_spec}); call to_replicate_() first, or"
+                " write to its piece, .data"
             )
 
 
@@ -331,8 +336,9 @@ def refuse_lost_writes(func: Callable[..., Any], args: Any) -> None:
     targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
     if any(isinstance(t, ColoTensor) and t.is_copy for t in targets):
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)} writes into a view of a parameter that is cut, which is a view of a gathered "
-            "copy: the parameter would not change; write to its piece, param.data, or call param.to_replicate_() first"
+            f"{getattr(func, '__name__', func)} writes into a view of a parameter that is cut, which is a"
+            " view of a gathered copy: the parameter would not change; write to its piece, param.data, or"
+            " call param.to_replicate_() first"
         )
 
 

@@ -17,8 +17,9 @@ class ComputePattern(Enum):
 class ComputeSpec:
     """Products with this weight run where its pieces lie, instead of bringing the weight together first.
 
-    ``output_replicate`` says whether a result that comes out cut is made whole.  It says nothing about results that come
-    out as sums (a weight that is cut along the dim that is summed over): these are always added up, hence whole.
+    ``output_replicate`` says whether a result that comes out cut is made whole.  It says nothing about
+    results that come out as sums (a weight that is cut along the dim that is summed over): these are always
+    added up, hence whole.
     """
 
     def __init__(self, compute_pattern: ComputePattern) -> None:
@@ -26,8 +27,8 @@ class ComputeSpec:
             raise TypeError(f"ComputeSpec takes a ComputePattern, got {compute_pattern!r}")
         if compute_pattern is not ComputePattern.TP1D:
             raise ValueError(
-                f"ComputeSpec({compute_pattern}): a ProcessGroup has one tensor axis, so weights with a spec compute by "
-                "ComputePattern.TP1D; the layers of colossalai.nn offer 2D, 2.5D and 3D"
+                f"ComputeSpec({compute_pattern}): a ProcessGroup has one tensor axis, so weights with a spec"
+                " compute by ComputePattern.TP1D; the layers of colossalai.nn offer 2D, 2.5D and 3D"
             )
         self.compute_pattern = compute_pattern
         self.output_replicate = True

@@ -24,7 +24,8 @@ class DistSpecManager:
     def no_grad(cls) -> Iterator[None]:
         """Conversions inside the block are not recorded: their results have no history.
 
-        This is about ``redistribute``, ``set_dist_spec`` and the like; what functions do by themselves is recorded.
+        This is about ``redistribute``, ``set_dist_spec`` and the like; what functions do by themselves is
+        recorded.
         """
         before, cls._recorded = cls._recorded, False
         try:

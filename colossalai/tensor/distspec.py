@@ -1,7 +1,7 @@
 """How a tensor lies among the tp ranks of its process group: whole on each, or cut along one dim.
 
-Both are names for a :class:`colossalai.mesh.Layout` on the axis ``tp``, and ``layout_of`` is the one place where names
-become layouts.
+Both are names for a :class:`colossalai.mesh.Layout` on the axis ``tp``, and ``layout_of`` is the one place
+where names become layouts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class ShardSpec:
                 raise TypeError(f"ShardSpec takes {name} as a list of one integer, got {value!r}")
             if len(value) != 1 or not isinstance(value[0], int):
                 raise ValueError(
-                    f"ShardSpec(dims={list(self.dims)}, num_partitions={list(self.num_partitions)}): the tp ranks cut one "
-                    f"dim, so {name} is a list of one integer; a tensor that is not cut has a ReplicaSpec()"
+                    f"ShardSpec(dims={list(self.dims)}, num_partitions={list(self.num_partitions)}): the tp"
+                    f" ranks cut one dim, so {name} is a list of one integer; a tensor that is not cut has a"
+                    " ReplicaSpec()"
                 )
             object.__setattr__(self, name, tuple(value))
 
@@ -53,7 +54,9 @@ def cut_along(dim: int | None, ndim: int) -> Layout:
 
 
 def layout_of(dist_spec: DistSpec, shape: Sequence[int], pg: ProcessGroup, *, whole: bool) -> Layout:
-    """The layout that ``dist_spec`` names for a tensor of ``shape``; ``whole`` says that this is not a piece's shape."""
+    """The layout that ``dist_spec`` names for a tensor of ``shape``; ``whole`` says that this is not a
+    piece's shape.
+    """
     if isinstance(dist_spec, ReplicaSpec):
         return cut_along(None, len(shape))
     if not isinstance(dist_spec, ShardSpec):
@@ -67,14 +70,15 @@ def layout_of(dist_spec: DistSpec, shape: Sequence[int], pg: ProcessGroup, *, wh
         )
     if parts != pg.tp_world_size():
         raise ValueError(
-            f"{dist_spec} asks for {parts} pieces, but {pg} cuts a tensor into {pg.tp_world_size()}: write "
-            "ShardSpec([dim], [pg.tp_world_size()]), and call set_process_group(pg) first if the tensor lies on another"
+            f"{dist_spec} asks for {parts} pieces, but {pg} cuts a tensor into {pg.tp_world_size()}: write"
+            " ShardSpec([dim], [pg.tp_world_size()]), and call set_process_group(pg) first if the tensor"
+            " lies on another"
         )
     if whole and shape[dim] % parts:
         raise ValueError(
-            f"dim {dim} of a tensor of shape {tuple(shape)} cannot be cut into {parts} equal pieces: {shape[dim]} is not a "
-            f"multiple of {parts}; cut another dim, keep the tensor whole, or choose a size of "
-            f"{shape[dim] // parts * parts or parts} or {round_up(shape[dim], parts)}"
+            f"dim {dim} of a tensor of shape {tuple(shape)} cannot be cut into {parts} equal pieces:"
+            f" {shape[dim]} is not a multiple of {parts}; cut another dim, keep the tensor whole, or choose a"
+            f" size of {shape[dim] // parts * parts or parts} or {round_up(shape[dim], parts)}"
         )
     return cut_along(dim % len(shape), len(shape))
 

@@ -1,9 +1,9 @@
 """``ColoInitContext``: the parameters of every model that is built inside the block become ColoParameters.
 
-They become so at the end of the block, from the values that the ordinary constructors gave them.  So a model begins with the
-weights of the serial model, bit for bit, whatever its process group, dist spec, device and dtype; constructors that change
-the weights of their children afterwards, tie them, or load them from a file need no care.  Until the block ends the model
-is whole in the memory of its constructors.
+They become so at the end of the block, from the values that the ordinary constructors gave them.  So a model
+begins with the weights of the serial model, bit for bit, whatever its process group, dist spec, device and
+dtype; constructors that change the weights of their children afterwards, tie them, or load them from a file
+need no care.  Until the block ends the model is whole in the memory of its constructors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ColoInitContext:
     Args:
         device: where parameters and buffers go.
         dtype: of floating-point parameters.
-        default_pg: the process group of all parameters, by default every rank of the job with ``tp_degree=1``.
+        default_pg: the process group of all parameters, by default every rank of the job with
+            ``tp_degree=1``.
         default_dist_spec: how all parameters lie, by default whole on every rank.
     """
 

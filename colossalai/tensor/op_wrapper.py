@@ -12,9 +12,11 @@ IMPLEMENTATIONS: dict[Any, Implementation] = {}
 
 
 def colo_op_impl(func: Callable[..., Any]) -> Callable[[F], F]:
-    """Register what runs instead of ``func`` when one of its arguments is a ColoTensor; a later one replaces it.
+    """Register what runs instead of ``func`` when one of its arguments is a ColoTensor; a later one replaces
+    it.
 
-    The implementation gets the arguments of the call.  ``torch.add``, ``torch.Tensor.add`` and ``+`` are three functions.
+    The implementation gets the arguments of the call.  ``torch.add``, ``torch.Tensor.add`` and ``+`` are
+    three functions.
     """
 
     def register(implementation: F) -> F:

@@ -1,8 +1,8 @@
 """Hooks around every operation that uses ColoParameters, in the forward and in the backward pass.
 
-The parameters and the other tensors of an operation pass through an identity before it, and its results through another one
-after it.  In the backward pass the second identity runs first, when the gradients of the results are known, and the
-first one when the operation has computed all gradients of its arguments.
+The parameters and the other tensors of an operation pass through an identity before it, and its results
+through another one after it.  In the backward pass the second identity runs first, when the gradients of the
+results are known, and the first one when the operation has computed all gradients of its arguments.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class ColoParamOpHookManager:
     @classmethod
     @contextmanager
     def use_hooks(cls, *hooks: ColoParamOpHook) -> Iterator[None]:
-        """Call ``hooks``, in this order, around the operations of the block, instead of those in use outside."""
+        """Call ``hooks``, in this order, around the operations of the block, instead of those in use
+        outside.
+        """
         for hook in hooks:
             if not isinstance(hook, ColoParamOpHook):
                 raise TypeError(

@@ -1,7 +1,7 @@
 """``ProcessGroup``: which ranks cut a tensor between them (tp) and which hold copies of it (dp).
 
-It is a mesh with the two axes ``dp`` (major) and ``tp`` (minor): with 8 ranks, ``tp_degree=4`` and ``dp_degree=2`` the
-ranks 0-3 are the first tp group, and the ranks 1 and 5 are the dp group of rank 1.
+It is a mesh with the two axes ``dp`` (major) and ``tp`` (minor): with 8 ranks, ``tp_degree=4`` and
+``dp_degree=2`` the ranks 0-3 are the first tp group, and the ranks 1 and 5 are the dp group of rank 1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGrou
     return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 
-# What was made for one default process group, and goes with it: equal process groups share their communicators.
+# What was made for one default process group, and goes with it: equal process groups share their
+# communicators.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = WeakKeyDictionary()
 
 
@@ -69,12 +70,13 @@ def _made_once() -> dict[Any, Any]:
 class ProcessGroup:
     """The ranks that share a tensor, as ``dp_degree`` x ``tp_degree``.
 
-    A degree that is left out is derived from the other; without both, all ranks hold copies (``tp_degree=1``).  Equal
-    process groups are equal objects for ``==`` and share their communicators.
+    A degree that is left out is derived from the other; without both, all ranks hold copies
+    (``tp_degree=1``).  Equal process groups are equal objects for ``==`` and share their communicators.
 
     Args:
         rank: the rank of this process; only checked.
-        ranks: the members, by default every rank of the job.  Each rank makes the process group that it belongs to.
+        ranks: the members, by default every rank of the job.  Each rank makes the process group that it
+            belongs to.
         tp_degree: ranks that cut a tensor between them; they are neighbours.
         dp_degree: copies.
     """
@@ -139,7 +141,9 @@ class ProcessGroup:
         return self.mesh.group(DATA_AXIS)
 
     def set_cpu_groups(self) -> None:
-        """Make groups for tensors in host memory, where the job's backend does not serve them; every member calls it."""
+        """Make groups for tensors in host memory, where the job's backend does not serve them; every member
+        calls it.
+        """
         for axis in (TP, DATA_AXIS):
             self._cpu_group(axis, make=True)
 
@@ -197,12 +201,13 @@ def _members(rank: int | None, ranks: Sequence[int] | None) -> tuple[int, ...]:
     members = tuple(sorted(ranks))
     if len(set(members)) != len(members) or not all(0 <= r < world for r in members):
         raise ValueError(
-            f"ProcessGroup(ranks={list(ranks)}) must name ranks from 0 to {world - 1}, each once: the job has {world} ranks"
+            f"ProcessGroup(ranks={list(ranks)}) must name ranks from 0 to {world - 1}, each once: the job has"
+            f" {world} ranks"
         )
     if own not in members:
         raise ValueError(
-            f"rank {own} is not one of ProcessGroup(ranks={list(ranks)}); each rank makes the process group that it "
-            "belongs to, and no other"
+            f"rank {own} is not one of ProcessGroup(ranks={list(ranks)}); each rank makes the process group"
+            " that it belongs to, and no other"
         )
     return members
 
@@ -218,6 +223,7 @@ def _degrees(size: int, tp_degree: int | None, dp_degree: int | None) -> tuple[i
     dp = dp_degree or size // tp
     if tp * dp != size:
         raise ValueError(
-            f"{given}: {tp} x {dp} = {tp * dp}, not {size}; leave one degree out and it is derived from the other"
+            f"{given}: {tp} x {dp} = {tp * dp}, not {size}; leave one degree out and it is derived from the"
+            " other"
         )
     return tp, dp

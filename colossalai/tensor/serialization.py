@@ -60,7 +60,9 @@ def deep_copy(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def reduced(tensor: Any) -> Any:
-    """For ``pickle``: the piece of this rank and plain values, which ``torch.load`` reads with ``weights_only`` too."""
+    """For ``pickle``: the piece of this rank and plain values, which ``torch.load`` reads with
+    ``weights_only`` too.
+    """
     pg, spec = tensor.process_group, tensor.compute_spec
     dim = tensor.placement.state(TP)
     return rebuild, (

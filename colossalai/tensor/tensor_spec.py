@@ -22,5 +22,6 @@ class ColoTensorSpec:
             raise TypeError(f"ColoTensorSpec takes a ProcessGroup, got {type(self.pg).__name__} {self.pg!r}")
         if self.compute_attr is not None and not isinstance(self.compute_attr, ComputeSpec):
             raise TypeError(
-                f"ColoTensorSpec takes a ComputeSpec or None as compute_attr, got {type(self.compute_attr).__name__}"
+                "ColoTensorSpec takes a ComputeSpec or None as compute_attr, got"
+                f" {type(self.compute_attr).__name__}"
             )

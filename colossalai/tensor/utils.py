@@ -16,7 +16,9 @@ from colossalai.tensor.tensor_spec import ColoTensorSpec
 def named_params_with_colotensor(
     module: nn.Module, prefix: str = "", recurse: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """``module.named_parameters()``, and the ColoTensors that modules keep as ordinary attributes; each once."""
+    """``module.named_parameters()``, and the ColoTensors that modules keep as ordinary attributes; each
+    once.
+    """
     seen: set[int] = set()
     for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
         attributes = {n: t for n, t in vars(owner).items() if isinstance(t, ColoTensor)}
@@ -67,8 +69,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict
             assert isinstance(target, ColoTensor)
             if value.shape != target.full_shape:
                 raise ValueError(
-                    f"load_full_state_dict takes whole tensors: {name!r} has shape {tuple(value.shape)} and must have "
-                    f"{tuple(target.full_shape)}"
+                    f"load_full_state_dict takes whole tensors: {name!r} has shape {tuple(value.shape)} and"
+                    f" must have {tuple(target.full_shape)}"
                 )
             value = shard(value, target.placement, target.process_group.mesh)
         pieces[name] = value

@@ -88,7 +88,10 @@ def rerun_on_exception(
 
 
 def rerun_if_address_is_in_use() -> Decorator:
-    """Call the function again when another process took its port.  ``spawn`` chooses ports that need no rerun."""
+    """Call the function again when another process took its port.
+
+    ``spawn`` chooses ports that need no rerun.
+    """
     return rerun_on_exception((OSError, RuntimeError), r"(?i)address already in use|EADDRINUSE")
 
 

@@ -142,7 +142,10 @@ class _Output:
         self._forward(lines)
 
     def drain(self) -> None:
-        """Read what is there now.  The bound is for a process that escaped from the rank and writes forever."""
+        """Read what is there now.
+
+        The bound is for a process that escaped from the rank and writes forever.
+        """
         for _ in range(256):
             if not (self.open and self.connection.poll()):
                 break

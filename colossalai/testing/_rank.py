@@ -1,7 +1,9 @@
-"""The inside of a rank that ``spawn`` started: it runs the function, answers its parent, and never outlives it.
+"""The inside of a rank that ``spawn`` started: it runs the function, answers its parent, and never outlives
+it.
 
-A rank does not exit by itself.  Once its function has returned or raised, it says so and waits to be killed, so
-the sockets of a failed rank stay open and the other ranks do not fail in turn with "connection closed by peer".
+A rank does not exit by itself.  Once its function has returned or raised, it says so and waits to be killed,
+so the sockets of a failed rank stay open and the other ranks do not fail in turn with "connection closed by
+peer".
 """
 
 from __future__ import annotations

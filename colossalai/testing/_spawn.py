@@ -1,8 +1,8 @@
 """``spawn``: run a function on several ranks of this machine, quickly and without a rank left behind.
 
 Ranks are forked from a server process that has already imported torch, so 8 of them start in a fraction of a
-second, while ``spawn`` of the standard library takes half a minute.  The parent hosts the rendezvous store on a
-port the system chose, so no port is guessed, freed and taken by another process in between.
+second, while ``spawn`` of the standard library takes half a minute.  The parent hosts the rendezvous store on
+a port the system chose, so no port is guessed, freed and taken by another process in between.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _GRACE = 2.0  # how long a lost connection waits for its cause to show up
 class RankError(RuntimeError):
     """A rank raised, died or was stuck.
 
-    ``rank`` is the rank that failed first, ``cause_type`` the class of what it raised (``ChildProcessError`` if
-    it died, ``TimeoutError`` if it was stuck), ``traceback`` its traceback or last output.
+    ``rank`` is the rank that failed first, ``cause_type`` the class of what it raised (``ChildProcessError``
+    if it died, ``TimeoutError`` if it was stuck), ``traceback`` its traceback or last output.
     """
 
     def __init__(self, message: str, *, rank: int, cause_type: type[BaseException], traceback: str) -> None:
@@ -49,9 +49,9 @@ def spawn(
 ) -> list[Any]:
     """Call ``func(rank=..., world_size=..., port=..., **kwargs)`` on ``nprocs`` ranks; return their results.
 
-    ``func`` must be a function of a module (or a ``functools.partial`` of one).  When a rank raises or dies, or
-    when the ranks are not done after ``timeout`` seconds, all are killed and ``RankError`` tells which rank,
-    why, and where the others were.  What ranks print appears on this process's stdout and stderr.
+    ``func`` must be a function of a module (or a ``functools.partial`` of one).  When a rank raises or dies,
+    or when the ranks are not done after ``timeout`` seconds, all are killed and ``RankError`` tells which
+    rank, why, and where the others were.  What ranks print appears on this process's stdout and stderr.
     """
     __tracebackhide__ = True
     if nprocs < 1:
@@ -82,7 +82,9 @@ def _pickled(func: Callable[..., Any], kwargs: dict[str, Any]) -> bytes:
 
 
 def _fork_server() -> ForkServerContext:
-    """Start the server once; it imports what this process has imported of ours and what is slow, so that no rank has to."""
+    """Start the server once; it imports what this process has imported of ours and what is slow, so that no
+    rank has to.
+    """
     context = multiprocessing.get_context("forkserver")
     roots = ("colossalai", "titans", "pytest", "transformers")
     ours = sorted(name for name in sys.modules if name.partition(".")[0] in roots)
@@ -96,9 +98,9 @@ def _fork_server() -> ForkServerContext:
 def _store(timeout: float) -> TCPStore:
     """Host the rendezvous on a port of the system's choice.  [Note: no name server]
 
-    A TCPStore asks for the host name of every peer, and asks the name server when it sees the loopback address
-    in its IPv6 form; an answer that got lost stops all ranks for five seconds.  So we listen on IPv4, and what
-    the clients still ask may take one second.
+    A TCPStore asks for the host name of every peer, and asks the name server when it sees the loopback
+    address in its IPv6 form; an answer that got lost stops all ranks for five seconds.  So we listen on IPv4,
+    and what the clients still ask may take one second.
     """
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port = listener.getsockname()[1]
@@ -195,7 +197,10 @@ def _resolve(classes: tuple[tuple[str, str], ...]) -> type[BaseException]:
 
 
 def free_port() -> int:
-    """Return a port that is free now.  Another process may take it before you do: bind port 0 where you can."""
+    """Return a port that is free now.
+
+    Another process may take it before you do: bind port 0 where you can.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

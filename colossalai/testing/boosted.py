@@ -18,9 +18,9 @@ from colossalai.testing.parity import Problem
 class BoosterRun:
     """A problem under the plugin of ``booster``, where every rank is a replica.
 
-    Tensors of a batch are cut along their first dim, among the ranks and then into ``accumulate`` backward passes of
-    which only the last synchronizes gradients; the problem's loss must be a mean over that dim.  ``clip`` is called
-    with the optimizer before each step.
+    Tensors of a batch are cut along their first dim, among the ranks and then into ``accumulate`` backward
+    passes of which only the last synchronizes gradients; the problem's loss must be a mean over that dim.
+    ``clip`` is called with the optimizer before each step.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ def whole_tensor(value: Any) -> Tensor:
     if not hasattr(value, "device_mesh"):
         return value.full_tensor()
     mesh = value.device_mesh
-    # Under gloo the parts travel from host memory: torch 2.11 crashes when it gathers CUDA tensors there.  NCCL knows
-    # the devices of the mesh only, while the parts of an offloaded tensor wait on the CPU.
+    # Under gloo the parts travel from host memory: torch 2.11 crashes when it gathers CUDA tensors there.
+    # NCCL knows the devices of the mesh only, while the parts of an offloaded tensor wait on the CPU.
     by_gloo = dist.get_backend(mesh.get_group(0)) == "gloo"
     return value.detach().to("cpu" if by_gloo else mesh.device_type).full_tensor()
 

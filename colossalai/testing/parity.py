@@ -1,8 +1,8 @@
 """Is this plan equal to the serial model?
 
-A *problem* is an ordinary model with its data, loss and optimizer.  A *plan* is a function that turns a problem into
-a *run*: the same training, spread over ranks.  ``check_plan`` trains the serial model beside the run, on the same
-batches, and compares
+A *problem* is an ordinary model with its data, loss and optimizer.  A *plan* is a function that turns a
+problem into a *run*: the same training, spread over ranks.  ``check_plan`` trains the serial model beside the
+run, on the same batches, and compares
 
 - the initial weights, bit for bit,
 - the loss, every gradient and the norm of all gradients at each step,
@@ -27,8 +27,8 @@ from colossalai.testing._spawn import spawn
 
 
 def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # A larger eps than usual: some gradients are exactly zero in theory (the bias of attention's keys), and Adam
-    # would blow their rounding errors up to full-sized steps.
+    # A larger eps than usual: some gradients are exactly zero in theory (the bias of attention's keys), and
+    # Adam would blow their rounding errors up to full-sized steps.
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-4)
 
 
@@ -46,7 +46,9 @@ class Problem:
 
 
 class ParityRun(Protocol):
-    """One training run, however it is spread; tensors are reported whole, under the names of the serial model."""
+    """One training run, however it is spread; tensors are reported whole, under the names of the serial
+    model.
+    """
 
     def weights(self) -> dict[str, Tensor]: ...
 
@@ -77,8 +79,9 @@ class Tolerance:
 
 
 FP32 = Tolerance()
-# bf16 keeps 8 bits, and every product and sum of a layer rounds to them; for optimizers whose step is proportional to the
-# gradient (Adam makes a whole step of one that is nothing but rounding); a weight that starts at zero is a sum of gradients
+# bf16 keeps 8 bits, and every product and sum of a layer rounds to them; for optimizers whose step is
+# proportional to the gradient (Adam makes a whole step of one that is nothing but rounding); a weight that
+# starts at zero is a sum of gradients
 BF16 = Tolerance(loss=1e-2, gradient=1e-1, weight=1e-1)
 
 
@@ -206,8 +209,8 @@ def assert_equal_to_serial(
 ) -> None:
     """``check_plan`` on ``nprocs`` fresh ranks of this machine.
 
-    ``problem`` is a function of a module, or a partial of one: each rank builds its own.  The plan starts the process
-    group from the usual environment variables (``colossalai.launch_from_torch`` does).
+    ``problem`` is a function of a module, or a partial of one: each rank builds its own.  The plan starts the
+    process group from the usual environment variables (``colossalai.launch_from_torch`` does).
     """
     spawn(_check_on_rank, nprocs, timeout=timeout, problem=problem, plan=plan, tolerance=tolerance)
 

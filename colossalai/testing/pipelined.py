@@ -24,8 +24,8 @@ Convert = Callable[[nn.Module], nn.Module]
 class PipelineRun:
     """A problem whose model is a ``nn.Sequential``, under the launched config.
 
-    The layers are dealt out as evenly as they can be.  Batches are ``(data, label)``; every data-parallel rank takes its
-    part.
+    The layers are dealt out as evenly as they can be.  Batches are ``(data, label)``; every data-parallel
+    rank takes its part.
 
     Args:
         convert: makes a tensor-parallel layer of a serial one; parameters keep their names.

@@ -28,8 +28,9 @@ class Batches(Iterator[Any]):
         for done in range(count):
             if next(self, _NOTHING) is _NOTHING:
                 raise ValueError(
-                    f"the checkpoint was written after {count} batches of the epoch, but train_dataloader has only"
-                    f" {done}; resume with the data, batch size and number of ranks that it was written with"
+                    f"the checkpoint was written after {count} batches of the epoch, but train_dataloader has"
+                    f" only {done}; resume with the data, batch size and number of ranks that it was written"
+                    " with"
                 )
 
     def __next__(self) -> Any:
@@ -48,7 +49,9 @@ def length(dataloader: Any) -> int | None:
 
 
 def set_epoch(dataloader: Any, epoch: int) -> None:
-    """Let the sampler choose the order of ``epoch``, so that a resumed run sees the data in the same order."""
+    """Let the sampler choose the order of ``epoch``, so that a resumed run sees the data in the same
+    order.
+    """
     for sampler in (getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)):
         if callable(setter := getattr(sampler, "set_epoch", None)):
             setter(epoch)

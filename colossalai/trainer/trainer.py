@@ -56,8 +56,8 @@ def check_steps(steps: int, name: str) -> None:
     """Refuse a pass over ``name`` that had no batch."""
     if steps == 0:
         raise ValueError(
-            f"{name} gave no batch: is the dataset empty, smaller than the batch size with drop_last=True, or an"
-            " iterator that was used up before?"
+            f"{name} gave no batch: is the dataset empty, smaller than the batch size with drop_last=True, or"
+            " an iterator that was used up before?"
         )
 
 
@@ -76,12 +76,12 @@ def check_hooks(hooks: Sequence[BaseHook]) -> None:
 class Trainer:
     """Trains with an engine.
 
-    ``states`` is where hooks leave what others may read: ``states['metrics']['train']`` and ``['test']`` hold the
-    metrics by name, ``states['step_metrics']`` what the progress bar shows.
+    ``states`` is where hooks leave what others may read: ``states['metrics']['train']`` and ``['test']`` hold
+    the metrics by name, ``states['step_metrics']`` what the progress bar shows.
 
     Args:
-        timer: measures epochs and steps as ``Train-epoch``, ``Train-step``, ``Test-epoch`` and ``Test-step``.  Left
-            out, a timer is made that is off until a hook needs it: measuring waits for the device.
+        timer: measures epochs and steps as ``Train-epoch``, ``Train-step``, ``Test-epoch`` and ``Test-step``.
+            Left out, a timer is made that is off until a hook needs it: measuring waits for the device.
         logger: the logger of ``get_dist_logger()`` if left out.
     """
 
@@ -203,7 +203,8 @@ class Trainer:
         state = load_training(file, model or self._engine.model, self._engine.optimizer, lr_scheduler)
         if lr_scheduler is None and "lr_scheduler" in state:
             self._logger.warning(
-                f"{file} holds a learning-rate scheduler, but resume got none; pass it: resume(file, lr_scheduler)",
+                f"{file} holds a learning-rate scheduler, but resume got none; pass it: resume(file,"
+                " lr_scheduler)",
                 ranks=[0],
             )
         seen = state.get(STEP_IN_EPOCH)
@@ -231,9 +232,11 @@ class Trainer:
             )
 
     def predict(self, data: Any) -> Any:
-        """The output of the model for ``data``, a tensor or a list or dict of its arguments, in evaluation mode.
+        """The output of the model for ``data``, a tensor or a list or dict of its arguments, in evaluation
+        mode.
 
-        In a pipeline every rank passes the same data, and the output is where the last layers are; elsewhere it is None.
+        In a pipeline every rank passes the same data, and the output is where the last layers are; elsewhere
+        it is None.
         """
         device = next((p.device for p in self._engine.model.parameters()), get_current_device())
         data = to_device(data, device)
@@ -395,7 +398,9 @@ class Trainer:
             getattr(hook, moment)(self, *args)
 
     def _synchronize_metrics(self, mode: str) -> None:
-        """All ranks together, here and nowhere else: a hook that reads a metric on one rank must not wait for others."""
+        """All ranks together, here and nowhere else: a hook that reads a metric on one rank must not wait for
+        others.
+        """
         for metric in self.states.get("metrics", {}).get(mode, {}).values():
             metric.synchronize()
 

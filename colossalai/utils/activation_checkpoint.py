@@ -1,10 +1,11 @@
 """Activation checkpointing: keep only the inputs of a function, and run it again in the backward pass.
 
-torch does the checkpointing; this adds three things.  The inputs can wait for the backward pass in host memory.
-The results of matrix products and attention, which are most of the work, can be kept, so that only what is cheap runs
-again.  And every random stream that the function may draw from is put back where it was, so that dropout drops the same
-elements in the second run: torch's own streams, one per parallel mode of ``colossalai.context.random``, those of
-``colossalai.mesh.RandomStream``, and whatever else was given to ``register_random_state``.
+torch does the checkpointing; this adds three things.  The inputs can wait for the backward pass in host
+memory. The results of matrix products and attention, which are most of the work, can be kept, so that only
+what is cheap runs again.  And every random stream that the function may draw from is put back where it was,
+so that dropout drops the same elements in the second run: torch's own streams, one per parallel mode of
+``colossalai.context.random``, those of ``colossalai.mesh.RandomStream``, and whatever else was given to
+``register_random_state``.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ def checkpoint(
 
     With ``activation_offload``, the tensors among ``args`` wait for the backward pass in host memory.
     ``use_reentrant`` chooses torch's implementation.  The reentrant one sees only tensors that are arguments
-    themselves; where one inside a list or dict needs a gradient, or none of the arguments does (the parameters
-    may), it would lose gradients, so the other one is used.
+    themselves; where one inside a list or dict needs a gradient, or none of the arguments does (the
+    parameters may), it would lose gradients, so the other one is used.
 
-    With ``keep_products``, the results of matrix products, convolutions and attention are kept, and only the rest (norms,
-    activations, dropout) is computed again: a transformer block then keeps about 60 % of what it would, for almost no time.
+    With ``keep_products``, the results of matrix products, convolutions and attention are kept, and only the
+    rest (norms, activations, dropout) is computed again: a transformer block then keeps about 60 % of what it
+    would, for almost no time.
     """
     if not callable(function):
         raise TypeError(f"checkpoint runs a function or module, got {type(function).__name__}")
@@ -78,7 +80,9 @@ def register_random_state(get_state: GetState, set_state: SetState) -> None:
 
 
 class _SameRandomNumbers:
-    """A function whose every call after the first draws the random numbers of the first, and then forgets it did."""
+    """A function whose every call after the first draws the random numbers of the first, and then forgets it
+    did.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

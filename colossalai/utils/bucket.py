@@ -1,9 +1,9 @@
 """One all-reduce for many gradients.
 
-Gradients of one dtype and device travel in flat buckets.  A bucket holds every parameter of the list, also those
-without a gradient here, because another rank may have one: its shape is then the same on all ranks.  Behind the
-gradients it carries one flag for each, whose sum tells whether any rank had a gradient; a parameter that no rank used
-stays without one, as it would in serial training.
+Gradients of one dtype and device travel in flat buckets.  A bucket holds every parameter of the list, also
+those without a gradient here, because another rank may have one: its shape is then the same on all ranks.
+Behind the gradients it carries one flag for each, whose sum tells whether any rank had a gradient; a
+parameter that no rank used stays without one, as it would in serial training.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def bucket_allreduce(
     for p in params:
         if (grad := own_grad(p)) is not None and grad.layout != torch.strided:
             raise TypeError(
-                f"bucket_allreduce takes dense gradients, got one in layout {grad.layout} of a parameter of shape"
-                f" {tuple(p.shape)}; build its layer with sparse=False"
+                f"bucket_allreduce takes dense gradients, got one in layout {grad.layout} of a parameter of"
+                f" shape {tuple(p.shape)}; build its layer with sparse=False"
             )
     size = dist.get_world_size(group)
     if size == 1:

@@ -1,4 +1,6 @@
-"""Small helpers for scripts: printing once, running once, optional contexts, norms of gradients, Apex's list operations."""
+"""Small helpers for scripts: printing once, running once, optional contexts, norms of gradients, Apex's list
+operations.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,8 @@ def clip_grad_norm_fp32(
 ) -> float:
     """Scale all gradients so that their norm, computed in fp32 over the whole model, is at most ``max_norm``.
 
-    Pieces of a parameter that is cut over ranks are added up, copies are counted once.  Returns the norm before.
+    Pieces of a parameter that is cut over ranks are added up, copies are counted once.  Returns the norm
+    before.
     """
     return float(clip_grads(_list(parameters), max_norm, launched_mesh(), norm_type))
 
@@ -100,7 +103,8 @@ class MultiTensorApply:
     def __init__(self, chunk_size: int) -> None:
         if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
             raise ValueError(
-                f"MultiTensorApply needs chunk_size, a number of elements, as an int above 0; got {chunk_size!r}"
+                "MultiTensorApply needs chunk_size, a number of elements, as an int above 0; got"
+                f" {chunk_size!r}"
             )
         self.chunk_size = chunk_size
 
@@ -111,7 +115,9 @@ class MultiTensorApply:
         tensor_lists: Sequence[Sequence[Tensor]],
         *args: Any,
     ) -> Any:
-        """``op`` on lists whose tensors belong together by position; ``noop_flag_buffer`` is where it notes an overflow."""
+        """``op`` on lists whose tensors belong together by position; ``noop_flag_buffer`` is where it notes
+        an overflow.
+        """
         lengths = [len(tensors) for tensors in tensor_lists]
         if len(set(lengths)) > 1:
             raise ValueError(

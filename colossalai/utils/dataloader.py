@@ -24,9 +24,10 @@ from colossalai.registry import DATA_SAMPLERS
 class DataParallelSampler(Sampler[int]):
     """The indices of this data-parallel rank: every rank gets equally many, together they cover the dataset.
 
-    When the dataset does not divide evenly, some samples appear twice, or, with ``drop_last``, the rest is left
-    out.  ``place`` is (rank, ranks) where it is not the data-parallel place of the launched job.  With ``shuffle``, each pass has another order: the n-th pass is drawn from ``seed + n``, so every rank
-    must start equally many passes (``set_epoch`` sets n for the next one).
+    When the dataset does not divide evenly, some samples appear twice, or, with ``drop_last``, the rest is
+    left out.  ``place`` is (rank, ranks) where it is not the data-parallel place of the launched job.  With
+    ``shuffle``, each pass has another order: the n-th pass is drawn from ``seed + n``, so every rank must
+    start equally many passes (``set_epoch`` sets n for the next one).
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class DataParallelSampler(Sampler[int]):
         return self.start if self.epoch == self.start_epoch else 0
 
     def resume(self, epoch: int, start: int) -> None:
-        """Let the next pass be pass number ``epoch``, without its first ``start`` samples, counted over all ranks."""
+        """Let the next pass be pass number ``epoch``, without its first ``start`` samples, counted over all
+        ranks.
+        """
         self.epoch = self.start_epoch = epoch
         self.start = start
 
@@ -88,8 +91,9 @@ class DataParallelSampler(Sampler[int]):
 class PositionedDataLoader(DataLoader):
     """A ``DataLoader`` that knows how far its present pass is, so that another one can go on there.
 
-    The position is counted in samples over all data-parallel ranks: a job with other ranks, or another batch size, goes on with
-    the same sample.  A loader with a ``DataParallelSampler`` starts there; any other reads the batches before it once more.
+    The position is counted in samples over all data-parallel ranks: a job with other ranks, or another batch
+    size, goes on with the same sample.  A loader with a ``DataParallelSampler`` starts there; any other reads
+    the batches before it once more.
     """
 
     _batches = 0  # of the present pass, as handed out
@@ -161,9 +165,9 @@ def get_dataloader(
     """A ``DataLoader`` for this data-parallel rank; ``batch_size`` (in ``kwargs``) is that of one rank.
 
     With ``add_sampler``, a ``DataParallelSampler`` divides the dataset; a ``sampler`` or ``batch_sampler`` in
-    ``kwargs`` takes its place.  ``seed`` decides the order of the samples and the random numbers of the workers.
-    ``place`` is (rank, ranks) where it is not the data-parallel place of the launched job.  Other ``kwargs`` go to
-    ``DataLoader``.
+    ``kwargs`` takes its place.  ``seed`` decides the order of the samples and the random numbers of the
+    workers. ``place`` is (rank, ranks) where it is not the data-parallel place of the launched job.  Other
+    ``kwargs`` go to ``DataLoader``.
     """
     rank, size = place or data_parallel_place()
     own_sampler = kwargs.get("sampler") is not None or kwargs.get("batch_sampler") is not None
@@ -173,8 +177,8 @@ def get_dataloader(
             shuffle = False
         elif size > 1:
             get_dist_logger().warning_once(
-                "get_dataloader cannot divide an IterableDataset: all data-parallel ranks read the same samples "
-                "unless the dataset divides them itself",
+                "get_dataloader cannot divide an IterableDataset: all data-parallel ranks read the same"
+                " samples unless the dataset divides them itself",
                 ranks=[0],
             )
     # torch draws the seeds of its workers (python, numpy, torch) from this generator, anew for each pass

@@ -1,8 +1,8 @@
 """Large buffers in the memory of the host, for data that moves to and from a device.
 
-torch's pinned memory is slow to get (about 2 GB/s on the machine we measured) and rounds sizes up to powers of two.  Here
-memory comes from the operating system in huge pages, is touched by several threads at once, and is then made known to
-CUDA: about 10 GB/s, and as fast to copy from.
+torch's pinned memory is slow to get (about 2 GB/s on the machine we measured) and rounds sizes up to powers
+of two.  Here memory comes from the operating system in huge pages, is touched by several threads at once, and
+is then made known to CUDA: about 10 GB/s, and as fast to copy from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def host_empty(size: int | Sequence[int], dtype: torch.dtype, *, pinned: bool | 
     """A tensor of zeros in host memory, on pages of its own.
 
     Args:
-        pinned: whether the device may copy from and to it by itself, in the background; by default where there is CUDA.
+        pinned: whether the device may copy from and to it by itself, in the background; by default where
+            there is CUDA.
     """
     shape = (size,) if isinstance(size, int) else tuple(size)
     count = math.prod(shape)
@@ -48,8 +49,8 @@ def _register(raw: Tensor, block: mmap.mmap) -> None:
     code = runtime.cudaHostRegister(address, raw.numel(), 0)
     if int(code) != 0:
         raise RuntimeError(
-            f"CUDA cannot pin {raw.numel() / 2**30:.1f} GiB of host memory (error {int(code)}): the limit of locked memory"
-            " (ulimit -l), or the memory itself, is too small"
+            f"CUDA cannot pin {raw.numel() / 2**30:.1f} GiB of host memory (error {int(code)}): the limit of"
+            " locked memory (ulimit -l), or the memory itself, is too small"
         )
     weakref.finalize(raw.untyped_storage(), _release, address, block)
 

@@ -1,7 +1,8 @@
-"""How many bytes of tensors are alive, and how many were at the worst moment: a device's statistics, for the CPU.
+"""How many bytes of tensors are alive, and how many were at the worst moment: a device's statistics, for the
+CPU.
 
-Every operation passes its results through a dispatch mode; a storage counts from its first sight until torch frees it.
-Views share a storage and count once.
+Every operation passes its results through a dispatch mode; a storage counts from its first sight until torch
+frees it. Views share a storage and count once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from colossalai._numeric import round_up
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside ``with``, ``now`` and ``peak`` follow the live tensors that were made there, or given to ``hold``.
+    """Inside ``with``, ``now`` and ``peak`` follow the live tensors that were made there, or given to
+    ``hold``.
 
     Args:
         meta: count tensors of the meta device, as if they had memory, and no others.

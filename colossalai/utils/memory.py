@@ -36,7 +36,8 @@ def colo_set_cpu_memory_capacity(size: int | None) -> None:
 def colo_device_memory_capacity(device: torch.device | str) -> int:
     """The memory that this process may use on ``device``.
 
-    On CUDA this heeds ``colo_set_process_memory_fraction``; host memory is shared by all processes of the node.
+    On CUDA this heeds ``colo_set_process_memory_fraction``; host memory is shared by all processes of the
+    node.
     """
     device = _device(device)
     if device.type == "cpu":
@@ -53,7 +54,9 @@ def colo_device_memory_used(device: torch.device | str) -> int:
 
 
 def colo_set_process_memory_fraction(ratio: float) -> None:
-    """Limit this process to ``ratio`` of its CUDA device's memory; without CUDA this warns and does nothing."""
+    """Limit this process to ``ratio`` of its CUDA device's memory; without CUDA this warns and does
+    nothing.
+    """
     global _cuda_fraction
     if not 0 < ratio <= 1:
         raise ValueError(f"the fraction of device memory must be above 0 and at most 1, got {ratio}")

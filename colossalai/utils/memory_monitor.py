@@ -1,4 +1,6 @@
-"""Monitors of this process's memory: ``start()``, do something, ``finish()`` says how many bytes were in use at most."""
+"""Monitors of this process's memory: ``start()``, do something, ``finish()`` says how many bytes were in use
+at most.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class SyncCudaMemoryMonitor(MemoryMonitor):
     def start(self) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError(
-                "SyncCudaMemoryMonitor needs a GPU, and there is none; AsyncMemoryMonitor watches the host too"
+                "SyncCudaMemoryMonitor needs a GPU, and there is none; AsyncMemoryMonitor watches the host"
+                " too"
             )
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -60,7 +63,8 @@ class SyncCudaMemoryMonitor(MemoryMonitor):
 
 
 class AsyncMemoryMonitor(MemoryMonitor):
-    """A thread that looks every ``10 ** -power`` seconds, at most a thousand times each second; what is shorter it does not see.
+    """A thread that looks every ``10 ** -power`` seconds, at most a thousand times each second; what is
+    shorter it does not see.
 
     It sees what this process uses of its device: tensors on a GPU, everything resident on a CPU.
     """

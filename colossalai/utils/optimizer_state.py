@@ -1,7 +1,8 @@
 """Whether a saved state of an optimizer belongs to the optimizer that it is to be loaded into.
 
-torch only counts the parameters of each group.  States of another model then change the training without a word, or let a
-fused kernel write past the end of a tensor, and options that the optimizer does not know are dropped.
+torch only counts the parameters of each group.  States of another model then change the training without a
+word, or let a fused kernel write past the end of a tensor, and options that the optimizer does not know are
+dropped.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-# States with one number for every element of the parameter, in the optimizers of torch and in ours.  Under other names
-# there may be anything, such as the rows and columns of Adafactor.
+# States with one number for every element of the parameter, in the optimizers of torch and in ours.  Under
+# other names there may be anything, such as the rows and columns of Adafactor.
 ELEMENTWISE = frozenset(
     (
         "exp_avg",
@@ -31,25 +32,30 @@ ELEMENTWISE = frozenset(
         "master",
     )
 )
-# Options by which kinds of optimizers differ: Adam has betas, SGD a momentum, RMSprop a momentum and an alpha.
+# Options by which kinds of optimizers differ: Adam has betas, SGD a momentum, RMSprop a momentum and an
+# alpha.
 KIND = ("betas", "momentum", "alpha", "rho", "lambd", "etas", "lr_decay", "beta2_decay")
-# The attribute of a parameter that is a slice of another: the shape of that, which the states of a serial run have.
+# The attribute of a parameter that is a slice of another: the shape of that, which the states of a serial run
+# have.
 SERIAL_SHAPE = "serial_shape"
 NAMED = 6  # so many misfits are listed, the others counted
 
 
 def check_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Refuse, before anything is changed, a state dict of another kind of optimizer, or of other parameters."""
+    """Refuse, before anything is changed, a state dict of another kind of optimizer, or of other
+    parameters.
+    """
     if "param_groups" not in state_dict:
         raise ValueError(
-            f"this is not the state of an optimizer: it holds {_some([n for n in state_dict if n != 'state']) or 'nothing'}, and no param_groups"
+            "this is not the state of an optimizer: it holds"
+            f" {_some([n for n in state_dict if n != 'state']) or 'nothing'}, and no param_groups"
         )
     groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
     sizes = [[len(group["params"]) for group in which] for which in (groups, optimizer.param_groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"the saved state is of other parameters: its groups hold {sizes[0]} of them, those of {_name(optimizer)}"
-            f" {sizes[1]}"
+            f"the saved state is of other parameters: its groups hold {sizes[0]} of them, those of"
+            f" {_name(optimizer)} {sizes[1]}"
         )
     for own, saved in zip(optimizer.param_groups, groups, strict=True):
         has, needs = ([name for name in KIND if name in group] for group in (saved, own))

@@ -1,4 +1,7 @@
-"""Questions about this rank's place in the parallel plan.  Before a launch the answers are those of one process."""
+"""Questions about this rank's place in the parallel plan.
+
+Before a launch the answers are those of one process.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,8 @@ def is_using_pp() -> bool:
 
 
 def first_problem(problem: str | None) -> str | None:
-    """What is wrong with the first stage of the pipeline that has a problem, told to all of its ranks; None if nothing is.
+    """What is wrong with the first stage of the pipeline that has a problem, told to all of its ranks; None
+    if nothing is.
 
     Without a pipeline it is ``problem``.  To refuse a stage on its own ranks would leave the others waiting.
     """
@@ -63,7 +67,8 @@ def first_problem(problem: str | None) -> str | None:
 
 @contextmanager
 def raised_together(what: str, is_due: bool = True) -> Iterator[None]:
-    """Raise, on all ranks of a pipeline, what one stage raises inside: "another stage ``what``"; the others would wait for it.
+    """Raise, on all ranks of a pipeline, what one stage raises inside: "another stage ``what``"; the others
+    would wait for it.
 
     All of them come here, with the same ``is_due``; if it is false, each rank raises its own.
     """
@@ -94,9 +99,11 @@ def is_model_parallel_parameter(param: torch.Tensor) -> bool:
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
-    """Whether this rank is the one, among tensor-parallel ranks with the same values of ``param``, that counts them.
+    """Whether this rank is the one, among tensor-parallel ranks with the same values of ``param``, that
+    counts them.
 
-    Adding something up over the tensor-parallel ranks where this is true counts every element of a model once.
+    Adding something up over the tensor-parallel ranks where this is true counts every element of a model
+    once.
     """
     if not gpc.is_initialized(ParallelMode.TENSOR):
         return True
@@ -105,7 +112,9 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
 
 
 def copy_tensor_parallel_attributes(src_tensor: torch.Tensor, dst_tensor: torch.Tensor) -> None:
-    """Write on ``dst_tensor`` where ``src_tensor`` lies: its placement, the stages that share it, the marks of old layers."""
+    """Write on ``dst_tensor`` where ``src_tensor`` lies: its placement, the stages that share it, the marks
+    of old layers.
+    """
     if hasattr(src_tensor, "placement"):
         turned = getattr(src_tensor, "transposed", False)
         place(dst_tensor, placement(src_tensor), full_shape(src_tensor), transposed=turned)
@@ -122,8 +131,8 @@ def is_ddp_ignored(param: torch.Tensor) -> bool:
 def data_parallel_group() -> dist.ProcessGroup | None:
     """Return the group of the ranks with the same weights as this one; None in a process alone.
 
-    By the launched config; without a launch, all ranks.  Ranks that share one model (tensor and pipeline parallelism) read
-    the same data.
+    By the launched config; without a launch, all ranks.  Ranks that share one model (tensor and pipeline
+    parallelism) read the same data.
     """
     if gpc.is_initialized(ParallelMode.DATA):
         return gpc.get_group(ParallelMode.DATA)

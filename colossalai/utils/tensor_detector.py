@@ -1,4 +1,6 @@
-"""``TensorDetector``: which tensors came and which went since the last look, to find out where memory is held."""
+"""``TensorDetector``: which tensors came and which went since the last look, to find out where memory is
+held.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ class TensorDetector:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether there is storage behind ``tensor``; torch.compile leaves fake and functional tensors, which have none."""
+    """Whether there is storage behind ``tensor``; torch.compile leaves fake and functional tensors, which
+    have none.
+    """
     if isinstance(tensor, FakeTensor):
         return False
     try:

@@ -1,4 +1,7 @@
-"""Stopwatches for training loops.  They wait for CUDA before they read the clock, but only when CUDA is in use."""
+"""Stopwatches for training loops.
+
+They wait for CUDA before they read the clock, but only when CUDA is in use.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,10 @@ __all__ = ["Criterion", "MixedPrecision"]
 
 
 class MixedPrecision(ABC):
-    """A way to compute in less than 32 bits.  The booster applies it after the device and before the plugin."""
+    """A way to compute in less than 32 bits.
+
+    The booster applies it after the device and before the plugin.
+    """
 
     @abstractmethod
     def configure(

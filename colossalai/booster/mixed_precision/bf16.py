@@ -21,10 +21,10 @@ class BF16MixedPrecision(MixedPrecision):
     """Matrix products and convolutions in bf16; norms, softmax and losses in fp32, as autocast does.
 
     Args:
-        half_weights: ``False``: weights, gradients and the optimizer in the model's own dtype.  ``True``: weights and
-            gradients in bf16, and what bf16 lacks of the weights in the optimizer.  This is faster, and saves 2 to 4 bytes
-            a parameter with our Adams.  Gradients are also added up in bf16, over micro-batches and over ranks.
-            Batch norms stay as they are.
+        half_weights: ``False``: weights, gradients and the optimizer in the model's own dtype.  ``True``:
+            weights and gradients in bf16, and what bf16 lacks of the weights in the optimizer.  This is
+            faster, and saves 2 to 4 bytes a parameter with our Adams.  Gradients are also added up in bf16,
+            over micro-batches and over ranks. Batch norms stay as they are.
     """
 
     def __init__(self, half_weights: bool = False) -> None:

@@ -15,7 +15,8 @@ from colossalai.booster.mixed_precision.base import Criterion, MixedPrecision
 
 
 class FP16TorchMixedPrecision(MixedPrecision):
-    """Matrix products and convolutions in fp16; weights, gradients and the optimizer in the model's own dtype.
+    """Matrix products and convolutions in fp16; weights, gradients and the optimizer in the model's own
+    dtype.
 
     Args:
         init_scale: the first factor of the loss.
@@ -93,7 +94,8 @@ class FP16NaiveMixedPrecision(MixedPrecision):
 
 
 class FP16ApexMixedPrecision(MixedPrecision):
-    """One of the levels of Apex: O0 is fp32, O1 autocast, O2 fp16 with fp32 batch normalization and masters, O3 fp16.
+    """One of the levels of Apex: O0 is fp32, O1 autocast, O2 fp16 with fp32 batch normalization and masters,
+    O3 fp16.
 
     The arguments are the fields of ``colossalai.amp.apex_amp.ApexOptions``; ``None`` is what the level says.
     """

@@ -1,7 +1,8 @@
 """``Plugin``: what a parallel plan does for a ``Booster``.
 
-The booster asks the ``control_*`` questions once, when it is built: for each thing a plugin does not control, the
-booster uses its own device placement, mixed precision or checkpoint IO.  ``configure`` then does the plan's work.
+The booster asks the ``control_*`` questions once, when it is built: for each thing a plugin does not control,
+the booster uses its own device placement, mixed precision or checkpoint IO.  ``configure`` then does the
+plan's work.
 """
 
 from __future__ import annotations
@@ -38,10 +39,15 @@ class Plugin(ABC):
 
     @abstractmethod
     def control_precision(self) -> bool:
-        """Whether the plan does mixed precision itself; else the booster applies its own before ``configure``."""
+        """Whether the plan does mixed precision itself; else the booster applies its own before
+        ``configure``.
+        """
 
     def take_precision(self, precision: MixedPrecision | str) -> None:
-        """The booster was given ``precision``, and the plan controls it: take it, or refuse it.  By default it is left alone."""
+        """The booster was given ``precision``, and the plan controls it: take it, or refuse it.
+
+        By default it is left alone.
+        """
         warnings.warn(
             f"{type(self).__name__} controls the precision; mixed_precision={precision!r} has no effect",
             stacklevel=4,
@@ -66,8 +72,8 @@ class Plugin(ABC):
     ) -> Configured:
         """Put the plan into the training objects and return them.
 
-        A model whose call changes comes back in a ``ModelWrapper``, an optimizer whose backward pass, clipping or step
-        changes in an ``OptimizerWrapper``; the rest comes back as it is.
+        A model whose call changes comes back in a ``ModelWrapper``, an optimizer whose backward pass,
+        clipping or step changes in an ``OptimizerWrapper``; the rest comes back as it is.
         """
 
     @abstractmethod

@@ -1,4 +1,6 @@
-"""``TorchDDPPlugin``: every rank holds the whole model, and gradients are averaged during the backward pass."""
+"""``TorchDDPPlugin``: every rank holds the whole model, and gradients are averaged during the backward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broad
 class TorchDDPModel(ModelWrapper):
     """A model inside torch's ``DistributedDataParallel``.
 
-    A model without parameters to train has no gradients to average, and DDP refuses it; it only gets rank 0's values.
-    Gradients that DDP does not see are averaged by ``GradientWatch``.
+    A model without parameters to train has no gradients to average, and DDP refuses it; it only gets rank 0's
+    values. Gradients that DDP does not see are averaged by ``GradientWatch``.
     """
 
     keeps_parameters = True
@@ -72,10 +74,11 @@ class TorchDDPModel(ModelWrapper):
 
     @contextmanager
     def in_pipeline(self) -> Iterator[None]:
-        """Inside, calls bypass DDP, and nothing is averaged: the pipeline averages, and calls ``gradients_were_averaged``.
+        """Inside, calls bypass DDP, and nothing is averaged: the pipeline averages, and calls
+        ``gradients_were_averaged``.
 
-        DDP averages after every backward pass, and wants all gradients from each.  A step of a pipeline has a pass for every
-        micro-batch and chunk, and some schedules do it in two halves.
+        DDP averages after every backward pass, and wants all gradients from each.  A step of a pipeline has a
+        pass for every micro-batch and chunk, and some schedules do it in two halves.
         """
         if self.watch is not None:
             self.watch.share_buffers()
@@ -121,7 +124,8 @@ def _leave_alone(module: nn.Module) -> None:
 class TorchDDPOptimizer(OptimizerWrapper):
     """An optimizer of the parameters of replicas: what it steps must have been averaged.
 
-    Parameters that are not in the model (of a criterion, of a layer added later) start alike and are averaged too.
+    Parameters that are not in the model (of a criterion, of a layer added later) start alike and are averaged
+    too.
     """
 
     def __init__(self, optim: Optimizer, watch: GradientWatch) -> None:
@@ -159,16 +163,17 @@ class TorchDDPOptimizer(OptimizerWrapper):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if missing := self._watch.missing():
             raise RuntimeError(
-                f"optimizer.step() before all gradients are there: {len(missing)} parameters have got none in the backward pass"
-                f" ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)}), and DDP averages when it has all. Pass"
-                " TorchDDPPlugin(find_unused_parameters=True) if a part of the model may take no part in a step, or freeze it"
-                " before boost"
+                f"optimizer.step() before all gradients are there: {len(missing)} parameters have got none in"
+                f" the backward pass ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)}), and DDP"
+                " averages when it has all. Pass TorchDDPPlugin(find_unused_parameters=True) if a part of"
+                " the model may take no part in a step, or freeze it before boost"
             )
         for p in self._averaged():
             if p.grad is not None and not self._watch.knows(p):
                 raise RuntimeError(
-                    f"optimizer.step() with a gradient of a parameter of shape {tuple(p.shape)} that came into the groups after"
-                    " boost, so it was not averaged; add it with add_param_group of the boosted optimizer"
+                    f"optimizer.step() with a gradient of a parameter of shape {tuple(p.shape)} that came"
+                    " into the groups after boost, so it was not averaged; add it with add_param_group of"
+                    " the boosted optimizer"
                 )
         self._watch.average_written(self._averaged())
         result = super().step(*args, **kwargs)
@@ -186,8 +191,8 @@ def _refuse_local_gradients(watch: GradientWatch, optimizer: Optimizer, *_: Any)
 class TorchDDPPlugin(DPPluginBase):
     """Data parallelism by ``torch.nn.parallel.DistributedDataParallel``.
 
-    Every rank computes with its own part of the batch; gradients are averaged, so that a step equals a serial step with
-    the ranks' batches joined.  Layers with batch statistics (BatchNorm) see their own rank's part.
+    Every rank computes with its own part of the batch; gradients are averaged, so that a step equals a serial
+    step with the ranks' batches joined.  Layers with batch statistics (BatchNorm) see their own rank's part.
 
     Args:
         broadcast_buffers: at each forward pass, take the buffers of rank 0.
@@ -196,7 +201,8 @@ class TorchDDPPlugin(DPPluginBase):
         check_reduction: without effect in torch; a warning says so.
         gradient_as_bucket_view: let gradients be views of the buckets, which saves their memory.
         static_graph: promise that the same parameters are used in every step.
-        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the launched config.
+        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the
+            launched config.
     """
 
     model_type = TorchDDPModel

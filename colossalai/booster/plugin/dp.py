@@ -1,4 +1,6 @@
-"""What all plans with data parallelism share: their answers to the booster, and each replica's own part of the data."""
+"""What all plans with data parallelism share: their answers to the booster, and each replica's own part of
+the data.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.Proces
 
 
 def host_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """The ranks of ``group`` over gloo, for messages of one ``purpose`` that must not meet others; made once, by all of them."""
+    """The ranks of ``group`` over gloo, for messages of one ``purpose`` that must not meet others; made once,
+    by all of them.
+    """
     made = _host_groups.setdefault(group, {})
     if purpose not in made:
         ranks = dist.get_process_group_ranks(group)
@@ -45,12 +49,13 @@ class Synchronized(Protocol):
 class DPPluginBase(Plugin):
     """A plan in which every rank is a replica.
 
-    What it answers the booster is what most such plans answer; a plan overrides where it differs, and gives ``wrap``.
-    ``rank`` and ``world_size`` count replicas: a plan whose replicas span several ranks sets them to its place on the
-    data axis.
+    What it answers the booster is what most such plans answer; a plan overrides where it differs, and gives
+    ``wrap``. ``rank`` and ``world_size`` count replicas: a plan whose replicas span several ranks sets them
+    to its place on the data axis.
 
     Args:
-        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the launched config.
+        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the
+            launched config.
     """
 
     model_type: ClassVar[type[Synchronized] | None] = (
@@ -103,7 +108,9 @@ class DPPluginBase(Plugin):
         return *self.wrap(model, optimizer), criterion, dataloader, lr_scheduler
 
     def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        """The model and the optimizer under this plan; the other objects of ``configure`` stay as they are."""
+        """The model and the optimizer under this plan; the other objects of ``configure`` stay as they
+        are.
+        """
         # not abstract: a plugin may override configure instead
         raise TypeError(
             f"{type(self).__name__} needs a method wrap(model, optimizer), or a configure of its own"
@@ -131,9 +138,10 @@ class DPPluginBase(Plugin):
     ) -> DataLoader:
         """A loader of this replica's part of ``dataset``.
 
-        Every replica gets equally many samples: some are repeated to fill up, or with ``drop_last`` left out.  With
-        ``shuffle``, every pass has a new order; ``dataloader.sampler.set_epoch(epoch)`` chooses which.  Workers are
-        seeded from ``seed``, each differently.  Further keywords are those of ``torch.utils.data.DataLoader``.
+        Every replica gets equally many samples: some are repeated to fill up, or with ``drop_last`` left out.
+        With ``shuffle``, every pass has a new order; ``dataloader.sampler.set_epoch(epoch)`` chooses which.
+        Workers are seeded from ``seed``, each differently.  Further keywords are those of
+        ``torch.utils.data.DataLoader``.
 
         Args:
             batch_size: samples per replica and step.
@@ -163,16 +171,16 @@ def check_backend(device: torch.device) -> None:
     """Refuse a model whose tensors the process group cannot exchange."""
     if device.type == "cpu" and dist.get_backend() == "nccl":
         raise RuntimeError(
-            "the model is on the CPU, whose tensors the backend 'nccl' cannot exchange; launch with backend='gloo',"
-            " or leave out device='cpu'"
+            "the model is on the CPU, whose tensors the backend 'nccl' cannot exchange; launch with"
+            " backend='gloo', or leave out device='cpu'"
         )
 
 
 def _check_loadable(dataset: Dataset, options: dict[str, Any]) -> None:
     if taken := sorted({"sampler", "batch_sampler"} & options.keys()):
         raise TypeError(
-            f"prepare_dataloader makes the sampler itself, so that each rank reads its own part; got {taken[0]}."
-            " Build a torch DataLoader to use another"
+            "prepare_dataloader makes the sampler itself, so that each rank reads its own part; got"
+            f" {taken[0]}. Build a torch DataLoader to use another"
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(

@@ -1,8 +1,8 @@
 """``TorchFSDPPlugin``: weights, gradients and optimizer states are cut over the ranks, by torch's FSDP2.
 
-``fully_shard`` replaces each parameter by a ``DTensor`` of which this rank holds a part of the rows, and gathers the
-whole of it only while its unit (see ``fsdp_units``) computes.  The optimizer of the user's script was built on the
-parameters of before; it is pointed to the new ones, in the same groups and order.
+``fully_shard`` replaces each parameter by a ``DTensor`` of which this rank holds a part of the rows, and
+gathers the whole of it only while its unit (see ``fsdp_units``) computes.  The optimizer of the user's script
+was built on the parameters of before; it is pointed to the new ones, in the same groups and order.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def translate(
 
 
 def _strategy(strategy: Any) -> tuple[bool | None, bool]:
-    """Whether to cut the weights again after the forward pass (None: all but the outermost), and hybrid or not."""
+    """Whether to cut the weights again after the forward pass (None: all but the outermost), and hybrid or
+    not.
+    """
     if strategy is None:
         return None, False
     from torch.distributed.fsdp import ShardingStrategy
@@ -96,8 +98,8 @@ def _check_prefetch(prefetch: Any) -> None:
     _check_kind("backward_prefetch", prefetch, (BackwardPrefetch,))
     if prefetch is not BackwardPrefetch.BACKWARD_PRE:
         raise ValueError(
-            f"backward_prefetch={prefetch} has no equivalent in FSDP2, which always gathers the next weights before"
-            " the gradients of the current ones are computed (BACKWARD_PRE); leave it out"
+            f"backward_prefetch={prefetch} has no equivalent in FSDP2, which always gathers the next weights"
+            " before the gradients of the current ones are computed (BACKWARD_PRE); leave it out"
         )
 
 
@@ -120,8 +122,9 @@ def _precision(precision: Any) -> Any:
         return precision
     if precision.buffer_dtype is not None or precision.keep_low_precision_grads:
         raise ValueError(
-            "MixedPrecision(buffer_dtype=..., keep_low_precision_grads=...) has no equivalent in FSDP2: it leaves"
-            " buffers as they are and keeps gradients in the dtype of the weights; convert buffers before boost"
+            "MixedPrecision(buffer_dtype=..., keep_low_precision_grads=...) has no equivalent in FSDP2: it"
+            " leaves buffers as they are and keeps gradients in the dtype of the weights; convert buffers"
+            " before boost"
         )
     return MixedPrecisionPolicy(
         param_dtype=precision.param_dtype,
@@ -145,8 +148,8 @@ def check_process_group(group: Any) -> None:
     if (group.ndim, group.size()) != (2, get_world_size()) or group.mesh_dim_names is None:
         raise ValueError(
             f"process_group is a mesh of shape {tuple(group.shape)} with dim names {group.mesh_dim_names};"
-            " TorchFSDPPlugin takes one dim, or two named ones with all ranks of the job: copies, and the ranks that"
-            " each copy is cut over"
+            " TorchFSDPPlugin takes one dim, or two named ones with all ranks of the job: copies, and the"
+            " ranks that each copy is cut over"
         )
 
 
@@ -166,24 +169,25 @@ def _check_kind(name: str, value: Any, kinds: tuple[type, ...]) -> None:
 class TorchFSDPPlugin(DPPluginBase):
     """Data parallelism in which nothing is held twice, by FSDP2 (``torch.distributed.fsdp.fully_shard``).
 
-    The arguments are those of FSDP1's ``FullyShardedDataParallel``; one that FSDP2 has no meaning for is refused.
+    The arguments are those of FSDP1's ``FullyShardedDataParallel``; one that FSDP2 has no meaning for is
+    refused.
 
     Args:
-        process_group: the ranks to cut over, by default the data-parallel ones of the launched config; or a ``DeviceMesh``, with two dims for copies of the
-            model, each cut over the ranks of the second dim.
-        sharding_strategy: ``FULL_SHARD`` (default); ``SHARD_GRAD_OP`` keeps the weights whole between the forward and
-            the backward pass; ``HYBRID_SHARD`` cuts within a node and holds a copy on each node.
-        cpu_offload: ``CPUOffload(offload_params=True)`` or ``True``: weights, gradients and states wait on the CPU,
-            and the optimizer steps there.
-        auto_wrap_policy: which modules are units, as in ``torch.distributed.fsdp.wrap``; by default each entry of a
-            ``ModuleList``.
+        process_group: the ranks to cut over, by default the data-parallel ones of the launched config; or a
+            ``DeviceMesh``, with two dims for copies of the model, each cut over the ranks of the second dim.
+        sharding_strategy: ``FULL_SHARD`` (default); ``SHARD_GRAD_OP`` keeps the weights whole between the
+            forward and the backward pass; ``HYBRID_SHARD`` cuts within a node and holds a copy on each node.
+        cpu_offload: ``CPUOffload(offload_params=True)`` or ``True``: weights, gradients and states wait on
+            the CPU, and the optimizer steps there.
+        auto_wrap_policy: which modules are units, as in ``torch.distributed.fsdp.wrap``; by default each
+            entry of a ``ModuleList``.
         backward_prefetch: ``BACKWARD_PRE`` is what FSDP2 does; others are refused.
-        mixed_precision: a ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``) to gather weights and compute in;
-            the booster takes no other ``mixed_precision`` then.
+        mixed_precision: a ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``) to gather weights and
+            compute in; the booster takes no other ``mixed_precision`` then.
         ignored_modules: modules whose parameters stay whole, and whose gradients are not averaged.
         param_init_fn: refused, as the weights must have their values before ``boost``.
-        sync_module_states: take the weights and buffers of rank 0.  Without it, ranks that do not start alike are an
-            error.
+        sync_module_states: take the weights and buffers of rank 0.  Without it, ranks that do not start alike
+            are an error.
     """
 
     model_type = TorchFSDPModel
@@ -205,8 +209,8 @@ class TorchFSDPPlugin(DPPluginBase):
         check_policy(auto_wrap_policy)
         if param_init_fn is not None:
             raise ValueError(
-                "TorchFSDPPlugin takes no param_init_fn: FSDP2 leaves initial values to the model; build it with its"
-                " weights (sync_module_states=True takes those of rank 0)"
+                "TorchFSDPPlugin takes no param_init_fn: FSDP2 leaves initial values to the model; build it"
+                " with its weights (sync_module_states=True takes those of rank 0)"
             )
         self.options = translate(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
         self.auto_wrap_policy = auto_wrap_policy
@@ -233,8 +237,8 @@ class TorchFSDPPlugin(DPPluginBase):
     def take_precision(self, precision: Any) -> None:
         if not (precision == "bf16" and self.options.precision.param_dtype is torch.bfloat16):
             raise ValueError(
-                f"TorchFSDPPlugin was given mixed_precision={self.options.precision}, and the Booster mixed_precision={precision!r};"
-                " leave one of them out"
+                f"TorchFSDPPlugin was given mixed_precision={self.options.precision}, and the Booster"
+                f" mixed_precision={precision!r}; leave one of them out"
             )
 
     def get_checkpoint_io(self) -> CheckpointIO:
@@ -351,7 +355,8 @@ class TorchFSDPPlugin(DPPluginBase):
         if isinstance(group, DeviceMesh):
             if group.device_type != device_type:
                 raise ValueError(
-                    f"process_group is a mesh of {group.device_type!r} devices, but the model is on {device_type!r}"
+                    f"process_group is a mesh of {group.device_type!r} devices, but the model is on"
+                    f" {device_type!r}"
                 )
             if self.options.hybrid and group.ndim == 1:
                 raise ValueError(
@@ -372,7 +377,8 @@ class TorchFSDPPlugin(DPPluginBase):
 
 
 def _roots(module: nn.Module) -> list[nn.Module]:
-    """The modules that FSDP2 is told to be outermost: the model, or each of the stages that a rank of a pipeline has.
+    """The modules that FSDP2 is told to be outermost: the model, or each of the stages that a rank of a
+    pipeline has.
 
     Torch before 2.13 shards no ``ModuleList``, also if it has a ``forward`` of its own.
     """
@@ -382,8 +388,9 @@ def _roots(module: nn.Module) -> list[nn.Module]:
     users = Counter(p for root in roots for p in root.parameters())
     if shared := [name for name, p in module.named_parameters() if users[p] > 1]:
         raise ValueError(
-            f"TorchFSDPPlugin cannot cut {shared[0]}, which two stages of one rank share, with torch {torch.__version__}; use torch"
-            " 2.13 or newer, a schedule with one stage on each rank, or TorchDDPPlugin"
+            f"TorchFSDPPlugin cannot cut {shared[0]}, which two stages of one rank share, with torch"
+            f" {torch.__version__}; use torch 2.13 or newer, a schedule with one stage on each rank, or"
+            " TorchDDPPlugin"
         )
     return roots
 
@@ -397,8 +404,8 @@ def _check_dense(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ValueError(
-                f"TorchFSDPPlugin takes dense gradients, but {name!r} is an {type(part).__name__} with sparse=True; build it with"
-                " sparse=False, or use TorchDDPPlugin"
+                f"TorchFSDPPlugin takes dense gradients, but {name!r} is an {type(part).__name__} with"
+                " sparse=True; build it with sparse=False, or use TorchDDPPlugin"
             )
 
 
@@ -412,8 +419,9 @@ def _check_dtypes(module: nn.Module, units: Sequence[nn.Module], ignored: set[nn
         other = next((p for p in own if p.dtype != own[0].dtype), None)
         if other is not None:
             raise ValueError(
-                f"TorchFSDPPlugin gathers {names[own[0]]} ({own[0].dtype}) and {names[other]} ({other.dtype}) together, and FSDP2 needs"
-                " one dtype for that; cast one of them, or put them into different units by auto_wrap_policy"
+                f"TorchFSDPPlugin gathers {names[own[0]]} ({own[0].dtype}) and {names[other]} ({other.dtype})"
+                " together, and FSDP2 needs one dtype for that; cast one of them, or put them into different"
+                " units by auto_wrap_policy"
             )
 
 
@@ -421,8 +429,8 @@ def _check_masters(optimizer: Optimizer | None) -> None:
     if isinstance(optimizer, FP16Optimizer) and optimizer.masters is not None:
         raise ValueError(
             "TorchFSDPPlugin cannot cut the fp32 masters that half_weights=True puts into"
-            f" {type(optimizer.unwrap()).__name__}; use HybridAdam, FusedAdam or FusedSGD of colossalai.nn.optimizer, which"
-            " hold them in their states, or half_weights=False"
+            f" {type(optimizer.unwrap()).__name__}; use HybridAdam, FusedAdam or FusedSGD of"
+            " colossalai.nn.optimizer, which hold them in their states, or half_weights=False"
         )
 
 
@@ -431,8 +439,9 @@ def _check_ignored(optimizer: Optimizer, ignored: set[nn.Parameter]) -> None:
         for p in group["params"]:
             if p in ignored and p.requires_grad:
                 raise ValueError(
-                    f"group {i} of the optimizer holds a parameter of shape {tuple(p.shape)} of ignored_modules, whose"
-                    " gradient is not averaged: freeze it, or give it an optimizer of its own"
+                    f"group {i} of the optimizer holds a parameter of shape {tuple(p.shape)} of"
+                    " ignored_modules, whose gradient is not averaged: freeze it, or give it an optimizer of"
+                    " its own"
                 )
 
 
@@ -471,8 +480,9 @@ def _make_alike(module: nn.Module, mesh: DeviceMesh, broadcast: bool) -> None:
     if differ:
         name = [name for name, _ in module.named_parameters()][differ[0]]
         raise RuntimeError(
-            f"the ranks start from different values of {name!r}, and TorchFSDPPlugin would mix them; set the same"
-            " seed on every rank before the model is built, or pass sync_module_states=True to take rank 0's"
+            f"the ranks start from different values of {name!r}, and TorchFSDPPlugin would mix them; set the"
+            " same seed on every rank before the model is built, or pass sync_module_states=True to take"
+            " rank 0's"
         )
 
 

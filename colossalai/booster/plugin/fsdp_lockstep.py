@@ -1,11 +1,13 @@
-"""Ranks that gather and reduce other weights than their peers are told so, before a wrong message is taken for a right one.
+"""Ranks that gather and reduce other weights than their peers are told so, before a wrong message is taken
+for a right one.
 
-FSDP2 sends a message for each unit that computes, and one for the gradients that each unit has got.  If only some ranks take a
-branch, their messages meet those of other units: sizes that differ end the process inside of gloo or hang with NCCL, and sizes
-that are equal give every rank wrong weights.  So before each message the ranks compare what they are about to do.
+FSDP2 sends a message for each unit that computes, and one for the gradients that each unit has got.  If only
+some ranks take a branch, their messages meet those of other units: sizes that differ end the process inside
+of gloo or hang with NCCL, and sizes that are equal give every rank wrong weights.  So before each message the
+ranks compare what they are about to do.
 
-With NCCL, whose messages the host does not wait for, they compare once at the end of each pass instead: early enough for the
-step, and a rank that waits for an answer costs no time on the GPU.
+With NCCL, whose messages the host does not wait for, they compare once at the end of each pass instead: early
+enough for the step, and a rank that waits for an answer costs no time on the GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class Lockstep:
 def compare_ranks(
     model: nn.Module, roots: Sequence[nn.Module], units: Sequence[nn.Module], lockstep: Lockstep
 ) -> None:
-    """Let ``lockstep`` hear what the ``units`` of ``model``, which ``fully_shard`` was applied to, do; ``roots`` among them are outermost."""
+    """Let ``lockstep`` hear what the ``units`` of ``model``, which ``fully_shard`` was applied to, do;
+    ``roots`` among them are outermost.
+    """
     names = {module: name for name, module in model.named_modules()}
     parameters = {id(p): name for name, p in model.named_parameters()}
     for unit in units:
@@ -116,7 +120,9 @@ def fsdp_params(unit: Any) -> Iterator[Any]:
 
 
 def _groups(unit: Any) -> list[Any]:
-    """What FSDP2 gathers at once; torch before 2.13 has one such group for each unit, or none without parameters."""
+    """What FSDP2 gathers at once; torch before 2.13 has one such group for each unit, or none without
+    parameters.
+    """
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -144,8 +150,9 @@ def _difference(ranks: Sequence[int], said: Sequence[Sequence[Said]]) -> str:
         by_words.setdefault(words, []).append(rank)
     found = "; ".join(f"rank {', '.join(map(str, who))} {what}" for what, who in by_words.items())
     return (
-        f"the ranks of a model under TorchFSDPPlugin take different ways: {found}. FSDP2 gathers weights and reduces gradients on"
-        " all ranks together, so all must use the same layers in the same order, in the forward and the backward pass. Use every"
-        " layer on every rank (times zero, where it is not wanted), or TorchDDPPlugin(find_unused_parameters=True),"
-        " LowLevelZeroPlugin or GeminiPlugin, which take such models"
+        f"the ranks of a model under TorchFSDPPlugin take different ways: {found}. FSDP2 gathers weights and"
+        " reduces gradients on all ranks together, so all must use the same layers in the same order, in the"
+        " forward and the backward pass. Use every layer on every rank (times zero, where it is not wanted),"
+        " or TorchDDPPlugin(find_unused_parameters=True), LowLevelZeroPlugin or GeminiPlugin, which take"
+        " such models"
     )

@@ -34,8 +34,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they are never called, so nothin
 def find_units(model: nn.Module, policy: Policy | None, ignored: set[nn.Parameter]) -> list[nn.Module]:
     """The units below ``model``, inner ones first.
 
-    A weight that is used inside and outside of a unit (tied) must belong to what holds both: such a module is no unit,
-    and a policy that asks for it is refused.
+    A weight that is used inside and outside of a unit (tied) must belong to what holds both: such a module is
+    no unit, and a policy that asks for it is refused.
     """
     wanted = _blocks(model) if policy is None else _by_policy(model, policy, ignored)
     users: dict[nn.Parameter, int] = {}
@@ -49,8 +49,9 @@ def find_units(model: nn.Module, policy: Policy | None, ignored: set[nn.Paramete
         if torn and policy is not None:
             name = next(name for name, module in model.named_modules() if module is unit)
             raise ValueError(
-                f"auto_wrap_policy cuts {name!r} by itself, but its parameter {torn!r} is tied to one outside of it;"
-                " tied parameters must be in one unit, so let the policy leave this module to its parent"
+                f"auto_wrap_policy cuts {name!r} by itself, but its parameter {torn!r} is tied to one outside"
+                " of it; tied parameters must be in one unit, so let the policy leave this module to its"
+                " parent"
             )
         if not torn:
             units.append(unit)
@@ -87,8 +88,8 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def _by_policy(model: nn.Module, policy: Policy, ignored: set[nn.Parameter]) -> list[nn.Module]:
     """Ask a policy of ``torch.distributed.fsdp.wrap`` about every module, children first.
 
-    It is called twice: with ``recurse=True`` whether to look at the children, then with ``recurse=False`` and the number
-    of elements that no child took whether the module is a unit.
+    It is called twice: with ``recurse=True`` whether to look at the children, then with ``recurse=False`` and
+    the number of elements that no child took whether the module is a unit.
     """
     found: list[nn.Module] = []
 
@@ -110,8 +111,8 @@ def _by_policy(model: nn.Module, policy: Policy, ignored: set[nn.Parameter]) -> 
 def check_policy(policy: Any) -> None:
     if policy is not None and not callable(policy):
         raise TypeError(
-            "auto_wrap_policy is called as policy(module=..., recurse=..., nonwrapped_numel=...), like those of"
-            f" torch.distributed.fsdp.wrap; got {policy!r}, which cannot be called"
+            "auto_wrap_policy is called as policy(module=..., recurse=..., nonwrapped_numel=...), like those"
+            f" of torch.distributed.fsdp.wrap; got {policy!r}, which cannot be called"
         )
 
 
@@ -121,8 +122,9 @@ MIXED = "mixed torch.Tensor and DTensor"  # how torch says that something comput
 class TorchFSDPModel(ModelWrapper):
     """A model that ``fully_shard`` was applied to, in place: its names and structure are still the user's.
 
-    FSDP2 leaves the weights of the outermost unit gathered after a forward pass, for the backward pass that will follow.
-    If none does, it would compute with them again after they have changed; so they are freed in time.
+    FSDP2 leaves the weights of the outermost unit gathered after a forward pass, for the backward pass that
+    will follow. If none does, it would compute with them again after they have changed; so they are freed in
+    time.
 
     Args:
         module: the user's module, maybe in wrappers.
@@ -162,8 +164,8 @@ class TorchFSDPModel(ModelWrapper):
         watched = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
         if self._passing and watched:
             raise RuntimeError(
-                "a backward pass of this model has failed, and FSDP2 keeps gradients of a half of it, which it would add to the next"
-                " ones; start again from a checkpoint"
+                "a backward pass of this model has failed, and FSDP2 keeps gradients of a half of it, which"
+                " it would add to the next ones; start again from a checkpoint"
             )
         result = super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -174,7 +176,9 @@ class TorchFSDPModel(ModelWrapper):
 
     @torch.inference_mode(False)
     def _make_room(self) -> None:
-        """Gather the weights of each unit once: FSDP2 keeps the tensors, and none of inference mode could be trained with later."""
+        """Gather the weights of each unit once: FSDP2 keeps the tensors, and none of inference mode could be
+        trained with later.
+        """
         for unit in self._units:
             if not all(hasattr(p, "_unsharded_param") for p in fsdp_params(unit)):
                 unit.unshard()
@@ -183,8 +187,8 @@ class TorchFSDPModel(ModelWrapper):
     def _begin_backward(self, grad: Tensor) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a backward pass with create_graph=True, but FSDP2 frees the weights that gradients of gradients need; use"
-                " TorchDDPPlugin, or LowLevelZeroPlugin"
+                "a backward pass with create_graph=True, but FSDP2 frees the weights that gradients of"
+                " gradients need; use TorchDDPPlugin, or LowLevelZeroPlugin"
             )
         self._passing = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -194,8 +198,8 @@ class TorchFSDPModel(ModelWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"{type(self).__name__} holds weights that are cut over the ranks of its job, so it cannot be copied or pickled; use"
-            " booster.save_model, or p.full_tensor() of its parameters on every rank"
+            f"{type(self).__name__} holds weights that are cut over the ranks of its job, so it cannot be"
+            " copied or pickled; use booster.save_model, or p.full_tensor() of its parameters on every rank"
         )
 
     def reshard(self) -> None:
@@ -205,7 +209,9 @@ class TorchFSDPModel(ModelWrapper):
         self._gathered = False
 
     def check_parameters(self) -> None:
-        """Refuse weights that the user has replaced by others, or written to while they were gathered; nothing is gathered now."""
+        """Refuse weights that the user has replaced by others, or written to while they were gathered;
+        nothing is gathered now.
+        """
         check_written(self._units)
         for module, name, p in self._places:
             if module._parameters.get(name) is not p:
@@ -213,13 +219,15 @@ class TorchFSDPModel(ModelWrapper):
                     f"{path}.{name}" for path, child in self.unwrap().named_modules() if child is module
                 )
                 raise RuntimeError(
-                    f"the parameter {full.lstrip('.')!r} was replaced by another after boost, but TorchFSDPPlugin computes with"
-                    " the one that it has cut; change its values (p.copy_, p.data = ..., load_state_dict), or replace it"
-                    " before boost"
+                    f"the parameter {full.lstrip('.')!r} was replaced by another after boost, but"
+                    " TorchFSDPPlugin computes with the one that it has cut; change its values (p.copy_,"
+                    " p.data = ..., load_state_dict), or replace it before boost"
                 )
 
     def compare_ranks(self, what: str) -> None:
-        """Raise if ranks have done different things since their forward pass, or do not all do ``what`` now."""
+        """Raise if ranks have done different things since their forward pass, or do not all do ``what``
+        now.
+        """
         if self._lockstep is not None:
             self._lockstep.say(what)
             self._lockstep.compare()
@@ -228,9 +236,10 @@ class TorchFSDPModel(ModelWrapper):
         """Refuse gradients that a backward pass has left whole, as each rank has computed them."""
         if any(has_gradient(p) for unit in self._units for p in fsdp_params(unit)):
             raise RuntimeError(
-                "a backward pass has computed gradients that TorchFSDPPlugin has not reduced over the ranks: FSDP2 learns of a backward"
-                " pass by the tensors that model(...) returns, in tuples, lists, dicts and dataclasses, and this loss came"
-                " otherwise (an attribute, an object of another class, a closure). Return the loss, or the tensors it is made of"
+                "a backward pass has computed gradients that TorchFSDPPlugin has not reduced over the ranks:"
+                " FSDP2 learns of a backward pass by the tensors that model(...) returns, in tuples, lists,"
+                " dicts and dataclasses, and this loss came otherwise (an attribute, an object of another"
+                " class, a closure). Return the loss, or the tensors it is made of"
             )
 
     def holds(self, p: Tensor) -> bool:
@@ -294,9 +303,10 @@ class TorchFSDPModel(ModelWrapper):
                 if MIXED not in str(error):
                     raise
                 raise RuntimeError(
-                    f"model.{name}(...) computes with weights that are cut: TorchFSDPPlugin gathers them for model(...) only. Call"
-                    " torch.distributed.fsdp.register_fsdp_forward_method(model.unwrap(),"
-                    f" {name!r}) once after boost, or compute in forward"
+                    f"model.{name}(...) computes with weights that are cut: TorchFSDPPlugin gathers them for"
+                    " model(...) only. Call"
+                    f" torch.distributed.fsdp.register_fsdp_forward_method(model.unwrap(), {name!r}) once"
+                    " after boost, or compute in forward"
                 ) from error
 
         return method
@@ -320,8 +330,9 @@ class TorchFSDPOptimizer(OptimizerWrapper):
             if MIXED not in str(error):
                 raise
             raise RuntimeError(
-                "the loss computes with a weight that is cut, outside of the model's forward: TorchFSDPPlugin gathers weights for"
-                " model(...) only. Compute in the forward, or take weight.full_tensor() in the place of weight, on every rank"
+                "the loss computes with a weight that is cut, outside of the model's forward: TorchFSDPPlugin"
+                " gathers weights for model(...) only. Compute in the forward, or take weight.full_tensor()"
+                " in the place of weight, on every rank"
             ) from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -346,8 +357,9 @@ class TorchFSDPOptimizer(OptimizerWrapper):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._model.gradients_are_local:
             raise RuntimeError(
-                "optimizer.zero_grad() after passes under no_sync only: FSDP2 keeps their gradients whole, where zero_grad does not"
-                " reach, and would add them to the next ones; let the last pass of each group run outside of no_sync"
+                "optimizer.zero_grad() after passes under no_sync only: FSDP2 keeps their gradients whole,"
+                " where zero_grad does not reach, and would add them to the next ones; let the last pass of"
+                " each group run outside of no_sync"
             )
         super().zero_grad(*args, **kwargs)
 
@@ -363,6 +375,7 @@ class TorchFSDPOptimizer(OptimizerWrapper):
         for p in self.parameters():
             if not self._model.holds(p):
                 raise RuntimeError(
-                    f"the optimizer got a parameter of shape {tuple(p.shape)} that was not in the model at boost, so TorchFSDPPlugin"
-                    " neither cuts it nor averages its gradient; put it into the model before boost"
+                    f"the optimizer got a parameter of shape {tuple(p.shape)} that was not in the model at"
+                    " boost, so TorchFSDPPlugin neither cuts it nor averages its gradient; put it into the"
+                    " model before boost"
                 )

@@ -1,9 +1,11 @@
-"""Outputs of a unit that FSDP2 does not see: views that are changed in place, and what the unit writes into its arguments.
+"""Outputs of a unit that FSDP2 does not see: views that are changed in place, and what the unit writes into
+its arguments.
 
-FSDP2 gathers the weights of a unit again when the gradient of its output is known, by a hook that an operation in place on a
-view loses.  Then the backward pass finds weights that are not there, and torch warns that it may be wrong.  So the same moment
-is also seen where the memory of the view was made; see [Note: outputs that change] in ``mesh.backward``.  FSDP2 also gives a
-unit copies of the lists and dicts among its arguments; what the unit writes into them goes back to the caller, as outputs do.
+FSDP2 gathers the weights of a unit again when the gradient of its output is known, by a hook that an
+operation in place on a view loses.  Then the backward pass finds weights that are not there, and torch warns
+that it may be wrong.  So the same moment is also seen where the memory of the view was made; see [Note:
+outputs that change] in ``mesh.backward``.  FSDP2 also gives a unit copies of the lists and dicts among its
+arguments; what the unit writes into them goes back to the caller, as outputs do.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class _Calls:
 
 
 def _remember_versions(unit: nn.Module) -> None:
-    """How often each of the gathered weights of ``unit`` was written to, when it is first seen; FSDP2 does so without being counted."""
+    """How often each of the gathered weights of ``unit`` was written to, when it is first seen; FSDP2 does so
+    without being counted.
+    """
     for p in fsdp_params(unit):
         if (version := _version(p)) is not None and not hasattr(p, VERSION):
             setattr(p, VERSION, version)
@@ -84,9 +88,10 @@ def check_written(units: Iterable[nn.Module]) -> None:
 
 def _written(unit: nn.Module) -> RuntimeError:
     return RuntimeError(
-        f"the forward of {type(unit).__name__}, or the script after it, has changed one of its weights in place, but TorchFSDPPlugin"
-        " computes with gathered copies of them, which are let go at the end of the backward pass; change weights outside of both"
-        " passes, where p is the rank's own part (p.copy_, p.data = ...), or use TorchDDPPlugin"
+        f"the forward of {type(unit).__name__}, or the script after it, has changed one of its weights in"
+        " place, but TorchFSDPPlugin computes with gathered copies of them, which are let go at the end of"
+        " the backward pass; change weights outside of both passes, where p is the rank's own part (p.copy_,"
+        " p.data = ...), or use TorchDDPPlugin"
     )
 
 

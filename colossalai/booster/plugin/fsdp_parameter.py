@@ -30,16 +30,18 @@ class CutParameter(DTensor):
         # on a DTensor the setter of torch has no effect at all
         if values.shape != self.shape or values.dtype != self.dtype:
             raise RuntimeError(
-                f"p.data = ... of a parameter of shape {tuple(self.shape)} and {self.dtype} under TorchFSDPPlugin needs values of"
-                f" the same shape and dtype, got {tuple(values.shape)} and {values.dtype}"
+                f"p.data = ... of a parameter of shape {tuple(self.shape)} and {self.dtype} under"
+                f" TorchFSDPPlugin needs values of the same shape and dtype, got {tuple(values.shape)} and"
+                f" {values.dtype}"
             )
         with torch.no_grad():
             self._local_tensor.copy_(cut_like(self, values)._local_tensor)
 
     def register_hook(self, hook: Any) -> Any:
         raise RuntimeError(
-            f"register_hook on a parameter of shape {tuple(self.shape)} under TorchFSDPPlugin would never be called: autograd"
-            " sees the gathered weight. Use register_post_accumulate_grad_hook, which finds the averaged gradient in p.grad"
+            f"register_hook on a parameter of shape {tuple(self.shape)} under TorchFSDPPlugin would never be"
+            " called: autograd sees the gathered weight. Use register_post_accumulate_grad_hook, which finds"
+            " the averaged gradient in p.grad"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -59,9 +61,11 @@ def _as_parameter(tensor: Any) -> Any:
 
 
 def refuse_local_numbers() -> None:
-    """Let no ``DTensor`` whose value is still to be summed over the ranks show this rank's part of it as a number.
+    """Let no ``DTensor`` whose value is still to be summed over the ranks show this rank's part of it as a
+    number.
 
-    ``p.grad.norm()`` of a gradient that is cut is such a tensor, and torch's ``float()`` of it is the norm of the part.
+    ``p.grad.norm()`` of a gradient that is cut is such a tensor, and torch's ``float()`` of it is the norm of
+    the part.
     """
     for name in ("item", "__float__", "__int__", "__bool__"):
         if name not in DTensor.__dict__:
@@ -72,8 +76,9 @@ def _checked(name: str) -> Any:
     def number(self: Any) -> Any:
         if any(p.is_partial() for p in self.placements):
             raise RuntimeError(
-                f"{name.strip('_')}() of a DTensor of which every rank has a part that is not summed yet (a norm or sum of a weight or"
-                " gradient that TorchFSDPPlugin has cut): call .full_tensor() on every rank first"
+                f"{name.strip('_')}() of a DTensor of which every rank has a part that is not summed yet (a"
+                " norm or sum of a weight or gradient that TorchFSDPPlugin has cut): call .full_tensor() on"
+                " every rank first"
             )
         return getattr(Tensor, name)(self)
 
@@ -95,13 +100,16 @@ def check_hooks(module: nn.Module) -> None:
     for name, p in module.named_parameters():
         if p._backward_hooks:
             raise ValueError(
-                f"the parameter {name!r} has a hook of register_hook, which TorchFSDPPlugin cannot call: autograd sees the"
-                " gathered weight. Use register_post_accumulate_grad_hook, which finds the averaged gradient in p.grad"
+                f"the parameter {name!r} has a hook of register_hook, which TorchFSDPPlugin cannot call:"
+                " autograd sees the gathered weight. Use register_post_accumulate_grad_hook, which finds the"
+                " averaged gradient in p.grad"
             )
 
 
 def guard(name: str, old: nn.Parameter, new: Any) -> None:
-    """Make ``new``, by which FSDP2 has replaced ``old``, a ``CutParameter`` with the hooks of ``old``, which refuses to be used from now on."""
+    """Make ``new``, by which FSDP2 has replaced ``old``, a ``CutParameter`` with the hooks of ``old``, which
+    refuses to be used from now on.
+    """
     new.__class__ = CutParameter
     if hooks := getattr(old, "_post_accumulate_grad_hooks", None):
         new._post_accumulate_grad_hooks = (
@@ -110,15 +118,18 @@ def guard(name: str, old: nn.Parameter, new: Any) -> None:
     setattr(
         old,
         REASON,
-        f"the parameter {name!r} that the model had before boost. TorchFSDPPlugin has put another in its place: take it from"
-        " model.parameters() again (an optimizer, a list or a closure still has the old one)",
+        f"the parameter {name!r} that the model had before boost. TorchFSDPPlugin has put another in its"
+        " place: take it from model.parameters() again (an optimizer, a list or a closure still has the old"
+        " one)",
     )
     old.__class__ = _retired(type(old))
 
 
 @cache
 def _retired(native: type) -> type:
-    """The class of parameters that are not in use any more; also that there is no gradient would be a wrong answer."""
+    """The class of parameters that are not in use any more; also that there is no gradient would be a wrong
+    answer.
+    """
 
     def get(self: Any) -> Any:
         raise RuntimeError(f"p.grad asks for {getattr(self, REASON)}")

@@ -1,13 +1,14 @@
 """``GradientWatch``: gradients that came past torch's DDP are averaged as well.
 
-DDP averages the gradients of one backward pass for each call of the model that it wraps.  What comes otherwise stays as
-this rank has computed it, and the replicas drift apart: gradients of a method other than ``forward``, of the user's own
-module (``model.unwrap()(x)``), of a second backward pass through one forward pass, of parameters that were frozen when
-DDP looked at them or that are not in the model.  A hook on each parameter sees every gradient, and which of them DDP
-will average is known; the others are averaged at the end of the backward pass.
+DDP averages the gradients of one backward pass for each call of the model that it wraps.  What comes
+otherwise stays as this rank has computed it, and the replicas drift apart: gradients of a method other than
+``forward``, of the user's own module (``model.unwrap()(x)``), of a second backward pass through one forward
+pass, of parameters that were frozen when DDP looked at them or that are not in the model.  A hook on each
+parameter sees every gradient, and which of them DDP will average is known; the others are averaged at the end
+of the backward pass.
 
-Nothing is lost if DDP has averaged a part of a gradient before: the mean of (mean + own part) over the ranks is the mean
-plus the mean of the own parts.
+Nothing is lost if DDP has averaged a part of a gradient before: the mean of (mean + own part) over the ranks
+is the mean plus the mean of the own parts.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ class GradientWatch:
         return number is not None and self._params[number]() is p
 
     def add(self, params: Iterable[Tensor]) -> None:
-        """See the gradients of further parameters too, which get the values of the first replica; every rank calls this."""
+        """See the gradients of further parameters too, which get the values of the first replica; every rank
+        calls this.
+        """
         for p in params:
             if not self.knows(p):
                 self._add(p)
@@ -116,7 +119,9 @@ class GradientWatch:
         self._came.update(range(len(self._params)))
 
     def average_written(self, params: Iterable[Tensor]) -> None:
-        """Average gradients that the user has written into ``.grad`` without a backward pass; every rank calls this."""
+        """Average gradients that the user has written into ``.grad`` without a backward pass; every rank
+        calls this.
+        """
         self._late |= self.written(params)
         if self._late and not self._is_no_sync():
             self._average()
@@ -198,7 +203,9 @@ class GradientWatch:
             self._average()
 
     def _others_train(self) -> bool:
-        """Whether there is anything to train that DDP does not know: then another rank may have a gradient of it."""
+        """Whether there is anything to train that DDP does not know: then another rank may have a gradient of
+        it.
+        """
         beside = (p() for i, p in enumerate(self._params) if i not in self._by_ddp)
         return any(p is not None and p.requires_grad for p in beside)
 
@@ -248,9 +255,10 @@ class GradientWatch:
         names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
         first = names.get(id(params[0]), f"of shape {tuple(params[0].shape)}, not in the model")
         get_dist_logger().warning(
-            f"gradients of {len(params)} parameters (the first: {first}) came past DDP, so they are averaged after the backward"
-            " pass and not during it, which takes longer. DDP sees one backward pass for each call of the boosted model,"
-            " model(...), and the parameters that were not frozen at boost; not other methods, and not the module inside",
+            f"gradients of {len(params)} parameters (the first: {first}) came past DDP, so they are averaged"
+            " after the backward pass and not during it, which takes longer. DDP sees one backward pass for"
+            " each call of the boosted model, model(...), and the parameters that were not frozen at boost;"
+            " not other methods, and not the module inside",
             ranks=[0],
         )
 
@@ -280,8 +288,9 @@ def _came(watch: weakref.ref[GradientWatch], number: int, p: Tensor) -> None:
 
 def used_up(p: Tensor) -> RuntimeError:
     return RuntimeError(
-        f"a hook of a parameter of shape {tuple(p.shape)} has used up its gradient in the backward pass, before it was averaged over"
-        " the replicas, which would drift apart; step and clear gradients after the backward pass, not in it"
+        f"a hook of a parameter of shape {tuple(p.shape)} has used up its gradient in the backward pass,"
+        " before it was averaged over the replicas, which would drift apart; step and clear gradients after"
+        " the backward pass, not in it"
     )
 
 

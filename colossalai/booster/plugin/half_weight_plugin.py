@@ -19,7 +19,8 @@ DEFAULT = "fp16"
 
 
 class HalfWeightPlugin(DPPluginBase):
-    """A plan with a precision of its own: ``precision`` is its name, ``dtype`` that of weights, gradients and operations.
+    """A plan with a precision of its own: ``precision`` is its name, ``dtype`` that of weights, gradients and
+    operations.
 
     It is the one that the plugin was given, or else the one that the booster was given, or else fp16.
     """
@@ -55,16 +56,17 @@ class HalfWeightPlugin(DPPluginBase):
         who = type(self).__name__
         if name not in DTYPES:
             raise ValueError(
-                f"{who} does its own mixed precision, and does not support mixed_precision={name or precision!r}, only"
-                f" {', '.join(DTYPES)}"
+                f"{who} does its own mixed precision, and does not support"
+                f" mixed_precision={name or precision!r}, only {', '.join(DTYPES)}"
             )
         if not is_plain(precision):
             raise ValueError(
-                f"{who} does its own mixed precision, so options of {type(precision).__name__} would have no effect; pass"
-                f" mixed_precision={name!r}, and options such as initial_scale to the plugin"
+                f"{who} does its own mixed precision, so options of {type(precision).__name__} would have no"
+                f" effect; pass mixed_precision={name!r}, and options such as initial_scale to the plugin"
             )
         if self._given not in (None, name):
             raise ValueError(
-                f"{who} was given precision={self._given!r}, and the Booster mixed_precision={name!r}; leave one of them out"
+                f"{who} was given precision={self._given!r}, and the Booster mixed_precision={name!r}; leave"
+                " one of them out"
             )
         self._given = self.precision = name

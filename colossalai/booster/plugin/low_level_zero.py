@@ -1,4 +1,6 @@
-"""``LowLevelZeroPlugin``: data parallelism whose optimizer states, and in stage 2 gradients, are cut over the ranks."""
+"""``LowLevelZeroPlugin``: data parallelism whose optimizer states, and in stage 2 gradients, are cut over the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ class LowLevelZeroModel(CastModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.optimizer is not None and torch.is_grad_enabled():
-            # as with torch's DDP, the forward pass decides for the backward pass that follows; kept here, as a
-            # compiled forward pass may change its module, but not an optimizer
+            # as with torch's DDP, the forward pass decides for the backward pass that follows; kept here, as
+            # a compiled forward pass may change its module, but not an optimizer
             self._is_kept_local = self._local
         output = super().forward(*args, **kwargs)
         if self.optimizer is None and self._ranks > 1 and any(p.requires_grad for p in self.parameters()):
@@ -78,10 +80,10 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
 
     Args:
         stage: 1 or 2.
-        precision: ``'fp16'``, ``'bf16'`` or ``'fp32'``, of weights, gradients and operations; by default the booster's, or
-            fp16.  Optimizers keep the digits that half precision lacks.
-        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss
-            scale of ``'fp16'``.
+        precision: ``'fp16'``, ``'bf16'`` or ``'fp32'``, of weights, gradients and operations; by default the
+            booster's, or fp16.  Optimizers keep the digits that half precision lacks.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
+            loss scale of ``'fp16'``.
         max_norm: the largest norm of all gradients; 0 does not clip.
         norm_type: which norm that is.
         reduce_bucket_size_in_m: millions of elements whose gradients travel together.
@@ -89,8 +91,8 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
         overlap_communication: reduce gradients while the backward pass goes on.
         cpu_offload: states stay in host memory, and the step is made there.
         verbose: log how the parameters were cut, and changes of the loss scale.
-        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the launched
-            config.
+        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the
+            launched config.
     """
 
     model_type = LowLevelZeroModel
@@ -123,7 +125,8 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
             )
         if not reduce_bucket_size_in_m > 0:
             raise ValueError(
-                f"LowLevelZeroPlugin needs reduce_bucket_size_in_m of more than 0, got {reduce_bucket_size_in_m!r}"
+                "LowLevelZeroPlugin needs reduce_bucket_size_in_m of more than 0, got"
+                f" {reduce_bucket_size_in_m!r}"
             )
         self.stage = stage
         self._given_group = process_group
@@ -149,7 +152,8 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
         module, dtype = user_module(model), self.dtype
         if isinstance(module, DistributedDataParallel):
             raise ValueError(
-                "LowLevelZeroPlugin averages gradients itself, but the model is a DistributedDataParallel; give the model inside it"
+                "LowLevelZeroPlugin averages gradients itself, but the model is a DistributedDataParallel;"
+                " give the model inside it"
             )
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         check_backend(device)
@@ -174,10 +178,11 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
 
 
 class LeftOut:
-    """The parameters of a model that the boosted optimizer does not hold, so that nothing averages their gradients.
+    """The parameters of a model that the boosted optimizer does not hold, so that nothing averages their
+    gradients.
 
-    Most are meant to stay as they are.  Another optimizer that steps them would let the replicas drift apart, so their
-    gradients refuse to be read.
+    Most are meant to stay as they are.  Another optimizer that steps them would let the replicas drift apart,
+    so their gradients refuse to be read.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -193,8 +198,9 @@ class LeftOut:
 
     def why_no_gradient(self, param: Tensor) -> str:
         return (
-            f"the gradient of a parameter of shape {tuple(param.shape)} that is not in the optimizer given to boost, so LowLevelZeroPlugin does"
-            " not average it over the ranks; give all parameters to one optimizer, in groups"
+            f"the gradient of a parameter of shape {tuple(param.shape)} that is not in the optimizer given to"
+            " boost, so LowLevelZeroPlugin does not average it over the ranks; give all parameters to one"
+            " optimizer, in groups"
         )
 
     def zero_grad(self) -> None:
@@ -205,14 +211,16 @@ class LeftOut:
 
 def _refuse_backward(grad: Tensor) -> None:
     raise RuntimeError(
-        "a backward pass through a model that LowLevelZeroPlugin has got without an optimizer (or through a copy of one): under ZeRO the"
-        " optimizer averages the gradients, so nothing would; give the optimizer to boost, or call a model that is only"
-        " evaluated under torch.no_grad()"
+        "a backward pass through a model that LowLevelZeroPlugin has got without an optimizer (or through a"
+        " copy of one): under ZeRO the optimizer averages the gradients, so nothing would; give the optimizer"
+        " to boost, or call a model that is only evaluated under torch.no_grad()"
     )
 
 
 def _cast_rest(module: nn.Module, dtype: torch.dtype, kept: list[nn.Module]) -> None:
-    """Frozen parameters and buffers; what the optimizer trains has its dtype, and ``kept`` modules stay as they are."""
+    """Frozen parameters and buffers; what the optimizer trains has its dtype, and ``kept`` modules stay as
+    they are.
+    """
     if dtype == torch.float32:
         return
     for part in module.modules():

@@ -72,16 +72,17 @@ def benchmark(
 ) -> None:
     """Compare all tensor-parallel plans of this machine on a small model.
 
-    Every mode (none, 1D, 2D, 2.5D with every depth, 3D) runs forward and backward on as many ranks as divide --gpus, one
-    plan after the other; the others of the devices are idle meanwhile. Times are averages over the timed steps, of the
-    slowest rank; memory is that of the fullest rank; bytes are what each rank sends.
+    Every mode (none, 1D, 2D, 2.5D with every depth, 3D) runs forward and backward on as many ranks as divide
+    --gpus, one plan after the other; the others of the devices are idle meanwhile. Times are averages over
+    the timed steps, of the slowest rank; memory is that of the fullest rank; bytes are what each rank sends.
 
     \b
     colossalai benchmark --gpus 4
     colossalai benchmark --gpus 8 --model gpt --dimension 2048
     colossalai benchmark --gpus 4 --device cpu -b 4 -s 64 -d 256 -p 5     a minute without a GPU
 
-    A plan that does not fit the sizes is reported with the reason, and the others go on. Only one machine is used.
+    A plan that does not fit the sizes is reported with the reason, and the others go on. Only one machine is
+    used.
     """
     target = _picture(output)
     from colossalai.cli.benchmark.measure import Request
@@ -132,13 +133,16 @@ def _devices(device: str, gpus: int | None) -> tuple[str, int]:
         raise click.ClickException("--device cuda: torch finds no GPU here; use --device cpu")
     if gpus is not None and gpus > present:
         raise click.ClickException(
-            f"--gpus {gpus}: this machine has {present}; use --gpus {present}, or --device cpu for {gpus} processes on the CPU"
+            f"--gpus {gpus}: this machine has {present}; use --gpus {present}, or --device cpu for {gpus}"
+            " processes on the CPU"
         )
     return device, gpus or present
 
 
 def _picture(output: Path | None) -> Path | None:
-    """Where the picture goes, refused now rather than after an hour of measuring; None if nothing can draw it."""
+    """Where the picture goes, refused now rather than after an hour of measuring; None if nothing can draw
+    it.
+    """
     can_draw = importlib.util.find_spec("matplotlib") is not None
     if output is None:
         return Path("colossalai_benchmark.png") if can_draw else None

@@ -1,4 +1,6 @@
-"""What one process of the benchmark does: join the plan, build the model, warm up, time steps, count bytes."""
+"""What one process of the benchmark does: join the plan, build the model, warm up, time steps, count
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ class _Measurement:
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
     def _count(self) -> tuple[tuple[float, float], int]:
-        """Bytes sent forward and backward, and on a CPU the most bytes alive, in one more step that is not timed."""
+        """Bytes sent forward and backward, and on a CPU the most bytes alive, in one more step that is not
+        timed.
+        """
         self._forget()
         with LiveBytes() as live:
             live.hold([*self.model.parameters(), *self.batch])

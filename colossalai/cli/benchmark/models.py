@@ -1,7 +1,7 @@
 """The models of the benchmark, on the unified layers: they follow the tensor mode of the launch.
 
-Each is a body of ``layers`` equal parts; a language model and an image classifier have an embedding before it and a loss
-over classes behind it.  Every rank draws the same batch and keeps its part.
+Each is a body of ``layers`` equal parts; a language model and an image classifier have an embedding before it
+and a loss over classes behind it.  Every rank draws the same batch and keeps its part.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ class Model:
     draw: Callable[[ModelSizes], tuple[Tensor, ...]]
     """A batch for the whole model."""
     features: bool = False
-    """Whether the batch is already activations, cut like those, or what an embedding takes, of which rows are cut."""
+    """Whether the batch is already activations, cut like those, or what an embedding takes, of which rows are
+    cut.
+    """
 
 
 MODELS = {

@@ -46,7 +46,8 @@ def outcome_lines(outcome: BenchmarkOutcome) -> list[str]:
         f"Average backward time: {r.backward:.3f} ms",
         f"Max allocated GPU memory: {r.allocated / MB:.2f} MB{counted}",
         f"Max cached GPU memory: {cached if r.cached is None else f'{r.cached / MB:.2f} MB'}",
-        f"Bytes communicated: {r.sent_forward:,.0f} forward, {r.sent_backward:,.0f} backward, sent by each rank",
+        f"Bytes communicated: {r.sent_forward:,.0f} forward, {r.sent_backward:,.0f} backward, sent by each"
+        " rank",
     ]
 
 
@@ -86,8 +87,8 @@ def plot(outcomes: Sequence[BenchmarkOutcome], path: Path, request: Request) -> 
         axes.margins(y=0.12)
     shape = request.shape
     figure.suptitle(
-        f"{request.model} on {request.device}: batch {shape.batch_size} x sequence {shape.seq_len} x dimension "
-        f"{shape.dimension}, {shape.layers} layers"
+        f"{request.model} on {request.device}: batch {shape.batch_size} x sequence {shape.seq_len} x"
+        f" dimension {shape.dimension}, {shape.layers} layers"
     )
     figure.savefig(path, dpi=120)
     plt.close(figure)

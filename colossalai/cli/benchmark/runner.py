@@ -1,7 +1,8 @@
 """One plan after the other, each on fresh processes, while the terminal shows how far it is.
 
-Processes are forked from a server that has imported everything, so fresh ones cost a fraction of a second; in return no
-plan finds memory, caches or a broken connection that another left behind.  A plan that fails says why, and the next begins.
+Processes are forked from a server that has imported everything, so fresh ones cost a fraction of a second; in
+return no plan finds memory, caches or a broken connection that another left behind.  A plan that fails says
+why, and the next begins.
 """
 
 from __future__ import annotations

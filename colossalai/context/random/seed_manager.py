@@ -1,7 +1,7 @@
 """``SeedManager``: several random streams that take turns in torch's one default generator.
 
-Each mode owns a generator state.  ``set_mode`` puts the state of the mode that leaves away and loads the state of
-the mode that enters, so each stream goes on where it stopped, whatever the others drew in between.
+Each mode owns a generator state.  ``set_mode`` puts the state of the mode that leaves away and loads the
+state of the mode that enters, so each stream goes on where it stopped, whatever the others drew in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from colossalai.context.parallel_mode import ParallelMode
 
 
 class SeedManager:
-    """Streams of the CUDA generator of the current device, or of the CPU generator on a machine without CUDA."""
+    """Streams of the CUDA generator of the current device, or of the CPU generator on a machine without
+    CUDA.
+    """
 
     def __init__(self) -> None:
         self._seeds: dict[ParallelMode, int] = {}
@@ -51,7 +53,8 @@ class SeedManager:
             )
         if parallel_mode in self._seeds and not overwrite:
             raise ValueError(
-                f"{parallel_mode} already has the seed {self._seeds[parallel_mode]}; pass overwrite=True to replace it"
+                f"{parallel_mode} already has the seed {self._seeds[parallel_mode]}; pass overwrite=True to"
+                " replace it"
             )
         before = _get_state()
         _manual_seed(seed)

@@ -32,7 +32,8 @@ def accumulate_gradient(
     list[GradAccumGradientHandler],
     GradAccumLrSchedulerByStep | None,
 ]:
-    """The optimizer, data loader, handlers and scheduler of a run that steps every ``accumulate_size`` iterations.
+    """The optimizer, data loader, handlers and scheduler of a run that steps every ``accumulate_size``
+    iterations.
 
     The training loop does not change: it calls all of them in every iteration.
     """

@@ -1,4 +1,6 @@
-"""What else takes part in accumulation: the data loader, the learning-rate scheduler and the gradient handlers."""
+"""What else takes part in accumulation: the data loader, the learning-rate scheduler and the gradient
+handlers.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +55,12 @@ def batch_sizes(dataloader: Any) -> Callable[[int], int] | None:
 
 
 class GradAccumDataloader:
-    """A data loader that says how many batches are left, so that the last group of an epoch may be a shorter one.
+    """A data loader that says how many batches are left, so that the last group of an epoch may be a shorter
+    one.
 
-    It also says how many samples the batches of a group have.  Where the loader has no (reliable) length, it is read one
-    group ahead; where it has one but its batches' sizes cannot be known before, they count as equal, and a difference is
-    reported once.
+    It also says how many samples the batches of a group have.  Where the loader has no (reliable) length, it
+    is read one group ahead; where it has one but its batches' sizes cannot be known before, they count as
+    equal, and a difference is reported once.
     """
 
     def __init__(
@@ -74,8 +77,8 @@ class GradAccumDataloader:
     def __iter__(self) -> Iterator[Any]:
         if dropped := self.progress.restart():
             warnings.warn(
-                f"a new pass over the data begins while gradients of {dropped} iterations wait for the rest of their"
-                " group; they are dropped. Let each pass run to its end",
+                f"a new pass over the data begins while gradients of {dropped} iterations wait for the rest"
+                " of their group; they are dropped. Let each pass run to its end",
                 stacklevel=2,
             )
         return self._counted(self.dataloader) if has_length(self.dataloader) else self._read_ahead()
@@ -107,9 +110,10 @@ class GradAccumDataloader:
         if size != first and not self._differed:
             self._differed = True
             get_dist_logger().warning(
-                f"gradient accumulation met a batch of {size} samples after batches of {first}; the sizes of this"
-                f" {type(self.dataloader).__name__}'s batches cannot be known in advance, so each batch counts the same,"
-                " and samples of a smaller one count more. Let it give batches of one size (drop_last=True)",
+                f"gradient accumulation met a batch of {size} samples after batches of {first}; the sizes of"
+                f" this {type(self.dataloader).__name__}'s batches cannot be known in advance, so each batch"
+                " counts the same, and samples of a smaller one count more. Let it give batches of one size"
+                " (drop_last=True)",
                 ranks=[0],
             )
 
@@ -134,7 +138,9 @@ class GradAccumLrSchedulerByStep:
 
     @staticmethod
     def compute_effective_steps_per_epoch(dataloader: Sized, accumulate_size: int) -> int:
-        """Steps of the optimizer in one pass over ``dataloader``; the last group may be shorter than the others."""
+        """Steps of the optimizer in one pass over ``dataloader``; the last group may be shorter than the
+        others.
+        """
         return ceil_div(len(dataloader), accumulate_size)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -172,19 +178,22 @@ class GradAccumGradientHandler:
             self.grad_handler.handle_gradient()
 
 
-# ---- The optimizer of an accumulating run: it divides losses, and steps at the end of each group of iterations ----
+# ---- The optimizer of an accumulating run: it divides losses, and steps at the end of each group of
+# iterations ----
 
 
 class GradAccumOptimizer(OptimizerWrapper):
     """Call it in every iteration as usual; the parameters move in the last iteration of each group only.
 
-    Every loss, a mean over its batch, is weighted by its part of the group's samples, so a group equals one batch that
-    joins its batches.  Without a ``GradAccumDataloader`` that knows the batches' sizes, each batch counts the same.
+    Every loss, a mean over its batch, is weighted by its part of the group's samples, so a group equals one
+    batch that joins its batches.  Without a ``GradAccumDataloader`` that knows the batches' sizes, each batch
+    counts the same.
 
     Args:
         optim: the optimizer, boosted or not.
         accumulate_size: iterations per step.
-        model: the model that is called; if it synchronizes gradients (``no_sync``), it does so once per group.
+        model: the model that is called; if it synchronizes gradients (``no_sync``), it does so once per
+            group.
         progress: shared with the other parts of the run; its own if left out.
     """
 
@@ -217,7 +226,9 @@ class GradAccumOptimizer(OptimizerWrapper):
             self.optim.unscale_grad()
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Clip, in the last iteration of a group; before that the gradients are not complete and nothing happens."""
+        """Clip, in the last iteration of a group; before that the gradients are not complete and nothing
+        happens.
+        """
         if self.progress.is_last:
             self.optim.clip_grad_by_value(clip_value)
 

@@ -1,9 +1,9 @@
 """Where an accumulating training run stands: how many iterations of the current group are done.
 
 The parts that wait for the end of a group (optimizer, gradient handlers, learning-rate scheduler) share one
-``Accumulation``.  The data loader tells it how many batches are left, so that the last group of an epoch may be
-shorter and is known to be so from its first iteration on, and how many samples they have, so that every sample of a group
-counts the same.
+``Accumulation``.  The data loader tells it how many batches are left, so that the last group of an epoch may
+be shorter and is known to be so from its first iteration on, and how many samples they have, so that every
+sample of a group counts the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Accumulation:
     def __init__(self, accumulate_size: int) -> None:
         if isinstance(accumulate_size, bool) or not isinstance(accumulate_size, int) or accumulate_size < 1:
             raise ValueError(
-                f"accumulate_size is the number of iterations per optimizer step, at least 1; got {accumulate_size!r}"
+                "accumulate_size is the number of iterations per optimizer step, at least 1; got"
+                f" {accumulate_size!r}"
             )
         self.accumulate_size = accumulate_size
         self.done = 0
@@ -49,7 +50,9 @@ class Accumulation:
         return self.done + 1 >= self.group_size
 
     def share(self, loss: Tensor) -> Tensor:
-        """The part of ``loss``, a mean over the samples of its batch, in the mean over the samples of the group."""
+        """The part of ``loss``, a mean over the samples of its batch, in the mean over the samples of the
+        group.
+        """
         group_size = self.group_size
         if self._group_samples and self._sizes:
             return loss * (self._sizes[0] / self._group_samples)
@@ -58,8 +61,8 @@ class Accumulation:
     def announce(self, batches_left: int | None, sizes: Sequence[int] = ()) -> None:
         """The data loader's word: so many batches are left in this epoch, the current one included.
 
-        ``sizes`` are the samples in the current batch and in those that follow, as far as they may be in its group;
-        nothing where they are not known.
+        ``sizes`` are the samples in the current batch and in those that follow, as far as they may be in its
+        group; nothing where they are not known.
         """
         self._batches_left, self._sizes, self._heard = batches_left, sizes, True
 
@@ -76,9 +79,10 @@ class Accumulation:
         if self.has_loader and not self._heard and not self._warned:
             self._warned = True
             get_dist_logger().warning(
-                f"gradients of {self._group_size} iterations were accumulated, but none of their batches came from the data"
-                " loader that initialize (or accumulate_gradient) returned; so the end of a pass is not seen, and its last"
-                " group goes on in the next pass. Loop over the returned train_dataloader",
+                f"gradients of {self._group_size} iterations were accumulated, but none of their batches"
+                " came from the data loader that initialize (or accumulate_gradient) returned; so the end"
+                " of a pass is not seen, and its last group goes on in the next pass. Loop over the"
+                " returned train_dataloader",
                 ranks=[0],
             )
 

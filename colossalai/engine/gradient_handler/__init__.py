@@ -23,7 +23,9 @@ from colossalai.utils.bucket import bucket_allreduce
 def build_gradient_handler(
     config: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
 ) -> BaseGradientHandler:
-    """The handler that ``dict(type='MyGradientHandler', ...)`` describes; ``type`` is a registered name or a class."""
+    """The handler that ``dict(type='MyGradientHandler', ...)`` describes; ``type`` is a registered name or a
+    class.
+    """
     options = dict(config)
     if "type" not in options:
         raise ValueError(f"a gradient handler needs a 'type', the name of its class; got {options!r}")

@@ -1,7 +1,7 @@
 """The built-in gradient handlers: all of them are ``synchronize_gradients`` over some group.
 
-Ranks that saw different data average, since every loss is a mean over its own rank's samples (or tokens).  Stages that
-use one weight together add, since the loss depends on it through each use.
+Ranks that saw different data average, since every loss is a mean over its own rank's samples (or tokens).
+Stages that use one weight together add, since the loss depends on it through each use.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ZeROGradientHandler(BaseGradientHandler):
     def handle_gradient(self) -> None:
         if not getattr(self._optimizer, "averages_gradients", False):
             raise TypeError(
-                f"ZeROGradientHandler needs an optimizer of ZeRO, got {type(self._optimizer).__name__}; add a 'zero' section"
-                " to the config"
+                f"ZeROGradientHandler needs an optimizer of ZeRO, got {type(self._optimizer).__name__}; add a"
+                " 'zero' section to the config"
             )
         self._optimizer.unscale_grad()
 
@@ -71,7 +71,9 @@ class SequenceParallelGradientHandler(_AveragingHandler):
 
 @GRADIENT_HANDLER.register_module
 class PipelineSharedModuleGradientHandler(BaseGradientHandler):
-    """Adds the gradients of weights that several pipeline stages share (see ``pipeline_shared_module_pg``)."""
+    """Adds the gradients of weights that several pipeline stages share (see
+    ``pipeline_shared_module_pg``).
+    """
 
     def handle_gradient(self) -> None:
         synchronize_gradients(self._model.parameters(), replicas=None)

@@ -61,7 +61,9 @@ class BaseSchedule:
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> StepResult:
-        """Take a batch from ``data_iter`` through the engine; returns ``(output, label, loss)``, None where not asked for."""
+        """Take a batch from ``data_iter`` through the engine; returns ``(output, label, loss)``, None where
+        not asked for.
+        """
         if type(self).forward_back_step is BaseSchedule.forward_back_step:
             raise TypeError(
                 f"{type(self).__name__} must implement forward_backward_step(engine, data_iter, forward_only,"
@@ -79,9 +81,9 @@ class NonPipelineSchedule(BaseSchedule):
     """The usual iteration.
 
     Without ``data_process_func``, a batch is ``(data, label)``, or a dict whose label is called ``label`` or
-    ``labels``, or all data and no label.  Data in a tuple or list are the model's arguments, in a dict its keywords;
-    outputs and labels go to the criterion in the same way.  Without a criterion, the model gets the whole dict, and the
-    loss is its output, or the ``loss`` in it.
+    ``labels``, or all data and no label.  Data in a tuple or list are the model's arguments, in a dict its
+    keywords; outputs and labels go to the criterion in the same way.  Without a criterion, the model gets the
+    whole dict, and the loss is its output, or the ``loss`` in it.
     """
 
     def forward_backward_step(

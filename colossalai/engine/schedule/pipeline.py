@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 class PipelineSchedule(BaseSchedule):
     """A batch goes through the stages of a pipeline in micro-batches; one chunk of layers on each rank.
 
-    Every rank loads the same batch.  ``forward_backward_step`` returns outputs, label and loss on the rank with the last
-    layers, and None on the others.
+    Every rank loads the same batch.  ``forward_backward_step`` returns outputs, label and loss on the rank
+    with the last layers, and None on the others.
 
     Args:
         num_microbatches: how many parts of equal size a batch is cut into.
         data_process_func: turns a batch into ``(data, label)``, before it is cut.
         tensor_shape: the shape of what stages exchange, as a rank holds it; saves sending it.
-        scatter_gather_tensors: in mode 1D, where all tensor-parallel ranks hold the same activations, each sends a piece, and
-            the receivers gather them; for stages on machines whose connection is slow.
+        scatter_gather_tensors: in mode 1D, where all tensor-parallel ranks hold the same activations, each
+            sends a piece, and the receivers gather them; for stages on machines whose connection is slow.
         schedule: ``'1f1b'``, or another name of ``colossalai.pipeline.schedule.SCHEDULES``.
     """
 
@@ -74,8 +74,8 @@ class PipelineSchedule(BaseSchedule):
             raise RuntimeError(f"{type(self).__name__} needs a launched job; call colossalai.launch first")
         if (found := count_chunks(engine.model)) != self.num_model_chunks:
             raise ValueError(
-                f"{type(self).__name__} expects {self.num_model_chunks} chunk(s) of the model on each rank, got {found};"
-                " build the stages with the same num_chunks that the schedule has"
+                f"{type(self).__name__} expects {self.num_model_chunks} chunk(s) of the model on each rank,"
+                f" got {found}; build the stages with the same num_chunks that the schedule has"
             )
         if self.num_model_chunks > 1:
             gpc.set_virtual_pipeline_parallel_size(self.num_model_chunks)
@@ -94,8 +94,8 @@ class PipelineSchedule(BaseSchedule):
         axes = mode_axes(gpc.plan.mode).get(ParallelMode.PARALLEL_1D)
         if axes is None:
             raise ValueError(
-                f"scatter_gather_tensors needs the same activations on all tensor-parallel ranks, which tensor mode '1d' has;"
-                f" the mode is {gpc.plan.mode!r}"
+                "scatter_gather_tensors needs the same activations on all tensor-parallel ranks, which"
+                f" tensor mode '1d' has; the mode is {gpc.plan.mode!r}"
             )
         return axes[0]
 

@@ -1,9 +1,11 @@
-"""Adam on the host in one pass: half-precision gradients in, float32 weights and moments updated, rounded weights out.
+"""Adam on the host in one pass: half-precision gradients in, float32 weights and moments updated, rounded
+weights out.
 
-Memory is what limits it: 26 bytes are moved for each parameter in bfloat16 with its tail, 38 if what was there before is kept,
-which takes 1.5 times as long on 16 cores (a copy before the update 2 times).  The work is cut into blocks, and
-threads take one after the other; a thread that the operating system holds up delays one block only.  One call does all of an
-update, without the interpreter, so that it can run beside a script that keeps the interpreter busy.
+Memory is what limits it: 26 bytes are moved for each parameter in bfloat16 with its tail, 38 if what was
+there before is kept, which takes 1.5 times as long on 16 cores (a copy before the update 2 times).  The work
+is cut into blocks, and threads take one after the other; a thread that the operating system holds up delays
+one block only.  One call does all of an update, without the interpreter, so that it can run beside a script
+that keeps the interpreter busy.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.kernel.kept import Kept
 from colossalai.kernel.lists import row
 
-# Elements of a block: 2^18 to 2^20 are equally fast on 16 cores.  Less work is cut finer, so that threads end together.
+# Elements of a block: 2^18 to 2^20 are equally fast on 16 cores.  Less work is cut finer, so that threads end
+# together.
 BLOCK = 1 << 19
 LEAST = 1 << 15
 ROUNDS = 8  # blocks for each thread
@@ -74,7 +77,9 @@ def takes(lists: AdamLists) -> bool:
 
 
 def adam_native_(lists: AdamLists, step: int, options: AdamOptions, kept: Kept | None = None) -> None:
-    """One update in place, on as many threads as torch may use; what was there before is copied to where ``kept`` says."""
+    """One update in place, on as many threads as torch may use; what was there before is copied to where
+    ``kept`` says.
+    """
     c1, c2 = options.corrections(step)
     decay = options.lr * options.weight_decay if options.decoupled else 0.0
     packed = _Options(
@@ -108,7 +113,9 @@ def adam_native_(lists: AdamLists, step: int, options: AdamOptions, kept: Kept |
 def _blocks(
     columns: Columns, before: Columns, grads: Sequence[Tensor], length: int
 ) -> Iterator[tuple[int, ...]]:
-    """The work in blocks of at most ``length`` elements: the fields of a ``Block`` in C, which are all of 8 bytes."""
+    """The work in blocks of at most ``length`` elements: the fields of a ``Block`` in C, which are all of 8
+    bytes.
+    """
     for tensors in zip(*columns, *before, grads, strict=True):
         # where each begins, and bytes of an element
         rows = [(0, 0) if t is None else (row(t).data_ptr(), t.element_size()) for t in tensors]

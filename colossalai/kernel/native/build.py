@@ -1,7 +1,8 @@
-"""Compile a C file of this folder, once for each machine and source (with the headers beside it), and load it.
+"""Compile a C file of this folder, once for each machine and source (with the headers beside it), and load
+it.
 
-The library is kept in ``$COLOSSALAI_CACHE``, or ``~/.cache/colossalai``.  It is built under another name and put in place by a
-rename, so that ranks that start together may all build it.
+The library is kept in ``$COLOSSALAI_CACHE``, or ``~/.cache/colossalai``.  It is built under another name and
+put in place by a rename, so that ranks that start together may all build it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Copies of host tensors that will not be read soon: past the cache, on many threads; half the time of a plain copy."""
+"""Copies of host tensors that will not be read soon: past the cache, on many threads; half the time of a
+plain copy.
+"""
 
 from __future__ import annotations
 

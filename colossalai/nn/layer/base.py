@@ -1,7 +1,7 @@
 """What all tensor-parallel layers share: the mode and mesh they live on, and how their parameters are made.
 
-A layer is written once.  It reads where its inputs, weights and outputs lie from a row of ``colossalai.nn.modes``; with
-one rank it is *plain* and calls torch's own function.
+A layer is written once.  It reads where its inputs, weights and outputs lie from a row of
+``colossalai.nn.modes``; with one rank it is *plain* and calls torch's own function.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ class ParallelLayer(nn.Module):
         tp = self.tp
         if not self.plain and tp.hidden != tp.inner and stream_position(self.mesh) == "inner":
             raise ValueError(
-                f"{type(self).__name__} works on the hidden layout of the stream, but the last Linear built without a role "
-                "left the stream in its inner layout: Linears come in pairs, one that expands and one that contracts; "
-                "pass role='expand' or role='contract', or call colossalai.nn.modes.set_stream_position('hidden', mesh)"
+                f"{type(self).__name__} works on the hidden layout of the stream, but the last Linear built"
+                " without a role left the stream in its inner layout: Linears come in pairs, one that"
+                " expands and one that contracts; pass role='expand' or role='contract', or call"
+                " colossalai.nn.modes.set_stream_position('hidden', mesh)"
             )
 
     def _check_size(self, what: str, size: int, cuts: Sequence[Axes], blocks: int = 1) -> None:
@@ -78,8 +79,8 @@ class ParallelLayer(nn.Module):
         fused = f" in each of {blocks} blocks" if blocks > 1 else ""
         below, above = size // step * step, round_up(size, step)
         raise ValueError(
-            f"{type(self).__name__}: {what}={size} is cut by {axes}{fused} and must be a multiple of {step}; the nearest "
-            f"valid sizes are {f'{below} and {above}' if below else above}"
+            f"{type(self).__name__}: {what}={size} is cut by {axes}{fused} and must be a multiple of {step};"
+            f" the nearest valid sizes are {f'{below} and {above}' if below else above}"
         )
 
     def _parameter(
@@ -93,7 +94,9 @@ class ParallelLayer(nn.Module):
         dtype: torch.dtype | None = None,
         transposed: bool = False,
     ) -> nn.Parameter:
-        """A piece of a parameter of ``shape`` (as stored), filled by ``fill`` with the serial model's values."""
+        """A piece of a parameter of ``shape`` (as stored), filled by ``fill`` with the serial model's
+        values.
+        """
         local = shape if self.plain else local_shape(shape, layout, self.mesh, uneven=True)
         param = nn.Parameter(torch.empty(local, dtype=dtype, device=self._device()))
         if not self.plain:
@@ -144,7 +147,9 @@ class ParallelLayer(nn.Module):
         setattr(self, name, param)
 
     def global_state_dict(self, prefix: str = "") -> dict[str, Tensor]:
-        """The parameters of this layer as the serial model stores them, whole on every rank; all ranks must call it."""
+        """The parameters of this layer as the serial model stores them, whole on every rank; all ranks must
+        call it.
+        """
         whole = {}
         for name, p in self.named_parameters(prefix.rstrip(".")):
             value = p.detach()
@@ -157,7 +162,9 @@ class ParallelLayer(nn.Module):
 def resolve(
     layer: object, mode: str | None, tp: TensorParallel | None, mesh: Mesh | None
 ) -> tuple[TensorParallel, Mesh | None]:
-    """The mode and mesh that ``layer`` lives on: those given, or else those of the launch; it may insist on a mode."""
+    """The mode and mesh that ``layer`` lives on: those given, or else those of the launch; it may insist on a
+    mode.
+    """
     who = type(layer).__name__
     if mode is None:
         return mode_serial(), None
@@ -165,15 +172,15 @@ def resolve(
     row, mesh = (launched.tp if tp is None else tp), (launched.mesh if mesh is None else mesh)
     if row.mode == "sequence" and mesh is not None and mesh.size.get("sp", 1) > 1:
         raise ValueError(
-            f"{who} has no form for the tensor mode 'sequence', so every rank would compute all of it; launch with"
-            " parallel=dict(tensor=dict(size=..., mode='1d', sequence_parallel=True)), which cuts activations along the sequence, or"
-            " build torch's own layers, which know nothing of the mode"
+            f"{who} has no form for the tensor mode 'sequence', so every rank would compute all of it; launch"
+            " with parallel=dict(tensor=dict(size=..., mode='1d', sequence_parallel=True)), which cuts"
+            " activations along the sequence, or build torch's own layers, which know nothing of the mode"
         )
     if mode not in (FOLLOW_CONFIG, row.mode):
         raise ValueError(
-            f"{who} needs the tensor mode {mode!r}, but the mode is {row.mode!r}; launch with "
-            f"parallel=dict(tensor=dict(size=..., mode={mode!r})), or use the class of colossalai.nn without a suffix, "
-            "which follows the config"
+            f"{who} needs the tensor mode {mode!r}, but the mode is {row.mode!r}; launch with"
+            f" parallel=dict(tensor=dict(size=..., mode={mode!r})), or use the class of colossalai.nn without"
+            " a suffix, which follows the config"
         )
     if row.size > 1 and mesh is None:
         raise ValueError(f"{who} is cut into {row.size} pieces and needs a mesh: launch first, or pass mesh=")

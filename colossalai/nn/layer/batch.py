@@ -1,7 +1,7 @@
 """Cutting a batch over the ranks that share one model, and summing what they make of it.
 
-In 2D, 2.5D and 3D the ranks of one model share the rows of a batch.  A data loader gives all of them the same batch, and
-``partition_batch`` keeps this rank's part; in 1D there is nothing to cut.
+In 2D, 2.5D and 3D the ranks of one model share the rows of a batch.  A data loader gives all of them the same
+batch, and ``partition_batch`` keeps this rank's part; in 1D there is nothing to cut.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def partition_batch(
 ) -> T:
     """This rank's rows of ``input_``, a tensor or a nest of lists, tuples and dicts of tensors.
 
-    ``at="inner"`` gives the rows that this rank has between an expanding and a contracting Linear, where attention runs;
-    in 3D these are others.
+    ``at="inner"`` gives the rows that this rank has between an expanding and a contracting Linear, where
+    attention runs; in 3D these are others.
     """
     launched = current()
     tp, mesh = tp or launched.tp, mesh or launched.mesh
@@ -46,8 +46,8 @@ def split_rows(x: Tensor, axes: Axes, mesh: Mesh, dim: int) -> Tensor:
         names = " x ".join(f"{a}={mesh.size[a]}" for a in axes)
         below = x.size(dim) // parts * parts
         raise ValueError(
-            f"a batch of {x.size(dim)} rows is shared by {names} = {parts} ranks; the nearest valid sizes are "
-            f"{f'{below} and {below + parts}' if below else parts}"
+            f"a batch of {x.size(dim)} rows is shared by {names} = {parts} ranks; the nearest valid sizes are"
+            f" {f'{below} and {below + parts}' if below else parts}"
         )
     dim %= x.ndim
     cut = Layout(tuple(axes if d == dim else () for d in range(x.ndim)))
@@ -84,7 +84,9 @@ def split_batch_3d(
     input_parallel_mode: ParallelMode = ParallelMode.PARALLEL_3D_INPUT,
     weight_parallel_mode: ParallelMode = ParallelMode.PARALLEL_3D_WEIGHT,
 ) -> Tensor:
-    """This rank's rows in 3D: cut by the ranks of ``weight_parallel_mode``, and each part by ``input_parallel_mode``."""
+    """This rank's rows in 3D: cut by the ranks of ``weight_parallel_mode``, and each part by
+    ``input_parallel_mode``.
+    """
     _, mesh = _batch_axes("3d", "split_batch_3d")
     return split_rows(input_, _axes_3d(weight_parallel_mode, input_parallel_mode), mesh, dim)
 

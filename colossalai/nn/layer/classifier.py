@@ -1,8 +1,9 @@
 """From features to the scores of classes or of the words of a vocabulary.
 
-With few classes the scores are whole on every rank (``y`` rests uncut along the classes, so the planner sums).  Above
-``vocab_parallel_limit`` they stay cut, and the loss works on the pieces.  A tied head uses the embedding's table as it
-lies there; the planner finds what has to travel.  The number of classes need not divide: pieces differ by one.
+With few classes the scores are whole on every rank (``y`` rests uncut along the classes, so the planner
+sums).  Above ``vocab_parallel_limit`` they stay cut, and the loss works on the pieces.  A tied head uses the
+embedding's table as it lies there; the planner finds what has to travel.  The number of classes need not
+divide: pieces differ by one.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ VOCAB_PARALLEL_LIMIT = 2048
 
 
 class Classifier(ParallelLayer):
-    """A linear layer to ``num_classes`` scores; with ``weight``, an embedding's table, it is tied to this table."""
+    """A linear layer to ``num_classes`` scores; with ``weight``, an embedding's table, it is tied to this
+    table.
+    """
 
     vocab_parallel: ClassVar[bool | None] = None
-    """Whether scores stay cut along the classes; None: above ``vocab_parallel_limit``, or as the tied table is."""
+    """Whether scores stay cut along the classes; None: above ``vocab_parallel_limit``, or as the tied table
+    is.
+    """
 
     def __init__(
         self,
@@ -106,7 +111,9 @@ class Classifier(ParallelLayer):
         vocab_parallel: bool | None = None,
         gather_output: bool = False,
     ) -> Classifier:
-        """This rank's piece of an ``nn.Linear`` to classes; with ``weight``, tied to that (already cut) table."""
+        """This rank's piece of an ``nn.Linear`` to classes; with ``weight``, tied to that (already cut)
+        table.
+        """
         kind = {None: Classifier, True: VocabParallelClassifier, False: WholeClassifier}[vocab_parallel]
         n_out, n_in = module.weight.shape
         with torch.device("meta"):

@@ -1,9 +1,10 @@
 """Dropout whose mask is equal where the tensor is identical and independent where it is cut.
 
-Normally the masks come from torch's generators, through the two streams that ``launch`` made: the one that is alike on
-all ranks for a tensor that every rank holds whole, the one that differs for a tensor that is cut.  Inside
-``plan_independent_dropout(seed)`` they come from a counter instead (:class:`colossalai.mesh.RandomStream`), which gives every
-plan, the serial model included, the same masks; this is slower and for comparing plans.
+Normally the masks come from torch's generators, through the two streams that ``launch`` made: the one that is
+alike on all ranks for a tensor that every rank holds whole, the one that differs for a tensor that is cut.
+Inside ``plan_independent_dropout(seed)`` they come from a counter instead
+(:class:`colossalai.mesh.RandomStream`), which gives every plan, the serial model included, the same masks;
+this is slower and for comparing plans.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def _launched_stream() -> RandomStream:
 
 
 class Dropout(ParallelLayer):
-    """``torch.nn.Dropout``.  ``at`` says where its input rests; by default where the last Linear left the stream.
+    """``torch.nn.Dropout``.
+
+    ``at`` says where its input rests; by default where the last Linear left the stream.
 
     ``layout`` gives another place, such as that of attention's scores (``tp.heads``).
     """
@@ -95,7 +98,9 @@ class Dropout(ParallelLayer):
             return F.dropout(x, self.p, True, self.inplace)
 
     def own_stream(self) -> AbstractContextManager[None]:
-        """Draw from the stream that belongs to where the input lies: alike on ranks that hold the same of it."""
+        """Draw from the stream that belongs to where the input lies: alike on ranks that hold the same of
+        it.
+        """
         if self.plain or not self.layout.sharded or not get_seeds():
             return nullcontext()
         return seed(ParallelMode.TENSOR)
@@ -108,7 +113,9 @@ class Dropout(ParallelLayer):
 
 
 class WrappedDropout(nn.Module):
-    """``torch.nn.Dropout`` that draws from the stream of one parallel mode; with None from the current one."""
+    """``torch.nn.Dropout`` that draws from the stream of one parallel mode; with None from the current
+    one.
+    """
 
     def __init__(self, p: float = 0.5, inplace: bool = False, mode: ParallelMode | None = None) -> None:
         super().__init__()
@@ -122,7 +129,8 @@ class WrappedDropout(nn.Module):
 
 
 class DropPath(ParallelLayer):
-    """Stochastic depth: in training, zero a whole sample with probability ``drop_prob`` and scale the others up.
+    """Stochastic depth: in training, zero a whole sample with probability ``drop_prob`` and scale the others
+    up.
 
     Ranks that hold pieces of one sample agree on its fate.
     """

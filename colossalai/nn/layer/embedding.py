@@ -1,8 +1,9 @@
 """Embedding tables in all modes.
 
-A lookup is a product with one-hot rows, in which k is the vocabulary.  A table that is cut along the vocabulary gives
-zeros for the tokens of others, and the sum over the ranks is the answer; so the planner of products applies unchanged.
-A small table is whole along the vocabulary and cut like the features of the stream; then nothing travels.
+A lookup is a product with one-hot rows, in which k is the vocabulary.  A table that is cut along the
+vocabulary gives zeros for the tokens of others, and the sum over the ranks is the answer; so the planner of
+products applies unchanged. A small table is whole along the vocabulary and cut like the features of the
+stream; then nothing travels.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from colossalai.nn.modes import TensorParallel, at_rank
 class Embedding(ParallelLayer):
     """``torch.nn.Embedding``; the table is cut along the vocabulary above ``vocab_parallel_limit`` entries.
 
-    Ids of shape (batch, sequence) are this rank's part of the batch (see ``partition_batch``).  Ids of one dim number the
-    positions of a sequence and serve all rows.
+    Ids of shape (batch, sequence) are this rank's part of the batch (see ``partition_batch``).  Ids of one
+    dim number the positions of a sequence and serve all rows.
     """
 
     vocab_parallel: ClassVar[bool | None] = None
@@ -91,7 +92,8 @@ class Embedding(ParallelLayer):
         if -self.num_embeddings <= index < 0:
             return index + self.num_embeddings
         raise ValueError(
-            f"{type(self).__name__}: padding_idx={index} is not one of the {self.num_embeddings} entries of the table"
+            f"{type(self).__name__}: padding_idx={index} is not one of the {self.num_embeddings} entries of"
+            " the table"
         )
 
     def _zero_padding(self, table: Layout) -> None:
@@ -184,7 +186,8 @@ class Embedding(ParallelLayer):
     def _places(self, ids: Tensor, plan: MatmulPlan) -> tuple[Tensor, Layout, Layout]:
         """The ids this rank looks up, and where the result lies before and after the sum."""
         if ids.ndim == 1:
-            # the sum serves rows that the batch's axes cut: on these each rank goes on to use it differently, P -> R
+            # the sum serves rows that the batch's axes cut: on these each rank goes on to use it differently,
+            # P -> R
             batch, sequence, feature = plan.y.dims
             spread = plan.y_use.partial & set(batch)
             source = Layout(((), plan.y_use.dims[-1]), partial=plan.y_use.partial)

@@ -1,8 +1,8 @@
 """The linear layer of all modes.
 
-``y = x A + b`` is one planned product (:mod:`colossalai.mesh.plan`).  A linear either *expands* the residual stream, from
-its hidden layout to the inner one, or *contracts* it back; which, is its role.  What 1D calls column and row, and 3D the
-exchange of input and output groups, are these two roles.
+``y = x A + b`` is one planned product (:mod:`colossalai.mesh.plan`).  A linear either *expands* the residual
+stream, from its hidden layout to the inner one, or *contracts* it back; which, is its role.  What 1D calls
+column and row, and 3D the exchange of input and output groups, are these two roles.
 
 The bias is cut like the features of y and added after the last sum, so it counts once.
 """
@@ -27,11 +27,12 @@ Direction = Literal["expand", "contract"]
 class Linear(ParallelLayer):
     """``torch.nn.Linear``, cut as the mode says.
 
-    ``role`` is ``"expand"`` or ``"contract"``; without it, Linears alternate, beginning with one that expands.
-    ``fused``: the output holds that many blocks of equal size (3 for query, key and value), each of which is cut.
-    ``gather_output``: the output is whole on every rank along its features.  ``parallel_input=False``: so is the input of
-    a contracting layer.  ``skip_bias_add``: returns ``(x A, b)`` for the caller to add.
-    ``weight_order`` is how the weight is stored, ``"oi"`` (torch's) or ``"io"``; by default as the mode's documents show it.
+    ``role`` is ``"expand"`` or ``"contract"``; without it, Linears alternate, beginning with one that
+    expands. ``fused``: the output holds that many blocks of equal size (3 for query, key and value), each of
+    which is cut. ``gather_output``: the output is whole on every rank along its features.
+    ``parallel_input=False``: so is the input of a contracting layer.  ``skip_bias_add``: returns ``(x A, b)``
+    for the caller to add. ``weight_order`` is how the weight is stored, ``"oi"`` (torch's) or ``"io"``; by
+    default as the mode's documents show it.
     """
 
     def __init__(
@@ -115,9 +116,11 @@ class Linear(ParallelLayer):
         gather_output: bool = False,
         parallel_input: bool = True,
     ) -> Linear:
-        """This rank's piece of an ``nn.Linear``, or of Hugging Face's ``Conv1D``, under the same parameter names.
+        """This rank's piece of an ``nn.Linear``, or of Hugging Face's ``Conv1D``, under the same parameter
+        names.
 
-        The weight keeps the native order of its dims.  A module on the meta device stays there, to be loaded later.
+        The weight keeps the native order of its dims.  A module on the meta device stays there, to be loaded
+        later.
         """
         weight, bias = module.weight, module.bias
         assert isinstance(weight, Tensor)
@@ -153,8 +156,9 @@ class Linear(ParallelLayer):
             return F.linear(x, weight), self.bias
         if x.size(-1) != self._local_in:
             raise ValueError(
-                f"{type(self).__name__}({self.in_features}, {self.out_features}), which {self.role}s, needs this rank's "
-                f"{self._local_in} of {self.in_features} features, got an input of shape {tuple(x.shape)}"
+                f"{type(self).__name__}({self.in_features}, {self.out_features}), which {self.role}s, needs"
+                f" this rank's {self._local_in} of {self.in_features} features, got an input of shape"
+                f" {tuple(x.shape)}"
             )
         plan = self._plans.get(x.ndim) or self._new_plan(x.ndim)
         bias = None if self.bias is None else use(self.bias, plan.y.rows, self.mesh)
@@ -176,6 +180,6 @@ class Linear(ParallelLayer):
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"role={self.role}, weight={tuple(full_shape(self.weight))} as {self._plan.w}"
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
+            f" role={self.role}, weight={tuple(full_shape(self.weight))} as {self._plan.w}"
         )

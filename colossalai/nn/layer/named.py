@@ -66,8 +66,8 @@ class Linear1D_Col(Linear1D):
 class Linear1D_Row(Linear):
     """Row-parallel: each rank has some of the inputs, and the outputs are summed.
 
-    ``stream_chunk_num``: without gradients, the outputs are computed in so many parts, and the sum of one travels while the
-    next is computed.
+    ``stream_chunk_num``: without gradients, the outputs are computed in so many parts, and the sum of one
+    travels while the next is computed.
     """
 
     mode = "1d"

@@ -1,12 +1,12 @@
 """LayerNorm and RMSNorm of features that may be cut.
 
-The statistics of a row need all of its features, so they are one small exchange: each rank gives the mean and the sum of
-squared deviations (M2) of its own features, and the pieces merge exactly,
+The statistics of a row need all of its features, so they are one small exchange: each rank gives the mean and
+the sum of squared deviations (M2) of its own features, and the pieces merge exactly,
 
     mean = sum_i n_i mean_i / n,    M2 = sum_i M2_i + n_i (mean_i - mean)^2,
 
-which does not lose digits as E[x^2] - mean^2 does.  The backward pass needs the sums of g and g x_hat over the features, one
-all-reduce for both.
+which does not lose digits as E[x^2] - mean^2 does.  The backward pass needs the sums of g and g x_hat over
+the features, one all-reduce for both.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class RMSNorm(_Norm):
 
     @classmethod
     def from_native(cls, module: nn.Module, *, tp: TensorParallel, mesh: Mesh | None) -> RMSNorm:
-        """This rank's piece of an RMS norm: torch's, or one of Hugging Face's, which call their eps variance_epsilon."""
+        """This rank's piece of an RMS norm: torch's, or one of Hugging Face's, which call their eps
+        variance_epsilon.
+        """
         weight = module.weight
         assert isinstance(weight, Tensor)
         eps = getattr(module, "eps", None) or getattr(module, "variance_epsilon", None)
@@ -141,7 +143,8 @@ def _fp32_if_autocast(x: Tensor) -> Tensor:
 
 
 class _CutNorm(torch.autograd.Function):
-    """``(x - mean) / sqrt(var + eps)``, or without the mean, where ``axes`` cut the features; statistics in fp32.
+    """``(x - mean) / sqrt(var + eps)``, or without the mean, where ``axes`` cut the features; statistics in
+    fp32.
 
     By hand because it halves the exchanges of the derived rule; a test holds it against that.
     """

@@ -1,7 +1,8 @@
-"""From images to tokens: one vector for each patch, a class token before them, and a vector for each position.
+"""From images to tokens: one vector for each patch, a class token before them, and a vector for each
+position.
 
-Each rank computes its own features of its own images, so nothing travels forward; the gradients are summed over the
-ranks that hold other images.
+Each rank computes its own features of its own images, so nothing travels forward; the gradients are summed
+over the ranks that hold other images.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from colossalai.nn.modes import TensorParallel
 class PatchEmbedding(ParallelLayer):
     """Images (batch, in_chans, height, width) to tokens (batch, 1 + patches, embed_size).
 
-    The first token is the class token.  With ``flatten=False`` the result is the map of patches (batch, embed_size, rows,
-    columns), without class token and positions.
+    The first token is the class token.  With ``flatten=False`` the result is the map of patches (batch,
+    embed_size, rows, columns), without class token and positions.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class PatchEmbedding(ParallelLayer):
         self.in_chans, self.embed_size, self.flatten = in_chans, embed_size, flatten
         if any(p < 1 or i < p or i % p for i, p in zip(self.img_size, self.patch_size, strict=True)):
             raise ValueError(
-                f"img_size={img_size} is not a multiple of patch_size={patch_size}; patches must cover the image"
+                f"img_size={img_size} is not a multiple of patch_size={patch_size}; patches must cover the"
+                " image"
             )
         feature = self.tp.hidden.dims[-1]
         self._check_size("embed_size", embed_size, (feature,))
@@ -102,8 +104,9 @@ class PatchEmbedding(ParallelLayer):
         parts = self.mesh.group_size(*sequence)
         if x.size(1) % parts:
             raise ValueError(
-                f"{type(self).__name__} makes {x.size(1)} tokens (with the class token), which sequence parallelism over "
-                f"{parts} ranks cannot share equally; use another img_size or patch_size, or no sequence_parallel"
+                f"{type(self).__name__} makes {x.size(1)} tokens (with the class token), which sequence"
+                f" parallelism over {parts} ranks cannot share equally; use another img_size or patch_size,"
+                " or no sequence_parallel"
             )
         whole = Layout((self.tp.hidden.dims[0], (), self.tp.hidden.dims[2]))
         return redistribute(x, whole, self.tp.hidden, self.mesh)

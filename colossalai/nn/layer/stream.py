@@ -1,4 +1,5 @@
-"""Changes of place that a model asks for by name: the first token of a sequence, and back to the residual stream.
+"""Changes of place that a model asks for by name: the first token of a sequence, and back to the residual
+stream.
 
 ``at`` is where the model lives, ``current()`` when it was built; by default where the job is now.
 """
@@ -22,7 +23,9 @@ def first_token(x: Tensor, at: Current | None = None) -> Tensor:
 
 
 def to_hidden(x: Tensor, at: Current | None = None) -> Tensor:
-    """From where an expanding Linear leaves ``x`` to the residual stream's own layout, without a contracting Linear."""
+    """From where an expanding Linear leaves ``x`` to the residual stream's own layout, without a contracting
+    Linear.
+    """
     tp, mesh = at or current()
     if mesh is None or tp.size == 1:
         return x
@@ -39,7 +42,8 @@ def local_heads(num_heads: int, at: Current | None = None) -> int:
     if num_heads % parts:
         below = num_heads // parts * parts
         raise ValueError(
-            f"num_heads={num_heads} is shared by {' x '.join(f'{a}={mesh.size[a]}' for a in axes)} and must be a "
-            f"multiple of {parts}; the nearest valid numbers are {f'{below} and {below + parts}' if below else parts}"
+            f"num_heads={num_heads} is shared by {' x '.join(f'{a}={mesh.size[a]}' for a in axes)} and must"
+            f" be a multiple of {parts}; the nearest valid numbers are"
+            f" {f'{below} and {below + parts}' if below else parts}"
         )
     return num_heads // parts

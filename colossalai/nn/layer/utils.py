@@ -17,7 +17,9 @@ ACT2FN: dict[str, Callable[..., Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swi
 
 
 class CheckpointModule(nn.Module):
-    """A module that keeps only its inputs for the backward pass; a subclass writes ``_forward`` instead of ``forward``."""
+    """A module that keeps only its inputs for the backward pass; a subclass writes ``_forward`` instead of
+    ``forward``.
+    """
 
     def __init__(self, checkpoint: bool = True, offload: bool = False) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """Weights that several pipeline stages use, such as the word embedding that is also the output head.
 
-Each of these stages holds the weight.  It starts with the values of the first stage, its gradients are summed over the
-stages in each step (``PipelineSharedModuleGradientHandler``, which ``initialize`` adds by itself), so all copies stay equal.
+Each of these stages holds the weight.  It starts with the values of the first stage, its gradients are summed
+over the stages in each step (``PipelineSharedModuleGradientHandler``, which ``initialize`` adds by itself),
+so all copies stay equal.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _numbers = itertools.count()
 class PipelineSharedModuleWrapper:
     """One set of parameters shared by the stages ``pipeline_ranks``.
 
-    Every rank of the job makes the wrapper; the ranks of these stages register their module, or parameters, in the same order.
+    Every rank of the job makes the wrapper; the ranks of these stages register their module, or parameters,
+    in the same order.
     """
 
     def __init__(self, pipeline_ranks: Sequence[int]) -> None:
@@ -65,8 +67,8 @@ class PipelineSharedModuleWrapper:
     def _share(self, params: Iterable[nn.Parameter], what: str) -> None:
         if self._rank not in self.pipeline_ranks:
             wrong = (
-                f"pipeline rank {self._rank} registers {what} as shared by the pipeline ranks {self.pipeline_ranks}, to which it"
-                " does not belong; register it there, or add this rank"
+                f"pipeline rank {self._rank} registers {what} as shared by the pipeline ranks"
+                f" {self.pipeline_ranks}, to which it does not belong; register it there, or add this rank"
             )
             if dist.is_initialized():
                 _store().set(self._complaint, wrong)  # for those who wait for another rank to register it
@@ -92,7 +94,8 @@ class PipelineSharedModuleWrapper:
         if any(other != kinds for other in others):
             listed = "; ".join(f"rank {r}: {k}" for r, k in zip(self.pipeline_ranks, others, strict=True))
             raise ValueError(
-                f"the pipeline ranks {self.pipeline_ranks} share parameters, but theirs differ in (shape, dtype, layout): {listed}"
+                f"the pipeline ranks {self.pipeline_ranks} share parameters, but theirs differ in (shape,"
+                f" dtype, layout): {listed}"
             )
         broadcast_from_first(params, self.group)
 
@@ -113,8 +116,8 @@ def _checked_ranks(ranks: Any, size: int) -> list[int]:
     listed = list(ranks) if is_list else []
     if not listed or not all(type(rank) is int and rank in known for rank in listed):
         raise ValueError(
-            f"PipelineSharedModuleWrapper takes a list of the pipeline ranks that share a module, of 0 to {size - 1} here, such"
-            f" as [0, {size - 1}]; got {ranks!r}"
+            "PipelineSharedModuleWrapper takes a list of the pipeline ranks that share a module, of 0 to"
+            f" {size - 1} here, such as [0, {size - 1}]; got {ranks!r}"
         )
     return sorted(set(listed))
 

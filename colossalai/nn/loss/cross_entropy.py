@@ -1,8 +1,9 @@
 """Cross entropy of scores that are whole, or cut over the ranks that share one model.
 
-The mean is over all rows of the batch that this model sees: rows that other ranks hold are counted, rows with the label
-``ignore_index`` are not.  Averaging the means of ranks would be wrong as soon as they hold different numbers of valid rows.
-Under data parallelism each replica has the mean of its own batch, as with torch's loss.
+The mean is over all rows of the batch that this model sees: rows that other ranks hold are counted, rows with
+the label ``ignore_index`` are not.  Averaging the means of ranks would be wrong as soon as they hold
+different numbers of valid rows. Under data parallelism each replica has the mean of its own batch, as with
+torch's loss.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from colossalai.registry import LOSSES
 
 @LOSSES.register_module
 class CrossEntropyLoss(nn.Module):
-    """``torch.nn.CrossEntropyLoss``: the mean over the batch, or with ``reduction=False`` the loss of each sample.
+    """``torch.nn.CrossEntropyLoss``: the mean over the batch, or with ``reduction=False`` the loss of each
+    sample.
 
-    Other arguments are those of torch's class.  ``logits`` are what the model's ``Classifier`` returns, (..., classes);
-    ``targets`` are the labels of the whole batch of this model, or of the rows that this rank holds.  Where scores are
-    cut, ``num_classes`` and ``vocab_parallel`` say which Classifier is meant, if there are several of one width.
+    Other arguments are those of torch's class.  ``logits`` are what the model's ``Classifier`` returns, (...,
+    classes); ``targets`` are the labels of the whole batch of this model, or of the rows that this rank
+    holds.  Where scores are cut, ``num_classes`` and ``vocab_parallel`` say which Classifier is meant, if
+    there are several of one width.
     """
 
     mode: ClassVar[str | None] = FOLLOW_CONFIG
@@ -58,7 +61,8 @@ class CrossEntropyLoss(nn.Module):
             return self._plain(logits, targets)
         if self.loss.weight is not None or targets.is_floating_point():
             raise ValueError(
-                f"{type(self).__name__}: scores that are cut over ranks take class indices as labels and no class weights"
+                f"{type(self).__name__}: scores that are cut over ranks take class indices as labels and no"
+                " class weights"
             )
         place = find_logits(mesh, logits.size(-1), cut=self.vocab_parallel, classes=self.num_classes)
         targets = check_targets(targets, place, self.loss.ignore_index)
@@ -89,8 +93,8 @@ def local_rows(logits: Tensor, targets: Tensor, layout: Layout, mesh: Mesh) -> T
     whole = (logits.size(0) * mesh.group_size(*axes), *logits.shape[1:-1])
     if tuple(targets.shape) != whole:
         raise ValueError(
-            f"labels of shape {tuple(targets.shape)} do not fit scores of shape {tuple(logits.shape)}, which are this rank's "
-            f"part: expected {whole} for the whole batch, or {tuple(logits.shape[:-1])}"
+            f"labels of shape {tuple(targets.shape)} do not fit scores of shape {tuple(logits.shape)}, which"
+            f" are this rank's part: expected {whole} for the whole batch, or {tuple(logits.shape[:-1])}"
         )
     return split_rows(targets, axes, mesh, 0)
 
@@ -102,7 +106,8 @@ def check_targets(targets: Tensor, place: Logits, ignore_index: int) -> Tensor:
         wrong = targets[((targets < 0) | (targets >= place.classes)) & (targets != ignore_index)]
         if wrong.numel():
             raise ValueError(
-                f"the label {int(wrong[0])} is neither one of the {place.classes} classes nor ignore_index={ignore_index}"
+                f"the label {int(wrong[0])} is neither one of the {place.classes} classes nor"
+                f" ignore_index={ignore_index}"
             )
     return targets
 
@@ -118,7 +123,8 @@ def cross_entropy(
 ) -> Tensor:
     """The loss of this rank's ``logits``, which lie in ``place``, for the targets of the same rows.
 
-    ``reduction`` is ``"mean"`` over all valid rows of all ranks, or ``"none"`` for the losses of this rank's rows.
+    ``reduction`` is ``"mean"`` over all valid rows of all ranks, or ``"none"`` for the losses of this rank's
+    rows.
     """
     valid = targets != ignore_index
     classes = Classes(place.classes, place.layout.dims[-1], mesh)

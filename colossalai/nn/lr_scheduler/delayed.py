@@ -14,7 +14,9 @@ from colossalai.nn.lr_scheduler.schedule import as_count, set_rates
 
 
 class WarmupDelayerScheduler(LRScheduler):
-    """Linear warm-up for ``warmup_epochs`` steps, constant for ``delay_epochs`` steps, then ``after_scheduler``."""
+    """Linear warm-up for ``warmup_epochs`` steps, constant for ``delay_epochs`` steps, then
+    ``after_scheduler``.
+    """
 
     def __init__(
         self,

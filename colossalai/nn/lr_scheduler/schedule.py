@@ -6,8 +6,9 @@ With base learning rate b, w warm-up steps and f flat steps, the rate at step t 
     b                    while t < w + f
     curve(b, t - w - f)  up to t = total_steps, and held from there on, with one warning.
 
-Nothing is accumulated from step to step, so a schedule that is resumed from ``state_dict`` follows the same numbers to the
-last bit.  What a step is, an iteration or an epoch, the caller of ``step`` decides; ``total_steps`` counts the same.
+Nothing is accumulated from step to step, so a schedule that is resumed from ``state_dict`` follows the same
+numbers to the last bit.  What a step is, an iteration or an epoch, the caller of ``step`` decides;
+``total_steps`` counts the same.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def as_count(owner: object, name: str, value: Any, least: int) -> int:
         count = least - 1
     if count < least:
         raise ValueError(
-            f"{type(owner).__name__} needs {name}, a number of steps, as an int of at least {least}; got {value!r}"
+            f"{type(owner).__name__} needs {name}, a number of steps, as an int of at least {least}; got"
+            f" {value!r}"
         )
     return count
 
@@ -45,7 +47,9 @@ def set_rates(scheduler: LRScheduler) -> None:
 
 
 class Ending(LRScheduler):
-    """What all our schedulers share: they know their last step, and hold the rate of that step if stepped further."""
+    """What all our schedulers share: they know their last step, and hold the rate of that step if stepped
+    further.
+    """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, last_epoch: int = -1, **kwargs: Any) -> None:
         self.total_steps = as_count(self, "total_steps", total_steps, 1)
@@ -56,8 +60,9 @@ class Ending(LRScheduler):
             return self.rates()
         if self.last_epoch == self.total_steps + 1:
             warnings.warn(
-                f"{type(self).__name__} ended after total_steps={self.total_steps} and is stepped further; it keeps"
-                f" the learning rate of its last step. If training is longer, give it more total_steps",
+                f"{type(self).__name__} ended after total_steps={self.total_steps} and is stepped further;"
+                " it keeps the learning rate of its last step. If training is longer, give it more"
+                " total_steps",
                 stacklevel=4,
             )
         return self.get_last_lr()
@@ -67,7 +72,9 @@ class Ending(LRScheduler):
         return super().get_lr()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state; the rates enter the optimizer at once, whether or not its own state is loaded."""
+        """Go on from a saved state; the rates enter the optimizer at once, whether or not its own state is
+        loaded.
+        """
         groups = self.optimizer.param_groups
         if (saved := len(state_dict.get("base_lrs", groups))) != len(groups):
             raise ValueError(
@@ -95,8 +102,8 @@ class Schedule(Ending):
         super().__init__(optimizer, total_steps, last_epoch)
         if self.warmup_steps > self.total_steps:
             warnings.warn(
-                f"{type(self).__name__} warms up for {self.warmup_steps} of total_steps={self.total_steps} steps:"
-                f" the learning rate never reaches its full value",
+                f"{type(self).__name__} warms up for {self.warmup_steps} of total_steps={self.total_steps}"
+                " steps: the learning rate never reaches its full value",
                 stacklevel=3,
             )
 

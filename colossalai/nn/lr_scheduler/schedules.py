@@ -1,4 +1,6 @@
-"""The learning-rate schedules: cosine, steps, exponential, linear, one cycle, polynomial, and functions of the user's own."""
+"""The learning-rate schedules: cosine, steps, exponential, linear, one cycle, polynomial, and functions of
+the user's own.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ class _Cosine(Schedule):
 class CosineAnnealingLR(_Cosine):
     """From the optimizer's learning rate to ``eta_min`` along half a cosine, in ``total_steps`` steps.
 
-    Other keywords are options of schedulers that this one may replace in a config (``warmup_steps`` ...); they have
-    no effect here, and a warning says so.
+    Other keywords are options of schedulers that this one may replace in a config (``warmup_steps`` ...);
+    they have no effect here, and a warning says so.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class CosineAnnealingWarmupLR(_Cosine):
 
 @LR_SCHEDULERS.register_module
 class FlatAnnealingWarmupLR(_Cosine):
-    """A linear warm-up; then flat for the fraction ``pct_start`` of the remaining steps; then half a cosine."""
+    """A linear warm-up; then flat for the fraction ``pct_start`` of the remaining steps; then half a
+    cosine.
+    """
 
     def __init__(
         self,
@@ -78,7 +82,8 @@ class FlatAnnealingWarmupLR(_Cosine):
     ) -> None:
         if not 0 <= pct_start <= 1:
             raise ValueError(
-                f"{type(self).__name__} is flat for pct_start of the steps, a fraction from 0 to 1; got {pct_start}"
+                f"{type(self).__name__} is flat for pct_start of the steps, a fraction from 0 to 1; got"
+                f" {pct_start}"
             )
         self.eta_min = eta_min
         steps = as_count(self, "total_steps", total_steps, 1) - as_count(
@@ -121,8 +126,8 @@ class _Decay(Schedule):
 class MultiStepWarmupLR(_Decay):
     """A linear warm-up; the rate is multiplied by ``gamma`` at each milestone.
 
-    Milestones count from the start of the training, warm-up included.  One inside the warm-up has no effect, and a
-    warning says so.
+    Milestones count from the start of the training, warm-up included.  One inside the warm-up has no effect,
+    and a warning says so.
     """
 
     def __init__(
@@ -136,7 +141,8 @@ class MultiStepWarmupLR(_Decay):
     ) -> None:
         if not milestones:
             raise ValueError(
-                f"{type(self).__name__} needs milestones, the steps at which the rate drops; got {milestones!r}"
+                f"{type(self).__name__} needs milestones, the steps at which the rate drops; got"
+                f" {milestones!r}"
             )
         warmup_steps = as_count(self, "warmup_steps", warmup_steps, 0)
         steps = sorted(as_count(self, "milestones", m, 0) for m in milestones)
@@ -144,7 +150,8 @@ class MultiStepWarmupLR(_Decay):
         self.gamma = gamma
         if early := [m for m in steps if m < warmup_steps]:
             warnings.warn(
-                f"{type(self).__name__} ignores milestones {early}: they are inside the {warmup_steps} steps of warm-up",
+                f"{type(self).__name__} ignores milestones {early}: they are inside the {warmup_steps} steps"
+                " of warm-up",
                 stacklevel=2,
             )
         super().__init__(optimizer, total_steps, last_epoch, warmup_steps=warmup_steps)
@@ -242,9 +249,9 @@ _STRATEGIES: dict[str, Callable[[Any, Any, float], Any]] = {"cos": _cosine, "lin
 class OneCycleLR(Schedule):
     """Super-convergence (Smith and Topin, arXiv 1708.07120); the optimizer's learning rate is the peak.
 
-    From peak / div_factor to the peak in the first ``pct_start`` of the steps, then down to
-    peak / div_factor / final_div_factor, which the last step, ``total_steps - 1``, has.  With ``cycle_momentum`` the
-    momentum (for Adam: the first beta) goes from ``max_momentum`` to ``base_momentum`` and back.
+    From peak / div_factor to the peak in the first ``pct_start`` of the steps, then down to peak / div_factor
+    / final_div_factor, which the last step, ``total_steps - 1``, has.  With ``cycle_momentum`` the momentum
+    (for Adam: the first beta) goes from ``max_momentum`` to ``base_momentum`` and back.
     """
 
     def __init__(
@@ -271,7 +278,8 @@ class OneCycleLR(Schedule):
         defaults = optimizer.defaults
         if cycle_momentum and "momentum" not in defaults and "betas" not in defaults:
             raise ValueError(
-                f"OneCycleLR cycles the momentum, and {type(optimizer).__name__} has none; set cycle_momentum=False"
+                f"OneCycleLR cycles the momentum, and {type(optimizer).__name__} has none; set"
+                " cycle_momentum=False"
             )
         self.pct_start, self.anneal_strategy, self.cycle_momentum = pct_start, anneal_strategy, cycle_momentum
         self.base_momentum, self.max_momentum = base_momentum, max_momentum
@@ -331,7 +339,8 @@ class PolynomialWarmupLR(Schedule):
     ) -> None:
         if power < 0 or end_lr < 0:
             raise ValueError(
-                f"{type(self).__name__} needs end_lr and power of at least 0; got end_lr={end_lr}, power={power}"
+                f"{type(self).__name__} needs end_lr and power of at least 0; got end_lr={end_lr},"
+                f" power={power}"
             )
         self.end_lr, self.power = end_lr, power
         super().__init__(optimizer, total_steps, last_epoch, warmup_steps=warmup_steps)

@@ -1,4 +1,6 @@
-"""The documented place of Gemini's models; they live in ``colossalai.zero``, a layer above this one, and are fetched when asked for."""
+"""The documented place of Gemini's models; they live in ``colossalai.zero``, a layer above this one, and are
+fetched when asked for.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Existing models, such as those of Hugging Face, made tensor-parallel by small tables.
 
-Read in this order: ``hugging_face`` (which module of which architecture is cut how), ``rules`` (what can be done to a
-module), ``wrap_forward`` (code around a forward), ``parallelize``, ``trace`` (a dry run of the plan on the meta device); for the stages
-of pipelines ``depth`` and ``stage``.  Nothing here imports transformers.
+Read in this order: ``hugging_face`` (which module of which architecture is cut how), ``rules`` (what can be
+done to a module), ``wrap_forward`` (code around a forward), ``parallelize``, ``trace`` (a dry run of the plan
+on the meta device); for the stages of pipelines ``depth`` and ``stage``.  Nothing here imports transformers.
 """
 
 from colossalai.nn.policies.depth import Depth

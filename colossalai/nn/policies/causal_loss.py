@@ -1,7 +1,8 @@
 """Scores of words that stay cut along the vocabulary, and the loss of a causal language model from them.
 
-Whole scores are the largest tensor of a language model.  Where a model computes its loss by ``loss_function``, as those of
-transformers do, the loss can be computed from the pieces instead, and no rank ever holds all scores.
+Whole scores are the largest tensor of a language model.  Where a model computes its loss by
+``loss_function``, as those of transformers do, the loss can be computed from the pieces instead, and no rank
+ever holds all scores.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def check_causal(model: Any, heads: set[int]) -> None:
     replaceable = who.endswith(CAUSAL) and "self.loss_function(" in _source(type(model).forward)
     if not replaceable or id(model.get_output_embeddings()) not in heads:
         raise ValueError(
-            f"whole_scores=False is for causal language models of transformers whose head is cut and which compute their loss "
-            f"by loss_function, as {who} does not; leave whole_scores out"
+            "whole_scores=False is for causal language models of transformers whose head is cut and which"
+            f" compute their loss by loss_function, as {who} does not; leave whole_scores out"
         )
 
 

@@ -1,8 +1,8 @@
 """How a model is cut in depth: what comes before its blocks, the blocks, and what comes after them.
 
-A policy says it in one row (``Depth``), so that a new architecture is a new row.  Nothing is said about masks, rotations or
-positions: every stage runs the model's own forward, which computes them from the batch.  Only the hidden states travel, and
-what a block passes on beside them.
+A policy says it in one row (``Depth``), so that a new architecture is a new row.  Nothing is said about
+masks, rotations or positions: every stage runs the model's own forward, which computes them from the batch.
+Only the hidden states travel, and what a block passes on beside them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,31 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Depth:
-    """Paths from the module that holds both: the list of blocks, and the modules that make the first hidden states.
+    """Paths from the module that holds both: the list of blocks, and the modules that make the first hidden
+    states.
 
-    A block takes the hidden states as its first argument and returns them, and the next block takes them as they are.
-    Modules of ``entry`` that a model does not have, or has as None, are passed over; they may also lie beside a tower.
-    What is neither of both is the tail: norms and heads.
+    A block takes the hidden states as its first argument and returns them, and the next block takes them as
+    they are. Modules of ``entry`` that a model does not have, or has as None, are passed over; they may also
+    lie beside a tower. What is neither of both is the tail: norms and heads.
     """
 
     blocks: str
     entry: tuple[str, ...]
     carries: tuple[str | None, ...] = ()
-    """What a block returns after the hidden states, as the next block's argument; None for what it need not have."""
+    """What a block returns after the hidden states, as the next block's argument; None for what it need not
+    have.
+    """
     towers: tuple[str, ...] = ()
-    """The names of modules with such blocks, an encoder and then a decoder; empty if the model has one list of blocks."""
+    """The names of modules with such blocks, an encoder and then a decoder; empty if the model has one list
+    of blocks.
+    """
 
 
 @dataclass(frozen=True)
 class Tower:
-    """One list of blocks with what comes before and after it, by the paths of modules; its blocks have the ``numbers``."""
+    """One list of blocks with what comes before and after it, by the paths of modules; its blocks have the
+    ``numbers``.
+    """
 
     path: str
     blocks: str
@@ -68,7 +75,9 @@ class ModelParts:
         return [*towers, *self.tail]
 
     def owner(self, name: str) -> int:
-        """The block whose stage holds the parameter ``name``; -1 is the first stage, ``count`` the last one."""
+        """The block whose stage holds the parameter ``name``; -1 is the first stage, ``count`` the last
+        one.
+        """
         for tower in self.towers:
             first, end = tower.numbers.start, tower.numbers.stop
             if _inside(name, tower.blocks):
@@ -112,8 +121,8 @@ def _check_homes(model: nn.Module, depth: Depth, homes: list[str]) -> None:
         return
     found = f"{len(homes)} modules with such a list" if homes else "no such list"
     raise ValueError(
-        f"{type(model).__name__} cannot be split: its blocks should be one nn.ModuleList at {depth.blocks!r}, and it has "
-        f"{found}; pass policy=Policy(..., depth=Depth(blocks=..., entry=...)) that names it"
+        f"{type(model).__name__} cannot be split: its blocks should be one nn.ModuleList at {depth.blocks!r},"
+        f" and it has {found}; pass policy=Policy(..., depth=Depth(blocks=..., entry=...)) that names it"
     )
 
 
@@ -136,8 +145,8 @@ def _check_parameters(model: nn.Module, kept: tuple[str, ...]) -> None:
         parent = name.rpartition(".")[0]
         if parent not in kept and any(not parent or path.startswith(f"{parent}.") for path in kept):
             raise ValueError(
-                f"{type(model).__name__} cannot be split: its parameter {name!r} belongs to a module that all stages hold; "
-                "move it into a module of its own"
+                f"{type(model).__name__} cannot be split: its parameter {name!r} belongs to a module that all"
+                " stages hold; move it into a module of its own"
             )
 
 
@@ -162,7 +171,9 @@ def _rest(module: nn.Module, kept: tuple[str, ...], prefix: str = "") -> Iterato
 
 
 def carried_depth(model: nn.Module) -> Depth | None:
-    """What the config of ``model`` itself says of its stages (``base_model_pp_plan`` of transformers), if it does."""
+    """What the config of ``model`` itself says of its stages (``base_model_pp_plan`` of transformers), if it
+    does.
+    """
     plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
     base = getattr(model, "base_model", model)
     entry: list[str] = []

@@ -1,6 +1,7 @@
 """The plan that a model itself carries: ``base_model_tp_plan`` of its config and ``_tp_plan`` of its class.
 
-Such a plan names linear layers as column- or row-wise, in the words of transformers, and nothing else; so it serves 1D.
+Such a plan names linear layers as column- or row-wise, in the words of transformers, and nothing else; so it
+serves 1D.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def carried_policy(model: nn.Module) -> Policy | None:
     for path, style in plan.items():
         if style not in STYLES:
             raise ValueError(
-                f"the tensor-parallel plan of {type(model).__name__} asks for style {style!r} at {path!r}, which parallelize "
-                f"does not know (it knows {', '.join(STYLES)}); pass policy=colossalai.nn.policies.Policy(...)"
+                f"the tensor-parallel plan of {type(model).__name__} asks for style {style!r} at {path!r},"
+                f" which parallelize does not know (it knows {', '.join(STYLES)}); pass"
+                " policy=colossalai.nn.policies.Policy(...)"
             )
         rule, parent = STYLES[style], path.rpartition(".")[0]
         if rule is not None:
@@ -63,7 +65,9 @@ def _leave_special_tables(model: nn.Module, rules: dict[str, Rule]) -> None:
 
 
 def _follow_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
-    """A plan names the head only: a table that is tied to it is cut as well, or neither where the table is special."""
+    """A plan names the head only: a table that is tied to it is cut as well, or neither where the table is
+    special.
+    """
     try:
         table, head = (
             getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")

@@ -1,8 +1,9 @@
-"""The policies: for each architecture of Hugging Face, which module is cut how, and where the model is cut in depth.
+"""The policies: for each architecture of Hugging Face, which module is cut how, and where the model is cut in
+depth.
 
-A path is matched against the end of a module's name; ``*`` stands for one part of it, and the empty path for the base
-model (``model.base_model``).  What no rule names is left alone in 1D, where all ranks hold the whole residual stream, and
-refused in the other modes.
+A path is matched against the end of a module's name; ``*`` stands for one part of it, and the empty path for
+the base model (``model.base_model``).  What no rule names is left alone in 1D, where all ranks hold the whole
+residual stream, and refused in the other modes.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ BERT = Policy(
 
 
 def _opt_positions(given: dict[str, Any]) -> dict[str, Any]:
-    """OPT counts positions along the mask; in 3D the mask's rows are attention's, not those of the embedding."""
+    """OPT counts positions along the mask; in 3D the mask's rows are attention's, not those of the
+    embedding.
+    """
     mask, past = given.get("attention_mask"), given.get("past_key_values")
     if mask is None or mask.ndim != 2 or given.get("position_ids") is not None:
         return given

@@ -1,7 +1,7 @@
 """``parallelize``: an existing model becomes tensor-parallel, in place.
 
-First everything is tried on empty twins of the modules, so that a size that does not divide, or a mode that an architecture
-does not allow, is refused while the model is still whole.
+First everything is tried on empty twins of the modules, so that a size that does not divide, or a mode that
+an architecture does not allow, is refused while the model is still whole.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ def parallelize(
 ) -> M:
     """Cut ``model`` over the ranks that share it, in place, and return it.
 
-    ``mode`` is None (nothing is cut), '1d', '2d', '2.5d' or '3d', by default that of the launched job.  ``policy`` says
-    which module is cut how, by default that of the model's architecture, or the plan that its config carries.  ``mesh`` is
-    that of the launched job unless given.  A model on the meta device stays there, to be loaded by
-    :func:`colossalai.checkpoint_io.load_pretrained`.
+    ``mode`` is None (nothing is cut), '1d', '2d', '2.5d' or '3d', by default that of the launched job.
+    ``policy`` says which module is cut how, by default that of the model's architecture, or the plan that its
+    config carries.  ``mesh`` is that of the launched job unless given.  A model on the meta device stays
+    there, to be loaded by :func:`colossalai.checkpoint_io.load_pretrained`.
 
-    With ``whole_scores=False`` a causal language model that is given labels computes its loss from pieces of the scores, and
-    returns these pieces; whole scores are its largest tensor.
+    With ``whole_scores=False`` a causal language model that is given labels computes its loss from pieces of
+    the scores, and returns these pieces; whole scores are its largest tensor.
 
-    Every rank must hold the same model.  All ranks give it the same whole batch, and its outputs are whole on all of them.
+    Every rank must hold the same model.  All ranks give it the same whole batch, and its outputs are whole on
+    all of them.
     """
     tp, mesh = _mode_and_mesh(mode, mesh)
     if isinstance(model, WholeOutputs):
@@ -101,8 +102,8 @@ def _mode_and_mesh(mode: str | None, mesh: Mesh | None) -> tuple[TensorParallel,
         )
     if tp.hidden.dims[1]:
         raise ValueError(
-            "parallelize: attention of existing models asks the residual stream for the length of the sequence, which "
-            "sequence_parallel cuts; launch without sequence_parallel"
+            "parallelize: attention of existing models asks the residual stream for the length of the"
+            " sequence, which sequence_parallel cuts; launch without sequence_parallel"
         )
     return tp, mesh or launched
 
@@ -128,8 +129,9 @@ def _find_policy(model: nn.Module) -> Policy:
         return carried
     known = ", ".join(kind for policy in POLICIES for kind in policy.model_types)
     raise ValueError(
-        f"parallelize has no policy for {type(model).__name__} (model_type {kind!r}), and its config carries no "
-        f"base_model_tp_plan; pass policy=colossalai.nn.policies.Policy(...). There are policies for {known}"
+        f"parallelize has no policy for {type(model).__name__} (model_type {kind!r}), and its config carries"
+        " no base_model_tp_plan; pass policy=colossalai.nn.policies.Policy(...). There are policies for"
+        f" {known}"
     )
 
 
@@ -143,17 +145,19 @@ def _check(model: nn.Module, policy: Policy, matches: list[Match], context: CutC
     who, mode = type(model).__name__, context.tp.mode
     if (found := overlapping(model.named_parameters())) is not None:
         raise ValueError(
-            f"{who}: the parameters {found[0]} and {found[1]} lie in the same memory, and pieces of them would train apart; use one"
-            " parameter, and a part of it in the forward"
+            f"{who}: the parameters {found[0]} and {found[1]} lie in the same memory, and pieces of them"
+            " would train apart; use one parameter, and a part of it in the forward"
         )
     if context.stream_is_cut and policy.only_1d:
         raise ValueError(
-            f"{who} is cut by the plan that its config carries, which knows mode '1d' only; pass policy= for mode {mode!r}"
+            f"{who} is cut by the plan that its config carries, which knows mode '1d' only; pass policy= for"
+            f" mode {mode!r}"
         )
     if not any(isinstance(rule, Cut) for _, _, rule in matches):
         raise ValueError(
-            f"no linear layer of {who} is named by the policy for {', '.join(policy.model_types)}; its modules may have "
-            "other names in this version of transformers: pass policy=colossalai.nn.policies.Policy(...)"
+            f"no linear layer of {who} is named by the policy for {', '.join(policy.model_types)}; its"
+            " modules may have other names in this version of transformers: pass"
+            " policy=colossalai.nn.policies.Policy(...)"
         )
     if not context.whole_scores:
         check_causal(model, {id(module) for _, module, rule in matches if isinstance(rule, Head)})
@@ -164,8 +168,8 @@ def _check(model: nn.Module, policy: Policy, matches: list[Match], context: CutC
     if context.stream_is_cut:
         if context.mesh.group_size(*context.tp.hidden.dims[-1]) == 1:
             raise ValueError(
-                f"mode {mode!r} with squares of side 1 cuts nothing but the batch, which data parallelism does; use a larger "
-                "size, or a smaller depth"
+                f"mode {mode!r} with squares of side 1 cuts nothing but the batch, which data parallelism"
+                " does; use a larger size, or a smaller depth"
             )
         _check_covered(model, matches, mode)
         _check_layer_drop(model, mode)
@@ -173,7 +177,9 @@ def _check(model: nn.Module, policy: Policy, matches: list[Match], context: CutC
 
 
 def _of_config(model: nn.Module, name: str) -> Any:
-    """A number of the model's config; None if it has none, or, as some of transformers, one for each layer."""
+    """A number of the model's config; None if it has none, or, as some of transformers, one for each
+    layer.
+    """
     try:
         return getattr(getattr(model, "config", None), name, None)
     except Exception:  # such a config raises an error of its own; modules are checked one by one as well
@@ -210,8 +216,8 @@ def _check_dropout(who: str, found: PlanTrace) -> None:
         *((p, "activations that all ranks hold, but each rank would drop others") for p in found.alike),
     ):
         raise ValueError(
-            f"{who}, module {path or 'the model itself'!r}: its dropout is for {what}; set its rate to 0, or pass a "
-            "policy=colossalai.nn.policies.Policy(...) with InnerDropout() or StreamDropout() for it"
+            f"{who}, module {path or 'the model itself'!r}: its dropout is for {what}; set its rate to 0, or"
+            " pass a policy=colossalai.nn.policies.Policy(...) with InnerDropout() or StreamDropout() for it"
         )
 
 
@@ -237,8 +243,9 @@ def _try(model: nn.Module, matches: list[Match], context: CutContext) -> set[int
             first = layouts.setdefault(id(p), own)
             if first[1] != own[1]:
                 raise ValueError(
-                    f"{type(model).__name__}: {first[0]} and {own[0]} are one parameter, which the policy would cut in two ways ({first[1]}"
-                    f" and {own[1]}); untie them, or give both the same rule"
+                    f"{type(model).__name__}: {first[0]} and {own[0]} are one parameter, which the policy"
+                    f" would cut in two ways ({first[1]} and {own[1]}); untie them, or give both the same"
+                    " rule"
                 )
     return cut
 
@@ -254,8 +261,9 @@ def _check_own_hooks(who: str, module: nn.Module) -> None:
             found.append(f"hooks of {name}")
     if found:
         raise ValueError(
-            f"{who} has {', '.join(found)}, which parallelize would lose, since it puts a layer in its place that holds a piece; register"
-            " hooks after parallelize, and leave parametrized modules out of the policy"
+            f"{who} has {', '.join(found)}, which parallelize would lose, since it puts a layer in its place"
+            " that holds a piece; register hooks after parallelize, and leave parametrized modules out of"
+            " the policy"
         )
 
 
@@ -270,8 +278,8 @@ def _check_shared(model: nn.Module, matches: list[Match], cut: set[int]) -> None
         for param, tensor in module._parameters.items():
             if id(module) not in named and tensor is not None and id(tensor) in cut:
                 raise ValueError(
-                    f"{type(model).__name__}: {name}.{param} is shared with a module that the policy cuts, but has no rule; "
-                    "name both in the policy, or neither"
+                    f"{type(model).__name__}: {name}.{param} is shared with a module that the policy cuts,"
+                    " but has no rule; name both in the policy, or neither"
                 )
 
 
@@ -296,8 +304,8 @@ def _check_layer_drop(model: nn.Module, mode: str | None) -> None:
     rate = getattr(getattr(model, "config", None), "layerdrop", 0.0)
     if rate:
         raise ValueError(
-            f"{type(model).__name__}: layerdrop={rate} drops whole layers by numbers that differ between ranks in mode "
-            f"{mode!r}; set config.layerdrop=0.0, or use mode '1d'"
+            f"{type(model).__name__}: layerdrop={rate} drops whole layers by numbers that differ between"
+            f" ranks in mode {mode!r}; set config.layerdrop=0.0, or use mode '1d'"
         )
 
 
@@ -336,7 +344,9 @@ def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 
 def _retie(model: nn.Module, context: CutContext) -> None:
-    """Give other holders of a shared parameter its piece, such as BERT's bias of scores, which two modules hold."""
+    """Give other holders of a shared parameter its piece, such as BERT's bias of scores, which two modules
+    hold.
+    """
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None and (piece := context.piece_of(param)) is not None:

@@ -1,4 +1,5 @@
-"""What a model collects from all of its blocks, which no stage of a pipeline has: hidden states, attentions, logits of routers.
+"""What a model collects from all of its blocks, which no stage of a pipeline has: hidden states, attentions,
+logits of routers.
 
 The last stage would return, and add to its loss, those of its own blocks alone.
 """
@@ -33,8 +34,8 @@ def refuse_asked(who: str, keywords: Mapping[str, Any]) -> None:
             raise ValueError(_words(who, f"{name}=True in the batch", "leave it out"))
     if keywords.get("num_items_in_batch") is not None:
         raise ValueError(
-            f"{who} takes no num_items_in_batch: the model would divide the sum of a micro-batch by it, and a pipeline takes the mean"
-            " over micro-batches; leave it out, so that the loss of each is a mean"
+            f"{who} takes no num_items_in_batch: the model would divide the sum of a micro-batch by it, and a"
+            " pipeline takes the mean over micro-batches; leave it out, so that the loss of each is a mean"
         )
 
 
@@ -60,6 +61,7 @@ def _check_output(module: nn.Module, args: Any, output: Any) -> None:
 
 def _words(who: str, what: str, advice: str) -> str:
     return (
-        f"{who} cannot be a stage of a pipeline with {what}: a stage has the outputs of its own blocks alone, so what the model"
-        f" returns, and a router loss that it adds, would lack those of the other stages; {advice}, or train without a pipeline"
+        f"{who} cannot be a stage of a pipeline with {what}: a stage has the outputs of its own blocks alone,"
+        " so what the model returns, and a router loss that it adds, would lack those of the other stages;"
+        f" {advice}, or train without a pipeline"
     )

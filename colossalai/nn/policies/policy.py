@@ -15,9 +15,10 @@ from colossalai.nn.policies.rules import Rule
 class Policy:
     """How the models of one architecture are cut.
 
-    ``model_types`` are the names that configs of these models carry.  ``rules`` maps the end of a module's path (``*`` is
-    any one part, the empty path the base model) to what is done with it; the first that fits counts.  ``heads`` are the
-    attributes of the config with numbers of heads, all of which the ranks must be able to share.
+    ``model_types`` are the names that configs of these models carry.  ``rules`` maps the end of a module's
+    path (``*`` is any one part, the empty path the base model) to what is done with it; the first that fits
+    counts.  ``heads`` are the attributes of the config with numbers of heads, all of which the ranks must be
+    able to share.
     """
 
     model_types: tuple[str, ...]

@@ -1,4 +1,6 @@
-"""Random numbers of the ranks of one model: alike where they hold the same activations, each rank's own where they hold pieces."""
+"""Random numbers of the ranks of one model: alike where they hold the same activations, each rank's own where
+they hold pieces.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from colossalai.mesh import Axes, Mesh, random_key
 
 
 class RandomStreams:
-    """The random numbers inside one ``own_numbers``: a stream of this rank's own, and one that all ranks share.
+    """The random numbers inside one ``own_numbers``: a stream of this rank's own, and one that all ranks
+    share.
 
     The generator runs in one of both; the state of the other waits.
     """
@@ -44,11 +47,12 @@ active: list[RandomStreams] = []
 def own_numbers(axes: Axes, mesh: Mesh, *, switches: bool = False, own: bool = True) -> Iterator[None]:
     """Random numbers that differ between ranks which hold different pieces along ``axes``.
 
-    They start from one number of the generator that all ranks share, which goes on as if only this had been drawn.  So
-    ranks stay in step, and torch's activation checkpointing, which resets that generator, repeats the same numbers.
+    They start from one number of the generator that all ranks share, which goes on as if only this had been
+    drawn.  So ranks stay in step, and torch's activation checkpointing, which resets that generator, repeats
+    the same numbers.
 
-    With ``switches``, ranks draw their own behind an expanding layer, until a contracting one has made the activations whole
-    again; there all draw alike.  ``own`` says how it begins.
+    With ``switches``, ranks draw their own behind an expanding layer, until a contracting one has made the
+    activations whole again; there all draw alike.  ``own`` says how it begins.
     """
     numbers = RandomStreams(
         int(torch.randint(1 << 62, (), device="cpu")), tuple(mesh.coord[a] for a in axes), switches

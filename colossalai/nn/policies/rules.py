@@ -1,8 +1,8 @@
 """What can be done to a module of an existing model, one small class for each.
 
-A rule takes a native module and returns what stands in its place: this rank's piece, or the module itself with a few
-attributes adapted.  Where a mode leaves the residual stream whole (1D), modules that only work on the stream stay as they
-are; every rank does the same there.
+A rule takes a native module and returns what stands in its place: this rank's piece, or the module itself
+with a few attributes adapted.  Where a mode leaves the residual stream whole (1D), modules that only work on
+the stream stay as they are; every rank does the same there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from colossalai.nn.policies.wrap_forward import (
 
 @dataclass(frozen=True)
 class CutContext:
-    """The mode and mesh that a model is cut for, and the pieces of the parameters that several modules share."""
+    """The mode and mesh that a model is cut for, and the pieces of the parameters that several modules
+    share.
+    """
 
     tp: TensorParallel
     mesh: Mesh
@@ -52,7 +54,9 @@ class CutContext:
         return bool(self.tp.hidden.sharded)
 
     def tie(self, layer: nn.Module, native: Mapping[str, nn.Parameter | None]) -> None:
-        """Where the module that ``layer`` replaces shared one of its parameters ``native`` with another, ``layer`` shares its piece."""
+        """Where the module that ``layer`` replaces shared one of its parameters ``native`` with another,
+        ``layer`` shares its piece.
+        """
         for name, param in native.items():
             if param is not None and isinstance(piece := getattr(layer, name, None), nn.Parameter):
                 setattr(layer, name, self.one(param, piece))
@@ -77,8 +81,9 @@ class Rule(Protocol):
 class Cut:
     """A linear layer, ``nn.Linear`` or Hugging Face's ``Conv1D``.
 
-    It expands the stream, contracts it again, or does neither (``"stay"``).  ``fused``: its output holds that many blocks,
-    such as query, key and value, each of which is cut.  ``whole_input``: a contracting layer gets all features on every rank.
+    It expands the stream, contracts it again, or does neither (``"stay"``).  ``fused``: its output holds that
+    many blocks, such as query, key and value, each of which is cut.  ``whole_input``: a contracting layer
+    gets all features on every rank.
     """
 
     role: Literal["expand", "contract", "stay"]
@@ -113,17 +118,19 @@ class Table:
     def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
         if type(module) is not nn.Embedding:
             raise ValueError(
-                f"a {type(module).__name__} may do more than look entries up; Table() is for nn.Embedding itself"
+                f"a {type(module).__name__} may do more than look entries up; Table() is for nn.Embedding"
+                " itself"
             )
         return Embedding.from_native(module, tp=context.tp, mesh=context.mesh, vocab_parallel=True)
 
 
 @dataclass(frozen=True)
 class Head:
-    """The last linear layer, to the scores of classes, which every rank gets whole: so any loss computed from them is right.
+    """The last linear layer, to the scores of classes, which every rank gets whole: so any loss computed from
+    them is right.
 
-    ``vocabulary``: there are many classes, and the weight is cut along them, or lies as the table that it is tied to; then
-    scores may stay cut as well, if ``parallelize`` was asked for that.
+    ``vocabulary``: there are many classes, and the weight is cut along them, or lies as the table that it is
+    tied to; then scores may stay cut as well, if ``parallelize`` was asked for that.
     """
 
     vocabulary: bool = True
@@ -168,8 +175,9 @@ class Norm:
 class Pieces:
     """A module that keeps its own forward and gets pieces of its parameters.
 
-    ``dims`` gives for each parameter the dim that holds features, or None where it is whole; without ``dims`` all are
-    whole.  ``at`` is where the result is used: on the residual stream, or between the linears, such as on heads.
+    ``dims`` gives for each parameter the dim that holds features, or None where it is whole; without ``dims``
+    all are whole.  ``at`` is where the result is used: on the residual stream, or between the linears, such
+    as on heads.
     """
 
     at: Where
@@ -201,7 +209,9 @@ def _one_cut(ndim: int, dim: int | None, axes: Axes) -> Layout:
 
 @dataclass(frozen=True)
 class Summed:
-    """A module whose parameters ``names`` stay whole and are applied to this rank's features: their gradients are summed."""
+    """A module whose parameters ``names`` stay whole and are applied to this rank's features: their gradients
+    are summed.
+    """
 
     names: frozenset[str]
 
@@ -216,8 +226,8 @@ class Summed:
 class Heads:
     """An attention module: it sees this rank's heads, and its dropout is this rank's own.
 
-    ``counts`` and ``sizes`` are the attributes with a number of heads, or of features of all heads; those that this
-    module has are divided.
+    ``counts`` and ``sizes`` are the attributes with a number of heads, or of features of all heads; those
+    that this module has are divided.
     """
 
     counts: Sequence[str] = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads")
@@ -251,7 +261,9 @@ def check_heads(what: str, number: int, context: CutContext) -> None:
 
 @dataclass(frozen=True)
 class InnerDropout:
-    """A dropout between an expanding and a contracting linear, or a module that has one: every rank draws for its own features."""
+    """A dropout between an expanding and a contracting linear, or a module that has one: every rank draws for
+    its own features.
+    """
 
     def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
         if context.stream_is_cut:
@@ -290,10 +302,11 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Stream:
-    """The part of a model whose activations are the residual stream: it takes the whole batch and works on its pieces.
+    """The part of a model whose activations are the residual stream: it takes the whole batch and works on
+    its pieces.
 
-    ``attended`` are the arguments that attention reads, so that they are cut like its rows.  ``prepare`` may add arguments
-    that follow from the whole ones.
+    ``attended`` are the arguments that attention reads, so that they are cut like its rows.  ``prepare`` may
+    add arguments that follow from the whole ones.
     """
 
     attended: Sequence[str] = ("attention_mask", "encoder_attention_mask")

@@ -1,9 +1,10 @@
 """One stage of a pipeline: a model of which other ranks hold some blocks.
 
-The model keeps its own forward, all names, and the length of its list of blocks.  Stand-ins without parameters take the places
-of what is elsewhere:
+The model keeps its own forward, all names, and the length of its list of blocks.  Stand-ins without
+parameters take the places of what is elsewhere:
 
-- the modules that make the first hidden states give the received ones, for their shape: masks and positions follow from it;
+- the modules that make the first hidden states give the received ones, for their shape: masks and positions
+  follow from it;
 - a block before those of this stage returns what was received;
 - the first block after them ends the forward, with what it was given as the result;
 - of an encoder and a decoder, one that is elsewhere as a whole does the same.
@@ -34,7 +35,9 @@ from colossalai.nn.policies.wrap_forward import (
 
 
 class Arrived:
-    """Where the stand-ins of a stage find what came from the stage before, by the names of a block's arguments."""
+    """Where the stand-ins of a stage find what came from the stage before, by the names of a block's
+    arguments.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
@@ -54,8 +57,8 @@ class Leave(BaseException):
 class StandIn(nn.Module):
     """Takes the place of a module that another stage holds.
 
-    Attributes that it does not have are those of an empty copy of the module: models ask a block for the kind of its
-    attention, or a weight for its dtype.
+    Attributes that it does not have are those of an empty copy of the module: models ask a block for the kind
+    of its attention, or a weight for its dtype.
     """
 
     def __init__(self, native: nn.Module, path: str, arrived: Arrived) -> None:
@@ -76,7 +79,8 @@ class StandIn(nn.Module):
             return getattr(self.__dict__["empty"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # a script that wraps a layer does so on all ranks; here it has wrapped an empty copy, which is no part of this stage
+        # a script that wraps a layer does so on all ranks; here it has wrapped an empty copy, which is no
+        # part of this stage
         if isinstance(value, nn.Module | nn.Parameter) and "empty" in self.__dict__:
             setattr(self.__dict__["empty"], name, value)
         else:
@@ -129,8 +133,8 @@ class TowerBefore(StandIn):
 class Tail(StandIn):
     def forward(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            f"{self.path!r} is called before the blocks of the model are through, so the first stage needs it: name it in "
-            "the entry of the policy's Depth"
+            f"{self.path!r} is called before the blocks of the model are through, so the first stage needs"
+            " it: name it in the entry of the policy's Depth"
         )
 
 
@@ -203,13 +207,13 @@ class Stage(ForwardWrapper):
         received, rest = args[: len(names)], args[len(names) :]
         if len(received) < len(names) or not all(isinstance(value, Tensor) for value in received):
             raise TypeError(
-                f"{who} takes what the stage before returned as its first arguments ({', '.join(names)}), got "
-                f"{', '.join(type(value).__name__ for value in received) or 'none'}"
+                f"{who} takes what the stage before returned as its first arguments ({', '.join(names)}), got"
+                f" {', '.join(type(value).__name__ for value in received) or 'none'}"
             )
         if not rest and not kwargs:
             raise TypeError(
-                f"{who} got hidden states and no batch, from which it computes masks and positions; make every batch a "
-                "dict of the model's keywords, which goes to all stages"
+                f"{who} got hidden states and no batch, from which it computes masks and positions; make"
+                " every batch a dict of the model's keywords, which goes to all stages"
             )
         self.share.arrived.values = dict(zip(names, received, strict=True))
         return rest
@@ -217,8 +221,8 @@ class Stage(ForwardWrapper):
     def save_pretrained(self, *_: Any, **__: Any) -> None:
         """Refused: it would write one stage as if it were the model."""
         raise RuntimeError(
-            f"this {type(self).__name__} is stage {self.share.index} of {self.share.stages}, not the whole model; call "
-            "colossalai.pipeline.save_pretrained(stages, folder) on every rank"
+            f"this {type(self).__name__} is stage {self.share.index} of {self.share.stages}, not the whole"
+            " model; call colossalai.pipeline.save_pretrained(stages, folder) on every rank"
         )
 
 
@@ -263,7 +267,8 @@ def _elsewhere(parts: ModelParts, share: StageShare) -> dict[str, type[StandIn]]
 def wrapped_elsewhere(model: nn.Module) -> str | None:
     """The path of a block that was put into a wrapper where a stand-in for it is; None if there is none.
 
-    What the wrapper adds would be computed, and trained, on every stage.  Activation checkpointing adds nothing.
+    What the wrapper adds would be computed, and trained, on every stage.  Activation checkpointing adds
+    nothing.
     """
     for stage in model.modules():
         if not isinstance(stage, Stage):
@@ -275,7 +280,9 @@ def wrapped_elsewhere(model: nn.Module) -> str | None:
 
 
 def copy_above(module: nn.Module, paths: list[str]) -> nn.Module:
-    """A copy of ``module`` in which the modules at ``paths`` can be replaced; all below and beside them is shared."""
+    """A copy of ``module`` in which the modules at ``paths`` can be replaced; all below and beside them is
+    shared.
+    """
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     heads = dict.fromkeys(path.split(".", 1)[0] for path in paths if "." in path)

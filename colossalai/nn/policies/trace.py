@@ -1,18 +1,23 @@
 """A dry run of a tensor-parallel plan on the meta device, before the model is cut.
 
-The model runs twice without values: whole, and then with small stand-ins for the layers that the plan cuts.  A module that
-works whole and fails cut is refused by name.  In the second pass ``Flow`` follows the cut activations.
+The model runs twice without values: whole, and then with small stand-ins for the layers that the plan cuts.
+A module that works whole and fails cut is refused by name.  In the second pass ``Flow`` follows the cut
+activations.
 
-A tensor is *cut* if each rank holds other features of it, which begins behind an expanding linear layer and ends before a
-contracting one.  ``Flow`` sees every operation in between, below autograd, so it does not matter how a model is written:
+A tensor is *cut* if each rank holds other features of it, which begins behind an expanding linear layer and
+ends before a contracting one.  ``Flow`` sees every operation in between, below autograd, so it does not
+matter how a model is written:
 
 - a parameter that all ranks hold and apply to cut features: its gradient on a rank is a part of the sum;
 - an activation that all ranks hold and that meets cut features outside a layer of ours: so is its gradient;
-- a statistic (mean, norm, softmax ...) over the features of which a rank has a piece: it would be that of the piece;
-- random numbers for cut features that all ranks draw alike, or for whole ones that each rank draws for itself.
+- a statistic (mean, norm, softmax ...) over the features of which a rank has a piece: it would be that of the
+  piece;
+- random numbers for cut features that all ranks draw alike, or for whole ones that each rank draws for
+  itself.
 
-Operations that ``Flow`` does not know pass unchecked.  A model that cannot run without values (unknown inputs, code that reads
-values) is not traced; the comparison of gradients in its first step checks it instead.
+Operations that ``Flow`` does not know pass unchecked.  A model that cannot run without values (unknown
+inputs, code that reads values) is not traced; the comparison of gradients in its first step checks it
+instead.
 """
 
 from __future__ import annotations
@@ -56,7 +61,9 @@ class PlanTrace:
 
 
 def trace(model: nn.Module, matches: list[Match], context: CutContext) -> PlanTrace | None:
-    """Run a twin of ``model`` under the plan; None if even the whole model cannot be run on the meta device."""
+    """Run a twin of ``model`` under the plan; None if even the whole model cannot be run on the meta
+    device.
+    """
     with without_modes(), torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = _find_inputs(model)
@@ -86,9 +93,9 @@ def _run(
     who = type(model).__name__
     if problem:
         raise ValueError(
-            f"{who}, module {_named(flow.path[-1])}: it works whole, but fails when the plan cuts its inputs "
-            f"({problem}), so this plan does not fit the model; pass policy=colossalai.nn.policies.Policy(...), or do without "
-            "tensor parallelism"
+            f"{who}, module {_named(flow.path[-1])}: it works whole, but fails when the plan cuts its inputs"
+            f" ({problem}), so this plan does not fit the model; pass"
+            " policy=colossalai.nn.policies.Policy(...), or do without tensor parallelism"
         )
     _check(who, flow.notes)
     attentions = next((out[n] for n in ("attentions", "decoder_attentions") if _get(out, n)), None)
@@ -117,21 +124,23 @@ def _check(who: str, notes: Notes) -> None:
     if notes.statistics:
         path, name = next(iter(notes.statistics.items()))
         raise ValueError(
-            f"{who}, module {_named(path)}: it takes a {name} over features of which the plan leaves each rank a piece, so the "
-            "result would be that of the piece; pass a policy=colossalai.nn.policies.Policy(...) that leaves the linears around it whole"
+            f"{who}, module {_named(path)}: it takes a {name} over features of which the plan leaves each"
+            " rank a piece, so the result would be that of the piece; pass a"
+            " policy=colossalai.nn.policies.Policy(...) that leaves the linears around it whole"
         )
     if notes.crossings:
         raise ValueError(
-            f"{who}, module {_named(next(iter(notes.crossings)))}: an activation that all ranks hold meets features of which each has a "
-            "piece, outside of a layer that the plan cuts; the gradients of what it was made of would be parts of "
-            "their sums. Pass a policy=colossalai.nn.policies.Policy(...) that cuts it or leaves the linears around it whole"
+            f"{who}, module {_named(next(iter(notes.crossings)))}: an activation that all ranks hold meets"
+            " features of which each has a piece, outside of a layer that the plan cuts; the gradients of"
+            " what it was made of would be parts of their sums. Pass a"
+            " policy=colossalai.nn.policies.Policy(...) that cuts it or leaves the linears around it whole"
         )
     both = [name for name in notes.applied_to_pieces if name in notes.applied_to_whole]
     if both:
         raise ValueError(
-            f"{who}: parameter {both[0]!r} is applied to activations that all ranks hold and to features of which each has a "
-            "piece; its gradients would be summed wrongly. Pass a policy=colossalai.nn.policies.Policy(...) that leaves the linears around it "
-            "whole"
+            f"{who}: parameter {both[0]!r} is applied to activations that all ranks hold and to features of"
+            " which each has a piece; its gradients would be summed wrongly. Pass a"
+            " policy=colossalai.nn.policies.Policy(...) that leaves the linears around it whole"
         )
 
 
@@ -226,8 +235,8 @@ class _Layer(nn.Module):
         if mark.cut is not self.cut_input:
             held, wanted = ("a piece", "the whole") if mark.cut else ("the whole", "a piece")
             raise PlanError(
-                f"the plan cuts {self.path!r} as a layer that is given {wanted} of its input features, but the ranks hold {held} "
-                "there; pass policy=colossalai.nn.policies.Policy(...)"
+                f"the plan cuts {self.path!r} as a layer that is given {wanted} of its input features, but"
+                f" the ranks hold {held} there; pass policy=colossalai.nn.policies.Policy(...)"
             )
         if self.n_in is not None and x.size(-1) != self.n_in:
             raise RuntimeError(f"its input has {x.size(-1)} features, the plan expects {self.n_in}")
@@ -308,7 +317,9 @@ class Mark:
     dim: int | None = None
     """The dim that is cut, counted from the last, which is 1; None if it is not known."""
     given: bool = False
-    """Whether it follows from the batch; a tensor that does not is a parameter, a constant, or follows from these."""
+    """Whether it follows from the batch; a tensor that does not is a parameter, a constant, or follows from
+    these.
+    """
     learns: bool = False
     """Whether a parameter that is trained would get a gradient through it."""
     params: frozenset[str] = frozenset()
@@ -333,7 +344,9 @@ class Notes:
 
 
 class Flow(TorchDispatchMode):
-    """Follows marks through the operations inside ``with``; ``draws_own`` says whether ranks draw their own numbers now."""
+    """Follows marks through the operations inside ``with``; ``draws_own`` says whether ranks draw their own
+    numbers now.
+    """
 
     def __init__(self, draws_own: Callable[[], bool], truth: bool = False) -> None:
         super().__init__()
@@ -498,7 +511,9 @@ def _dim_after(func: Any, args: tuple[Any, ...], marks: list[Mark], output: Tens
 
 
 def _sizes(marks: list[Mark], dim: int, args: tuple[Any, ...], output: Tensor) -> set[int]:
-    """The size of the dim in the tensors that go in, if it is also that of the output: then it is still the same dim."""
+    """The size of the dim in the tensors that go in, if it is also that of the output: then it is still the
+    same dim.
+    """
     found = {a.shape[-dim] for a in args if isinstance(a, Tensor) and a.ndim >= dim}
     return found & {output.shape[-dim]} if output.ndim >= dim else set()
 

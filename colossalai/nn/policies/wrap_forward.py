@@ -1,7 +1,7 @@
 """Modules of an existing model with something done around their forward.
 
-``wrap_forward`` gives one module a subclass of its own class, under the same name: so ``isinstance``, parameter names, hooks and
-copies go on as before, and the code of the model is not touched.
+``wrap_forward`` gives one module a subclass of its own class, under the same name: so ``isinstance``,
+parameter names, hooks and copies go on as before, and the code of the model is not touched.
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ class AlikeNumbers(ForwardWrapper):
 
 
 class UsedByPieces(ForwardWrapper):
-    """Its parameters are about to be used for this rank's piece of the activations: their gradients are summed."""
+    """Its parameters are about to be used for this rank's piece of the activations: their gradients are
+    summed.
+    """
 
     used_over: tuple[frozenset[str], Mesh]
     used_names: frozenset[str] | None = None
@@ -250,11 +252,13 @@ class CutStream(ForwardWrapper):
 
 
 def _of_our_encoder(states: Tensor, rows: int | None, parts: int) -> Tensor:
-    """What the encoder of the same model returned is cut already; anything else has another number of rows."""
+    """What the encoder of the same model returned is cut already; anything else has another number of
+    rows.
+    """
     if rows is not None and len(states) * parts != rows:
         raise ValueError(
-            f"encoder_hidden_states of {len(states)} rows do not fit a batch of {rows}, of which this rank holds "
-            f"{rows // parts}: they must come from this model's own encoder"
+            f"encoder_hidden_states of {len(states)} rows do not fit a batch of {rows}, of which this rank"
+            f" holds {rows // parts}: they must come from this model's own encoder"
         )
     return states
 
@@ -292,8 +296,9 @@ class WholeOutputs(ForwardWrapper):
         assert isinstance(self, nn.Module)
         if "state_dict" in options:
             raise ValueError(
-                "save_pretrained of a model that parallelize has cut writes the whole model, and takes no state_dict, of which a rank has"
-                " pieces; leave it out. Another dtype is given when it is loaded (from_pretrained(..., dtype=...))"
+                "save_pretrained of a model that parallelize has cut writes the whole model, and takes no"
+                " state_dict, of which a rank has pieces; leave it out. Another dtype is given when it is"
+                " loaded (from_pretrained(..., dtype=...))"
             )
         state = whole_state_dict(self, mesh, keep=mesh.rank == 0)
         if mesh.rank == 0:
@@ -338,12 +343,15 @@ class WholeOutputs(ForwardWrapper):
 
 
 def first_step(mesh: Mesh) -> FirstStep:
-    """What compares the first step of a model that is cut over ``mesh``; the batch of a pipeline is compared where it is cut."""
+    """What compares the first step of a model that is cut over ``mesh``; the batch of a pipeline is compared
+    where it is cut.
+    """
     return FirstStep(mesh, () if mesh.size.get(PIPELINE_AXIS, 1) > 1 else tensor_axes(mesh))
 
 
 def whole_state_dict(model: nn.Module, mesh: Mesh, *, keep: bool = True) -> dict[str, Tensor]:
-    """The state of ``model`` as the serial model has it, on the CPU of the ranks that ``keep`` it; all must call this.
+    """The state of ``model`` as the serial model has it, on the CPU of the ranks that ``keep`` it; all must
+    call this.
 
     One tensor at a time is gathered.  Names that share a tensor share it here as well.
     """

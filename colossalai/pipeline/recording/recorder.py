@@ -72,8 +72,9 @@ def clock_of(device: torch.device) -> Clock:
 def offset_to_first_rank(rounds: int = 8) -> float:
     """What to add to this rank's clock to read that of rank 0.  Every rank of the job calls it.
 
-    A rank asks rank 0 for the time; the answer is as old as half of the round trip, more or less.  Of several the quickest is
-    taken: it is wrong by half of its round trip at the most, and if no difference at all is as likely, there is none.
+    A rank asks rank 0 for the time; the answer is as old as half of the round trip, more or less.  Of several
+    the quickest is taken: it is wrong by half of its round trip at the most, and if no difference at all is
+    as likely, there is none.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0.0
@@ -141,7 +142,8 @@ def step_recorder(timetable: Timetable, mesh: Mesh, device: torch.device) -> Ste
 
 @contextmanager
 def record_run() -> Iterator[Recording]:
-    """Record every step of a pipeline inside of ``with record_run() as recording:``, on every rank of the job.
+    """Record every step of a pipeline inside of ``with record_run() as recording:``, on every rank of the
+    job.
 
     The recording can be read after the block.  It is on rank 0; on the other ranks its methods do nothing.
     """
@@ -156,8 +158,8 @@ def record_run() -> Iterator[Recording]:
         _active = None
     if not active.steps:
         raise RuntimeError(
-            "record_run saw no step of a pipeline; call engine.execute_schedule or booster.execute_pipeline inside of it,"
-            " in a job with a pipeline"
+            "record_run saw no step of a pipeline; call engine.execute_schedule or booster.execute_pipeline"
+            " inside of it, in a job with a pipeline"
         )
     offset = offset_to_first_rank()
     recording.read(_gathered([step.note(offset) for step in active.steps]))

@@ -32,7 +32,8 @@ def draw(path: str | Path, panels: Sequence[Panel], unit: str) -> None:
         from matplotlib.figure import Figure  # heavy, and only pictures need it
     except ImportError as error:
         raise ImportError(
-            "a picture of a pipeline needs matplotlib, which is not installed; pip install matplotlib, or use trace(path)"
+            "a picture of a pipeline needs matplotlib, which is not installed; pip install matplotlib, or use"
+            " trace(path)"
         ) from error
     rows = sum(len(played.spans) for *_, played in panels)
     figure = Figure(figsize=(12, 0.6 + 0.7 * len(panels) + 0.4 * rows), layout="constrained")
@@ -99,7 +100,9 @@ class Note:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of all pipelines of a job: ``pipelines`` by the coordinates of the other axes, such as ``"dp 0, tp 1"``."""
+    """One step of all pipelines of a job: ``pipelines`` by the coordinates of the other axes, such as ``"dp
+    0, tp 1"``.
+    """
 
     timetable: Timetable
     pipelines: dict[str, RunTimes]
@@ -108,8 +111,8 @@ class RecordedStep:
 class Recording:
     """Steps of a pipeline, as ``record_run`` saw them or ``planned_run`` plans them.
 
-    ``step`` is the index of one of ``steps``; the default is the last, as the first ones warm up.  Ranks other than the first hold
-    no steps, and their calls do nothing.
+    ``step`` is the index of one of ``steps``; the default is the last, as the first ones warm up.  Ranks
+    other than the first hold no steps, and their calls do nothing.
     """
 
     def __init__(self, steps: Sequence[RecordedStep] = (), *, unit: str = "s") -> None:
@@ -123,7 +126,9 @@ class Recording:
         self._is_read = True
 
     def picture(self, path: str | Path, *, step: int = -1, pipeline: str | None = None) -> None:
-        """Draw one row for each rank of a pipeline, or of all, to a file whose name ends in .png, .svg or .pdf."""
+        """Draw one row for each rank of a pipeline, or of all, to a file whose name ends in .png, .svg or
+        .pdf.
+        """
         chosen = self._chosen(step)
         if chosen is not None:
             draw(path, [(chosen.timetable, *item) for item in _of(chosen, pipeline).items()], self.unit)
@@ -134,7 +139,9 @@ class Recording:
             write_trace(path, [(step.timetable, step.pipelines) for step in self.steps], self.unit)
 
     def summary(self, *, step: int = -1, pipeline: str | None = None) -> str:
-        """Busy and idle times of every rank, and the bubble beside what theory says; empty on ranks other than the first."""
+        """Busy and idle times of every rank, and the bubble beside what theory says; empty on ranks other
+        than the first.
+        """
         chosen = self._chosen(step)
         return "" if chosen is None else summarize(chosen.timetable, _of(chosen, pipeline), self.unit)
 
@@ -151,7 +158,9 @@ class Recording:
 
 
 def planned_run(timetable: Timetable, costs: Costs = UNIT, *, message: float = 0.0) -> Recording:
-    """What a step would be if actions took what they cost (any unit) and messages took ``message``; needs no job."""
+    """What a step would be if actions took what they cost (any unit) and messages took ``message``; needs no
+    job.
+    """
     return Recording([RecordedStep(timetable, {"": price(timetable, costs, message)})], unit="")
 
 

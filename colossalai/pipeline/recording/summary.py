@@ -30,7 +30,9 @@ def title(timetable: Timetable, pipeline: str = "") -> str:
 
 
 def bubbles(timetable: Timetable, played: RunTimes, unit: str) -> str:
-    """The bubble as it was, by the formula of the schedule, and of the timetable with the mean costs of this step."""
+    """The bubble as it was, by the formula of the schedule, and of the timetable with the mean costs of this
+    step.
+    """
     found = [f"{'measured' if unit else 'planned'} {played.bubble:.1%}"]
     if (formula := bubble_formula(timetable)) is not None:
         found.append(f"formula {formula:.1%}")

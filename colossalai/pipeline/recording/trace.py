@@ -1,6 +1,7 @@
 """Steps in the trace event format of Chrome, which Perfetto opens too.
 
-A pipeline is a process of the trace, a rank of it a thread, an action a slice; arrows are the messages between ranks.
+A pipeline is a process of the trace, a rank of it a thread, an action a slice; arrows are the messages
+between ranks.
 """
 
 from __future__ import annotations

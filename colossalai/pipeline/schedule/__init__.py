@@ -48,13 +48,16 @@ def make_timetable(name: str, ranks: int, microbatches: int, chunks: int = 1) ->
     for what, number in (("ranks", ranks), ("micro-batches", microbatches), ("chunks", chunks)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(
-                f"a pipeline schedule needs the number of {what} as a whole number of at least 1, got {number!r}"
+                f"a pipeline schedule needs the number of {what} as a whole number of at least 1, got"
+                f" {number!r}"
             )
     return SCHEDULES[name](ranks, microbatches, chunks)
 
 
 def bubble_formula(timetable: Timetable) -> float | None:
-    """The part of all ranks' time that the theory of the schedule says is spent waiting; None where it says nothing."""
+    """The part of all ranks' time that the theory of the schedule says is spent waiting; None where it says
+    nothing.
+    """
     place = timetable.placement
     formula = BUBBLES.get(timetable.name)
     return None if formula is None else formula(place.ranks, timetable.microbatches, place.chunks)

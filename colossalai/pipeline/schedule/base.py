@@ -1,8 +1,8 @@
 """What a schedule is: for every rank of a pipeline, the list of what it does, in order.
 
-A ``Timetable`` is plain data, made by a pure function of a few numbers.  So it can be printed, tested and priced without
-a process group, and every rank knows what its neighbours send it, and in which order.  One executor
-(``colossalai.pipeline.executor``) runs all of them.
+A ``Timetable`` is plain data, made by a pure function of a few numbers.  So it can be printed, tested and
+priced without a process group, and every rank knows what its neighbours send it, and in which order.  One
+executor (``colossalai.pipeline.executor``) runs all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Action:
 
 @dataclass(frozen=True)
 class Message:
-    """A nest of tensors that goes from one virtual stage to the one after it, or as a gradient to the one before."""
+    """A nest of tensors that goes from one virtual stage to the one after it, or as a gradient to the one
+    before.
+    """
 
     source: int
     target: int

@@ -1,4 +1,6 @@
-"""The schedules without split backward passes: GPipe, 1F1B, and 1F1B interleaved over several chunks of each rank."""
+"""The schedules without split backward passes: GPipe, 1F1B, and 1F1B interleaved over several chunks of each
+rank.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
 
 
 def gpipe_bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
-    """In units of the work of one chunk on one micro-batch, of which every rank has ``chunks * microbatches`` to do."""
-    # the pipeline fills and drains; and between chunks, a rank may wait for a micro-batch that has not come around yet
+    """In units of the work of one chunk on one micro-batch, of which every rank has ``chunks * microbatches``
+    to do.
+    """
+    # the pipeline fills and drains; and between chunks, a rank may wait for a micro-batch that has not come
+    # around yet
     idle = ranks - 1 + (chunks - 1) * max(ranks - microbatches, 0)
     return idle / (chunks * microbatches + idle)
 
@@ -57,15 +62,16 @@ def alternate(forward: Sequence[Action], backward: Sequence[Action], warmup: int
     return (*row, *backward[len(forward) - warmup :])
 
 
-# ---- Interleaved 1F1B: every rank holds several chunks, so the pipeline fills and drains in smaller steps ----
+# ---- Interleaved 1F1B: every rank holds several chunks, so the pipeline fills and drains in smaller steps
+# ----
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Timetable:
     """Micro-batches go through the chunks in groups of ``ranks``."""
     if microbatches % ranks:
         raise ValueError(
-            f"the interleaved schedule needs a number of micro-batches that is a multiple of the {ranks} pipeline"
-            f" stages, got {microbatches}; change NUM_MICRO_BATCHES"
+            f"the interleaved schedule needs a number of micro-batches that is a multiple of the {ranks}"
+            f" pipeline stages, got {microbatches}; change NUM_MICRO_BATCHES"
         )
     order = [
         (g * ranks + i, c) for g in range(microbatches // ranks) for c in range(chunks) for i in range(ranks)
@@ -86,5 +92,6 @@ def interleaved_bubble(ranks: int, microbatches: int, chunks: int) -> float:
 def _warmup(ranks: int, rank: int, chunks: int, total: int) -> int:
     if chunks == 1:
         return ranks - rank - 1
-    # the first gradient comes back after the group has gone through all chunks; both ways to it cost one step per rank
+    # the first gradient comes back after the group has gone through all chunks; both ways to it cost one step
+    # per rank
     return min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)

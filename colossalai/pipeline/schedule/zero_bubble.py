@@ -1,7 +1,7 @@
 """Zero-bubble schedules: a backward pass in two halves, of which only the first is waited for.
 
-The gradients of a stage's inputs go to the stage before it; the gradients of its weights are wanted at the end of the step
-only, so they fill the times in which a rank would wait.
+The gradients of a stage's inputs go to the stage before it; the gradients of its weights are wanted at the
+end of the step only, so they fill the times in which a rank would wait.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def zb_h1(ranks: int, microbatches: int, chunks: int = 1) -> Timetable:
 
 
 def zb_h1_bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
-    """In units of a forward pass: with fewer micro-batches than ranks, there is less to fill the times of waiting with."""
+    """In units of a forward pass: with fewer micro-batches than ranks, there is less to fill the times of
+    waiting with.
+    """
     idle = ranks - 1 + max(ranks - microbatches, 0)
     return idle / (3 * microbatches + idle) if ranks > 1 else 0.0
 
@@ -46,10 +48,11 @@ def zb_h1_bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
 def zb_v(ranks: int, microbatches: int, chunks: int = 2) -> Timetable:
     """Two chunks on each rank, in the shape of a V: the first rank holds the first and the last layers.
 
-    Stores as much as 1F1B (``2 * ranks`` passes of half the size) and waits for half as long as ZB-H1: all that is left is the
-    way of the first micro-batch to the last rank.  With few micro-batches the fixed pattern would leave gaps; then the lists
-    may come from playing the step in units of time, in which every rank does the most urgent thing that is ready: an input
-    gradient, else a forward pass if that leaves it within the limit of stored passes, else a weight gradient.
+    Stores as much as 1F1B (``2 * ranks`` passes of half the size) and waits for half as long as ZB-H1: all
+    that is left is the way of the first micro-batch to the last rank.  With few micro-batches the fixed
+    pattern would leave gaps; then the lists may come from playing the step in units of time, in which every
+    rank does the most urgent thing that is ready: an input gradient, else a forward pass if that leaves it
+    within the limit of stored passes, else a weight gradient.
     """
     if chunks != 2:
         raise ValueError(f"the schedule zbv has two chunks for each rank, got {chunks}; set NUM_CHUNKS to 2")
@@ -68,9 +71,11 @@ def zb_v_bubble(ranks: int, microbatches: int, chunks: int = 2) -> float | None:
 
 
 def _pattern(ranks: int, rank: int, microbatches: int) -> tuple[Action, ...]:
-    """What ``rank`` does: fill both legs of the V, then both chunks in turn, then the gradients that are left.
+    """What ``rank`` does: fill both legs of the V, then both chunks in turn, then the gradients that are
+    left.
 
-    The pattern is one of at least ``2 * ranks - 1`` micro-batches, of which those that do not exist are left out.
+    The pattern is one of at least ``2 * ranks - 1`` micro-batches, of which those that do not exist are left
+    out.
     """
     after, total = ranks - rank, max(microbatches, 2 * ranks - 1)
     words = ["F0"] * (2 * after - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * after
@@ -94,7 +99,9 @@ def _by_chunk(sign: int) -> Order:
 
 
 def _play(name: str, place: Placement, microbatches: int, limit: int, order: Order) -> Timetable:
-    """Play the step with at most ``limit`` stored passes on each rank; of equal urgency, the smallest by ``order``."""
+    """Play the step with at most ``limit`` stored passes on each rank; of equal urgency, the smallest by
+    ``order``.
+    """
     empty = Timetable(name, place, microbatches, ((),) * place.ranks)
     total = 3 * microbatches * place.chunks
     rows: list[list[Action]] = [[] for _ in range(place.ranks)]

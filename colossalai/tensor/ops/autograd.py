@@ -1,7 +1,8 @@
 """Backward passes that start at, or ask for the gradient of, a ColoTensor: gradients are pieces.
 
-The passes themselves must not run with ColoTensors switched off, since activation checkpointing computes parts of the model
-again while they run.  So tensors to start from become plain ones, and tensors to arrive at become places in the graph.
+The passes themselves must not run with ColoTensors switched off, since activation checkpointing computes
+parts of the model again while they run.  So tensors to start from become plain ones, and tensors to arrive at
+become places in the graph.
 """
 
 from __future__ import annotations

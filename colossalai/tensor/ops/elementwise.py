@@ -1,11 +1,11 @@
 """Functions of single elements: each rank computes its piece of the result.
 
-Where several tensors meet, they are arranged along the cut of the first one that is cut: a piece of the same cut stays, a
-whole tensor is cut, and a whole tensor that is broadcast along the cut moves from state I to R: every rank uses it for
-its own elements, so its gradient is a sum over the ranks.
+Where several tensors meet, they are arranged along the cut of the first one that is cut: a piece of the same
+cut stays, a whole tensor is cut, and a whole tensor that is broadcast along the cut moves from state I to R:
+every rank uses it for its own elements, so its gradient is a sum over the ranks.
 
-Optimizers keep plain tensors of the shape of the piece.  Next to a parameter that is cut, and without gradients, such a tensor
-is a piece, and so is the result.
+Optimizers keep plain tensors of the shape of the piece.  Next to a parameter that is cut, and without
+gradients, such a tensor is a piece, and so is the result.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def _broadcast(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_update(lead: ColoTensor, args: tuple[Any, ...]) -> bool:
-    """Whether this is an optimizer at work: a parameter next to plain tensors of its piece's shape, without gradients."""
+    """Whether this is an optimizer at work: a parameter next to plain tensors of its piece's shape, without
+    gradients.
+    """
     if torch.is_grad_enabled() or not lead.is_model_data():
         return False
     return any(
@@ -117,8 +119,8 @@ def arrange(value: Any, lead: ColoTensor) -> Any:
         assert isinstance(value, ColoTensor)
         if value.process_group != pg:
             raise ValueError(
-                f"one operand lies on {lead.process_group}, another on {value.process_group}; bring one to the other's "
-                "process group with redistribute(dist_spec, pg)"
+                f"one operand lies on {lead.process_group}, another on {value.process_group}; bring one to"
+                " the other's process group with redistribute(dist_spec, pg)"
             )
         if _from_the_end(value) == right:
             return as_piece(value)
@@ -130,8 +132,9 @@ def arrange(value: Any, lead: ColoTensor) -> Any:
     if size == lead.size_global(right):
         return cut(value, TP, pg.mesh, right)
     raise ValueError(
-        f"an operand of shape {tuple(value.shape)} does not fit a tensor of shape {tuple(lead.full_shape)}, which is cut as "
-        f"{lead.dist_spec}: plain tensors count as whole; make a piece known with ColoTensor.from_torch_tensor(piece, spec)"
+        f"an operand of shape {tuple(value.shape)} does not fit a tensor of shape {tuple(lead.full_shape)},"
+        f" which is cut as {lead.dist_spec}: plain tensors count as whole; make a piece known with"
+        " ColoTensor.from_torch_tensor(piece, spec)"
     )
 
 
@@ -168,7 +171,9 @@ def _(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _fill(func: Callable[..., Any]) -> Callable[..., Any]:
-    """For functions that give their first argument, or the one called ``tensor``, new values that depend on its size."""
+    """For functions that give their first argument, or the one called ``tensor``, new values that depend on
+    its size.
+    """
 
     def implementation(*args: Any, **kwargs: Any) -> Any:
         target = args[0] if args else kwargs.get("tensor")

@@ -36,8 +36,8 @@ def _(
         return on_wholes(_lookup, (input, weight, *options), {})
     if max_norm is not None or scale_grad_by_freq:
         raise ValueError(
-            f"an embedding table of shape {tuple(weight.full_shape)} that is cut as {weight.dist_spec} cannot be used with "
-            "max_norm or scale_grad_by_freq, which look at whole rows; leave the table whole"
+            f"an embedding table of shape {tuple(weight.full_shape)} that is cut as {weight.dist_spec} cannot"
+            " be used with max_norm or scale_grad_by_freq, which look at whole rows; leave the table whole"
         )
     ids = as_piece(as_whole(input))
     if padding_idx is not None:

@@ -1,8 +1,9 @@
 """Products with a weight, by the plan of :mod:`colossalai.mesh.matmul`.
 
-A weight with a ``ComputeSpec`` that is cut along its columns gives results that are cut along their last dim (role N); one that is
-cut along its rows takes inputs that are cut along their last dim and gives sums (role K).  A whole weight and an input of
-which each rank holds some rows is role M.  Whatever else meets is brought together first.
+A weight with a ``ComputeSpec`` that is cut along its columns gives results that are cut along their last dim
+(role N); one that is cut along its rows takes inputs that are cut along their last dim and gives sums (role
+K).  A whole weight and an input of which each rank holds some rows is role M.  Whatever else meets is brought
+together first.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def is_planned(x: Any, weight: Any) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, turned: bool = False) -> Tensor:
-    """``x @ weight + bias`` of whole tensors, computed where the pieces of ``weight`` or the rows of ``x`` lie.
+    """``x @ weight + bias`` of whole tensors, computed where the pieces of ``weight`` or the rows of ``x``
+    lie.
 
     ``turned`` says that the weight is stored as (out, in).
     """
@@ -68,10 +70,11 @@ def _input(x: Tensor, w: Layout, pg: ProcessGroup) -> tuple[Tensor, Layout]:
     assert isinstance(x, ColoTensor)
     if x.process_group != pg:
         raise ValueError(
-            f"the input of a product lies on {x.process_group}, its weight on {pg}; bring one to the other's process group "
-            "with redistribute(dist_spec, pg)"
+            f"the input of a product lies on {x.process_group}, its weight on {pg}; bring one to the other's"
+            " process group with redistribute(dist_spec, pg)"
         )
-    # a weight that is cut takes its input whole (N) or cut along the features (K); one that is whole takes rows as they are (M)
+    # a weight that is cut takes its input whole (N) or cut along the features (K); one that is whole takes
+    # rows as they are (M)
     layout = cut_along(x.ndim - 1 if w.dims[0] else None, x.ndim) if w.sharded else x.placement
     return redistribute(as_piece(x), x.placement, layout, pg.mesh), layout
 

@@ -1,4 +1,6 @@
-"""Shapes and indices, which are those of the whole tensor; the cut is kept wherever pieces of the result are pieces."""
+"""Shapes and indices, which are those of the whole tensor; the cut is kept wherever pieces of the result are
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,9 @@ def _reshape(func: Callable[..., Any]) -> Callable[..., Any]:
         assert isinstance(x, ColoTensor)
         rest = [torch.empty(a.size(), device="meta") if isinstance(a, Tensor) else a for a in args[1:]]
         sizes = list(func(torch.empty(x.full_shape, device="meta"), *rest, **kwargs).shape)
-        # The tensor is a row of blocks, one for each index before the cut, and each rank holds the same part of every block.
-        # So the cut can be where a new dim begins exactly at a block and is a multiple of the number of ranks.
+        # The tensor is a row of blocks, one for each index before the cut, and each rank holds the same part
+        # of every block. So the cut can be where a new dim begins exactly at a block and is a multiple of the
+        # number of ranks.
         parts, blocks = x.get_tp_world_size(), math.prod(x.full_shape[:dim])
         places = [d for d, n in enumerate(sizes) if math.prod(sizes[:d]) == blocks and n and n % parts == 0]
         if not places:

@@ -1,1 +1,3 @@
-"""A fuzzer: random models, plans and habits, compared with plain PyTorch; ``python -m colossalai.testing.fuzz --help``."""
+"""A fuzzer: random models, plans and habits, compared with plain PyTorch; ``python -m colossalai.testing.fuzz
+--help``.
+"""

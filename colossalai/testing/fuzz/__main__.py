@@ -1,4 +1,6 @@
-"""``python -m colossalai.testing.fuzz``: random cases until the time is over; the exit code says whether one failed."""
+"""``python -m colossalai.testing.fuzz``: random cases until the time is over; the exit code says whether one
+failed.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The layers that random models are made of: each is small, and each does something that plans have to get right.
+"""The layers that random models are made of: each is small, and each does something that plans have to get
+right.
 
-A block maps activations of width ``d`` to activations of width ``d``, so any of them can be left out.  The generated script of
-a failure prints the source of those that it uses.
+A block maps activations of width ``d`` to activations of width ``d``, so any of them can be left out.  The
+generated script of a failure prints the source of those that it uses.
 """
 
 from __future__ import annotations
@@ -150,7 +151,9 @@ class Convolution(nn.Module):
 
 
 class Scale(nn.Module):
-    """A parameter without dims, one of a single element, and buffers that a checkpoint holds and does not hold."""
+    """A parameter without dims, one of a single element, and buffers that a checkpoint holds and does not
+    hold.
+    """
 
     factor: Tensor
     passing: Tensor

@@ -1,4 +1,5 @@
-"""A case: a model, an optimizer, habits, a plan, and maybe a second plan that goes on from the first one's checkpoint.
+"""A case: a model, an optimizer, habits, a plan, and maybe a second plan that goes on from the first one's
+checkpoint.
 
 A case is plain data and follows from a seed and a number, so it can be repeated, stored and made smaller.
 """
@@ -109,13 +110,15 @@ def random_case(seed: int, index: int, ranks: list[int]) -> Case:
         case.accumulate = 1
     case.habits = fitting(case.habits, case.plans)
     if case.accumulate > 1 and model.has("Branch") and any(plan.plugin == "ddp" for plan in case.plans):
-        # torch's DDP takes the first pass under no_sync for the one whose loss was thrown away, and raises where it takes another branch
+        # torch's DDP takes the first pass under no_sync for the one whose loss was thrown away, and raises
+        # where it takes another branch
         case.habits = [habit for habit in case.habits if habit.name != "forward only"]
     return case
 
 
 def _random_optimizer(r: Random) -> OptimizerSpec:
-    # A large eps: Adam would blow the rounding errors of gradients that are zero in theory up to full-sized steps.
+    # A large eps: Adam would blow the rounding errors of gradients that are zero in theory up to full-sized
+    # steps.
     adam = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
     kind, options = r.choice(
         [

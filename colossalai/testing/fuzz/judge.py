@@ -23,7 +23,8 @@ Log = list[tuple[str, int, Any]]
 EQUAL, REFUSED, UNSTABLE, DIFFERENT, CRASHED, HANG, DISAGREE, BROKEN = (
     "equal",
     "refused",
-    "unstable",  # rounding alone takes serial runs apart: the plan ran to its end, and its numbers say nothing
+    # rounding alone takes serial runs apart: the plan ran to its end, and its numbers say nothing
+    "unstable",
     "different",
     "crashed",
     "hang",
@@ -52,7 +53,9 @@ class CaseVerdict:
 
     @property
     def kind(self) -> str:
-        """What stays the same while a failure is made smaller: how it failed, and for exceptions which one."""
+        """What stays the same while a failure is made smaller: how it failed, and for exceptions which
+        one.
+        """
         if self.outcome in (DIFFERENT, HANG):
             return self.outcome
         return f"{self.outcome}: {_kind(self.message.partition(': ')[2])[:40]}"
@@ -69,7 +72,9 @@ class Reference:
 
 @dataclass
 class Noise:
-    """How far rounding alone takes serial runs apart: in fp32 a number, in half precision a run under autocast."""
+    """How far rounding alone takes serial runs apart: in fp32 a number, in half precision a run under
+    autocast.
+    """
 
     fine: float
     coarse: Reference | None
@@ -77,7 +82,9 @@ class Noise:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether a comparison says nothing, as where the losses of a training that diverges are off by themselves."""
+        """Whether a comparison says nothing, as where the losses of a training that diverges are off by
+        themselves.
+        """
         if self.coarse is None:
             return self.fine > 1e-3
         flips = min(self.coarse.margin, self.exact.margin) < 0.004  # half precision may take the other branch
@@ -175,7 +182,8 @@ def _end_of(result: TaskResult, name: str, plan: PlanSpec) -> CaseVerdict | None
         if not told_by_another:
             return CaseVerdict(CRASHED, f"{name}: {crash.error}", details)
     refusals = [a for a in raised if a.refusal]
-    # stages have different layers, so each may have a reason of its own; and each rank may say what it does itself
+    # stages have different layers, so each may have a reason of its own; and each rank may say what it does
+    # itself
     if plan.pipeline == 1 and len({_kind(str(a.error))[:60] for a in refusals}) > 1:
         texts = " | ".join(str(a.error) for a in refusals)
         return CaseVerdict(DISAGREE, f"{name}: ranks refuse differently: {texts}", details)
@@ -277,7 +285,9 @@ def _log_distance(one: Reference, other: Reference) -> float:
 
 
 def _off(value: Tensor, expected: Tensor) -> float:
-    """How far ``value`` is from ``expected``: the largest difference, relative to 1 and to the expected element."""
+    """How far ``value`` is from ``expected``: the largest difference, relative to 1 and to the expected
+    element.
+    """
     if value.shape != expected.shape:
         return float("inf")
     a, b = value.detach().double(), expected.detach().double()
@@ -291,7 +301,9 @@ def _norm_between(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Measure:
-    """How far a plan may be off: relative to the values, or in half precision relative to how far training moved them."""
+    """How far a plan may be off: relative to the values, or in half precision relative to how far training
+    moved them.
+    """
 
     fine: float
     half: bool
@@ -310,7 +322,8 @@ class Measure:
         allowed = 0.15 * moved + 4 * noise + 0.005 * b.norm().item() + 5e-4 * b.numel() ** 0.5
         reach = self.reach * b.numel() ** 0.5
         if start is not None and 0 < moved < 0.1 * reach:
-            # rounding is a large part of its gradient, or all of it (a bias before a norm), which Adam makes as large as any other
+            # rounding is a large part of its gradient, or all of it (a bias before a norm), which Adam makes
+            # as large as any other
             allowed += reach if moved < 1e-4 * b.numel() ** 0.5 else 0.3 * reach
         off = _norm_between(a, b)
         return (
@@ -377,7 +390,8 @@ def _compare_logs(
                 if problem := measure.problem(told_of, tensor, start.get(key), rounding):
                     return f"weight {key!r} read after step {step} {problem}"
             continue
-        # replicas have parts of a batch; of layers with statistics of their own, the first is the one that counts
+        # replicas have parts of a batch; of layers with statistics of their own, the first is the one that
+        # counts
         number = sum(found) / len(found) if what == "loss" else found[0]
         allowed = (measure.fine if not measure.half else 2e-2) * (1 + abs(value))
         if not abs(number - value) <= allowed:
@@ -404,7 +418,8 @@ def _compare_save(
     for key, value in expected[0].items():
         if problem := measure.problem(weights[key], value, start.get(key), noise.of_weight(snap, key)):
             return f"weight {key!r} {problem}"
-    # Adagrad's constructor makes states of frozen weights too; a plan that does not hold those has nothing to save
+    # Adagrad's constructor makes states of frozen weights too; a plan that does not hold those has nothing to
+    # save
     wanted = {n: state for n, state in expected[1].items() if n in states or n not in _frozen(functions)}
     if sorted(states) != sorted(wanted):
         return f"optimizer states of the parameters {sorted(states)}, serial {sorted(wanted)}"
@@ -415,7 +430,8 @@ def _compare_save(
         for key, value in state.items():
             found = states[number][key]
             if isinstance(value, Tensor) and key != "step":
-                # of a weight before a norm the gradient is nothing but rounding, compared with those of other weights
+                # of a weight before a norm the gradient is nothing but rounding, compared with those of other
+                # weights
                 rounding = 0.005 * _largest(wanted, key) * value.numel() ** 0.5 if measure.half else 0.0
                 rounding += noise.of_state(snap, number, key)
                 if problem := measure.problem(found, value, noise=rounding):
@@ -455,7 +471,9 @@ def read_save(path: str, functions: dict[str, Any]) -> tuple[dict[str, Any], dic
 
 
 def _same_bits(logs: dict[str, list[Log]], first: int, folder: str, functions: dict[str, Any]) -> str | None:
-    """Under the same plan, a run that went on from a checkpoint has the numbers of the one that was not interrupted."""
+    """Under the same plan, a run that went on from a checkpoint has the numbers of the one that was not
+    interrupted.
+    """
     for rank, (a, b) in enumerate(zip(logs["plan_a"], logs["plan_b"], strict=True)):
         later = [entry for entry in a if entry[1] >= first]
         for (what, step, x), (_, _, y) in zip(later, b, strict=True):

@@ -49,7 +49,10 @@ class BlockSpec:
 
 @dataclass
 class ModelSpec:
-    """A model as plain data.  ``shared`` pairs blocks that are one module, ``tied`` the head and the embedding."""
+    """A model as plain data.
+
+    ``shared`` pairs blocks that are one module, ``tied`` the head and the embedding.
+    """
 
     blocks: list[BlockSpec]
     root: str = "Sequential"  # or Net
@@ -103,7 +106,9 @@ class ModelSpec:
 
 
 def random_model(r: Random, spread: str = "data") -> ModelSpec:
-    """Draw a model; one for tensor parallelism has layers to cut, one for a pipeline is a ``Sequential`` that is long enough."""
+    """Draw a model; one for tensor parallelism has layers to cut, one for a pipeline is a ``Sequential`` that
+    is long enough.
+    """
     sequence = r.random() < 0.5
     tokens = sequence and r.random() < 0.6
     d = r.choice(WIDTHS)

@@ -1,4 +1,6 @@
-"""Random plans: a plugin with its options, a launched config, a precision; and the lines of Python that make them."""
+"""Random plans: a plugin with its options, a launched config, a precision; and the lines of Python that make
+them.
+"""
 
 from __future__ import annotations
 

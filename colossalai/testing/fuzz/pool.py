@@ -1,7 +1,8 @@
 """Ranks that stay alive from case to case, and what became of a case on them.
 
-A pool is made of the processes of ``spawn``.  Tasks and answers travel through the store that the parent hosts.  After anything
-but a clean end, its owner closes the pool: what is left in a process group must not reach the next case.
+A pool is made of the processes of ``spawn``.  Tasks and answers travel through the store that the parent
+hosts.  After anything but a clean end, its owner closes the pool: what is left in a process group must not
+reach the next case.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ _NOT_REFUSALS = (
     UnboundLocalError,
     ZeroDivisionError,
 )
-# What torch says itself, clearly and on every rank, of what it does not support: no refusal of ours could say it better.
+# What torch says itself, clearly and on every rank, of what it does not support: no refusal of ours could say
+# it better.
 _TORCH_REFUSES = (
-    "Expected to mark a variable ready only once",  # DDP with find_unused_parameters and reentrant checkpoints
+    # DDP with find_unused_parameters and reentrant checkpoints
+    "Expected to mark a variable ready only once",
     "Expected to have finished reduction in the prior iteration",  # DDP without find_unused_parameters
     "could not create a primitive descriptor for the LSTM",  # on a CPU, in fp16, also without any plan
 )
@@ -71,7 +74,9 @@ class Answer:
 
 @dataclass
 class TaskResult:
-    """What became of a task: the answers of all ranks, None where there was none; and why, where there was none."""
+    """What became of a task: the answers of all ranks, None where there was none; and why, where there was
+    none.
+    """
 
     answers: list[Answer | None]
     stuck: str = ""  # where the ranks were, if some did not answer
@@ -95,7 +100,9 @@ class RankPool:
             )
 
     def run(self, task: Task, limit: float) -> TaskResult:
-        """Let every rank do ``task``; stop waiting when none has worked for ``limit`` seconds, or soon after one has raised."""
+        """Let every rank do ``task``; stop waiting when none has worked for ``limit`` seconds, or soon after
+        one has raised.
+        """
         number, self.tasks = self.tasks, self.tasks + 1
         self._output.seek(0)
         self._output.truncate()
@@ -140,7 +147,9 @@ class RankPool:
 
 
 class _Watch:
-    """Whether it makes sense to wait: ranks that hang use hardly any processor, those on a busy machine get some now and then."""
+    """Whether it makes sense to wait: ranks that hang use hardly any processor, those on a busy machine get
+    some now and then.
+    """
 
     def __init__(self, pids: list[int], limit: float) -> None:
         self._pids, self._limit = pids, limit

@@ -253,9 +253,14 @@ def _report(
     if out is not None:
         bar = "-" * 100
         print(
-            f"\n{bar}\n{found.outcome}: case {case.seed}:{case.index}: {case.describe()}\n{found.message}\n\n"
-            f"smaller: {small.describe()}\nagain: python -m colossalai.testing.fuzz --case '{small.to_json()}'\n{bar}\n"
-            f"{failure.script}{bar}\n{found.details}\n{bar}",
+            "\n"
+            f"{bar}\n"
+            f"{found.outcome}: case {case.seed}:{case.index}: {case.describe()}\n"
+            f"{found.message}\n"
+            "\n"
+            f"smaller: {small.describe()}\n"
+            "again: python -m colossalai.testing.fuzz --case"
+            f" '{small.to_json()}'\n{bar}\n{failure.script}{bar}\n{found.details}\n{bar}",
             file=out,
             flush=True,
         )

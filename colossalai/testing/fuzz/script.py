@@ -1,6 +1,7 @@
 """The Python text of a case.  The fuzzer runs this text, so what it prints for a failure is what failed.
 
-The text has ``serial(log, snap, cuts)``, plain PyTorch, and ``plan_a`` and ``plan_b``, which every rank of a plan runs.
+The text has ``serial(log, snap, cuts)``, plain PyTorch, and ``plan_a`` and ``plan_b``, which every rank of a
+plan runs.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def run(rank, world_size, port, function, folder):
     return entries
 """
 
-# a run that goes on from a checkpoint has no gradients; zeros would let an optimizer decay weights that are not used
+# a run that goes on from a checkpoint has no gradients; zeros would let an optimizer decay weights that are
+# not used
 _DROP = ["optimizer.zero_grad()"]
 
 
@@ -137,7 +139,9 @@ def script_text(case: Case) -> str:
 
 
 def cuts_of(case: Case, plan: PlanSpec) -> list[tuple[int, int]]:
-    """For each step, over how many replicas a batch is spread, and in how many parts each of them takes it."""
+    """For each step, over how many replicas a batch is spread, and in how many parts each of them takes
+    it.
+    """
     return [(plan.replicas, plan.micro if plan.pipeline > 1 else case.accumulate)] * case.steps
 
 
@@ -339,7 +343,8 @@ def _boosted(case: Case, plan: PlanSpec, name: str, first: int) -> list[str]:
     scheduler = ", lr_scheduler=scheduler" if case.scheduler else ""
     lines += (
         [
-            f"engine, _, _, scheduler = colossalai.initialize(model, optimizer, criterion{scheduler}, verbose=False)",
+            f"engine, _, _, scheduler = colossalai.initialize(model, optimizer, criterion{scheduler},"
+            " verbose=False)",
             "model, optimizer = engine.model, engine.optimizer",
             "engine.train()",
         ]

@@ -31,7 +31,8 @@ class LogByEpochHook(BaseHook):
         super().__init__(priority)
         if not callable(getattr(logger, "info", None)):
             raise TypeError(
-                f"{type(self).__name__} needs a logger, such as colossalai.logging.get_dist_logger(), got {logger!r}"
+                f"{type(self).__name__} needs a logger, such as colossalai.logging.get_dist_logger(), got"
+                f" {logger!r}"
             )
         if interval < 1:
             raise ValueError(f"{type(self).__name__} needs an interval of at least 1 epoch, got {interval!r}")
@@ -172,7 +173,8 @@ class LogTimingByEpochHook(LogByEpochHook):
     def after_train_epoch(self, trainer: Trainer) -> None:
         if self._is_epoch_to_log(trainer):
             self.logger.info(
-                f"[Epoch {trainer.cur_epoch} / Train]: {self._message('Train')} | #steps/epoch = {trainer.steps_per_epoch}"
+                f"[Epoch {trainer.cur_epoch} / Train]: {self._message('Train')} | #steps/epoch ="
+                f" {trainer.steps_per_epoch}"
             )
 
     def after_test_epoch(self, trainer: Trainer) -> None:

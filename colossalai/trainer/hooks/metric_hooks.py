@@ -19,8 +19,8 @@ MODES = ("train", "test")
 class MetricHook(BaseHook):
     """A hook with one metric for training and one for testing, reset at the start of each epoch.
 
-    Every rank has the metrics.  In a pipeline those of losses and outputs are updated where the last layers are
-    (``_is_stage_to_compute``); at the end of an epoch all ranks know them.
+    Every rank has the metrics.  In a pipeline those of losses and outputs are updated where the last layers
+    are (``_is_stage_to_compute``); at the end of an epoch all ranks know them.
     """
 
     name: str

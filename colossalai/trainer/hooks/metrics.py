@@ -1,8 +1,8 @@
 """What the trainer measures.
 
-A metric collects on its own rank and, at the end of an epoch, is brought together over the ranks that hold other data:
-the trainer calls ``synchronize`` on every rank at once.  After that its values can be read anywhere, without
-communication.
+A metric collects on its own rank and, at the end of an epoch, is brought together over the ranks that hold
+other data: the trainer calls ``synchronize`` on every rank at once.  After that its values can be read
+anywhere, without communication.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class ThroughputMetric(Metric):
 
     Args:
         ignored_steps: iterations at the start of each epoch that do not count.
-        tflop_per_step: floating-point operations of one iteration, in units of 10**12; if given, TFLOPS are shown.
+        tflop_per_step: floating-point operations of one iteration, in units of 10**12; if given, TFLOPS are
+            shown.
     """
 
     def __init__(

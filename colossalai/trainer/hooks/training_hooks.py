@@ -36,12 +36,13 @@ class LRSchedulerHook(BaseHook):
         super().__init__(priority)
         if not callable(getattr(lr_scheduler, "step", None)):
             raise TypeError(
-                f"LRSchedulerHook needs a learning-rate scheduler, got {lr_scheduler!r}; did you pass it to initialize?"
+                f"LRSchedulerHook needs a learning-rate scheduler, got {lr_scheduler!r}; did you pass it to"
+                " initialize?"
             )
         if not isinstance(by_epoch, bool):
             raise TypeError(
-                "LRSchedulerHook needs by_epoch as True (a step after each epoch) or False (after each iteration), got"
-                f" {by_epoch!r}"
+                "LRSchedulerHook needs by_epoch as True (a step after each epoch) or False (after each"
+                f" iteration), got {by_epoch!r}"
             )
         self.lr_scheduler = lr_scheduler
         self.by_epoch = by_epoch
@@ -50,8 +51,9 @@ class LRSchedulerHook(BaseHook):
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         if not _drives(self.lr_scheduler, trainer.engine.optimizer):
             raise ValueError(
-                f"LRSchedulerHook got a {type(self.lr_scheduler).__name__} of another optimizer than the engine's; its"
-                " learning rates would reach nothing. Build it on the optimizer that goes into initialize"
+                f"LRSchedulerHook got a {type(self.lr_scheduler).__name__} of another optimizer than the"
+                " engine's; its learning rates would reach nothing. Build it on the optimizer that goes into"
+                " initialize"
             )
         trainer.states["lr_scheduler"] = self.lr_scheduler
         if self._metric is not None:
@@ -78,9 +80,9 @@ class LRSchedulerHook(BaseHook):
         done = getattr(self.lr_scheduler, "last_epoch", 0)
         if isinstance(total, int) and isinstance(done, int) and done >= total:
             get_dist_logger().warning_once(
-                f"the learning-rate schedule ({type(self.lr_scheduler).__name__}) was made for {total} steps and is"
-                " stepped beyond its end; what it does there is not a schedule. Give it the number of"
-                f" {'epochs' if self.by_epoch else 'iterations'} of the whole training",
+                f"the learning-rate schedule ({type(self.lr_scheduler).__name__}) was made for {total} steps"
+                " and is stepped beyond its end; what it does there is not a schedule. Give it the number"
+                f" of {'epochs' if self.by_epoch else 'iterations'} of the whole training",
                 ranks=[0],
             )
 
@@ -106,8 +108,8 @@ class SaveCheckpointHook(BaseHook):
         checkpoint_dir: a folder, in which each checkpoint has a file of its own (``epoch_3.pt``,
             ``epoch_3_step_1200.pt``), or the name of one file (``xxx.pt``), which is replaced each time.
         model: the model to save; that of the engine if left out.
-        save_by_iter: count iterations instead of epochs.  Iterations whose gradients still wait for the rest of their
-            group (gradient accumulation) are not in the weights; a resumed run repeats them.
+        save_by_iter: count iterations instead of epochs.  Iterations whose gradients still wait for the rest
+            of their group (gradient accumulation) are not in the weights; a resumed run repeats them.
     """
 
     def __init__(
@@ -160,10 +162,12 @@ def _waiting(optimizer: Optimizer) -> int:
 
 @HOOKS.register_module
 class RecordPipelineHook(BaseHook):
-    """Records some training steps of a pipeline (see ``colossalai.pipeline.record_run``), and logs their summary.
+    """Records some training steps of a pipeline (see ``colossalai.pipeline.record_run``), and logs their
+    summary.
 
     Args:
-        path: the file to write: a trace if its name ends in ``.json``, else a picture of the last recorded step.
+        path: the file to write: a trace if its name ends in ``.json``, else a picture of the last recorded
+            step.
         skip: how many steps of the training come before; the first ones are slower.
         steps: how many to record.
     """
@@ -172,7 +176,8 @@ class RecordPipelineHook(BaseHook):
         super().__init__(priority)
         if skip < 0 or steps < 1:
             raise ValueError(
-                f"RecordPipelineHook skips 0 steps or more and records at least 1, got skip={skip} and steps={steps}"
+                f"RecordPipelineHook skips 0 steps or more and records at least 1, got skip={skip} and"
+                f" steps={steps}"
             )
         self.path, self.skip, self.steps = Path(path), skip, steps
         self._seen = 0
@@ -192,7 +197,8 @@ class RecordPipelineHook(BaseHook):
             self._write()
         elif self._seen <= self.skip:
             get_dist_logger().warning(
-                f"RecordPipelineHook recorded nothing: it skips {self.skip} steps, and there were {self._seen}",
+                f"RecordPipelineHook recorded nothing: it skips {self.skip} steps, and there were"
+                f" {self._seen}",
                 ranks=[0],
             )
 

@@ -1,10 +1,10 @@
 """A thread in every rank of a job that reports, once, when the job stands still.
 
-[Note: how ranks agree on a report]
-Each watchdog looks at its own process at a short interval.  One that has seen no movement for the whole timeout
-tries to open the next round in the store; exactly one rank succeeds, and that rank writes the report.  All
-watchdogs poll the number of rounds, so each posts its snapshot, also the ranks that are merely busy elsewhere.
-The store connection is a clone: the main thread may be blocked inside a call on the original.
+[Note: how ranks agree on a report] Each watchdog looks at its own process at a short interval.  One that has
+seen no movement for the whole timeout tries to open the next round in the store; exactly one rank succeeds,
+and that rank writes the report.  All watchdogs poll the number of rounds, so each posts its snapshot, also
+the ranks that are merely busy elsewhere. The store connection is a clone: the main thread may be blocked
+inside a call on the original.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _to_stderr(text: str) -> None:
 class Watchdog:
     """Report where every rank is after ``timeout`` seconds in which this rank has not moved.
 
-    A rank has not moved when its main thread stood on the same instruction at every look and no collective was
-    issued.  The report goes to ``report`` on one rank and the job goes on waiting: a long checkpoint is legal,
-    and ending a stuck job is for the timeout of the process group.  All ranks must run one, after the process
-    group exists::
+    A rank has not moved when its main thread stood on the same instruction at every look and no collective
+    was issued.  The report goes to ``report`` on one rank and the job goes on waiting: a long checkpoint is
+    legal, and ending a stuck job is for the timeout of the process group.  All ranks must run one, after the
+    process group exists::
 
         with Watchdog(timeout=60):
             train()

@@ -1,4 +1,6 @@
-"""Snapshots of several ranks as a text that a person can act on: who waits where, who is behind, then the stacks."""
+"""Snapshots of several ranks as a text that a person can act on: who waits where, who is behind, then the
+stacks.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def _last(issued: Issued) -> str:
 
 
 def _counts(states: Mapping[int, Snapshot | None]) -> list[str]:
-    """One line for each group whose members have not issued the same number of collectives: the fewest are late."""
+    """One line for each group whose members have not issued the same number of collectives: the fewest are
+    late.
+    """
     groups: dict[str, dict[int, Issued]] = {}
     for rank, state in states.items():
         for issued in state.issued if state is not None else ():

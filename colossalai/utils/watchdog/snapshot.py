@@ -1,9 +1,10 @@
-"""One process at one moment: the stack of every thread, the collective it waits in, the collectives it issued.
+"""One process at one moment: the stack of every thread, the collective it waits in, the collectives it
+issued.
 
-A call that waits inside C++ (gloo, a store) releases the GIL, so another thread of the process can look at its
-Python stack.  The collective is the outermost public function of ``torch.distributed`` at the inner end of that
-stack.  Where the stack does not show it (``work.wait()``, DDP, NCCL), torch's flight recorder does: it keeps
-the last collectives of every group with the line that issued each.
+A call that waits inside C++ (gloo, a store) releases the GIL, so another thread of the process can look at
+its Python stack.  The collective is the outermost public function of ``torch.distributed`` at the inner end
+of that stack.  Where the stack does not show it (``work.wait()``, DDP, NCCL), torch's flight recorder does:
+it keeps the last collectives of every group with the line that issued each.
 """
 
 from __future__ import annotations
