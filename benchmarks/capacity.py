@@ -3,9 +3,10 @@
     python -m benchmarks.offload --capacity-search --capacity-gib 16 --host-gib 110 --disk-dir /tmp
     python -m benchmarks.offload --capacity-search --capacity-gib 16 --host-gib 110 --confirm gemini-cpu=80
 
-The depth is varied.  It is predicted from the bytes that a parameter takes, then tried, each time in a process of its own: down until it
-fits, up until it does not.  A try fits if one step of batch 1 is done, within the time limit, and no more host memory was used than
-allowed: the resident memory of the process, or what became unavailable on the machine, whichever is more.
+The depth is varied.  It is predicted from the bytes that a parameter takes, then tried, each time in a
+process of its own: down until it fits, up until it does not.  A try fits if one step of batch 1 is done,
+within the time limit, and no more host memory was used than allowed: the resident memory of the process, or
+what became unavailable on the machine, whichever is more.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Try:
 
     def __str__(self) -> str:
         return (
-            f"{self.side:16}{self.depth:6}{self.parameters / 1e9:9.2f} B{'yes' if self.fits else 'no':>6}{self.gpu_gib:9.1f}"
-            f"{self.host_gib:10.1f}{self.start:9.1f}{self.step:9.1f}  {self.why}"
+            f"{self.side:16}{self.depth:6}{self.parameters / 1e9:9.2f}"
+            f" B{'yes' if self.fits else 'no':>6}{self.gpu_gib:9.1f}{self.host_gib:10.1f}{self.start:9.1f}{self.step:9.1f}  {self.why}"
         )
 
 

@@ -1,13 +1,15 @@
-"""Saving and loading a GPT with its Adam states: ``booster.save`` and ``load`` beside ``torch.distributed.checkpoint`` used directly.
+"""Saving and loading a GPT with its Adam states: ``booster.save`` and ``load`` beside
+``torch.distributed.checkpoint`` used directly.
 
     python -m benchmarks.checkpoint                       # GPT 1.56 B with Adam, fp32: 18.7 GB, on a GPU
     python -m benchmarks.checkpoint --small               # the same code with a toy, also on a CPU
     python -m benchmarks.checkpoint --depth 12 --width 768 --heads 12 --dir /mnt/disk
 
-One process; both sides save and load the same tensors in turn, in the same directory, and a checkpoint is removed before the next
-is written.  Before each load everything is set to zero, and afterwards it is compared with what it was.  Both sides are equally
-durable: DCP's ``FileSystemWriter`` calls fsync on its files as ours does.  "From the disk" is a load after the pages of the files were
-given up.  Memory is measured in a process of its own for each side: without the pages of mapped files, which the system can take back.
+One process; both sides save and load the same tensors in turn, in the same directory, and a checkpoint is
+removed before the next is written.  Before each load everything is set to zero, and afterwards it is compared
+with what it was.  Both sides are equally durable: DCP's ``FileSystemWriter`` calls fsync on its files as ours
+does.  "From the disk" is a load after the pages of the files were given up.  Memory is measured in a process
+of its own for each side: without the pages of mapped files, which the system can take back.
 """
 
 from __future__ import annotations
@@ -190,7 +192,9 @@ def compare(subject: Subject, sides: dict[str, Any], root: Path, tries: int) -> 
 
 
 def background(subject: Subject, ours: Ours, root: Path, tries: int) -> Times:
-    """The pause and the whole of saves in the background, and one copy to host memory that is there already."""
+    """The pause and the whole of saves in the background, and one copy to host memory that is there
+    already.
+    """
     times = Times()
     for number in range(tries + 1):
         folder = root / "background"
@@ -363,8 +367,9 @@ def main() -> None:
         return
     parameters = sum(p.numel() for p in subject.model.parameters())
     print(
-        f"GPT of {parameters / 1e9:.2f} B parameters with AdamW on {device().type}, {subject.nbytes / 1e9:.2f} GB, torch"
-        f" {torch.__version__}, {os.cpu_count()} cores; medians of {args.tries}",
+        f"GPT of {parameters / 1e9:.2f} B parameters with AdamW on {device().type},"
+        f" {subject.nbytes / 1e9:.2f} GB, torch {torch.__version__}, {os.cpu_count()} cores; medians of"
+        f" {args.tries}",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.dir) as found:

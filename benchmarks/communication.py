@@ -1,10 +1,13 @@
-"""What tensor parallelism costs on one rank, measured next to closed formulas: ``python benchmarks/communication.py``.
+"""What tensor parallelism costs on one rank, measured next to closed formulas: ``python
+benchmarks/communication.py``.
 
-A rank of a world that does not exist runs a layer forward and backward: its tensors have the real shapes, its collectives
-are counted and move nothing, so 27 ranks cost as little as 2.  ``--write`` puts the tables into docs/tensor_parallel_costs.md,
-and a test compares that page with a new measurement, and each measurement with its formula, exactly.
+A rank of a world that does not exist runs a layer forward and backward: its tensors have the real shapes, its
+collectives are counted and move nothing, so 27 ranks cost as little as 2.  ``--write`` puts the tables into
+docs/tensor_parallel_costs.md, and a test compares that page with a new measurement, and each measurement with
+its formula, exactly.
 
-Everything is counted in elements: a fraction of the matrices X (rows x in), A (in x out) and Y (rows x out) of a layer.
+Everything is counted in elements: a fraction of the matrices X (rows x in), A (in x out) and Y (rows x out)
+of a layer.
 """
 
 from __future__ import annotations
@@ -114,7 +117,8 @@ class MLP(nn.Module):
         return self.dense_2(F.gelu(self.dense_1(x)))
 
 
-# ---- closed formulas.  The sizes of the whole: x and h are activations, w either weight of the MLP, b both its biases.
+# ---- closed formulas.  The sizes of the whole: x and h are activations, w either weight of the MLP, b both
+# its biases.
 
 X, H, W, B = MATRIX, 4 * MATRIX, 4 * MATRIX, 5 * WIDTH
 
@@ -129,7 +133,8 @@ def one_dim(p: int) -> Plan:
         return Cost(Fraction(MATRIX, p), Fraction(MATRIX), 2 * _ring(p) * MATRIX)
 
     def mlp() -> Cost:
-        # X is whole; before and after the activation function 1 / p; an all-reduce of Y forward and of dX backward
+        # X is whole; before and after the activation function 1 / p; an all-reduce of Y forward and of dX
+        # backward
         parameters = Fraction(2 * W + 4 * WIDTH, p) + WIDTH
         return Cost(parameters, X + Fraction(2 * H, p), 2 * 2 * _ring(p) * X)
 
@@ -140,7 +145,9 @@ def grid(q: int, d: int | None = None) -> Plan:
     deep = d or 1
 
     def product(x: int, w: int) -> Fraction:
-        """Y, dX and dA each move panels of two matrices, X's shape and A's; then dA is summed over the depth."""
+        """Y, dX and dA each move panels of two matrices, X's shape and A's; then dA is summed over the
+        depth.
+        """
         return 3 * _ring(q) * (Fraction(x, deep * q) + Fraction(w, q)) + 2 * _ring(deep) * Fraction(w, q * q)
 
     def linear() -> Cost:
@@ -167,7 +174,8 @@ def cube(q: int, keep: bool = True) -> Plan:
         return Cost(Fraction(MATRIX, q**3), kept, product(MATRIX, MATRIX, MATRIX))
 
     def mlp() -> Cost:
-        # the gathered X, H and both A, and H before the activation function; or these at rest, without the weights
+        # the gathered X, H and both A, and H before the activation function; or these at rest, without the
+        # weights
         kept = Fraction(X + H + 2 * W, q**2) + Fraction(H, q**3) if keep else Fraction(X + 2 * H, q**3)
         biases = 2 * 2 * _ring(q) * Fraction(B, q)
         parameters = Fraction(2 * W, q**3) + Fraction(B, q)

@@ -1,4 +1,6 @@
-"""The mesh-and-layout core: cost of a move beside DTensor's, and of drawing weights beside torch's generator."""
+"""The mesh-and-layout core: cost of a move beside DTensor's, and of drawing weights beside torch's
+generator.
+"""
 
 from __future__ import annotations
 

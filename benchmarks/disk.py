@@ -1,7 +1,8 @@
-"""Tensors to and from a disk, and an optimizer whose states are there, against dd and fio with direct I/O on the same disk.
+"""Tensors to and from a disk, and an optimizer whose states are there, against dd and fio with direct I/O on
+the same disk.
 
-The disk is that of the directory for temporary files (``TMPDIR`` names another one).  The best of several tries counts, because
-others use disks too.
+The disk is that of the directory for temporary files (``TMPDIR`` names another one).  The best of several
+tries counts, because others use disks too.
 
     python -m benchmarks.disk               # beside dd, and fio where it is installed
     python -m benchmarks.disk --requests    # before that, the speed at other sizes and numbers of requests

@@ -1,12 +1,13 @@
-"""One training step of a GPT that is larger than the GPU memory it may use: Gemini beside FSDP2 with CPU offload and beside everything on the GPU.
+"""One training step of a GPT that is larger than the GPU memory it may use: Gemini beside FSDP2 with CPU
+offload and beside everything on the GPU.
 
     python -m benchmarks.offload                      # GPT 4.24 B, batch 8 x 1024, bf16, on a GPU
     python -m benchmarks.offload --small              # the same code with a toy, also on a CPU
     python -m benchmarks.offload --sides gemini-cpu   # some of the sides
     python -m benchmarks.offload --capacity-search    # the largest GPT that trains, see benchmarks.capacity
 
-Each side runs in a process of its own, so that its memory is its own.  Seconds are the mean over ``--steps`` steps that follow three others,
-from the first forward pass to the end of the last update.
+Each side runs in a process of its own, so that its memory is its own.  Seconds are the mean over ``--steps``
+steps that follow three others, from the first forward pass to the end of the last update.
 """
 
 from __future__ import annotations
@@ -249,8 +250,8 @@ def show(results: list[Result]) -> str:
     lines = [head]
     for r in results:
         lines.append(
-            f"{r.side:16}{r.parameters / 1e9:8.2f} B{r.seconds:9.3f}{r.middle:9.3f}{r.start:9.1f}{r.first:9.1f}{r.gpu_gib:9.2f}"
-            f"{r.host_gib:10.1f}{r.losses[-1]:11.4f}"
+            f"{r.side:16}{r.parameters / 1e9:8.2f}"
+            f" B{r.seconds:9.3f}{r.middle:9.3f}{r.start:9.1f}{r.first:9.1f}{r.gpu_gib:9.2f}{r.host_gib:10.1f}{r.losses[-1]:11.4f}"
         )
     lines += [f"\n{r.side}: {r.notes}" for r in results if r.notes]
     return "\n".join(lines)

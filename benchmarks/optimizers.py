@@ -50,7 +50,9 @@ def time_of(step: Callable[[], object]) -> float:
 
 @torch.no_grad()
 def cast_and_step(weights: list[nn.Parameter]) -> Callable[[], object]:
-    """Half-precision weights the usual way: float32 copies, torch's fused AdamW, and casts of whole tensors."""
+    """Half-precision weights the usual way: float32 copies, torch's fused AdamW, and casts of whole
+    tensors.
+    """
     masters = [nn.Parameter(p.detach().float()) for p in weights]
     optimizer = torch.optim.AdamW(masters, fused=True)
 

@@ -1,11 +1,13 @@
 """The bubble of every schedule as measured, beside its formula, and the time of a step beside that of 1F1B.
 
-The work of a stage is *controlled*: a forward pass takes ``FORWARD`` seconds, each half of a backward pass as much, and a
-chunk its share.  It is a wait for a moment on the clock of the wall, as that of a host for its GPU; a loop of a fixed amount of
-computing would measure how many ranks share a core.  So any number of ranks can be measured on two cores, and what
-is left is what ours is to answer for: the order of the passes, messages, and the time that the executor takes itself.
+The work of a stage is *controlled*: a forward pass takes ``FORWARD`` seconds, each half of a backward pass as
+much, and a chunk its share.  It is a wait for a moment on the clock of the wall, as that of a host for its
+GPU; a loop of a fixed amount of computing would measure how many ranks share a core.  So any number of ranks
+can be measured on two cores, and what is left is what ours is to answer for: the order of the passes,
+messages, and the time that the executor takes itself.
 
-Other programs on the same cores delay messages; ``chrt -f 5 python benchmarks/pipeline.py`` (as root) keeps them from it.
+Other programs on the same cores delay messages; ``chrt -f 5 python benchmarks/pipeline.py`` (as root) keeps
+them from it.
 
 ``python benchmarks/pipeline.py --picture`` draws docs/pipeline_run.png.
 """
@@ -40,7 +42,9 @@ PICTURE = Path(__file__).parents[1] / "docs" / "pipeline_run.png"
 
 
 def wait(what: str, seconds: float) -> None:
-    """Until ``seconds`` after now; the last half of a millisecond awake, as sleepers may oversleep by that."""
+    """Until ``seconds`` after now; the last half of a millisecond awake, as sleepers may oversleep by
+    that.
+    """
     end = time.perf_counter() + seconds
     time.sleep(max(seconds - 5e-4, 0))
     while time.perf_counter() < end:
@@ -77,7 +81,9 @@ class _Weight(torch.autograd.Function):
 
 
 class Controlled(nn.Module):
-    """A stage that takes ``seconds`` forwards, as long for the gradient of its input and as long for that of its weight."""
+    """A stage that takes ``seconds`` forwards, as long for the gradient of its input and as long for that of
+    its weight.
+    """
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -85,8 +91,8 @@ class Controlled(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        # the data too, so that all stages have the same work; no stage waits for the data's gradient, so the first
-        # stage does both halves of its backward pass in the second
+        # the data too, so that all stages have the same work; no stage waits for the data's gradient, so the
+        # first stage does both halves of its backward pass in the second
         x.requires_grad_(True)
         return _Input.apply(x, self.seconds) * _Weight.apply(self.weight, self.seconds)
 

@@ -1,7 +1,8 @@
-"""A GPT block: cut by our layers beside torch's DTensor, 2D beside 1D, and on one device beside ``nn.Linear``.
+"""A GPT block: cut by our layers beside torch's DTensor, 2D beside 1D, and on one device beside
+``nn.Linear``.
 
-All run the same math, which is checked before anything is timed.  Competitors take turns step by step, so a busy machine is
-busy for both.
+All run the same math, which is checked before anything is timed.  Competitors take turns step by step, so a
+busy machine is busy for both.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def our_block(native: BenchmarkBlock, tp: TensorParallel, mesh: Mesh) -> Benchma
 
 
 def dtensor_block(native: BenchmarkBlock, mesh: Mesh) -> nn.Module:
-    """The same by torch's tensor parallelism, with the rows of the fused projection sorted so that a rank gets whole heads."""
+    """The same by torch's tensor parallelism, with the rows of the fused projection sorted so that a rank
+    gets whole heads.
+    """
     block, p = copy.deepcopy(native), mesh.size["tp"]
     for tensor in (block.attn.query_key_value.weight, block.attn.query_key_value.bias):
         with torch.no_grad():

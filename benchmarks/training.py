@@ -1,7 +1,7 @@
 """A training step of GPT-2 XL in bf16, and of a wide GPT in fp8, on a GPU.
 
-Each side runs in a process of its own, so that its memory is its own, and all sides of a comparison train the same weights on
-the same tokens: beside times and memory, the losses of every step are compared.
+Each side runs in a process of its own, so that its memory is its own, and all sides of a comparison train the
+same weights on the same tokens: beside times and memory, the losses of every step are compared.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ SIDES: dict[str, Callable[[], Step]] = {
 
 def measure(step: Step) -> Result:
     generator = torch.Generator().manual_seed(0)
-    # new tokens in every step: what is learnt by heart in a few steps, without a warm-up, makes every training unstable
+    # new tokens in every step: what is learnt by heart in a few steps, without a warm-up, makes every
+    # training unstable
     batches = [torch.randint(50304, (BATCH, LENGTH), generator=generator).cuda() for _ in range(STEPS)]
     losses = []
     for i in range(STEPS):

@@ -85,7 +85,9 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 def _end(expected: dict[int, str]) -> dict[int, str]:
-    """Kill and return the processes that are not ``expected`` and do not end by themselves within a second."""
+    """Kill and return the processes that are not ``expected`` and do not end by themselves within a
+    second.
+    """
     deadline = time.monotonic() + 1
     while (
         extra := {p: c for p, c in _children().items() if p not in expected}
@@ -98,7 +100,8 @@ def _end(expected: dict[int, str]) -> dict[int, str]:
 
 
 def _children() -> dict[int, str]:
-    """The processes below this one with their commands, without those that multiprocessing keeps for the session.
+    """The processes below this one with their commands, without those that multiprocessing keeps for the
+    session.
 
     Ranks of ``spawn`` are children of the fork server.  Empty on systems without /proc.
     """

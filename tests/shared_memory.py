@@ -1,16 +1,16 @@
 """A process group whose ranks meet in shared memory, for grids of tiny models.
 
-Four ranks on two cores need 3 to 5 ms for a message by gloo, whatever its size, and a hundred steps of a tiny model under Gemini are
-ten thousand messages.  Here one takes a twentieth of that.  Grids of many steps, which nobody could wait for, run over this;
-all else runs over gloo.
+Four ranks on two cores need 3 to 5 ms for a message by gloo, whatever its size, and a hundred steps of a tiny
+model under Gemini are ten thousand messages.  Here one takes a twentieth of that.  Grids of many steps, which
+nobody could wait for, run over this; all else runs over gloo.
 
-[Note: a ring]
-A group is a file of ``RING`` rows with a cell for every rank.  A collective has a number: its row is that number modulo ``RING``.  A rank
-writes what it brings into its cell and says that it has arrived; whoever sees that all have arrived reads the row, and says so.  A
-row is written again when all have read it.  So a collective begins without waiting, as gloo's do, and ends in ``wait``.
+[Note: a ring] A group is a file of ``RING`` rows with a cell for every rank.  A collective has a number: its
+row is that number modulo ``RING``.  A rank writes what it brings into its cell and says that it has arrived;
+whoever sees that all have arrived reads the row, and says so.  A row is written again when all have read it.
+So a collective begins without waiting, as gloo's do, and ends in ``wait``.
 
-[Note: progress]
-Ranks may begin collectives of two groups in different orders.  Whoever waits for one therefore ends all others that can be ended.
+[Note: progress] Ranks may begin collectives of two groups in different orders.  Whoever waits for one
+therefore ends all others that can be ended.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class _Work(dist._Work):  # type: ignore[name-defined, misc]
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """The ranks of one host that have opened ``path``, see [Note: a ring]; collectives of CPU tensors, no messages between two."""
+    """The ranks of one host that have opened ``path``, see [Note: a ring]; collectives of CPU tensors, no
+    messages between two.
+    """
 
     def __init__(self, rank: int, size: int, path: str, timeout: float) -> None:
         super().__init__(rank, size)
@@ -146,11 +148,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
             time.sleep(1e-4)
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"rank {self.me} has waited {self.timeout:.0f} s; the ranks have arrived at {list(self._arrived)}"
+                    f"rank {self.me} has waited {self.timeout:.0f} s; the ranks have arrived at"
+                    f" {list(self._arrived)}"
                 )
 
     def _exchange(self, brings: Tensor | None, nbytes: int, end: Callable[[list[Tensor]], None]) -> _Work:
-        """``end`` gets the ``nbytes`` of all ranks; what is too long for a cell goes in pieces, and is waited for."""
+        """``end`` gets the ``nbytes`` of all ranks; what is too long for a cell goes in pieces, and is waited
+        for.
+        """
         own = None if brings is None else _bytes(brings)
         if nbytes <= CELL:
             return self.begin(own, lambda cells: end([c[:nbytes] for c in cells]))

@@ -64,10 +64,14 @@ def reach_problem(optimizer: Optimizer, kind: type[Plugin] | None, shares_model:
     elif not is_elementwise(raw):  # Adafactor, Muon, LAMB, or what a script has written itself
         cut = [p for group in raw.param_groups for p in group["params"] if placement(p).sharded]
         if cut:
-            problem = f"may look at whole matrices, but tensor parallelism has cut some (here is a piece of shape {tuple(cut[0].shape)})"
+            shape = tuple(cut[0].shape)
+            problem = (
+                f"may look at whole matrices, but tensor parallelism has cut some (a piece here: {shape})"
+            )
     if problem is None:
         return None
-    return f"{type(raw).__name__} {problem}; use an optimizer that works element by element, such as AdamW{or_say_so(raw)}"
+    remedy = f"use an optimizer that works element by element, such as AdamW{or_say_so(raw)}"
+    return f"{type(raw).__name__} {problem}; {remedy}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +237,10 @@ def _cut_already(wanted: Wanted) -> str | None:
     cut = next((name for name, p in named if placement(p).sharded), None)
     if cut is None:
         return None
-    return f"TorchFSDPPlugin cuts whole parameters, but {cut} is cut already, by tensor parallelism; use TorchDDPPlugin"
+    return (
+        f"TorchFSDPPlugin cuts whole parameters, but {cut} is cut already, by tensor parallelism; use"
+        " TorchDDPPlugin"
+    )
 
 
 def _overlapping(wanted: Wanted) -> str | None:

@@ -110,7 +110,8 @@ def verify(path: Path) -> None:
     "--config",
     type=click.Path(path_type=Path, exists=True),
     metavar="PATH",
-    help="A config.json, or a folder with one (and a tokenizer), that goes beside the weights. Default: those beside SRC.",
+    help="A config.json, or a folder with one (and a tokenizer), that goes beside the weights. "
+    "Default: those beside SRC.",
 )
 @click.option(
     "--size_per_shard",
@@ -245,7 +246,8 @@ def _soundness(form: Path) -> str:
     view = open_checkpoint(form)
     size = f"{len(view.items)} tensors, {view.nbytes:,} bytes in {len(view.files)} files"
     if isinstance(view, RunView) and (left := view.leftovers()):
-        return f"sound ({size}); beside it {len(left)} files of a save that was interrupted, which the next save removes"
+        removed = f"{len(left)} files of a save that was interrupted, which the next save removes"
+        return f"sound ({size}); beside it {removed}"
     if view.has_checksums:
         return f"sound ({size})"
     return f"complete ({size}); it has no checksums, so damage to the values would not be seen"

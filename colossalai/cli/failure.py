@@ -13,7 +13,8 @@ from typing import Any
 
 # what a healthy rank says when another one has died, or has told it of its failure
 _LOST_A_PEER = re.compile(
-    r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (closed|is closed|timeout)|closed by peer"
+    r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (closed|is closed|timeout)"
+    r"|closed by peer"
     r"|DistNetworkError|DistStoreError|DistBackendError|ncclRemoteError|remote process exited"
     r"|PipelineError: pipeline stage",
     re.IGNORECASE,

@@ -67,7 +67,8 @@ _PORT = click.IntRange(1, 65535)
     default=0,
     show_default=True,
     metavar="N",
-    help="If a process fails, start all of them again, up to N times. A script that begins with booster.load goes on.",
+    help="If a process fails, start all of them again, up to N times. A script that begins with booster.load "
+    "goes on.",
 )
 @click.option(
     "-m",

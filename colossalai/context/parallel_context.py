@@ -106,7 +106,8 @@ class ParallelContext(metaclass=SingletonMeta):
             host=host.strip("[]"),
             port=port,
             timeout=read_timeout(),
-            plan=f"backend={backend}, data={plan.data}, pipeline={plan.pipeline}, tensor={plan.tensor}, mode={plan.mode}",
+            plan=f"backend={backend}, data={plan.data}, pipeline={plan.pipeline}, tensor={plan.tensor},"
+            f" mode={plan.mode}",
         ).meet()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         self.take_place(rank, world_size)

@@ -212,7 +212,10 @@ class Rendezvous:
             if store.check([f"verdict/{ticket}"]):
                 return store.get(f"verdict/{ticket}").decode()
             if store.check(["world_size"]) and self.rank >= (size := int(store.get("world_size"))):
-                return f"{self._who} is not part of the job at {self._where}, which rank 0 launched with world_size={size}"
+                return (
+                    f"{self._who} is not part of the job at {self._where}, which rank 0 launched with"
+                    f" world_size={size}"
+                )
         return (
             f"{self._who} waited {self.timeout:g} s at {self._where} for the other ranks; see whether they"
             f" failed or were never started. {TIMEOUT_VARIABLE} sets the seconds to wait"

@@ -362,11 +362,12 @@ def is_in_place(func: Callable[..., Any]) -> bool:
 
 
 _ABOUT_MEMORY = frozenset(
-    """__get__ __set__ __delete__ __hash__ dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex
-    is_signed is_inference is_pinned is_shared is_conj is_neg get_device stride storage storage_offset untyped_storage data_ptr
-    register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ detach_ share_memory_ record_stream new_empty
-    new_zeros new_ones new_full new_tensor zero_ fill_ is_same_size as_subclass _is_view
-    _has_compatible_shallow_copy_type""".split()  # noqa: SIM905
+    """__get__ __set__ __delete__ __hash__ dim ndimension numel nelement element_size is_contiguous
+    is_floating_point is_complex is_signed is_inference is_pinned is_shared is_conj is_neg
+    get_device stride storage storage_offset untyped_storage data_ptr register_hook
+    register_post_accumulate_grad_hook retain_grad requires_grad_ detach_ share_memory_
+    record_stream new_empty new_zeros new_ones new_full new_tensor zero_ fill_ is_same_size
+    as_subclass _is_view _has_compatible_shallow_copy_type""".split()  # noqa: SIM905
 )
 
 

@@ -38,7 +38,8 @@ IMPATIENT = "timeout:1 attempts:1"
 
 # A stage of a pipeline also says this when another one has told it why it failed.
 _LOST_CONNECTION = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|remote process exited|gloo/transport|pipeline stage \d+ \(rank",
+    r"connection (closed|reset|refused)|broken pipe|remote process exited|gloo/transport"
+    r"|pipeline stage \d+ \(rank",
     re.IGNORECASE,
 )
 

@@ -272,7 +272,8 @@ class Trainer:
 
     def _warn_if_nothing_is_left(self, epochs: int) -> None:
         if self._first_epoch >= epochs:
-            what = f"cur_epoch is {self._first_epoch} and epochs is {epochs}; epochs counts from the very first one"
+            epoch = self._first_epoch
+            what = f"cur_epoch is {epoch} and epochs is {epochs}; epochs counts from the very first one"
         elif self._is_over():
             what = f"cur_step is {self._cur_step} and max_steps is {self._max_steps}"
         else:

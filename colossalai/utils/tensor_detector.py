@@ -32,7 +32,8 @@ class _TensorRecord(NamedTuple):
     def __str__(self) -> str:
         grad = "  grad" if self.requires_grad else ""
         shape = "x".join(map(str, self.shape)) or "scalar"
-        return f"{self.name:<32} {shape:<20} {self.dtype!s:<16} {self.device:<8} {self.bytes / MB:10.3f} MB{grad}"
+        kind = f"{shape:<20} {self.dtype!s:<16} {self.device:<8}"
+        return f"{self.name:<32} {kind} {self.bytes / MB:10.3f} MB{grad}"
 
 
 class TensorDetector:

@@ -9,7 +9,8 @@ from typing import Any
 
 OUT = "runs/demo"
 SHAPE = {"seq_len": 64, "hidden": 128, "layers": 2, "heads": 4}  # a checkpoint brings its own
-# A checkpoint brings these too, so that --resume goes on with the same training; here another value may be given.
+# A checkpoint brings these too, so that --resume goes on with the same training; here another value may be
+# given.
 TRAINING = {
     "steps": 1800,
     "batch_size": 8,

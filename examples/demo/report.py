@@ -15,8 +15,8 @@ from torch import Tensor
 class Metrics:
     """One JSON object per line and event, in ``path`` and in ``records``.
 
-    A training that goes on from step ``keep_until`` keeps the lines up to there.  Only the ``active`` rank has a
-    file.
+    A training that goes on from step ``keep_until`` keeps the lines up to there.  Only the ``active`` rank
+    has a file.
     """
 
     def __init__(self, path: Path, *, keep_until: int, active: bool) -> None:

@@ -8,7 +8,8 @@ import math
 class Schedule:
     """A linear warm-up of the learning rate, then half a cosine down to 10% of it.
 
-    ``seconds`` bounds the training on a machine too slow for all ``steps``: the pace so far says how many fit.
+    ``seconds`` bounds the training on a machine too slow for all ``steps``: the pace so far says how many
+    fit.
     """
 
     def __init__(self, steps: int, seconds: float, first_step: int = 0) -> None:

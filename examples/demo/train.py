@@ -101,12 +101,13 @@ class Demo:
         args, world = self.args, dist.get_world_size()
         size = sum(p.numel() for p in self.model.parameters())
         self.say(
-            f"text:  {len(text.train) / 1e6:.1f} MB of Python's standard library to train on, "
-            f"{len(text.validation) / 1e6:.1f} MB held out; {self.baselines.bytes_per_token:.2f} bytes per token"
+            f"text:  {len(text.train) / 1e6:.1f} MB of Python's standard library to train on,"
+            f" {len(text.validation) / 1e6:.1f} MB held out; {self.baselines.bytes_per_token:.2f} bytes per"
+            " token"
         )
         self.say(
-            f"model: GPT with {size / 1e6:.2f} million parameters: {args.layers} layers, width {args.hidden}, "
-            f"{args.heads} heads, {args.seq_len} tokens of context, vocabulary {self.tokenizer.vocab_size}"
+            f"model: GPT with {size / 1e6:.2f} million parameters: {args.layers} layers, width {args.hidden},"
+            f" {args.heads} heads, {args.seq_len} tokens of context, vocabulary {self.tokenizer.vocab_size}"
         )
         self.say(
             f"plan:  data parallel on {world} x {self.device.type} ({dist.get_backend()}), "
@@ -194,7 +195,9 @@ class Demo:
         self.say(f"going on from step {self.step} of {self.checkpoint}")
 
     def finish(self, finished: bool) -> None:
-        """What rank 0 tells and draws; the others wait, since a process that leaves early breaks the group."""
+        """What rank 0 tells and draws; the others wait, since a process that leaves early breaks the
+        group.
+        """
         if self.is_master:
             if finished:
                 self.show()
@@ -227,7 +230,8 @@ class Demo:
         known = self.baselines
         bits = curve[-1] / known.bytes_per_token / math.log(2)
         print(
-            f"\nvalidation loss from {curve[0]:.3f} to {curve[-1]:.3f} nats per token, {bits:.2f} bits per byte"
+            "\n"
+            f"validation loss from {curve[0]:.3f} to {curve[-1]:.3f} nats per token, {bits:.2f} bits per byte"
         )
         print(f"without context: {known.uniform:.3f} by guessing, {known.unigram:.3f} by token frequencies")
         for prompt in PROMPTS:
@@ -305,8 +309,8 @@ def main() -> None:
         sample_only(args)
         return
     finished = train(args, saved)
-    # The group ends its threads only when nothing refers to it, so what DDP still holds must go first.  A thread
-    # that outlives the interpreter would abort the process.
+    # The group ends its threads only when nothing refers to it, so what DDP still holds must go first.  A
+    # thread that outlives the interpreter would abort the process.
     gc.collect()
     dist.destroy_process_group()
     if not finished:

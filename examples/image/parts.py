@@ -1,7 +1,7 @@
 """What the scripts of this folder share: their options, and the objects of a plain PyTorch training.
 
-A config file chooses the model, the optimizer and their sizes (see ``resnet/config.py``); its other keys are features of
-colossalai.
+A config file chooses the model, the optimizer and their sizes (see ``resnet/config.py``); its other keys are
+features of colossalai.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def checkpoint_of(parser: argparse.ArgumentParser, folder: Path, epoch: int) -> 
         names = [file.name.removeprefix("model_") for file in folder.glob("model_*")]
         there = sorted(int(name) for name in names if name.isdecimal())
         parser.error(
-            f"there is no checkpoint of epoch {epoch} in {folder}; there are those of epochs {there or 'none'}"
+            f"there is no checkpoint of epoch {epoch} in {folder}; there are those of epochs"
+            f" {there or 'none'}"
         )
     return path
 

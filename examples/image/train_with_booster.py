@@ -1,8 +1,10 @@
 """Train an image model with a booster: a plain PyTorch loop under a plan of your choice.
 
-    colossalai run --nproc_per_node 2 examples/image/train_with_booster.py --config examples/image/resnet/config_cpu.py -p torch_fsdp
+    colossalai run --nproc_per_node 2 examples/image/train_with_booster.py --config
+    examples/image/resnet/config_cpu.py -p torch_fsdp
 
-Every ``--interval`` epochs a checkpoint is written; ``-r EPOCH`` goes on after it, under any plan and number of processes.
+Every ``--interval`` epochs a checkpoint is written; ``-r EPOCH`` goes on after it, under any plan and number
+of processes.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ def main() -> None:
     plugin, precision = PLANS[args.plugin]
     if unused := [name for name in OF_INITIALIZE if name in gpc.config]:
         say(
-            f"only colossalai.initialize reads {' and '.join(unused)} of the config; here -p {args.plugin} decides"
+            f"only colossalai.initialize reads {' and '.join(unused)} of the config; here -p {args.plugin}"
+            " decides"
         )
     booster = Booster(mixed_precision=precision, plugin=plugin())
     model, optimizer, criterion, train, test, scheduler = build_parts(gpc.config, args.data)

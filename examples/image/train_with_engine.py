@@ -1,6 +1,7 @@
 """Train an image model with an engine: the loop is yours, the config says which features it has.
 
-colossalai run --nproc_per_node 2 examples/image/train_with_engine.py --config examples/image/resnet/config_cpu.py
+colossalai run --nproc_per_node 2 examples/image/train_with_engine.py --config
+examples/image/resnet/config_cpu.py
 """
 
 from __future__ import annotations

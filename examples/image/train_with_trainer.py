@@ -1,6 +1,7 @@
 """Train an image model with a trainer: the loop is the trainer's, hooks do what happens beside it.
 
-colossalai run --nproc_per_node 2 examples/image/train_with_trainer.py --config examples/image/resnet/config_cpu.py
+colossalai run --nproc_per_node 2 examples/image/train_with_trainer.py --config
+examples/image/resnet/config_cpu.py
 """
 
 from __future__ import annotations

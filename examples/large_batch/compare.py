@@ -1,7 +1,9 @@
-"""A batch 16 times as large, in as many epochs: SGD, LARS and LAMB, each with the best of several learning rates.
+"""A batch 16 times as large, in as many epochs: SGD, LARS and LAMB, each with the best of several learning
+rates.
 
-The model is a perceptron with 6 hidden layers and no normalization, whose gradients differ a lot in size from layer to
-layer.  The data are scikit-learn's handwritten digits, or Gaussian clouds where scikit-learn is not installed.
+The model is a perceptron with 6 hidden layers and no normalization, whose gradients differ a lot in size from
+layer to layer.  The data are scikit-learn's handwritten digits, or Gaussian clouds where scikit-learn is not
+installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The same in float32, with smaller batches: convolutions in fp16 are some 70 times slower than in float32 on a CPU."""
+"""The same in float32, with smaller batches: convolutions in fp16 are some 70 times slower than in float32 on
+a CPU.
+"""
 
 from config import LEARNING_RATE, NUM_EPOCHS, WARMUP_STEPS, WEIGHT_DECAY, clip_grad_norm
 

@@ -1,6 +1,7 @@
 """ResNet-18 with LARS or LAMB and an engine.
 
-colossalai run --nproc_per_node 4 examples/large_batch/train.py --config examples/large_batch/config.py --optimizer lamb
+colossalai run --nproc_per_node 4 examples/large_batch/train.py --config examples/large_batch/config.py
+--optimizer lamb
 """
 
 from __future__ import annotations

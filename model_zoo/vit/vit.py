@@ -1,7 +1,7 @@
 """The layers of a ViT for models built by hand: ``titans.layer`` with the older names of arguments.
 
-Each layer draws its own weights by ``init_method``, and the embedding takes the whole batch and goes on with this rank's rows;
-in ``titans`` the model does both.
+Each layer draws its own weights by ``init_method``, and the embedding takes the whole batch and goes on with
+this rank's rows; in ``titans`` the model does both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""docs/tensor_parallel_costs.md: measured equals formula, exactly, and the page shows what is measured today."""
+"""docs/tensor_parallel_costs.md: measured equals formula, exactly, and the page shows what is measured
+today.
+"""
 
 from __future__ import annotations
 

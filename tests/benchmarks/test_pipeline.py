@@ -1,4 +1,6 @@
-"""The controlled stages of the pipeline benchmark do the work they are said to do, where they are said to do it."""
+"""The controlled stages of the pipeline benchmark do the work they are said to do, where they are said to do
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ WORK = {
 
 
 def check_work(rank: int, world_size: int, port: int, schedule: str) -> int:
-    """Each action waits as the schedule's price says; on a clock that does not run, so that nothing takes time."""
+    """Each action waits as the schedule's price says; on a clock that does not run, so that nothing takes
+    time.
+    """
     waits: list[tuple[str, float]] = []
     benchmark.wait = lambda what, seconds: waits.append((what, seconds))
     compute, checked = Executor._compute, []

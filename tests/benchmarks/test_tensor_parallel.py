@@ -1,4 +1,6 @@
-"""The benchmark of the GPT block does what it says: the same math on all sides, and with one rank the same kernels."""
+"""The benchmark of the GPT block does what it says: the same math on all sides, and with one rank the same
+kernels.
+"""
 
 from __future__ import annotations
 

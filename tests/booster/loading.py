@@ -1,4 +1,6 @@
-"""A small model in training under every plan that keeps weights in more than one place, and every way to load into it."""
+"""A small model in training under every plan that keeps weights in more than one place, and every way to load
+into it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from tests import shared_memory
 
 WORDS, WIDTH = 16, 8
 SMALL = 128 / 1024**2  # MB of a chunk, so that the model has several
-# bytes of the host, by whether it is fp32 and the number of ranks: so that states rest on the disk, and mostly weights too
+# bytes of the host, by whether it is fp32 and the number of ranks: so that states rest on the disk, and
+# mostly weights too
 HOST = {(True, 1): 14700, (True, 2): 9000, (False, 1): 12000, (False, 2): 7000}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "torch": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-4),
@@ -41,7 +44,9 @@ class Plan:
     optimizer: str
     ranks: int
     rests: str = ""
-    """``offload`` under ZeRO; under Gemini the policy, ``disk``, or ``early`` for updates in the backward pass."""
+    """``offload`` under ZeRO; under Gemini the policy, ``disk``, or ``early`` for updates in the backward
+    pass.
+    """
 
     def __str__(self) -> str:
         words = (self.kind, self.rests, self.precision, self.optimizer, str(self.ranks))
@@ -170,7 +175,9 @@ class Job:
         return copy.deepcopy(weights), copy.deepcopy(self.optimizer.state_dict())
 
     def truth(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``state``, of the groups only what changes: loading adds options of torch that a new optimizer lacks."""
+        """``state``, of the groups only what changes: loading adds options of torch that a new optimizer
+        lacks.
+        """
         weights, states = self.state()
         return weights, {**states, "param_groups": [group["lr"] for group in states["param_groups"]]}
 

@@ -1,4 +1,6 @@
-"""What the tests of this folder share: how a rank starts, a small model with data, and a boosted run for `check_plan`."""
+"""What the tests of this folder share: how a rank starts, a small model with data, and a boosted run for
+`check_plan`.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def problem(
 
 
 class PluginRun(BoosterRun):
-    """A problem under a plugin, whose ranks start from different weights: the plan must bring those of rank 0 to all."""
+    """A problem under a plugin, whose ranks start from different weights: the plan must bring those of rank 0
+    to all.
+    """
 
     def __init__(
         self,

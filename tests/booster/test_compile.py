@@ -1,4 +1,6 @@
-"""Models that torch.compile wrapped, before boost or after: the names are the user's, and gradients can accumulate."""
+"""Models that torch.compile wrapped, before boost or after: the names are the user's, and gradients can
+accumulate.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights that a script writes to, also by ``p.data``, which torch does not count, while an optimizer keeps more of their digits elsewhere."""
+"""Weights that a script writes to, also by ``p.data``, which torch does not count, while an optimizer keeps
+more of their digits elsewhere.
+"""
 
 from __future__ import annotations
 

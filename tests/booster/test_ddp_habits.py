@@ -1,4 +1,6 @@
-"""What users do beside `model(x)`: under TorchDDPPlugin the replicas stay alike and equal to the serial model, or it raises."""
+"""What users do beside `model(x)`: under TorchDDPPlugin the replicas stay alike and equal to the serial
+model, or it raises.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,9 @@ class _Noise(Dataset):
 
 
 def _replica(rank: int, world_size: int) -> TorchDDPPlugin:
-    """A plugin that believes itself one of several replicas; ranks of `spawn` may not have workers of their own."""
+    """A plugin that believes itself one of several replicas; ranks of `spawn` may not have workers of their
+    own.
+    """
     plugin = TorchDDPPlugin.__new__(TorchDDPPlugin)
     plugin.rank, plugin.world_size = rank, world_size
     return plugin

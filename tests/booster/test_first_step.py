@@ -1,4 +1,6 @@
-"""In the first step, ranks that share one model are compared: different batches, and gradients that differ, are refused."""
+"""In the first step, ranks that share one model are compared: different batches, and gradients that differ,
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,8 @@ def check_replicas(rank: int, world_size: int, port: int) -> None:
     replica = torch.full((4, 8), float(1 + rank // 2))
     for door in ("engine", "ddp", "zero"):
         _train(Scaled(scale=False), door, replica)
-    # the second replica alone is given different batches: the first one hears of it, before it waits for the other
+    # the second replica alone is given different batches: the first one hears of it, before it waits for the
+    # other
     with pytest.raises(ValueError, match="ranks 2 and 3 share one model"):
         _train(Scaled(scale=False), "ddp", torch.full((4, 8), float(rank if rank > 1 else 0)))
 

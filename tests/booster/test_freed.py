@@ -1,4 +1,6 @@
-"""What was boosted goes when the script lets it go, under every plan and at both doors, while the booster lives on."""
+"""What was boosted goes when the script lets it go, under every plan and at both doors, while the booster
+lives on.
+"""
 
 from __future__ import annotations
 
@@ -226,7 +228,9 @@ def test_pipelines_are_freed() -> None:
 
 
 def test_a_part_of_the_model_keeps_its_run(tmp_path: Path) -> None:
-    """A script that goes on with the bare model, or a part of it, is not forgotten; copies and pickles are not part of a run."""
+    """A script that goes on with the bare model, or a part of it, is not forgotten; copies and pickles are
+    not part of a run.
+    """
     booster = Booster("cpu")
     model = build()
     part = model[3]

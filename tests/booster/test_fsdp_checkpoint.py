@@ -1,4 +1,6 @@
-"""A checkpoint knows nothing of the ranks that wrote it: FSDP on any number of them, DDP and serial read each other's."""
+"""A checkpoint knows nothing of the ranks that wrote it: FSDP on any number of them, DDP and serial read each
+other's.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ WAYS: list[dict[str, Any]] = [
 
 
 class Job:
-    """A tower and its optimizer in training, whose ranks all see the whole batch, so that every plan does the same."""
+    """A tower and its optimizer in training, whose ranks all see the whole batch, so that every plan does the
+    same.
+    """
 
     def __init__(self, booster: Booster, seed: int, build: type[nn.Module] = Tower) -> None:
         torch.manual_seed(seed)

@@ -1,4 +1,6 @@
-"""What users do beside `model(x)` under TorchFSDPPlugin, and parameters without dims: equal to the serial model, or refused."""
+"""What users do beside `model(x)` under TorchFSDPPlugin, and parameters without dims: equal to the serial
+model, or refused.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +180,9 @@ def test_on_a_gpu(offload: bool) -> None:
 
 
 def _scalars(rank: int, world_size: int, port: int, folder: Path) -> None:
-    """Parameters without dims: accumulation, clipping, evaluation, precisions, copies of the model, checkpoints."""
+    """Parameters without dims: accumulation, clipping, evaluation, precisions, copies of the model,
+    checkpoints.
+    """
     launch(rank, world_size, port)
     x = _x()[rank::world_size]
 
@@ -364,12 +368,16 @@ def test_ranks_that_take_different_ways_are_refused(way: str) -> None:
 
 
 def test_ranks_that_take_different_ways_are_refused_before_the_step() -> None:
-    """Where messages of one size were taken for each other already, since only the end of a pass is compared."""
+    """Where messages of one size were taken for each other already, since only the end of a pass is
+    compared.
+    """
     spawn(check_ways, 2, way="another layer of the same size", late=True)
 
 
 class Writes(nn.Module):
-    """Halves a weight in its forward: one of the model itself, or one of a block that has computed already."""
+    """Halves a weight in its forward: one of the model itself, or one of a block that has computed
+    already.
+    """
 
     def __init__(self, where: str, data: bool = False) -> None:
         super().__init__()

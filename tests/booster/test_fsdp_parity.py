@@ -33,7 +33,9 @@ class HalfUsed(Tower):
 
 
 class Shared(Tower):
-    """A block that is the first two of the list, a layer that is also in another block, and one that is also the model's own."""
+    """A block that is the first two of the list, a layer that is also in another block, and one that is also
+    the model's own.
+    """
 
     def __init__(self) -> None:
         super().__init__()

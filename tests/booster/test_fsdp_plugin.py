@@ -313,7 +313,9 @@ def test_norms_that_are_not_finite_are_known_to_every_rank() -> None:
 
 
 def _evaluation(rank: int, world_size: int, port: int) -> None:
-    """A forward pass without a backward pass must not leave weights behind that later ones take for the current."""
+    """A forward pass without a backward pass must not leave weights behind that later ones take for the
+    current.
+    """
     launch(rank, world_size, port)
     for strategy in (None, fsdp.ShardingStrategy.SHARD_GRAD_OP):
         for gradients in (False, True):

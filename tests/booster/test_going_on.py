@@ -1,7 +1,8 @@
-"""Which weights count after a load: those of the checkpoint with all their digits, however they came and whatever a plan keeps.
+"""Which weights count after a load: those of the checkpoint with all their digits, however they came and
+whatever a plan keeps.
 
-A plan may keep a weight in several places: in the model, as a master or digits in the optimizer, as a copy on the host.  Each way to load is
-compared to the last bit with a run that was not interrupted.
+A plan may keep a weight in several places: in the model, as a master or digits in the optimizer, as a copy on
+the host.  Each way to load is compared to the last bit with a run that was not interrupted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What scripts do with gradients between the backward pass and the step: as in serial training, or refused."""
+"""What scripts do with gradients between the backward pass and the step: as in serial training, or
+refused.
+"""
 
 from __future__ import annotations
 

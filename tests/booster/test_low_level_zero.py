@@ -1,4 +1,6 @@
-"""``LowLevelZeroPlugin`` in a booster: precision, no_sync, data, errors and checkpoints at any number of ranks."""
+"""``LowLevelZeroPlugin`` in a booster: precision, no_sync, data, errors and checkpoints at any number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -216,7 +218,9 @@ class Spare(nn.Module):
 
 
 def check_unused(rank: int, world_size: int, port: int, folder: Path) -> None:
-    """A weight without a gradient that was loaded is saved as it was loaded, also where the optimizer keeps further digits."""
+    """A weight without a gradient that was loaded is saved as it was loaded, also where the optimizer keeps
+    further digits.
+    """
     launch()
     torch.manual_seed(77)
     other = Spare().state_dict()
@@ -249,7 +253,9 @@ def test_an_unused_weight_is_saved_as_it_was_loaded(tmp_path: Path) -> None:
 
 
 def check_edited(rank: int, world_size: int, port: int, folder: Path) -> None:
-    """What a script wrote to the weights after the last step is saved, whatever further digits the optimizer keeps."""
+    """What a script wrote to the weights after the last step is saved, whatever further digits the optimizer
+    keeps.
+    """
     launch()
     for kind in (HybridAdam, FusedSGD):
         for offload in (False, True):

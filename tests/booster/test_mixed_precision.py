@@ -251,7 +251,9 @@ def _amp_under_ddp(rank: int, world_size: int, port: int) -> None:
 
 
 def _masters_under_ddp(rank: int, world_size: int, port: int) -> None:
-    """Ranks that start from different weights; DDP brings those of rank 0 to all, and the masters must notice."""
+    """Ranks that start from different weights; DDP brings those of rank 0 to all, and the masters must
+    notice.
+    """
     launch(rank, world_size, port)
     for precision in ("fp16_naive", FP16ApexMixedPrecision("O2")):
         torch.manual_seed(rank)

@@ -16,9 +16,9 @@ from titans.loss.lm_loss import GPTLMLoss
 from titans.model.gpt import GPT
 
 STEPS = 200
-# The largest distance of a loss from that of fp32, and of the mean loss of the last 50 steps: about three times the largest that
-# was measured with four different initial weights.  With three times this learning rate training is chaotic, and any two
-# roundings end up at different losses.
+# The largest distance of a loss from that of fp32, and of the mean loss of the last 50 steps: about three
+# times the largest that was measured with four different initial weights.  With three times this learning
+# rate training is chaotic, and any two roundings end up at different losses.
 FP16, BF16 = (0.004, 0.0012), (0.011, 0.004)
 TOLERANCES: dict[str, tuple[float, float]] = {
     "fp16": FP16,
@@ -38,7 +38,9 @@ PRECISIONS: dict[str, Callable[[], MixedPrecision]] = {
 
 
 def _tokens(step: int) -> Tensor:
-    """Sequences that repeat with a random period: there is something to learn, and it takes more than a few steps."""
+    """Sequences that repeat with a random period: there is something to learn, and it takes more than a few
+    steps.
+    """
     generator = torch.Generator().manual_seed(step)
     word = torch.randint(32, (8, 4), generator=generator)
     return word.repeat(1, 4)

@@ -1,4 +1,6 @@
-"""Models that write to their output through views, whose nodes torch makes anew: hooks on them must not touch the old ones."""
+"""Models that write to their output through views, whose nodes torch makes anew: hooks on them must not touch
+the old ones.
+"""
 
 from __future__ import annotations
 

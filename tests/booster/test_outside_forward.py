@@ -1,4 +1,6 @@
-"""Weights that a script uses outside of the model's forward, in its loss: as in serial training, or refused."""
+"""Weights that a script uses outside of the model's forward, in its loss: as in serial training, or
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Optimizers with parameters that are not in the model: those that were built too early are refused, those of a criterion are trained."""
+"""Optimizers with parameters that are not in the model: those that were built too early are refused, those of
+a criterion are trained.
+"""
 
 from __future__ import annotations
 

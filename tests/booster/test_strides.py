@@ -1,4 +1,7 @@
-"""Parameters that are not contiguous in memory: every plugin trains, saves and loads them like others.  Those in one memory are refused."""
+"""Parameters that are not contiguous in memory: every plugin trains, saves and loads them like others.
+
+Those in one memory are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models with blocks in a list, of a width that no number of ranks divides, for the tests of plans that cut weights."""
+"""Models with blocks in a list, of a width that no number of ranks divides, for the tests of plans that cut
+weights.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Tower(nn.Module):
 
 
 class TiedTower(Tower):
-    """Two blocks share a weight with each other, and one with the model; each is used in two units' places."""
+    """Two blocks share a weight with each other, and one with the model; each is used in two units'
+    places.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -151,7 +151,9 @@ def _train_twice(rank: int, world_size: int, port: int) -> None:
 
 
 def test_a_layer_at_two_places_and_a_tied_weight() -> None:
-    """The layer runs at both places; stages meet the shared weights in different orders, and add what belongs together."""
+    """The layer runs at both places; stages meet the shared weights in different orders, and add what belongs
+    together.
+    """
     spawn(_train_twice, 2)
 
 

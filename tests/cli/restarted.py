@@ -1,7 +1,8 @@
 """What ranks do that are started again: `restarted.py FOLDER FAILURES HOW THEN`.
 
-In the first FAILURES starts the last rank fails (HOW: ``raise`` or ``linger``, where a thread keeps the process alive), and the
-others wait for it, whatever they are told.  After these all ranks do THEN: ``end`` or ``wait``.
+In the first FAILURES starts the last rank fails (HOW: ``raise`` or ``linger``, where a thread keeps the
+process alive), and the others wait for it, whatever they are told.  After these all ranks do THEN: ``end`` or
+``wait``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Every command in docs/command_line.md is one that the command line accepts; those about checkpoints are run."""
+"""Every command in docs/command_line.md is one that the command line accepts; those about checkpoints are
+run.
+"""
 
 from __future__ import annotations
 

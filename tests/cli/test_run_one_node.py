@@ -29,7 +29,10 @@ def start(
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """One job per kind of failure.  They run side by side: most of their time is torch's import and waiting."""
+    """One job per kind of failure.
+
+    They run side by side: most of their time is torch's import and waiting.
+    """
     folder = tmp_path_factory.mktemp("failed")
     module = ("--extra_launch_args", "max_restarts=0", "-m", "tests.cli.worker")
     jobs = {

@@ -1,7 +1,9 @@
-"""What the launched ranks do in these tests: `worker.py FOLDER ACTION RANK`.  It needs no torch, so it starts fast.
+"""What the launched ranks do in these tests: `worker.py FOLDER ACTION RANK`.
 
-The rank named performs the action once all ranks are there; the others refuse to end by SIGTERM or SIGINT, as ranks
-stuck in a collective do.
+It needs no torch, so it starts fast.
+
+The rank named performs the action once all ranks are there; the others refuse to end by SIGTERM or SIGINT, as
+ranks stuck in a collective do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The documented rank tables, written out by hand: what each parallel mode joins for a config and a world size."""
+"""The documented rank tables, written out by hand: what each parallel mode joins for a config and a world
+size.
+"""
 
 from __future__ import annotations
 

@@ -42,11 +42,13 @@ def test_none_means_not_set(key: str) -> None:
     assert load_config({key: None})[key] is None
 
 
-# Names in the documents' configs, and others that differ little from a reserved word but are words of their own.
+# Names in the documents' configs, and others that differ little from a reserved word but are words of their
+# own.
 HYPER_PARAMETERS = (
-    "BATCH_SIZE LEARNING_RATE NUM_EPOCHS SEQ_LEN SEQ_LENGTH HIDDEN_SIZE GRADIENT_ACCUMULATION MODEL "
-    "GRADIENT_CLIPPING TENSOR_PARALLEL_SIZE TENSOR_PARALLEL_MODE CHECKPOINT DEPTH dali optimizer loss_fn hooks mode "
-    "models bf16 fp8 zeros zero_stage model_name pretrained_model parallel_output gradient_accumulation_steps lr"
+    "BATCH_SIZE LEARNING_RATE NUM_EPOCHS SEQ_LEN SEQ_LENGTH HIDDEN_SIZE GRADIENT_ACCUMULATION MODEL"
+    " GRADIENT_CLIPPING TENSOR_PARALLEL_SIZE TENSOR_PARALLEL_MODE CHECKPOINT DEPTH dali optimizer loss_fn"
+    " hooks mode models bf16 fp8 zeros zero_stage model_name pretrained_model parallel_output"
+    " gradient_accumulation_steps lr"
 )
 
 

@@ -134,13 +134,15 @@ def test_the_plan_cannot_be_changed() -> None:
         (
             {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}},
             6,
-            "the world size 6 is not a multiple of pipeline 2 x tensor 2 = 4; start a multiple of 4 processes",
+            "the world size 6 is not a multiple of pipeline 2 x tensor 2 = 4; start a multiple of 4"
+            " processes",
         ),
         ({"pipeline": 8}, 4, "the world size 4 is not a multiple of pipeline 8 x tensor 1 = 8"),
         (
             {"data": 3, "pipeline": 2, "tensor": {"size": 2, "mode": "1d"}},
             8,
-            "data 3 x pipeline 2 x tensor 2 = 12, but the world size is 8; start 12 processes, or leave parallel.data",
+            "data 3 x pipeline 2 x tensor 2 = 12, but the world size is 8; start 12 processes, or leave"
+            " parallel.data",
         ),
         ({"data": 1}, 2, "data 1 x pipeline 1 x tensor 1 = 1, but the world size is 2"),
     ],

@@ -126,8 +126,8 @@ def test_ranks_that_were_launched_differently_are_told_so() -> None:
     store = dist.HashStore()
     for answer in together(partial(agree, store, 0, 2, "tensor=1"), partial(agree, store, 1, 2, "tensor=2")):
         assert (
-            "the ranks at node:29500 were not launched alike: rank 0 with world_size=2, tensor=1, rank 1 with "
-            in str(answer)
+            "the ranks at node:29500 were not launched alike: rank 0 with world_size=2, tensor=1, rank 1 with"
+            " " in str(answer)
         )
         assert "world_size=2, tensor=2; give all ranks the same config, backend and world size" in str(answer)
 

@@ -1,4 +1,6 @@
-"""A model that a page splits by hand into pipeline stages, in the parity check: it must equal its serial form."""
+"""A model that a page splits by hand into pipeline stages, in the parity check: it must equal its serial
+form.
+"""
 
 from __future__ import annotations
 

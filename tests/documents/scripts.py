@@ -1,8 +1,8 @@
 """How the scripts of the documents run here.
 
-``torchvision`` and ``timm`` are stand-ins (`install`): their data sets are a few random images of the right shape, their
-transforms do nothing, ``resnet18`` is that of `titans` and the other models are small, because half precision is slow on a
-CPU.  ``.cuda()`` does nothing where there is no CUDA.
+``torchvision`` and ``timm`` are stand-ins (`install`): their data sets are a few random images of the right
+shape, their transforms do nothing, ``resnet18`` is that of `titans` and the other models are small, because
+half precision is slow on a CPU.  ``.cuda()`` does nothing where there is no CUDA.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ STAND_INS = {
 
 
 def prepare(folder: Path, config: str = "", arguments: Sequence[str] = ()) -> None:
-    """Make this rank the place where a script runs: in ``folder`` with its ``config.py``, with what it imports."""
+    """Make this rank the place where a script runs: in ``folder`` with its ``config.py``, with what it
+    imports.
+    """
     os.chdir(folder)
     os.environ["DATA"] = str(folder)
     sys.argv = ["train.py", *arguments]
@@ -125,7 +127,9 @@ def stand_in(name: str, **content: Any) -> None:
 
 
 def is_inside(wrapper: Any, kind: type) -> bool:
-    """Whether ``wrapper``, or what it wraps, is a ``kind``: the plugin of several ranks puts its own around."""
+    """Whether ``wrapper``, or what it wraps, is a ``kind``: the plugin of several ranks puts its own
+    around.
+    """
     return isinstance(wrapper, kind) or (hasattr(wrapper, "optim") and is_inside(wrapper.optim, kind))
 
 

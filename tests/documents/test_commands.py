@@ -1,4 +1,6 @@
-"""The command with which the older pages (21, 33, 35, 37, 38) start their scripts: PyTorch's first launcher."""
+"""The command with which the older pages (21, 33, 35, 37, 38) start their scripts: PyTorch's first
+launcher.
+"""
 
 from __future__ import annotations
 

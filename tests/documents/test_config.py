@@ -1,4 +1,6 @@
-"""Configurations: of the parallel sizes (19), how they are read (20), whole ones for GPT (46) and ViT (47)."""
+"""Configurations: of the parallel sizes (19), how they are read (20), whole ones for GPT (46) and ViT
+(47).
+"""
 
 from __future__ import annotations
 

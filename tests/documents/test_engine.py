@@ -1,4 +1,6 @@
-"""Engine and trainer (21, 22) with checkpoints (24), gradient accumulation (33), clipping (35) and handlers (37, 05)."""
+"""Engine and trainer (21, 22) with checkpoints (24), gradient accumulation (33), clipping (35) and handlers
+(37, 05).
+"""
 
 from __future__ import annotations
 

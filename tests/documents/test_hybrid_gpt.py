@@ -1,4 +1,6 @@
-"""GPT split by hand, with its embedding tied over stages (page 11): it trains as written and equals the serial model."""
+"""GPT split by hand, with its embedding tied over stages (page 11): it trains as written and equals the
+serial model.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,8 @@ FULL_SIZES = {"GPT2_exlarge_pipeline_hybrid": (1600, 48, 1024), "GPT3_pipeline_h
 def test_page_11_full_sizes() -> None:
     (found,) = spawn(check_full_sizes, 1)
     for name, (hidden, layers, positions) in FULL_SIZES.items():
-        # matrices are cut in two, and so are the biases inside of attention and MLP; those of the stream are not
+        # matrices are cut in two, and so are the biases inside of attention and MLP; those of the stream are
+        # not
         block = 12 * hidden**2 // 2 + (3 + 4) * hidden // 2 + 6 * hidden
         assert found[name] == 50304 * hidden // 2 + positions * hidden + layers // 2 * block
 

@@ -1,4 +1,6 @@
-"""ViT from data parallelism to hybrid parallelism (page 13): its scripts run, and its stages equal the serial model."""
+"""ViT from data parallelism to hybrid parallelism (page 13): its scripts run, and its stages equal the serial
+model.
+"""
 
 from __future__ import annotations
 

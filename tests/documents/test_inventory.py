@@ -11,7 +11,8 @@ import pytest
 
 from tests.documents.pages import PAGES, blocks, objects, objects_of
 
-# The documents are not part of the repository; where we develop, they lie beside it (or beside its worktrees).
+# The documents are not part of the repository; where we develop, they lie beside it (or beside its
+# worktrees).
 _BESIDE = [folder / "shared" / "spec" for folder in Path(__file__).resolve().parents[3:5]]
 SPEC = next((folder for folder in _BESIDE if folder.is_dir()), None)
 
@@ -29,7 +30,9 @@ class Block(NamedTuple):
 
 
 def python_of(document: str) -> list[Block]:
-    """Blocks start with three backquotes, or one, and ``python``, and end with as many backquotes if they end at all."""
+    """Blocks start with three backquotes, or one, and ``python``, and end with as many backquotes if they end
+    at all.
+    """
     found: list[Block] = []
     lines: list[str] | None = None
     opening = ""

@@ -49,7 +49,8 @@ def test_amp_without_initialize() -> None:
     assert not torch.equal(model.weight, before)
 
 
-# A first scale of 2**32 is so far beyond fp16 that dozens of steps would be skipped before the first one is made.
+# A first scale of 2**32 is so far beyond fp16 that dozens of steps would be skipped before the first one is
+# made.
 OURS = {(AMP_TYPE.NAIVE, "initial_scale"): 2**16}
 
 

@@ -110,7 +110,9 @@ def test_a_gpt_with_gemini() -> None:
 
 
 def test_a_gpt_with_gemini_on_the_cpu() -> None:
-    """In float32, as half precision is slow on a CPU; chunks have the size that they have by default, and few are enough for the model."""
+    """In float32, as half precision is slow on a CPU; chunks have the size that they have by default, and few
+    are enough for the model.
+    """
     on_cpu = ("torch.cuda.current_device()", "'cpu'")
     exact = ("strict_ddp_mode=True", "strict_ddp_mode=True, dtype=torch.float32")
     assert 0.95 <= _saved_by_gemini(on_cpu, exact, helpers=(on_cpu,)) <= 1.05

@@ -1,4 +1,6 @@
-"""Stages of a pipeline: of a sequential ViT (12) and of any model with ``PipelinableContext`` (41), up to ``initialize``."""
+"""Stages of a pipeline: of a sequential ViT (12) and of any model with ``PipelinableContext`` (41), up to
+``initialize``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Pages 12 and 41 from their first line to their last: a sequential ViT and a ResNet trained in a pipeline."""
+"""Pages 12 and 41 from their first line to their last: a sequential ViT and a ResNet trained in a
+pipeline.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The memory that a dry run predicts is the memory that a step needs, counted on CPU ranks tensor by tensor."""
+"""The memory that a dry run predicts is the memory that a step needs, counted on CPU ranks tensor by
+tensor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the tests of engine and trainer share: a launch, small training objects, and an engine's run for `check_plan`."""
+"""What the tests of engine and trainer share: a launch, small training objects, and an engine's run for
+`check_plan`.
+"""
 
 from __future__ import annotations
 

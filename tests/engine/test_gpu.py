@@ -1,4 +1,6 @@
-"""What only a GPU can show: batches move to it, losses are looked at in bundles, timers and memory are those of the device."""
+"""What only a GPU can show: batches move to it, losses are looked at in bundles, timers and memory are those
+of the device.
+"""
 
 from __future__ import annotations
 

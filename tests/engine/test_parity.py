@@ -30,7 +30,9 @@ def clipping_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Branches(nn.Module):
-    """Each sample goes left or right, so that a rank may not use one side at all; one part is used by nobody."""
+    """Each sample goes left or right, so that a rank may not use one side at all; one part is used by
+    nobody.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""examples/language/gpt: every config runs through the real command, learns text, and can be played at full size."""
+"""examples/language/gpt: every config runs through the real command, learns text, and can be played at full
+size.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The hybrid plans of the image examples: the full-size configs fit, and small ones learn with engine and trainer."""
+"""The hybrid plans of the image examples: the full-size configs fit, and small ones learn with engine and
+trainer.
+"""
 
 from __future__ import annotations
 

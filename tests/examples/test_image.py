@@ -1,4 +1,6 @@
-"""The image examples, small: engine, trainer and booster learn, and a checkpoint goes on under another plan."""
+"""The image examples, small: engine, trainer and booster learn, and a checkpoint goes on under another
+plan.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ def losses(text: str) -> list[float]:
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    """One process and two, whose batches make the same; without dropout on the way they would end alike, too."""
+    """One process and two, whose batches make the same; without dropout on the way they would end alike,
+    too.
+    """
     found = []
     for batch, ranks in ((4, 1), (2, 2)):
         done = shell("run_clm_synthetic.sh", batch, 0, "tiny", ranks, out=tmp_path)

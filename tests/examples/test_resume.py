@@ -1,4 +1,6 @@
-"""The run that survives: killed at random steps and resumed, it ends with the weights of one that was not disturbed."""
+"""The run that survives: killed at random steps and resumed, it ends with the weights of one that was not
+disturbed.
+"""
 
 from __future__ import annotations
 

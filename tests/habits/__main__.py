@@ -1,4 +1,6 @@
-"""``python -m tests.habits [PLAN ...]``: compute the table, or some columns of it, and print docs/habits.md again."""
+"""``python -m tests.habits [PLAN ...]``: compute the table, or some columns of it, and print docs/habits.md
+again.
+"""
 
 from __future__ import annotations
 

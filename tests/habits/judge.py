@@ -1,4 +1,6 @@
-"""The outcome of a cell is computed: what a rank has seen against what the serial script has seen, then all ranks together."""
+"""The outcome of a cell is computed: what a rank has seen against what the serial script has seen, then all
+ranks together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The models that habits are tried on, small and built alike on every rank, with the way to cut each of them."""
+"""The models that habits are tried on, small and built alike on every rank, with the way to cut each of
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """An entry, two blocks in a list, a head; ``hidden=True`` stops before the head, and ``features`` is no forward."""
+    """An entry, two blocks in a list, a head; ``hidden=True`` stops before the head, and ``features`` is no
+    forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +131,9 @@ class Hidden:
 
 
 class Collecting(Net):
-    """A network whose losses leave it in several ways: in a list that it is given, an attribute, or an object."""
+    """A network whose losses leave it in several ways: in a list that it is given, an attribute, or an
+    object.
+    """
 
     loss: Tensor | None = None
 

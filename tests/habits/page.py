@@ -1,4 +1,6 @@
-"""The table on paper: ``table.json`` holds the outcomes, ``docs/habits.md`` is made of them and of the words of the rows."""
+"""The table on paper: ``table.json`` holds the outcomes, ``docs/habits.md`` is made of them and of the words
+of the rows.
+"""
 
 from __future__ import annotations
 

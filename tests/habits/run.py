@@ -1,4 +1,6 @@
-"""One column of the table in one job of two ranks; a cell that breaks the job is written down, and the rest goes on in a new one."""
+"""One column of the table in one job of two ranks; a cell that breaks the job is written down, and the rest
+goes on in a new one.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A training script as habits see it: the same lines on plain PyTorch, under a ``Booster`` and with an ``Engine``.
+"""A training script as habits see it: the same lines on plain PyTorch, under a ``Booster`` and with an
+``Engine``.
 
-What a habit looks at is written down with ``see`` and its relatives, and compared with what the serial script has seen.
+What a habit looks at is written down with ``see`` and its relatives, and compared with what the serial script
+has seen.
 """
 
 from __future__ import annotations
@@ -165,7 +167,9 @@ class Script:
         return Seen(what, found, "each", of)
 
     def state(self, label: str, state: dict[str, Any] | None, alone: bool = False) -> None:
-        """A state dict, of which this rank may have a part or nothing; ``alone``: other ranks do not look at theirs."""
+        """A state dict, of which this rank may have a part or nothing; ``alone``: other ranks do not look at
+        theirs.
+        """
         if alone and any(hasattr(tensor, "full_tensor") for tensor in (state or {}).values()):
             state, self.pieces = {}, True  # it holds this rank's parts, and says so by its class
         layouts = (

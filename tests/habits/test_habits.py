@@ -60,7 +60,9 @@ def test_an_engine_gives_the_same_answers(plan: str) -> None:
 
 
 def _say_the_same(found: str, wanted: str) -> bool:
-    """Whether a refusal is that of the table; an older torch has other words around those that we know it by."""
+    """Whether a refusal is that of the table; an older torch has other words around those that we know it
+    by.
+    """
     if short(found) == wanted:
         return True
     return TorchVersion(torch.__version__) < "2.13" and any(

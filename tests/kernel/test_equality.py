@@ -197,7 +197,9 @@ def run_unaligned(way: str, device: str) -> Any:
 
 
 def test_triton_in_its_interpreter() -> None:
-    """The kernels' arithmetic without a GPU, where Triton is installed; in a process of its own, as it changes Triton."""
+    """The kernels' arithmetic without a GPU, where Triton is installed; in a process of its own, as it
+    changes Triton.
+    """
     pytest.importorskip("triton", reason="pip install triton")
     code = "from tests.kernel.test_equality import *; compare_all('cpu'); run_unaligned('triton', 'cpu')"
     root = Path(__file__).parents[2]

@@ -108,7 +108,8 @@ def sshd() -> Iterator[dict[str, str]]:
 def slurm() -> Iterator[dict[str, str]]:
     """The environment under which `srun` finds a cluster of this one machine.
 
-    slurmctld and slurmd stay in the foreground; without cgroups and task plugins they need no configured system.
+    slurmctld and slurmd stay in the foreground; without cgroups and task plugins they need no configured
+    system.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(_folder())

@@ -50,7 +50,8 @@ def test_failure_on_one_host_stops_the_other(ssh: dict[str, str], tmp_path: Path
     assert f"rank 3 (local rank 1) on {SECOND} ended with exit code 1" in result.err
     ranks, end = result.out.split("\n====== Training on All Nodes =====\n")
     assert end == (
-        f"{FIRST}: failure\n{SECOND}: failure\n\n====== Stopping All Nodes =====\n{FIRST}: finish\n{SECOND}: finish\n"
+        f"{FIRST}: failure\n"
+        f"{SECOND}: failure\n\n====== Stopping All Nodes =====\n{FIRST}: finish\n{SECOND}: finish\n"
     )
     place = str(tmp_path / "a 'place' with spaces")
     for host, number in ((FIRST, 0), (FIRST, 1), (SECOND, 2), (SECOND, 3)):

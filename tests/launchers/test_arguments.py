@@ -1,4 +1,6 @@
-"""What ``launch`` refuses: on this rank alone, so no other rank exists in these tests and nothing may wait for one."""
+"""What ``launch`` refuses: on this rank alone, so no other rank exists in these tests and nothing may wait
+for one.
+"""
 
 from __future__ import annotations
 

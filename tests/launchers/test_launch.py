@@ -62,9 +62,10 @@ def test_the_documented_way_with_the_parser(
     printed = re.sub(r"\s+", " ", "".join(capfd.readouterr()))
     for line in (
         f"process rank 0 is bound to device {device}",
-        "initialized seed on rank 0, numpy: 1024, python random: 1024, ParallelMode.DATA: 1024, ParallelMode.TENSOR: "
-        "1024,the default parallel seed is ParallelMode.DATA.",
-        "Distributed environment is initialized, data parallel size: 1, pipeline parallel size: 1, tensor parallel size: 1",
+        "initialized seed on rank 0, numpy: 1024, python random: 1024, ParallelMode.DATA: 1024,"
+        " ParallelMode.TENSOR: 1024,the default parallel seed is ParallelMode.DATA.",
+        "Distributed environment is initialized, data parallel size: 1, pipeline parallel size: 1, tensor"
+        " parallel size: 1",
     ):
         assert line in printed
 
@@ -206,8 +207,8 @@ def test_a_bad_config_is_refused_on_every_rank(tmp_path: Path) -> None:
     texts = {path.read_text() for path in tmp_path.iterdir()}
     assert len(list(tmp_path.iterdir())) == 2
     assert texts == {
-        "the world size 2 is not a multiple of pipeline 1 x tensor 3 = 3; start a multiple of 3 processes or change "
-        "parallel.pipeline or parallel.tensor"
+        "the world size 2 is not a multiple of pipeline 1 x tensor 3 = 3; start a multiple of 3 processes or"
+        " change parallel.pipeline or parallel.tensor"
     }
 
 

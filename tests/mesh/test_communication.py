@@ -67,7 +67,9 @@ def _sent_and_saved(rank: int, world_size: int, port: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_sent_tensor_is_not_taken_for_changed(device: str) -> None:
-    """An attention's output, which its backward needs, is a panel of 2D's products; gloo writes to what it sent from a GPU."""
+    """An attention's output, which its backward needs, is a panel of 2D's products; gloo writes to what it
+    sent from a GPU.
+    """
     spawn(_sent_and_saved, 2, device=device)
 
 
@@ -91,8 +93,8 @@ def _formulas(rank: int, world_size: int, port: int) -> None:
     p = world_size
     # 1D: one all-reduce of the activations forward and one backward: 2 x 2 (p-1)/p
     assert _moved_by_linear_pair(mode_1d(p), b, h, rank) == 2 * 2 * (p - 1) / p * act
-    # 3D: each product moves x, w and y, 1/q^2 of a matrix on an axis of size q: (q-1)/q^3 each; backward does the
-    # same with dy, dw, dx and fetches x and w again
+    # 3D: each product moves x, w and y, 1/q^2 of a matrix on an axis of size q: (q-1)/q^3 each; backward does
+    # the same with dy, dw, dx and fetches x and w again
     q, depth = 2, 2
     one = (q - 1) / q**3
     forward, backward = 2 * act + weight, (2 * act + weight) + (act + weight)

@@ -1,4 +1,6 @@
-"""The same seed gives bit-equal whole weights for the serial model and for every plan, also made as pieces."""
+"""The same seed gives bit-equal whole weights for the serial model and for every plan, also made as
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ def test_distributions_are_torchs_own_defaults() -> None:
     linear = initialize(nn.Linear(400, 300), SEED)
     bound = 1 / math.sqrt(400)
     assert linear.weight.abs().max() <= bound
-    # the standard deviation of a sample of n uniform numbers is off by less than about 1 / sqrt(n), relatively
+    # the standard deviation of a sample of n uniform numbers is off by less than about 1 / sqrt(n),
+    # relatively
     assert linear.weight.std().item() == pytest.approx(
         bound / math.sqrt(3), rel=4.5 / math.sqrt(linear.weight.numel())
     )

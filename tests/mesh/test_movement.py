@@ -1,4 +1,6 @@
-"""Every allowed move between every two layouts of a tensor on two axes, forward and backward, even and uneven."""
+"""Every allowed move between every two layouts of a tensor on two axes, forward and backward, even and
+uneven.
+"""
 
 from __future__ import annotations
 

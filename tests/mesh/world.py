@@ -16,7 +16,9 @@ def start(rank: int, world_size: int, port: int) -> None:
 
 
 def lay_out(full: Tensor, layout: Layout, mesh: Mesh, uneven: bool = False) -> Tensor:
-    """This rank's piece of ``full``; on a partial axis the ranks get different summands, made without communication."""
+    """This rank's piece of ``full``; on a partial axis the ranks get different summands, made without
+    communication.
+    """
     local = shard(full, layout, mesh, uneven=uneven)
     for axis in sorted(layout.partial):
         n, c = mesh.size[axis], mesh.coord[axis]

@@ -1,4 +1,6 @@
-"""The MLP of the documents (pages 28 to 31) on 2, 4, 8 and 8 processes: the printed shapes, and parity with the serial MLP."""
+"""The MLP of the documents (pages 28 to 31) on 2, 4, 8 and 8 processes: the printed shapes, and parity with
+the serial MLP.
+"""
 
 from __future__ import annotations
 

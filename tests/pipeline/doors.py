@@ -1,4 +1,6 @@
-"""One small model trained in a pipeline through either door, ``Engine`` or ``Booster``: what comes out, or the words of the refusal."""
+"""One small model trained in a pipeline through either door, ``Engine`` or ``Booster``: what comes out, or
+the words of the refusal.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ REFUSALS = (ValueError, TypeError, RuntimeError)
 
 
 class Case(NamedTuple):
-    """What is trained and how; ``plugin`` is ``"none"``, ``"ddp"``, ``"fsdp"``, ``"zero1"``, ``"zero2"`` or ``"gemini"``."""
+    """What is trained and how; ``plugin`` is ``"none"``, ``"ddp"``, ``"fsdp"``, ``"zero1"``, ``"zero2"`` or
+    ``"gemini"``.
+    """
 
     plugin: str
     schedule: str
@@ -133,7 +137,10 @@ def plugin_of(case: Case) -> Plugin | None:
 
 
 def run(case: Case, door: str, overflow: bool = False) -> Outcome:
-    """Train ``case`` through ``door``; every rank calls it.  With ``overflow``, the first stage has infinite gradients in the first step."""
+    """Train ``case`` through ``door``; every rank calls it.
+
+    With ``overflow``, the first stage has infinite gradients in the first step.
+    """
     settings = settings_of(case, door)
     if not gpc.is_initialized(ParallelMode.GLOBAL):
         launch(settings)

@@ -1,4 +1,6 @@
-"""What the tests of ``split_model`` share: a run of a Hugging Face model under a pipeline, for the parity check."""
+"""What the tests of ``split_model`` share: a run of a Hugging Face model under a pipeline, for the parity
+check.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def problem(name: str, blocks: int) -> Problem:
         batches=[batch(name, step) for step in range(STEPS)],
         loss=lambda model, given: model(**given).loss,
     )
-    # steps of the usual size multiply rounding errors of Gemma 2 by 10, also those of the serial model in micro-batches
+    # steps of the usual size multiply rounding errors of Gemma 2 by 10, also those of the serial model in
+    # micro-batches
     return replace(task, optimizer=_small_steps) if name == "gemma2" else task
 
 

@@ -1,4 +1,6 @@
-"""Both doors of a pipeline, ``Engine`` and ``Booster``, train alike: equal to the serial model, or refused in the same words."""
+"""Both doors of a pipeline, ``Engine`` and ``Booster``, train alike: equal to the serial model, or refused in
+the same words.
+"""
 
 from __future__ import annotations
 

@@ -311,7 +311,9 @@ def test_naive_amp_under_a_plugin() -> None:
 
 @parameterize("schedule", list(SCHEDULES))
 def check_ddp(rank: int, world_size: int, port: int, schedule: str) -> None:
-    """DDP around the stages of two replicas: gradients of two calls add up, and are averaged once for all micro-batches."""
+    """DDP around the stages of two replicas: gradients of two calls add up, and are averaged once for all
+    micro-batches.
+    """
     chunks = SCHEDULES[schedule]
     settings = config(schedule, 2, 2, chunks)
     if not gpc.is_initialized(ParallelMode.GLOBAL):

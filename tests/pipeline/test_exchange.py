@@ -161,7 +161,9 @@ def test_nests_that_cannot_be_sent(nest: Any, told: str) -> None:
 
 
 class Same(nn.Module):
-    """Every stage calls its input ``x``, as the batch does; the second input is the batch's in all of them."""
+    """Every stage calls its input ``x``, as the batch does; the second input is the batch's in all of
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +191,9 @@ def test_what_a_stage_receives_goes_before_the_batch() -> None:
 
 
 def check_descriptions(rank: int, world_size: int, port: int) -> None:
-    """Shapes are sent once, or not at all if they are known; a wrong tensor_shape costs a warning, not the result."""
+    """Shapes are sent once, or not at all if they are known; a wrong tensor_shape costs a warning, not the
+    result.
+    """
     launch(config("1f1b", 2, 4))
     sent: list[bytes] = []
     original = p2p.Link._post_text

@@ -38,7 +38,9 @@ def vit() -> VisionTransformer:
 
 
 class CNN(nn.Module):
-    """The parts and names of page 41's model, and weights that it draws after its layers have drawn theirs."""
+    """The parts and names of page 41's model, and weights that it draws after its layers have drawn
+    theirs.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -214,7 +214,8 @@ def test_trace(tmp_path: Path) -> None:
     assert last["ts"] + last["dur"] == pytest.approx(
         (50 + price(make_timetable("zbv", 2, 3, 2)).makespan) * 1e6
     )
-    # every arrow begins at the end of a slice and ends at the start of one, on another rank of the same pipeline
+    # every arrow begins at the end of a slice and ends at the start of one, on another rank of the same
+    # pipeline
     starts = {(e["pid"], e["tid"], e["ts"]) for e in slices}
     ends = {(e["pid"], e["tid"], e["ts"] + e["dur"]) for e in slices}
     out, into = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")

@@ -1,4 +1,6 @@
-"""What ``split_model`` refuses, and that the model is whole afterwards; partitions and stages without a job."""
+"""What ``split_model`` refuses, and that the model is whole afterwards; partitions and stages without a
+job.
+"""
 
 from __future__ import annotations
 

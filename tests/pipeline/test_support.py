@@ -29,7 +29,9 @@ Make = Callable[[], nn.Module]
 
 
 class Refused:
-    """Something that no door lets through: a config, the plugin that its ``zero`` section means, a stage and an optimizer."""
+    """Something that no door lets through: a config, the plugin that its ``zero`` section means, a stage and
+    an optimizer.
+    """
 
     def __init__(
         self,

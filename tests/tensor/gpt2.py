@@ -76,7 +76,9 @@ def problem(device: str = "cpu", **options: Any) -> Problem:
 
 
 class ColoRun(PlacedRun):
-    """``PlacedRun`` with copies on the dp ranks: each takes its part of the batch, and gradients are averaged."""
+    """``PlacedRun`` with copies on the dp ranks: each takes its part of the batch, and gradients are
+    averaged.
+    """
 
     def __init__(self, problem: Problem, model: nn.Module, pg: ProcessGroup) -> None:
         super().__init__(problem, model, pg.mesh, problem.loss)

@@ -1,4 +1,6 @@
-"""Hugging Face GPT-2 by specs equals the serial one: weights bit for bit, loss, every gradient, weights after Adam steps."""
+"""Hugging Face GPT-2 by specs equals the serial one: weights bit for bit, loss, every gradient, weights after
+Adam steps.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def test_specs_equal_serial_on_one_gpu() -> None:
 
 
 def _look_inside() -> None:
-    """Pieces are where the page says, the MLP between its layers is cut, and nothing is gathered that need not be."""
+    """Pieces are where the page says, the MLP between its layers is cut, and nothing is gathered that need
+    not be.
+    """
     run = page_10(problem(num_layers=1), tp=2)
     model: Any = run.model.model
     block = model.transformer.h[0]

@@ -1,4 +1,6 @@
-"""Functions of ColoTensors: values and gradients are those of the serial function, and cuts are kept where promised."""
+"""Functions of ColoTensors: values and gradients are those of the serial function, and cuts are kept where
+promised.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the tests of ColoTensor share: a job, and the comparison of a function of ColoTensors with the serial one."""
+"""What the tests of ColoTensor share: a job, and the comparison of a function of ColoTensors with the serial
+one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def start(rank: int, world_size: int, port: int) -> None:
 
 
 def cut(full: Tensor, dim: int | None, pg: ProcessGroup, output_replicate: bool | None = None) -> ColoTensor:
-    """A leaf with the values of ``full`` that is cut along ``dim``; with a compute spec unless ``output_replicate`` is None."""
+    """A leaf with the values of ``full`` that is cut along ``dim``; with a compute spec unless
+    ``output_replicate`` is None.
+    """
     whole = ColoTensor(full.detach().clone(), ColoTensorSpec(pg))
     if dim is not None:
         whole.set_dist_spec(ShardSpec([dim], [pg.tp_world_size()]))
@@ -35,7 +39,9 @@ def whole(value: Any) -> Any:
 def assert_same(
     function: Callable[..., Any], serial: list[Tensor], parallel: list[Any], pg: ProcessGroup, what: str
 ) -> Any:
-    """``function`` of ``parallel`` has the value that it has of ``serial``, and so has each gradient; returns the result."""
+    """``function`` of ``parallel`` has the value that it has of ``serial``, and so has each gradient; returns
+    the result.
+    """
     expected, result = function(*serial), function(*parallel)
     together = result.to_replicate() if isinstance(result, ColoTensor) else result
     assert together.shape == expected.shape, f"{what}: {together.shape} for {expected.shape}"

@@ -1,4 +1,6 @@
-"""The fuzzer: it finds nothing in a fixed set of cases, it finds what is planted, and it makes a small script of it."""
+"""The fuzzer: it finds nothing in a fixed set of cases, it finds what is planted, and it makes a small script
+of it.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def _forget_the_states() -> None:
 
 
 def _one_rank_raises() -> None:
-    """A planted bug: one of the ranks finds something wrong in the second step, and the others wait for it."""
+    """A planted bug: one of the ranks finds something wrong in the second step, and the others wait for
+    it.
+    """
     step = LowLevelZeroOptimizer.step
 
     def raising(self: Any, *args: Any) -> Any:

@@ -27,7 +27,8 @@ import colossalai
 print("\\n".join(set(sys.modules) - before))
 """
 
-# Each is imported in a process of its own, forked after torch is loaded: as clean as a new interpreter, and faster.
+# Each is imported in a process of its own, forked after torch is loaded: as clean as a new interpreter, and
+# faster.
 ALONE = """
 import importlib, os, pkgutil, sys, traceback
 import torch, torch.distributed.tensor

@@ -48,7 +48,9 @@ def _all_end(pids: Iterable[int], seconds: float = 10) -> bool:
 
 
 def stay(rank: int, world_size: int, port: int, directory: Path) -> None:
-    """Start a process, leave notes, and wait forever: rank 0 in Python, rank 1 inside C with the interpreter lock."""
+    """Start a process, leave notes, and wait forever: rank 0 in Python, rank 1 inside C with the interpreter
+    lock.
+    """
     sleeper = subprocess.Popen(["sleep", "1000"])
     _note(directory, sleeper.pid)
     _note(directory, os.getpid())

@@ -1,4 +1,6 @@
-"""GPT in 1D and 2D under ``colossalai.initialize``, with two replicas and clipped gradients, trains like the serial GPT."""
+"""GPT in 1D and 2D under ``colossalai.initialize``, with two replicas and clipped gradients, trains like the
+serial GPT.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""GPT and ViT as pipeline stages equal the whole models: names, initial weights, outputs, gradients and their norm."""
+"""GPT and ViT as pipeline stages equal the whole models: names, initial weights, outputs, gradients and their
+norm.
+"""
 
 from __future__ import annotations
 
@@ -221,7 +223,9 @@ def test_shared_by_one_stage_is_a_plain_module() -> None:
 
 
 def test_gpt3_on_a_rank_that_does_not_exist() -> None:
-    """Half precision weights of GPT-3 take 350 GB; without memory, the first of 24 stages has the layers it should."""
+    """Half precision weights of GPT-3 take 350 GB; without memory, the first of 24 stages has the layers it
+    should.
+    """
     with fake_launch({"parallel": {"pipeline": 24}}, 0, 24), torch.device("meta"):
         stage = pipeline_gpt1d.GPT3_pipeline_1D(dtype=torch.half)
     h = 12288

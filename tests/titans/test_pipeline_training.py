@@ -1,7 +1,7 @@
 """A GPT with tied embedding and head, trained in a pipeline through ``initialize``, equals the serial one.
 
-The grid is that of every schedule, stages, micro-batches, chunks, tensor mode and data parallelism, with clipping, with stages
-of unequal depth, and with activation checkpoints in every other case.
+The grid is that of every schedule, stages, micro-batches, chunks, tensor mode and data parallelism, with
+clipping, with stages of unequal depth, and with activation checkpoints in every other case.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def train(schedule: str, stages: int, microbatches: int, chunks: int, mode: str 
 
 @dataclass
 class Serial:
-    """What training the whole model gives: the losses of the parts of the batch in each step, gradients, weights."""
+    """What training the whole model gives: the losses of the parts of the batch in each step, gradients,
+    weights.
+    """
 
     losses: list[list[float]]
     gradients: dict[str, Tensor]

@@ -1,7 +1,7 @@
 """GPT, ViT and BERT in every tensor-parallel mode equal themselves trained serially, with dropout.
 
-Every rank trains the serial model beside its part of the parallel one and compares initial weights (bit for bit), losses,
-gradients, their norm, and weights after the last step of AdamW.
+Every rank trains the serial model beside its part of the parallel one and compares initial weights (bit for
+bit), losses, gradients, their norm, and weights after the last step of AdamW.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def cases() -> list[Case]:
 
 
 CASES = cases()
-# 12 heads and 72 features are divisible by everything here; 2053 words, which the vocabulary-parallel layers cut, by nothing
+# 12 heads and 72 features are divisible by everything here; 2053 words, which the vocabulary-parallel layers
+# cut, by nothing
 SIZES = {"hidden_size": 72, "num_heads": 12, "depth": 2, "dropout": 0.1, "attention_dropout": 0.1}
 BATCH, SEQUENCE, STEPS = 12, 8, 5
 
@@ -116,7 +117,9 @@ class Counted:
 
 
 class LaunchedRun(PlacedRun):
-    """The rows of a batch are shared by data-parallel replicas, whose gradients a gradient handler averages."""
+    """The rows of a batch are shared by data-parallel replicas, whose gradients a gradient handler
+    averages.
+    """
 
     def forward_backward(self, batch: Any) -> Tensor:
         rank, replicas = self.mesh.coord["dp"], self.mesh.size["dp"]

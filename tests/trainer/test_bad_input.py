@@ -1,4 +1,6 @@
-"""What goes wrong in training scripts, through both doors: a clear error, or the documented behaviour; never silence."""
+"""What goes wrong in training scripts, through both doors: a clear error, or the documented behaviour; never
+silence.
+"""
 
 from __future__ import annotations
 

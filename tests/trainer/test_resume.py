@@ -1,4 +1,6 @@
-"""A checkpoint from any iteration goes on exactly: the same batches, steps and learning rates as without the break."""
+"""A checkpoint from any iteration goes on exactly: the same batches, steps and learning rates as without the
+break.
+"""
 
 from __future__ import annotations
 

@@ -156,9 +156,11 @@ def test_the_report_groups_ranks_and_names_those_behind() -> None:
     states = {0: snapshot("all_reduce", 3), 1: snapshot("all_reduce", 3), 2: snapshot(None, 2), 3: None}
     text = explain({**states, 4: snapshot(None, 0).leave()}, stacks=False)
     assert text.splitlines() == [
-        "ranks 0, 1 wait in all_reduce (axis tp: ranks 0, 1, 2) called at tests/utils/test_watchdog.py:1 in train",
-        "rank 2 is at tests/utils/test_watchdog.py:1 in train: from __future__ import annotations"
-        "; its last collective was all_reduce issued at tests/utils/test_watchdog.py:1 in train on axis tp: ranks 0, 1, 2",
+        "ranks 0, 1 wait in all_reduce (axis tp: ranks 0, 1, 2) called at tests/utils/test_watchdog.py:1 in"
+        " train",
+        "rank 2 is at tests/utils/test_watchdog.py:1 in train: from __future__ import annotations; its last"
+        " collective was all_reduce issued at tests/utils/test_watchdog.py:1 in train on axis tp: ranks 0,"
+        " 1, 2",
         "rank 3 does not answer: the process is stopped, or a call into C holds the interpreter lock",
         "rank 4 has left the function",
         "collectives issued on axis tp: ranks 0, 1, 2: 3 by ranks 0, 1, the last being all_reduce issued at "

@@ -1,6 +1,7 @@
 """CIFAR-10, or what is at hand in its place: 32x32 colour images of ten classes.
 
-1. ``root`` (or ``root/cifar-10-batches-py``) holds the batches of https://www.cs.toronto.edu/~kriz/cifar.html: these.
+1. ``root`` (or ``root/cifar-10-batches-py``) holds the batches of
+   https://www.cs.toronto.edu/~kriz/cifar.html: these.
 2. scikit-learn is installed: its handwritten digits, enlarged to the same shape.
 3. Else ten coloured patterns under noise: enough to see that a model learns, and nothing more.
 """
@@ -56,16 +57,17 @@ def build_cifar(
 ) -> tuple[DataLoader, DataLoader]:
     """Loaders of CIFAR-10 for training and testing; each data-parallel rank gets its part.
 
-    Images are resized to ``resize`` and cropped to ``crop``; for training after ``padding`` zeros on each side, at a random
-    place, and mirrored half of the time.  ``drop_last`` leaves out a last batch that is shorter than the others, which a
-    pipeline could not cut into its micro-batches.  Without the data under ``root`` a stand-in is used (see this module); the log says
-    which.
+    Images are resized to ``resize`` and cropped to ``crop``; for training after ``padding`` zeros on each
+    side, at a random place, and mirrored half of the time.  ``drop_last`` leaves out a last batch that is
+    shorter than the others, which a pipeline could not cut into its micro-batches.  Without the data under
+    ``root`` a stand-in is used (see this module); the log says which.
     """
     augment = ImageTransform(resize, crop, MEAN, STD, padding or 0, pad_if_needed, train=True)
     plain = ImageTransform(resize, crop, MEAN, STD, pad_if_needed=True)
     source = load_cifar(root)
     get_dist_logger().info(
-        f"build_cifar uses {source.name}: {len(source.train.labels)} images to train, {len(source.test.labels)} to test",
+        f"build_cifar uses {source.name}: {len(source.train.labels)} images to train,"
+        f" {len(source.test.labels)} to test",
         ranks=[0],
     )
     options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}

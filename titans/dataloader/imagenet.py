@@ -1,11 +1,13 @@
 """ImageNet from a folder, or synthetic images of the same shape.
 
-The folder has the layout in which ImageNet is usually unpacked, a folder for each class with its images in it:
+The folder has the layout in which ImageNet is usually unpacked, a folder for each class with its images in
+it:
 
     root/train/n01440764/n01440764_10026.JPEG ...
     root/val/n01440764/ILSVRC2012_val_00000293.JPEG ...
 
-Any other images in this layout will do.  Files are read with Pillow when their turn comes; nothing is downloaded.
+Any other images in this layout will do.  Files are read with Pillow when their turn comes; nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ Images = Dataset[tuple[Tensor, int]]
 
 
 class Source(NamedTuple):
-    """What was found, in words, and the files of its two parts with their classes; no files if it is synthetic."""
+    """What was found, in words, and the files of its two parts with their classes; no files if it is
+    synthetic.
+    """
 
     name: str
     train: list[tuple[Path, int]]
@@ -43,9 +47,9 @@ def build_imagenet(
 ) -> tuple[DataLoader, DataLoader]:
     """Loaders of ImageNet for training and testing; each data-parallel rank gets its part.
 
-    The middle square of an image is resized to ``resize`` and cropped to ``crop``, for training at a random place and mirrored
-    half of the time.  Without the folders of this module's description under ``root``, synthetic images of 1000 classes are
-    used; the log says which.
+    The middle square of an image is resized to ``resize`` and cropped to ``crop``, for training at a random
+    place and mirrored half of the time.  Without the folders of this module's description under ``root``,
+    synthetic images of 1000 classes are used; the log says which.
     """
     source = find_imagenet(root)
     augment = ImageTransform(resize, crop, MEAN, STD, train=True)

@@ -19,8 +19,9 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     def __init__(self, images: Tensor, labels: Tensor, transform: Transform | None = None) -> None:
         if images.dim() != 4 or images.dtype != torch.uint8 or labels.shape != images.shape[:1]:
             raise ValueError(
-                "ImageDataset needs uint8 images of shape (count, channels, height, width) and one label each, got"
-                f" {images.dtype} of shape {tuple(images.shape)} and labels of shape {tuple(labels.shape)}"
+                "ImageDataset needs uint8 images of shape (count, channels, height, width) and one label"
+                f" each, got {images.dtype} of shape {tuple(images.shape)} and labels of shape"
+                f" {tuple(labels.shape)}"
             )
         self.images, self.labels, self.transform = images, labels, transform
 
@@ -36,8 +37,9 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
 class ImageTransform:
     """Resize, crop and normalize one uint8 image (channels, height, width) to floats.
 
-    ``train`` crops at a random place, after ``padding`` zeros on each side, and mirrors every second image; otherwise the
-    crop is the centre.  An image smaller than the crop is an error, or with ``pad_if_needed`` gets zeros around it.
+    ``train`` crops at a random place, after ``padding`` zeros on each side, and mirrors every second image;
+    otherwise the crop is the centre.  An image smaller than the crop is an error, or with ``pad_if_needed``
+    gets zeros around it.
     """
 
     resize: int
@@ -52,12 +54,13 @@ class ImageTransform:
         room = self.resize + 2 * self.padding
         if min(self.resize, self.crop) < 1 or self.padding < 0:
             raise ValueError(
-                f"images need resize > 0, crop > 0 and padding >= 0, got {self.resize}, {self.crop}, {self.padding}"
+                f"images need resize > 0, crop > 0 and padding >= 0, got {self.resize}, {self.crop},"
+                f" {self.padding}"
             )
         if self.crop > room and not self.pad_if_needed:
             raise ValueError(
-                f"crop={self.crop} does not fit into an image of resize={self.resize} with padding={self.padding}; use"
-                " a smaller crop, a larger resize, or pad_if_needed=True"
+                f"crop={self.crop} does not fit into an image of resize={self.resize} with"
+                f" padding={self.padding}; use a smaller crop, a larger resize, or pad_if_needed=True"
             )
 
     def __call__(self, image: Tensor) -> Tensor:
@@ -85,7 +88,9 @@ class ImageTransform:
 
 
 def synthetic_images(labels: Tensor, size: int, classes: int, generator: torch.Generator) -> Tensor:
-    """An image (3, size, size) of uint8 for each label: the smooth pattern of its class under noise as strong."""
+    """An image (3, size, size) of uint8 for each label: the smooth pattern of its class under noise as
+    strong.
+    """
     patterns = torch.randn(classes, 3, 4, 4, generator=torch.Generator().manual_seed(10))  # always the same
     smooth = interpolate(patterns[labels], (size, size), mode="bilinear", align_corners=False)
     noise = torch.randn(smooth.shape, generator=generator)

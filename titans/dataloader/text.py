@@ -28,10 +28,11 @@ class TextSplit(NamedTuple):
 def stdlib_text(
     max_bytes: int = 6_000_000, validation_share: float = 0.05, root: str | Path | None = None
 ) -> TextSplit:
-    """About ``max_bytes`` of the ``.py`` files under ``root`` (default: the running Python's standard library).
+    """About ``max_bytes`` of the ``.py`` files under ``root`` (default: the running Python's standard
+    library).
 
-    The files come in an order that is mixed but the same on every rank and in every run.  The first ones, as far as
-    ``validation_share`` of the bytes needs them, are held out for validation.
+    The files come in an order that is mixed but the same on every rank and in every run.  The first ones, as
+    far as ``validation_share`` of the bytes needs them, are held out for validation.
     """
     if max_bytes < 1 or not 0 < validation_share < 1:
         raise ValueError(
@@ -69,7 +70,9 @@ def _read(folder: Path, max_bytes: int) -> list[bytes]:
 
 
 def _mixed(folder: Path) -> list[Path]:
-    """The sources in the order of a hash of their names: neighbours in the alphabet are alike, these are not."""
+    """The sources in the order of a hash of their names: neighbours in the alphabet are alike, these are
+    not.
+    """
     names = (path.relative_to(folder) for path in folder.rglob("*.py"))
     kept = (name for name in names if SKIPPED.isdisjoint(name.parts))
     ordered = sorted(kept, key=lambda name: (zlib.crc32(name.as_posix().encode()), name.as_posix()))
@@ -77,7 +80,9 @@ def _mixed(folder: Path) -> list[Path]:
 
 
 class TokenWindows(Dataset[Tensor]):
-    """Token ids cut into windows of ``length``, one after the other; a rest that fills no window is left out."""
+    """Token ids cut into windows of ``length``, one after the other; a rest that fills no window is left
+    out.
+    """
 
     def __init__(self, tokens: Tensor | list[int], length: int) -> None:
         self.tokens = torch.as_tensor(tokens, dtype=torch.int64)

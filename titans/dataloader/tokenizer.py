@@ -1,8 +1,8 @@
 """A small byte-pair tokenizer: bytes, and the most frequent neighbours merged into longer tokens.
 
 The vocabulary starts with the 256 bytes, so every text can be written.  Training repeats one step: count all
-neighbouring pairs of tokens, make the most frequent pair a new token.  A text is first cut into pieces (a word
-with the space before it, a number, punctuation, a line break with the indentation after it) and no token
+neighbouring pairs of tokens, make the most frequent pair a new token.  A text is first cut into pieces (a
+word with the space before it, a number, punctuation, a line break with the indentation after it) and no token
 crosses a piece; therefore training needs only the distinct pieces with their counts, and encoding needs each
 distinct piece only once.
 """
@@ -50,7 +50,9 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``; bytes that are no valid UTF-8 (a sample may end inside a letter) show as U+FFFD."""
+        """The text of ``ids``; bytes that are no valid UTF-8 (a sample may end inside a letter) show as
+        U+FFFD.
+        """
         return b"".join(self._bytes[i] for i in ids).decode(errors="replace")
 
     def _merge_piece(self, piece: bytes) -> tuple[int, ...]:

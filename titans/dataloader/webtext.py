@@ -1,7 +1,8 @@
 """Text for a language model, from files: rows of ``seq_len`` token ids that are the labels as well.
 
 The files are read once and kept as tokens, one text after the other with an end mark between them; a row may
-begin in the middle of a text.  Without a tokenizer a token is a byte, which needs no vocabulary from elsewhere.
+begin in the middle of a text.  Without a tokenizer a token is a byte, which needs no vocabulary from
+elsewhere.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class WebtextDataset(Dataset[Row]):
     """``({"input_ids": ids}, ids)``, with ids of shape (seq_len,).
 
     Args:
-        path: a file, or a folder that is searched for files: JSON lines, or a list, of objects with a ``text`` (``.json``,
-            ``.jsonl``); plain text (``.txt``, ``.md``, ``.py``, ``.rst``; a single file may have any other name).
+        path: a file, or a folder that is searched for files: JSON lines, or a list, of objects with a
+            ``text`` (``.json``, ``.jsonl``); plain text (``.txt``, ``.md``, ``.py``, ``.rst``; a single file
+            may have any other name).
         seq_len: tokens in a row; a rest that fills no row is left out.
         tokenizer: what makes tokens of a text; bytes, 256 of them, if left out.
     """

@@ -4,8 +4,8 @@
 fused kernel where it has one.  Queries, keys and values come from one matrix product; its output holds the
 three blocks one after the other, ``[Q | K | V]``, and each block holds the heads one after the other.
 
-Under tensor parallelism a rank computes some of the heads, for some of the rows of the batch, and needs no other rank:
-``head_dim`` is a property of the model, how many heads there are here follows from the plan.
+Under tensor parallelism a rank computes some of the heads, for some of the rows of the batch, and needs no
+other rank: ``head_dim`` is a property of the model, how many heads there are here follows from the plan.
 """
 
 from __future__ import annotations

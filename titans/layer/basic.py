@@ -1,7 +1,8 @@
 """The layers with weights that every model here is made of, drawn as GPT-2 draws them.
 
 All other modules build their layers through these functions, so this file alone decides which class a
-``Linear`` is.  They are those of ``colossalai.nn``: one model file serves one device and every tensor-parallel mode.
+``Linear`` is.  They are those of ``colossalai.nn``: one model file serves one device and every
+tensor-parallel mode.
 
 GPT-2 draws every weight from a normal distribution of standard deviation 0.02 and starts biases at zero.
 The two projections of a block that write into the residual stream are drawn narrower, by
@@ -81,7 +82,9 @@ def embedding(
 def patches(
     img_size: int, patch_size: int, in_channels: int, dim: int, *, dtype: torch.dtype | None = None
 ) -> PatchEmbedding:
-    """A class token, then one vector of ``dim`` features for each square of ``patch_size`` pixels; with positions."""
+    """A class token, then one vector of ``dim`` features for each square of ``patch_size`` pixels; with
+    positions.
+    """
     return PatchEmbedding(
         img_size,
         patch_size,

@@ -22,10 +22,10 @@ class TransformerBlock(nn.Module):
     """``x += attention(norm1(x)); x += mlp(norm2(x))``.
 
     ``apply_post_layernorm`` adds to the normalized stream instead: ``n = norm1(x); x = n + attention(n)``.
-    ``checkpoint`` keeps only the block's input for the backward pass and computes the rest again, or, if it is
-    ``"selective"``, keeps the results of matrix products and attention too and computes what is cheap again;
-    ``activation_offload`` moves that input to the CPU until it is needed.  ``drop_path`` is how often a sample skips
-    what a sub-layer adds (see ``DropPath``).
+    ``checkpoint`` keeps only the block's input for the backward pass and computes the rest again, or, if it
+    is ``"selective"``, keeps the results of matrix products and attention too and computes what is cheap
+    again; ``activation_offload`` moves that input to the CPU until it is needed.  ``drop_path`` is how often
+    a sample skips what a sub-layer adds (see ``DropPath``).
     """
 
     attention: ClassVar[type[SelfAttention]]

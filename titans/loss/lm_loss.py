@@ -12,8 +12,8 @@ class GPTLMLoss(nn.Module):
     """Mean cross entropy of token ``t + 1`` under the logits at ``t``.
 
     ``labels`` are the input ids themselves (the shift happens here); a label equal to ``ignore_index``, for
-    example at padding, does not count.  Under tensor parallelism ``logits`` are what the model returns on this rank, and
-    ``labels`` those of the whole batch.
+    example at padding, does not count.  Under tensor parallelism ``logits`` are what the model returns on
+    this rank, and ``labels`` those of the whole batch.
     """
 
     def __init__(self, ignore_index: int = -100) -> None:
@@ -28,6 +28,7 @@ class GPTLMLoss(nn.Module):
                 f"(batch, sequence) with at least 2 tokens per row, got {tuple(logits.shape)} and "
                 f"{tuple(labels.shape)}"
             )
-        # The labels are shifted rather than the logits cut, which would copy them; the last logits have no label.
+        # The labels are shifted rather than the logits cut, which would copy them; the last logits have no
+        # label.
         labels = pad(labels[..., 1:], (0, 1), value=self.ignore_index)  # (batch, seq)
         return self.loss(logits, labels)

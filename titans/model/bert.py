@@ -1,7 +1,8 @@
 """BERT: an encoder that predicts the words that were masked out of a text.
 
-``embed -> blocks -> head``; the layers are in ``titans.layer``.  Parameters of a model with vocabulary V, positions P, T types of
-tokens, width h, depth L, ``mlp_ratio`` 4 and a tied head: ``(V + P + T) h + 2 h + L (12 h^2 + 13 h) + h^2 + 3 h + V``.
+``embed -> blocks -> head``; the layers are in ``titans.layer``.  Parameters of a model with vocabulary V,
+positions P, T types of tokens, width h, depth L, ``mlp_ratio`` 4 and a tied head: ``(V + P + T) h + 2 h + L
+(12 h^2 + 13 h) + h^2 + 3 h + V``.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ __all__ = ["BERT", "bert_base", "bert_large"]
 class BERT(nn.Module):
     """A masked language model; ``model(input_ids)`` returns logits of shape (batch, sequence, vocab_size).
 
-    Train it with ``colossalai.nn.CrossEntropyLoss()`` and labels that are -100 wherever a word was not masked.
-    ``checkpoint`` and ``activation_offload`` save memory (see ``TransformerBlock``); ``tied``: the head scores words by their
-    embeddings.  Under tensor parallelism every rank of the model gets the whole batch (see ``GPT``).
+    Train it with ``colossalai.nn.CrossEntropyLoss()`` and labels that are -100 wherever a word was not
+    masked. ``checkpoint`` and ``activation_offload`` save memory (see ``TransformerBlock``); ``tied``: the
+    head scores words by their embeddings.  Under tensor parallelism every rank of the model gets the whole
+    batch (see ``GPT``).
     """
 
     def __init__(
@@ -91,7 +93,9 @@ class BERT(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Logits for ``input_ids`` (batch, sequence); ``attention_mask`` is 1 at real tokens and 0 at padding."""
+        """Logits for ``input_ids`` (batch, sequence); ``attention_mask`` is 1 at real tokens and 0 at
+        padding.
+        """
         return self.head(self.encode(input_ids, attention_mask, token_type_ids))
 
     def encode(

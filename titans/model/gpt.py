@@ -1,8 +1,8 @@
 """GPT-2 and GPT-3: a decoder-only transformer with learnt positions and a tied output head.
 
-``embed -> blocks -> norm -> head``; the layers are in ``titans.layer``, the published sizes at the end of this
-file.  Parameters of a model with vocabulary V, positions P, width h, depth L and ``mlp_ratio`` 4:
-``V h + P h + L (12 h^2 + 13 h) + 2 h``.
+``embed -> blocks -> norm -> head``; the layers are in ``titans.layer``, the published sizes at the end of
+this file.  Parameters of a model with vocabulary V, positions P, width h, depth L and ``mlp_ratio`` 4: ``V h
++ P h + L (12 h^2 + 13 h) + 2 h``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class GPT(nn.Module):
 
     ``dtype`` is the type of the weights; ``checkpoint`` and ``activation_offload`` save memory (see
     ``GPTBlock``); ``fuse_scale_mask_softmax`` insists on a fused attention kernel (see ``GPTSelfAttention``);
-    ``tied``: the head scores words by their embeddings; ``embed_split_hidden``: under tensor parallelism the word embedding is
-    cut along its features, not along the vocabulary.
+    ``tied``: the head scores words by their embeddings; ``embed_split_hidden``: under tensor parallelism the
+    word embedding is cut along its features, not along the vocabulary.
 
-    Under tensor parallelism every rank of the model gets the whole batch, and the logits are this rank's part of the rows
-    and, for a large vocabulary, of the words; the losses of ``colossalai.nn`` and ``GPTLMLoss`` take them as they are.
+    Under tensor parallelism every rank of the model gets the whole batch, and the logits are this rank's part
+    of the rows and, for a large vocabulary, of the words; the losses of ``colossalai.nn`` and ``GPTLMLoss``
+    take them as they are.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class GPT(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits (batch, sequence, vocab_size) for ``input_ids`` (batch, sequence).
 
-        ``attention_mask`` (batch, sequence) is 1 at real tokens and 0 at padding, on either side.  Positions are
-        counted from a row's first real token, so padding changes no logit of a real token; the logits at
+        ``attention_mask`` (batch, sequence) is 1 at real tokens and 0 at padding, on either side.  Positions
+        are counted from a row's first real token, so padding changes no logit of a real token; the logits at
         padding have no meaning.
         """
         return run_layers(self, None, input_ids, attention_mask)
@@ -111,7 +112,9 @@ class GPT(nn.Module):
 def run_layers(
     model: Any, x: Tensor | None, input_ids: Tensor | None, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """What ``model``, a GPT or some of its layers one after the other, makes of ``x`` or, with an embedding, of ``input_ids``."""
+    """What ``model``, a GPT or some of its layers one after the other, makes of ``x`` or, with an embedding,
+    of ``input_ids``.
+    """
     given, name = (x, "hidden_states") if model.embed is None else (input_ids, "input_ids")
     if given is None:
         raise ValueError(f"{type(model).__name__} needs {name}, got None")
@@ -142,8 +145,8 @@ def as_key_mask(attention_mask: Tensor, input_ids: Tensor | None) -> Tensor:
     return attention_mask.bool()[:, None, None, :]
 
 
-# name -> what differs from GPT's defaults.  The GPT-2 rows up to xl and GPT-3 are the sizes their papers give;
-# 8B is Megatron-LM's.
+# name -> what differs from GPT's defaults.  The GPT-2 rows up to xl and GPT-3 are the sizes their papers
+# give; 8B is Megatron-LM's.
 _SIZES: dict[str, dict[str, int]] = {
     "gpt2_small": {"hidden_size": 768, "depth": 12, "num_heads": 12},
     "gpt2_medium": {"hidden_size": 1024, "depth": 24, "num_heads": 16},

@@ -1,7 +1,7 @@
 """GPT as pipeline stages, under any tensor mode: stages of ``titans.model.gpt.GPT``.
 
-The word embedding lies on the first stage and, as the output head that it is tied to, on the last.  The names with ``1D``
-and ``hybrid`` build the same stages; the tensor mode is the config's.
+The word embedding lies on the first stage and, as the output head that it is tied to, on the last.  The names
+with ``1D`` and ``hybrid`` build the same stages; the tensor mode is the config's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def build_gpt_pipeline(
     return stages
 
 
-# name -> blocks, and what differs from GPT's defaults.  Heads are numbers that 4 tensor-parallel ranks can share.
+# name -> blocks, and what differs from GPT's defaults.  Heads are numbers that 4 tensor-parallel ranks can
+# share.
 _SIZES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt2_small": (12, {"hidden_size": 768, "num_heads": 12}),
     "gpt2_exlarge": (48, {"hidden_size": 1600, "num_heads": 32}),

@@ -1,4 +1,6 @@
-"""The vision transformer as pipeline stages, under any tensor mode: stages of ``titans.model.vit.VisionTransformer``."""
+"""The vision transformer as pipeline stages, under any tensor mode: stages of
+``titans.model.vit.VisionTransformer``.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,8 @@ class ViTStage(Stage):
 def build_pipeline_vit(
     num_layers: int, num_chunks: int = 1, device: torch.device | None = None, **kwargs: Any
 ) -> nn.Module:
-    """This rank's stages of a ViT with ``num_layers`` blocks; further arguments are those of ``VisionTransformer``."""
+    """This rank's stages of a ViT with ``num_layers`` blocks; further arguments are those of
+    ``VisionTransformer``.
+    """
     kwargs["depth"] = num_layers
     return build_pipeline(lambda: VisionTransformer(**kwargs), ViTStage, num_layers, num_chunks, device)

@@ -1,7 +1,7 @@
 """ResNet-18, -34 and -50, with the names that torchvision gives to their parts.
 
-``conv1 bn1 relu maxpool layer1 layer2 layer3 layer4 avgpool fc``; weights of torchvision load as they are.  For images as
-small as CIFAR's, ``small_images=True`` has a first layer that does not shrink them.
+``conv1 bn1 relu maxpool layer1 layer2 layer3 layer4 avgpool fc``; weights of torchvision load as they are.
+For images as small as CIFAR's, ``small_images=True`` has a first layer that does not shrink them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1, the first of which narrows and the second widens, beside a shortcut."""
+    """A 3x3 convolution between two 1x1, the first of which narrows and the second widens, beside a
+    shortcut.
+    """
 
     expansion = 4
 
@@ -73,8 +75,8 @@ def _stage(block: Block, depth: int, in_chans: int, width: int, stride: int) -> 
 
 
 class ResNet(nn.Module):
-    """``model(images)`` returns logits of shape (batch, num_classes); images of any size that four halvings leave
-    something of, or three for ``small_images``.
+    """``model(images)`` returns logits of shape (batch, num_classes); images of any size that four halvings
+    leave something of, or three for ``small_images``.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """A transformer of this zoo as pipeline stages: a stage is a range of the blocks of the one model.
 
-The model is built without memory, and the layers of this rank's stages are filled with the serial model's values
-(:mod:`colossalai.mesh.deferred`).  A stage keeps the names of the model's layers, so its ``state_dict`` is a part of the
-model's, and runs them with the model's own ``run_layers``.
+The model is built without memory, and the layers of this rank's stages are filled with the serial model's
+values (:mod:`colossalai.mesh.deferred`).  A stage keeps the names of the model's layers, so its
+``state_dict`` is a part of the model's, and runs them with the model's own ``run_layers``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from colossalai.utils import get_current_device
 
 
 class Stage(nn.Module):
-    """The blocks from ``start`` to ``end`` of a model; with its embedding, norm and head where these belong."""
+    """The blocks from ``start`` to ``end`` of a model; with its embedding, norm and head where these
+    belong.
+    """
 
     def __init__(self, model: Any, start: int, end: int) -> None:
         super().__init__()
@@ -72,7 +74,9 @@ def build_pipeline(
 
 
 def share_table(stages: nn.Module) -> None:
-    """Tie the table of the first stage's embedding and the weight of the last stage's head, if other ranks hold it."""
+    """Tie the table of the first stage's embedding and the weight of the last stage's head, if other ranks
+    hold it.
+    """
     if not gpc.is_initialized(ParallelMode.PIPELINE):
         return
     last = Placement(gpc.get_world_size(ParallelMode.PIPELINE), 2, launched_shape()).loss_rank

@@ -20,9 +20,10 @@ def generate(
 ) -> Tensor:
     """``input_ids`` (batch, sequence) followed by ``max_new_tokens`` tokens that the model chose.
 
-    Each is drawn from ``softmax(logits / temperature)`` over the ``top_k`` most likely tokens (None: over all);
-    ``temperature=0`` always takes the most likely one.  The model sees the last ``max_position_embeddings``
-    tokens.  With ``seed`` the draws repeat and do not touch torch's global generator.
+    Each is drawn from ``softmax(logits / temperature)`` over the ``top_k`` most likely tokens (None: over
+    all); ``temperature=0`` always takes the most likely one.  The model sees the last
+    ``max_position_embeddings`` tokens.  With ``seed`` the draws repeat and do not touch torch's global
+    generator.
     """
     _check(input_ids, max_new_tokens, temperature, top_k)
     generator = None
@@ -46,7 +47,8 @@ def _choose(
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
-        # by the k-th largest value and not by index, so that the order of the vocabulary plays no part in ties
+        # by the k-th largest value and not by index, so that the order of the vocabulary plays no part in
+        # ties
         smallest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, float("-inf"))
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)

@@ -17,7 +17,9 @@ def script_parser(description: str | None) -> argparse.ArgumentParser:
 def image_parser(
     description: str | None, config: Path | None = None, what: str = "sizes, rates and features"
 ) -> argparse.ArgumentParser:
-    """A parser for training on CIFAR-10: ``--data``, and ``--config`` where there is one to begin with; ``what`` says its contents."""
+    """A parser for training on CIFAR-10: ``--data``, and ``--config`` where there is one to begin with;
+    ``what`` says its contents.
+    """
     parser = script_parser(description)
     if config is not None:
         parser.add_argument("--config", type=_file, default=config, help=f"{what} (%(default)s)")

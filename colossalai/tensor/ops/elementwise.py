@@ -25,19 +25,21 @@ from colossalai.tensor.pieces import as_piece, plain_torch
 from colossalai.tensor.process_group import TP
 
 # with one tensor, which comes first; relu_ and the like follow from the names
-_UNARY = """abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan
-    sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid logsigmoid relu relu6 leaky_relu elu selu celu gelu silu mish
-    softplus softsign tanhshrink hardtanh hardswish hardsigmoid hardshrink softshrink threshold sign floor ceil round trunc
-    frac nan_to_num isnan isinf isfinite logical_not bitwise_not __invert__ __neg__ __pos__ __abs__
+_UNARY = """abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
+    reciprocal sin cos tan sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid logsigmoid
+    relu relu6 leaky_relu elu selu celu gelu silu mish softplus softsign tanhshrink hardtanh
+    hardswish hardsigmoid hardshrink softshrink threshold sign floor ceil round trunc frac
+    nan_to_num isnan isinf isfinite logical_not bitwise_not __invert__ __neg__ __pos__ __abs__
     contiguous clone detach to float double half bfloat16 int long bool type cpu cuda""".split()  # noqa: SIM905
 
 # with several tensors, which are broadcast against each other
-_BROADCAST = """add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow maximum minimum fmax
-    fmin where masked_fill clamp clip clamp_min clamp_max lerp addcmul addcdiv eq ne lt le gt ge logical_and logical_or
-    logical_xor bitwise_and bitwise_or bitwise_xor atan2 hypot copysign xlogy
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__
-    __mod__ __pow__ __rpow__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __iadd__ __isub__ __imul__
-    __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__""".split()  # noqa: SIM905
+_BROADCAST = """add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow
+    maximum minimum fmax fmin where masked_fill clamp clip clamp_min clamp_max lerp addcmul
+    addcdiv eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or
+    bitwise_xor atan2 hypot copysign xlogy __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
+    __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __pow__
+    __rpow__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __iadd__ __isub__
+    __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__""".split()  # noqa: SIM905
 
 
 def _unary(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,7 +83,9 @@ if __name__ == "__main__":
     serial_log, snaps = [], {{}}
     serial(
         lambda *entry: serial_log.append(entry),
-        lambda name, model, _: snaps.update({{name: {{k: v.clone() for k, v in model.state_dict().items()}}}}),
+        lambda name, model, _: snaps.update(
+            {{name: {{k: v.clone() for k, v in model.state_dict().items()}}}}
+        ),
         {cuts},
     )
     for function, ranks, first in [{runs}]:
@@ -96,7 +98,8 @@ if __name__ == "__main__":
         optimizer = make_optimizer(model)
 {load}
         for name, value in model.state_dict().items():
-            print(f"  {{name}}: off by {{(value.double() - snaps['end'][name].double()).abs().max().item():.3g}}")
+            off = (value.double() - snaps["end"][name].double()).abs().max().item()
+            print(f"  {{name}}: off by {{off:.3g}}")
 """
 
 _RUN = """

@@ -1,4 +1,5 @@
-"""Gradient accumulation with an engine: the loop is as without it, and the weights move in every 4th iteration.
+"""Gradient accumulation with an engine: the loop is as without it, and the weights move in every 4th
+iteration.
 
 colossalai run --nproc_per_node 1 examples/features/gradient_accumulation/run_resnet_cifar10_with_engine.py
 """

@@ -1,4 +1,5 @@
-"""Gradient accumulation with a booster: gradients come together under ``no_sync``, the 4th pass exchanges them and steps.
+"""Gradient accumulation with a booster: gradients come together under ``no_sync``, the 4th pass exchanges
+them and steps.
 
 colossalai run --nproc_per_node 1 examples/features/gradient_accumulation/train.py
 """

@@ -57,8 +57,8 @@ def main() -> None:
         lr_scheduler.step()
         ele_1st = next(model.parameters()).flatten()[0]
         DistCoordinator().print_on_master(
-            f"iteration {idx}, loss: {train_loss.item():.4f}, 1st element of parameters: {ele_1st.item():.6f},"
-            f" gradient norm: {before.item():.4f}, after clipping: {after.item():.4f}"
+            f"iteration {idx}, loss: {train_loss.item():.4f}, 1st element of parameters:"
+            f" {ele_1st.item():.6f}, gradient norm: {before.item():.4f}, after clipping: {after.item():.4f}"
         )
     dist.destroy_process_group()
 

@@ -44,7 +44,8 @@ def main() -> None:
         before = gradient_norm()
         engine.step()
         DistCoordinator().print_on_master(
-            f"iteration {idx}, loss: {loss.item():.4f}, gradient norm: {before:.4f}, after clipping: {gradient_norm():.4f}"
+            f"iteration {idx}, loss: {loss.item():.4f}, gradient norm: {before:.4f}, after clipping:"
+            f" {gradient_norm():.4f}"
         )
     dist.destroy_process_group()
 

@@ -2,8 +2,8 @@
 
     colossalai run --nproc_per_node 2 examples/features/gradient_handler/train_with_engine.py
 
-It averages the gradients over the processes as ``DataParallelGradientHandler`` does, and notes their norm on each process before
-and after.
+It averages the gradients over the processes as ``DataParallelGradientHandler`` does, and notes their norm on
+each process before and after.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def main() -> None:
         weights = everywhere(parameters_to_vector(engine.model.parameters()).detach().norm())
         before, after = everywhere(handler.before), everywhere(handler.after)
         DistCoordinator().print_on_master(
-            f"iteration {idx}, gradient norm by rank: {before}, after the handler: {after}, norm of the weights: {weights}"
+            f"iteration {idx}, gradient norm by rank: {before}, after the handler: {after}, norm of the"
+            f" weights: {weights}"
         )
     dist.destroy_process_group()
 

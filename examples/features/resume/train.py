@@ -1,9 +1,10 @@
-"""A run that survives: it saves every few steps, and goes on from its latest checkpoint when it is started again.
+"""A run that survives: it saves every few steps, and goes on from its latest checkpoint when it is started
+again.
 
     colossalai run --nproc_per_node 2 --max-restarts 3 examples/features/resume/train.py
 
-Kill one of its processes (``kill -9``): all start again, and the losses are those of a run that was not disturbed. Started again on
-another number of processes, it goes on with the same samples in the same order.
+Kill one of its processes (``kill -9``): all start again, and the losses are those of a run that was not
+disturbed. Started again on another number of processes, it goes on with the same samples in the same order.
 """
 
 from __future__ import annotations

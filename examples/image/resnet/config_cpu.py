@@ -1,7 +1,7 @@
 """ResNet-18 in float32, a few epochs: a minute on two CPU cores.
 
-Convolutions in fp16 are some 70 times slower than in float32 on a CPU, and without ``small_images`` the first layers shrink
-the images to an eighth.
+Convolutions in fp16 are some 70 times slower than in float32 on a CPU, and without ``small_images`` the first
+layers shrink the images to an eighth.
 """
 
 import torch

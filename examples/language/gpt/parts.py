@@ -1,7 +1,7 @@
 """What ``train_gpt.py`` is made of: the objects of a plain training, from the variables of a config.
 
-A config is checked here as a whole, on every rank and before the ranks wait for each other; what the ``parallel`` section
-may hold, ``colossalai.launch`` checks.
+A config is checked here as a whole, on every rank and before the ranks wait for each other; what the
+``parallel`` section may hold, ``colossalai.launch`` checks.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def fit_to_plan(config: Config) -> None:
     cuts = [] if mesh is None else [mesh.group_size(*tp.rest(at).dims[0]) for at in ("hidden", "inner")]
     if any(rows % cut for cut in cuts):
         raise ConfigException(
-            f"a micro-batch has BATCH_SIZE / NUM_MICRO_BATCHES = {rows} rows, which tensor mode {tp.mode!r} of size"
-            f" {tp.size} divides among {max(cuts)} ranks; make BATCH_SIZE a multiple of"
+            f"a micro-batch has BATCH_SIZE / NUM_MICRO_BATCHES = {rows} rows, which tensor mode {tp.mode!r}"
+            f" of size {tp.size} divides among {max(cuts)} ranks; make BATCH_SIZE a multiple of"
             f" {max(cuts) * (config.BATCH_SIZE // rows)}"
         )
     shape = config.get("TENSOR_SHAPE")
@@ -63,8 +63,9 @@ def fit_to_plan(config: Config) -> None:
     own = tuple(local_shape(whole, tp.hidden, mesh))
     if tuple(shape) not in (whole, own):
         raise ConfigException(
-            f"TENSOR_SHAPE = {tuple(shape)} is neither what a stage returns, (BATCH_SIZE // NUM_MICRO_BATCHES, SEQ_LEN,"
-            f" HIDDEN_SIZE) = {whole}, nor a rank's piece of it, {own}; correct it or leave it out"
+            f"TENSOR_SHAPE = {tuple(shape)} is neither what a stage returns, (BATCH_SIZE //"
+            f" NUM_MICRO_BATCHES, SEQ_LEN, HIDDEN_SIZE) = {whole}, nor a rank's piece of it, {own}; correct"
+            " it or leave it out"
         )
     config.TENSOR_SHAPE = own
 
@@ -97,8 +98,9 @@ def build_dataloader(config: Config, data: str | None, steps: int) -> DataLoader
         needed = config.BATCH_SIZE * gpc.data_parallel_size
         if len(text) < needed:
             raise ValueError(
-                f"the text at {data} has {len(text)} rows of SEQ_LEN = {config.SEQ_LEN} tokens, fewer than one batch:"
-                f" BATCH_SIZE = {config.BATCH_SIZE} for each of {gpc.data_parallel_size} data-parallel ranks"
+                f"the text at {data} has {len(text)} rows of SEQ_LEN = {config.SEQ_LEN} tokens, fewer than"
+                f" one batch: BATCH_SIZE = {config.BATCH_SIZE} for each of {gpc.data_parallel_size}"
+                " data-parallel ranks"
             )
     return get_dataloader(dataset, shuffle=True, drop_last=True, batch_size=config.BATCH_SIZE)
 
@@ -106,8 +108,8 @@ def build_dataloader(config: Config, data: str | None, steps: int) -> DataLoader
 def tflop_per_step(model: nn.Module, config: Config) -> float:
     """The work of one rank in one step, in 10**12 operations.
 
-    A token costs 2 operations for each weight going forward and 4 going back, and 2 more where blocks are computed again; a rank
-    with a piece of a weight does that part of the work.
+    A token costs 2 operations for each weight going forward and 4 going back, and 2 more where blocks are
+    computed again; a rank with a piece of a weight does that part of the work.
     """
     weights = sum(p.numel() for p in model.parameters())
     whole = sum(full_shape(p).numel() for p in model.parameters())

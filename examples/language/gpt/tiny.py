@@ -1,6 +1,8 @@
-"""``--tiny``: a config with the same plan and features, and a model and a batch that two CPU cores train in seconds.
+"""``--tiny``: a config with the same plan and features, and a model and a batch that two CPU cores train in
+seconds.
 
-The tensor mode and its size stay.  A pipeline of more than 2 stages gets 2, so that GPT-3's 96 processes become 8.
+The tensor mode and its size stay.  A pipeline of more than 2 stages gets 2, so that GPT-3's 96 processes
+become 8.
 """
 
 from __future__ import annotations

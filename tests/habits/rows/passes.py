@@ -1,4 +1,6 @@
-"""Habits with forward and backward passes: accumulation, several losses, other ways to call the model, failures."""
+"""Habits with forward and backward passes: accumulation, several losses, other ways to call the model,
+failures.
+"""
 
 from __future__ import annotations
 

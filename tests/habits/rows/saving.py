@@ -121,7 +121,9 @@ def booster_round(s: Script) -> None:
 
 
 def _go_back(s: Script, save: Callable[[Any, Path], None], load: Callable[[Any, Path], None]) -> None:
-    """Train, go back to where a booster has saved, and train again; plain PyTorch goes back by its state dicts."""
+    """Train, go back to where a booster has saved, and train again; plain PyTorch goes back by its state
+    dicts.
+    """
     s.train()
     if s.serial:
         kept = copy.deepcopy((s.model.state_dict(), s.optimizer.state_dict()))

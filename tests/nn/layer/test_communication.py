@@ -1,4 +1,6 @@
-"""Bytes that a Linear moves, counted, equal the closed formulas of pages 28 to 31; also for worlds that do not exist."""
+"""Bytes that a Linear moves, counted, equal the closed formulas of pages 28 to 31; also for worlds that do
+not exist.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def test_2d(q: int) -> None:
 
 @pytest.mark.parametrize(("q", "d"), [(2, 2), (2, 3), (3, 2)])
 def test_2p5d(q: int, d: int) -> None:
-    # 3 (q - 1) (d + 1) / (d q) of the q-th part of a matrix; and dA, which every layer of the grid has, is summed
+    # 3 (q - 1) (d + 1) / (d q) of the q-th part of a matrix; and dA, which every layer of the grid has, is
+    # summed
     log = moved(mode_2p5d(q, d), "expand")
     grid = log.sent() - log.sent(axis="dep")
     assert grid == pytest.approx(3 * (q - 1) * (d + 1) / (d * q) * (MATRIX / q), rel=1e-12)

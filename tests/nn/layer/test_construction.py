@@ -1,4 +1,6 @@
-"""How layers are made: names and signatures, roles, sizes that do not fit, conversion of native modules, copies."""
+"""How layers are made: names and signatures, roles, sizes that do not fit, conversion of native modules,
+copies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Cross entropy and accuracy of scores that are cut, in every mode, equal torch's; and the fused form the derived one."""
+"""Cross entropy and accuracy of scores that are cut, in every mode, equal torch's; and the fused form the
+derived one.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,8 @@ def _refused(rank: int, world_size: int, port: int) -> None:
     assert find_logits(mesh, 4, classes=8) == head.place()
     del other
     assert find_logits(mesh, 4) == head.place()
-    # 7 and 8 classes in two pieces: only the rank that holds 4 of them could confuse the two, but all ranks refuse
+    # 7 and 8 classes in two pieces: only the rank that holds 4 of them could confuse the two, but all ranks
+    # refuse
     uneven = VocabParallelClassifier(HIDDEN, 7, tp=tp, mesh=mesh)
     with pytest.raises(
         ValueError, match="several Classifiers of this job make scores of which this rank holds"

@@ -1,4 +1,6 @@
-"""Autocast and bf16 weights: what travels is in the lower precision, and results are as near as bf16 allows."""
+"""Autocast and bf16 weights: what travels is in the lower precision, and results are as near as bf16
+allows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the tests of the layers share: the modes with their sizes, a mesh, and plain torch modules with equal weights."""
+"""What the tests of the layers share: the modes with their sizes, a mesh, and plain torch modules with equal
+weights.
+"""
 
 from __future__ import annotations
 

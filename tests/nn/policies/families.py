@@ -1,7 +1,7 @@
 """Tiny models of every family of the installed transformers whose config carries a tensor-parallel plan.
 
-Nothing is written down about a family: sizes are put into whatever fields its config has, and of its special flags those are
-switched on that bring parameters or activations of their own.
+Nothing is written down about a family: sizes are put into whatever fields its config has, and of its special
+flags those are switched on that bring parameters or activations of their own.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ FALLBACKS: tuple[dict[str, Any], ...] = (
 
 
 def find_options(kind: str, **options: Any) -> dict[str, Any]:
-    """``options``, with those that this family needs to be built and run at all; LookupError if nobody knows them."""
+    """``options``, with those that this family needs to be built and run at all; LookupError if nobody knows
+    them.
+    """
     problem: Exception | None = None
     for fallback in FALLBACKS:
         chosen = {**fallback, **options}
@@ -167,7 +169,8 @@ def build(kind: str, **options: Any) -> nn.Module:
             continue
         # weights that start at 0 or 1 would hide a wrong cut
         param.data.add_(torch.randn_like(param) * 0.05)
-        # softmax does not see a bias of the keys: its gradient is all rounding, and there is nothing to compare
+        # softmax does not see a bias of the keys: its gradient is all rounding, and there is nothing to
+        # compare
         param.requires_grad_(not path.endswith(("k_proj.bias", "key.bias")))
     return model.train()
 

@@ -1,4 +1,6 @@
-"""docs/parallelize.md promises that its Python runs, and lists the rules and the architectures that there are."""
+"""docs/parallelize.md promises that its Python runs, and lists the rules and the architectures that there
+are.
+"""
 
 from __future__ import annotations
 

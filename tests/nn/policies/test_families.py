@@ -1,4 +1,6 @@
-"""Every family of transformers with a tensor-parallel plan trains as the serial model does in 1D, or is refused in words."""
+"""Every family of transformers with a tensor-parallel plan trains as the serial model does in 1D, or is
+refused in words.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _train_beside(kind: str, options: dict[str, Any]) -> None:
 
 
 def _train_with_dropout(kind: str, options: dict[str, Any]) -> None:
-    """Masks are random, so there is nothing to compare with; but what all ranks hold must stay the same on all."""
+    """Masks are random, so there is nothing to compare with; but what all ranks hold must stay the same on
+    all.
+    """
     model = colossalai.nn.parallelize(families.build(kind, drop=0.5, **options))
     optimizer = _sgd(model.parameters())
     for step in range(3):
@@ -91,7 +95,8 @@ def _outcomes(kinds: list[tuple[str, dict[str, Any]]]) -> list[str]:
     return first
 
 
-# Norms of heads, activations with parameters, dropout of the stream inside attention, attention that a plan leaves whole.
+# Norms of heads, activations with parameters, dropout of the stream inside attention, attention that a plan
+# leaves whole.
 RIGHT = ("phi", "apertus", "starcoder2", "phi3", "gemma3n_text", "qwen3")
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cohere": ({}, r"module 'model.layers.0.self_attn.q_norm': it works whole, but fails when the plan cuts"),

@@ -118,7 +118,9 @@ def check_broken(rank: int, world_size: int, port: int) -> None:
 
 @pytest.mark.parametrize("name", [*SIX, *STYLES])
 def test_names_classes_and_sizes(name: str) -> None:
-    """Names and classes stay; what is cut holds a part, tied parameters stay one, and the model can be on meta."""
+    """Names and classes stay; what is cut holds a part, tied parameters stay one, and the model can be on
+    meta.
+    """
     with fake_world(rank=1, world_size=4), torch.device("meta"):
         serial, model = zoo.BUILD[name](), zoo.BUILD[name]()
         assert colossalai.nn.parallelize(model, "1d", mesh=Mesh({"tp": 4})) is model

@@ -1,4 +1,6 @@
-"""A plan is tried on the meta device: what it needs beside its rules is found, and what it cannot do is refused."""
+"""A plan is tried on the meta device: what it needs beside its rules is found, and what it cannot do is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -153,7 +153,8 @@ def build(name: str, **options: Any) -> nn.Module:
     for path, param in model.named_parameters():
         # biases and the norms' weights that start at 0 or 1 would hide a wrong cut
         param.data.add_(torch.randn_like(param) * 0.05)
-        # softmax does not see a bias of the keys: its gradient is all rounding, and there is nothing to compare
+        # softmax does not see a bias of the keys: its gradient is all rounding, and there is nothing to
+        # compare
         param.requires_grad_(not path.endswith(("k_proj.bias", "key.bias")))
     return model.train()
 

@@ -1,8 +1,8 @@
 """The vision transformer: an image as a sequence of patches, classified by the first token.
 
-``embed -> blocks -> norm -> head``; the layers are in ``titans.layer``, shared with GPT but for the mask.  Parameters of a
-model with C channels, patches of p pixels, N patches, width h, depth L, ``mlp_ratio`` 4 and K classes:
-``(C p^2 + 1) h + (N + 2) h + L (12 h^2 + 13 h) + 2 h + (h + 1) K``.
+``embed -> blocks -> norm -> head``; the layers are in ``titans.layer``, shared with GPT but for the mask.
+Parameters of a model with C channels, patches of p pixels, N patches, width h, depth L, ``mlp_ratio`` 4 and K
+classes: ``(C p^2 + 1) h + (N + 2) h + L (12 h^2 + 13 h) + 2 h + (h + 1) K``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from titans.layer.head import ViTHead
 class VisionTransformer(nn.Module):
     """``model(images)`` returns logits of shape (batch, num_classes).
 
-    ``dropout`` acts after the embedding and after each sub-layer; ``drop_path`` grows from 0 in the first block to its
-    value in the last; ``representation_size`` adds a ``tanh`` layer before the classifier; ``checkpoint`` saves memory (see
-    ``TransformerBlock``).  ``init_method``: ``'torch'`` draws matrices as torch's layers do by themselves, ``'jax'`` as the
-    paper's code does (Xavier, and a classifier that starts at zero).
+    ``dropout`` acts after the embedding and after each sub-layer; ``drop_path`` grows from 0 in the first
+    block to its value in the last; ``representation_size`` adds a ``tanh`` layer before the classifier;
+    ``checkpoint`` saves memory (see ``TransformerBlock``).  ``init_method``: ``'torch'`` draws matrices as
+    torch's layers do by themselves, ``'jax'`` as the paper's code does (Xavier, and a classifier that starts
+    at zero).
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class VisionTransformer(nn.Module):
         super().__init__()
         if depth < 1 or num_classes < 1:
             raise ValueError(
-                f"a ViT needs at least one block and one class, got depth={depth} and num_classes={num_classes}"
+                f"a ViT needs at least one block and one class, got depth={depth} and"
+                f" num_classes={num_classes}"
             )
         self.place = current()._asdict()
         self.num_classes = num_classes
@@ -87,7 +89,9 @@ class VisionTransformer(nn.Module):
 
 
 def run_layers(model: Any, x: Tensor) -> Tensor:
-    """What ``model``, a ViT or some of its layers one after the other, makes of ``x``: images, if it has an embedding."""
+    """What ``model``, a ViT or some of its layers one after the other, makes of ``x``: images, if it has an
+    embedding.
+    """
     if model.embed is not None:
         x = model.embed(partition_batch(x, **model.place))  # (batch, 1 + patches, hidden)
     for block in model.blocks.children():

@@ -1,4 +1,5 @@
-"""Train a ViT with pipeline or hybrid parallelism: the script of the documents' command, which is ``train_with_engine.py``.
+"""Train a ViT with pipeline or hybrid parallelism: the script of the documents' command, which is
+``train_with_engine.py``.
 
 torchrun --standalone --nproc_per_node 4 train_hybrid.py --config ./configs/config_hybrid_parallel.py
 """

@@ -1,4 +1,5 @@
-"""GPT-2 small in a pipeline of stages that are each shared by TENSOR_PARALLEL GPUs, in any MODE; data parallel besides.
+"""GPT-2 small in a pipeline of stages that are each shared by TENSOR_PARALLEL GPUs, in any MODE; data
+parallel besides.
 
 MODE is None, '1d', '2d', '2.5d' or '3d'; TENSOR_PARALLEL is 1, any, a square, DEPTH x a square, a cube.
 """

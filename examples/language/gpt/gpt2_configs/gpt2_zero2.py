@@ -1,4 +1,6 @@
-"""GPT-2 small, data parallel, whose gradients and optimizer states ZeRO-2 divides; the states rest on the CPU."""
+"""GPT-2 small, data parallel, whose gradients and optimizer states ZeRO-2 divides; the states rest on the
+CPU.
+"""
 
 from colossalai.nn.optimizer import HybridAdam
 from titans.loss.lm_loss import GPTLMLoss

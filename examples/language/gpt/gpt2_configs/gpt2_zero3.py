@@ -1,4 +1,6 @@
-"""GPT-2 small, data parallel, whose weights, gradients and optimizer states ZeRO-3 divides; these rest on the CPU."""
+"""GPT-2 small, data parallel, whose weights, gradients and optimizer states ZeRO-3 divides; these rest on the
+CPU.
+"""
 
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.zero.shard_utils import TensorShardStrategy

@@ -1,4 +1,6 @@
-"""GPT-2 small as a pipeline of tensor-parallel stages, each divided by ZeRO-3 over its data-parallel replicas."""
+"""GPT-2 small as a pipeline of tensor-parallel stages, each divided by ZeRO-3 over its data-parallel
+replicas.
+"""
 
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.zero.shard_utils import BucketTensorShardStrategy

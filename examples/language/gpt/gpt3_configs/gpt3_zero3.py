@@ -1,4 +1,6 @@
-"""GPT-3, 175 billion parameters, data parallel on 96 GPUs whose weights and optimizer states ZeRO-3 divides; these rest on the CPU."""
+"""GPT-3, 175 billion parameters, data parallel on 96 GPUs whose weights and optimizer states ZeRO-3 divides;
+these rest on the CPU.
+"""
 
 from colossalai.nn.optimizer import HybridAdam
 from titans.loss.lm_loss import GPTLMLoss

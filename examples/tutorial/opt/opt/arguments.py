@@ -29,7 +29,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("text is needed: --train_file FILE or --dataset_name NAME; or -s for random tokens")
     if args.model_name_or_path is None and args.config_name is None:
         parser.error(
-            "a model is needed: --model_name_or_path FOLDER to fine-tune it, or --config_name SIZE to train from scratch"
+            "a model is needed: --model_name_or_path FOLDER to fine-tune it, or --config_name SIZE to train"
+            " from scratch"
         )
     return args
 

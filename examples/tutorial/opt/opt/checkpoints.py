@@ -18,7 +18,9 @@ from colossalai.logging import get_dist_logger
 
 
 class Checkpoints:
-    """Folders ``step_N`` and ``epoch_N`` under ``--output_dir``: weights, optimizer and scheduler, for any number of processes."""
+    """Folders ``step_N`` and ``epoch_N`` under ``--output_dir``: weights, optimizer and scheduler, for any
+    number of processes.
+    """
 
     def __init__(self, args: argparse.Namespace, engine: Engine, scheduler: Any) -> None:
         self.engine, self.scheduler = engine, scheduler
@@ -54,7 +56,8 @@ class Checkpoints:
         found = re.fullmatch(r"(step|epoch)_(\d+)", self.origin.name)
         if found is None or not self.origin.is_dir():
             raise ValueError(
-                f"--resume_from_checkpoint needs a folder step_N or epoch_N that --checkpointing_steps has written, got {self.origin}"
+                "--resume_from_checkpoint needs a folder step_N or epoch_N that --checkpointing_steps has"
+                f" written, got {self.origin}"
             )
         self.io.load_model(self.engine.model, self.origin / "model.safetensors")
         self.io.load_optimizer(optimizer_of(self.engine), self.origin / "optimizer.bin")

@@ -1,4 +1,6 @@
-"""ZeRO-3 whose weights and optimizer states rest on the GPU as far as they fit beside activations, and on the host otherwise."""
+"""ZeRO-3 whose weights and optimizer states rest on the GPU as far as they fit beside activations, and on the
+host otherwise.
+"""
 
 from colossalai.zero.shard_utils import TensorShardStrategy
 

@@ -36,7 +36,8 @@ def _from_library(name: str, config: str | None) -> dict[str, str]:
         import datasets
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "--dataset_name needs the library datasets; pip install datasets, or pass a file of text to --train_file"
+            "--dataset_name needs the library datasets; pip install datasets, or pass a file of text to"
+            " --train_file"
         ) from None
     parts: Any = datasets.load_dataset(name, config)
     return {part: "\n".join(parts[part]["text"]) for part in ("train", "validation") if part in parts}
@@ -67,8 +68,8 @@ def rows(texts: Texts, tokenizer: Any, length: int, least: int) -> list[Dataset]
         count = len(tokens) // length
         if count < least:
             raise ValueError(
-                f"the {name} text has {len(tokens)} tokens, {count} rows of --block_size {length}; at least {least} rows are"
-                " needed, one for each process"
+                f"the {name} text has {len(tokens)} tokens, {count} rows of --block_size {length}; at least"
+                f" {least} rows are needed, one for each process"
             )
         found.append(TensorDataset(tokens[: count * length].view(count, length)))
     return found
@@ -94,8 +95,8 @@ def build_datasets(
     if texts is not None:
         if len(tokenizer) > config.vocab_size:
             raise ValueError(
-                f"the tokenizer knows {len(tokenizer)} tokens, the model {config.vocab_size}; give the model's own to"
-                " --tokenizer_name"
+                f"the tokenizer knows {len(tokenizer)} tokens, the model {config.vocab_size}; give the"
+                " model's own to --tokenizer_name"
             )
         return rows(texts, tokenizer, length, ranks)
     counts = [

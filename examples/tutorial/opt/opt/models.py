@@ -1,4 +1,6 @@
-"""OPT of every size, without memory: a model on the meta device that knows what its weights are drawn from."""
+"""OPT of every size, without memory: a model on the meta device that knows what its weights are drawn
+from.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ def config_of(name: str, synthetic: bool) -> PretrainedConfig:
         return AutoConfig.from_pretrained(name, local_files_only=True)
     if not synthetic:
         raise FileNotFoundError(
-            f"{name} is not a folder with a config.json and weights; download the checkpoint first, or pass -s (random tokens and"
-            f" weights) or --config_name SIZE (train from scratch)"
+            f"{name} is not a folder with a config.json and weights; download the checkpoint first, or pass"
+            " -s (random tokens and weights) or --config_name SIZE (train from scratch)"
         )
     return opt_config(name)
 

@@ -1,4 +1,7 @@
-"""ViT-Base on CIFAR-10 at ImageNet's resolution: what the plans of this folder share.  By itself: data parallelism."""
+"""ViT-Base on CIFAR-10 at ImageNet's resolution: what the plans of this folder share.
+
+By itself: data parallelism.
+"""
 
 import torch
 
