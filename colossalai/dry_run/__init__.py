@@ -6,8 +6,7 @@ link.py      a pipeline stage without neighbours
 watch.py     what there is at the worst moment
 estimate.py  one rank
 zero.py      one rank under ZeRO
-job.py       all ranks
-table.py     the result for people
+job.py       all ranks, and the result for people
 """
 
 from colossalai.dry_run.estimate import estimate_memory

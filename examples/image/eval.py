@@ -1,7 +1,7 @@
 """The test accuracy of a checkpoint that ``train_with_booster.py`` has written.
 
-    colossalai run --nproc_per_node 2 examples/image/eval.py --config examples/image/resnet/config_cpu.py -e 3
-    -c ./checkpoint
+    colossalai run --nproc_per_node 2 examples/image/eval.py -e 3 -c ./checkpoint \\
+        --config examples/image/resnet/config_cpu.py
 
 Any number of processes will do, whatever plan wrote it.
 """

@@ -1,7 +1,7 @@
 """Train an image model with a booster: a plain PyTorch loop under a plan of your choice.
 
-    colossalai run --nproc_per_node 2 examples/image/train_with_booster.py --config
-    examples/image/resnet/config_cpu.py -p torch_fsdp
+    colossalai run --nproc_per_node 2 examples/image/train_with_booster.py -p torch_fsdp \\
+        --config examples/image/resnet/config_cpu.py
 
 Every ``--interval`` epochs a checkpoint is written; ``-r EPOCH`` goes on after it, under any plan and number
 of processes.

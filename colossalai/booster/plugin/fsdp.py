@@ -1,7 +1,7 @@
 """``TorchFSDPPlugin``: weights, gradients and optimizer states are cut over the ranks, by torch's FSDP2.
 
 ``fully_shard`` replaces each parameter by a ``DTensor`` of which this rank holds a part of the rows, and
-gathers the whole of it only while its unit (see ``fsdp_units``) computes.  The optimizer of the user's script
+gathers the whole of it only while its unit (see ``find_units`` in ``fsdp_model``) computes.  The optimizer of the user's script
 was built on the parameters of before; it is pointed to the new ones, in the same groups and order.
 """
 

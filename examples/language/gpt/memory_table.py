@@ -1,8 +1,8 @@
 """The table of page 48: the memory of each GPU as documented, as predicted and as measured.
 
-    python memory_table.py                       predict and print python memory_table.py --measure 2 3
-    on a GPU: train 3 steps of the configs that need up to 2 processes, too python memory_table.py --write
-    also into docs/gpt.md
+    python memory_table.py                  predict and print
+    python memory_table.py --measure 2 3    on a GPU: also train 3 steps of the configs for up to 2 processes
+    python memory_table.py --write          also into docs/gpt.md
 
 What was measured is kept in ``measured.json`` beside this file.
 """

@@ -1,8 +1,8 @@
 """Fine-tune OPT, or any causal language model of transformers, under ZeRO-3 with Gemini.
 
-    torchrun --standalone --nproc_per_node=2 run_clm.py -s --model_name_or_path facebook/opt-125m torchrun
-    --standalone --nproc_per_node=2 run_clm.py --model_name_or_path FOLDER --train_file text.txt --output_dir
-    tuned
+    torchrun --standalone --nproc_per_node=2 run_clm.py -s --model_name_or_path facebook/opt-125m
+    torchrun --standalone --nproc_per_node=2 run_clm.py --model_name_or_path FOLDER \\
+        --train_file text.txt --output_dir tuned
 
 The model is built on the meta device; its weights are drawn, or read, straight into the chunks of Gemini.
 """
