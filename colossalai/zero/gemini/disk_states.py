@@ -40,8 +40,8 @@ from colossalai.nn.optimizer.offload import (
     slot_size,
     slots_for,
 )
-from colossalai.utils.lazy_tensor import fetched, is_lazy, lazy_tensor
 from colossalai.utils.disk import Buffers, Pending
+from colossalai.utils.lazy_tensor import fetched, is_lazy, lazy_tensor
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.ddp import ZeroDDP
@@ -277,7 +277,9 @@ class DiskStates:
         names = {name: dtype for name, dtype in fields if name != "tail"} | names
         self.optim.state[piece.value] = {
             **small,
-            **{n: lazy_tensor(piece.value.shape, d, partial(self._fetch, piece, n)) for n, d in names.items()},
+            **{
+                n: lazy_tensor(piece.value.shape, d, partial(self._fetch, piece, n)) for n, d in names.items()
+            },
         }
 
     def lay_in(self, pieces: Sequence[Piece]) -> None:
