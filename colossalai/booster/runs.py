@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from colossalai.checkpoint_io.optimizer_files import remember_model
 from colossalai.checkpoint_io.run_state import Run, RunState
 from colossalai.checkpoint_io.writing import Writer
 from colossalai.interface.attached import attach
@@ -32,6 +33,8 @@ class Runs:
         run = Run(model, optimizer, lr_scheduler, dataloader)
         for module in model.modules():
             attach(module, "run", run)
+        if optimizer is not None:
+            remember_model(optimizer, model)
         self._runs = [known for known in self._runs if known() is not None]
         self._runs.append(weakref.ref(run))
 

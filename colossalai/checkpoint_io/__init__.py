@@ -11,13 +11,15 @@ all), ``names`` (what files are called and how they are found again), ``sharding
 ``fitting`` (whether it is the model's).
 """
 
-from colossalai.checkpoint_io.base import CheckpointIO
-from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
-from colossalai.checkpoint_io.general import GeneralCheckpointIO
 from colossalai.checkpoint_io.index import CheckpointIndexFile
+from colossalai.checkpoint_io.io import (
+    CheckpointIO,
+    GatheredCheckpointIO,
+    GeneralCheckpointIO,
+    ReplicatedCheckpointIO,
+)
 from colossalai.checkpoint_io.manifest import checkpoints, latest
 from colossalai.checkpoint_io.pretrained import load_pretrained, read_pretrained
-from colossalai.checkpoint_io.replicated import ReplicatedCheckpointIO
 from colossalai.checkpoint_io.whole_pretrained import save_pretrained
 from colossalai.checkpoint_io.writing import Save
 

@@ -28,8 +28,6 @@ from colossalai.checkpoint_io.dtypes import NAMES, name_of
 from colossalai.checkpoint_io.strips import (
     AHEAD,
     file_strips,
-    flat_bytes,
-    memory_of,
     read_into,
     start_writing,
     strips_of,
@@ -98,11 +96,6 @@ def _write_block(file: Any, block: Block) -> int:
             start_writing(file.fileno(), started, end)
             started = end
     return crc
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a tensor; a copy of it, if it is elsewhere or not in order."""
-    return memory_of(flat_bytes(tensor.detach().contiguous().cpu()))
 
 
 class StoredFile:

@@ -24,7 +24,8 @@ from colossalai.checkpoint_io.entries import Entry, Piece
 from colossalai.checkpoint_io.files import save_state_dict, survey_file, sync
 from colossalai.checkpoint_io.index import CheckpointIndexFile
 from colossalai.checkpoint_io.names import Kind, get_base_filenames, get_shard_filename
-from colossalai.checkpoint_io.sharding import MB, collect_from_states, plan_shards
+from colossalai.checkpoint_io.sharding import MB, plan_shards
+from colossalai.checkpoint_io.stored_optimizer import StoredOptimizer
 from colossalai.checkpoint_io.viewing import Advance, Item, View
 from colossalai.checkpoint_io.viewing_files import ShardsView
 from colossalai.checkpoint_io.writing import Contents, Writer
@@ -152,10 +153,10 @@ def merge_optimizer(view: View, path: Path) -> None:
     index, groups = view.index, view.index.param_groups_file()
     assert groups is not None
     folder = view.path.parent
-    rest = survey_file(folder / groups)
-    parts = (survey_file(Path(name)) for name in index.get_checkpoint_filenames())
-    states = {number: state for part in collect_from_states(parts, rest) for number, state in part.items()}
-    save_state_dict({"state": states, **rest}, path)
+    stored = StoredOptimizer.from_groups_file(survey_file(folder / groups))
+    for name in index.get_checkpoint_filenames():
+        stored.add(survey_file(Path(name)))
+    save_state_dict(stored.state_dict(), path)
 
 
 def _write_safetensors(

@@ -119,6 +119,14 @@ def whole_piece(tensor: Tensor) -> list[Piece]:
     return [Piece(whole(tuple(tensor.shape)), tensor.detach())]
 
 
+@torch.no_grad()
+def fill(pieces: Iterable[Piece], box: Box, values: Tensor) -> None:
+    """Copy to ``pieces`` what they have in common with ``values``, the elements ``box`` of the same tensor."""
+    for piece in pieces:
+        if (common := piece.box.common(box)) is not None:
+            piece.view()[common.within(piece.box)].copy_(values[common.within(box)])
+
+
 def is_expanded(tensor: Tensor) -> bool:
     """Whether several elements are one and the same number in memory (``expand``), so that nothing can be loaded into it."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -196,8 +204,3 @@ def _turned(tensor: Tensor, param: Tensor) -> Tensor:
 
 def _turned_box(box: Box, param: Tensor) -> Box:
     return Box(box.offsets[::-1], box.sizes[::-1]) if getattr(param, "transposed", False) else box
-
-
-def total_bytes(entries: Iterable[Entry]) -> int:
-    """Bytes of all pieces that are here."""
-    return sum(piece.box.numel * entry.dtype.itemsize for entry in entries for piece in entry.pieces)

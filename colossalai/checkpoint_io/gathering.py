@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from colossalai.checkpoint_io.boxes import Box, whole
-from colossalai.checkpoint_io.entries import Entry, Piece
+from colossalai.checkpoint_io.entries import Entry, Piece, fill, whole_piece
 from colossalai.checkpoint_io.ranks import Ranks
 from colossalai.checkpoint_io.sharding import MB, plan_shards
 from colossalai.checkpoint_io.survey import Logical, describe, survey
@@ -48,7 +48,7 @@ class Gathering:
         for box, holders in sorted(logical.holders.items()):
             source = 0 if 0 in holders else holders[0]
             if room is not None:
-                room[box.within(whole(logical.shape))] = self._taken(name, box, source, logical)
+                fill(whole_piece(room), box, self._taken(name, box, source, logical))
             elif source == self.ranks.rank:
                 self.ranks.send_to_first(self._read(name, box))
         return room

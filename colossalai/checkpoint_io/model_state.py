@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from colossalai.checkpoint_io.entries import Entry, Piece, pieces_of_holding, serial_shape, shared_mark
 from colossalai.checkpoint_io.manifest import Manifest, StoredTensor
+from colossalai.checkpoint_io.ranks import Ranks
 from colossalai.checkpoint_io.reading import Want
 from colossalai.interface import Holding, ModelWrapper, below_compile, user_module
 from colossalai.mesh import PIPELINE_AXIS, Mesh
@@ -25,6 +27,74 @@ def mesh_of(model: nn.Module) -> Mesh | None:
     """The mesh that ``model`` is cut over: that of its layers, or of the launched job."""
     meshes = (m._mesh for m in model.modules() if isinstance(m, ParallelLayer))
     return next((mesh for mesh in meshes if mesh is not None), launched_mesh())
+
+
+class ParameterNames:
+    """The names of a model's parameters in the serial model, and the pipeline stages that they are on.
+
+    Where the model of an optimizer is not known, the names are the numbers in its groups, as torch has them.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[tuple[str, Tensor]],
+        mesh: Mesh | None,
+        section: str = "model",
+        *,
+        are_numbers: bool = False,
+    ) -> None:
+        self.mesh, self.section, self.are_numbers = mesh, section, are_numbers
+        self._names: dict[int, str] = {}
+        self._marks: dict[tuple[int, int], str] = {}
+        self.stages: dict[str, int] = {}
+        for name, param in params:
+            self._names.setdefault(id(param), name)
+            if (mark := shared_mark(param)) is not None:
+                self._marks.setdefault(mark, name)
+
+    @classmethod
+    def of(cls, model: nn.Module, section: str = "model") -> ParameterNames:
+        """The names in ``model``, which may be a pipeline stage, or several."""
+        module = user_module(model)
+        rename = getattr(module, "serial_name", str)
+        named = list(module.named_parameters(remove_duplicate=False))
+        found = cls([(rename(name), p) for name, p in named], mesh_of(module), section)
+        if (stage := found.stage) is not None:
+            stage_of = getattr(module, "virtual_stage", lambda name: stage)
+            for name, _ in reversed(named):
+                found.stages[rename(name)] = stage_of(name)
+        return found
+
+    @property
+    def stage(self) -> int | None:
+        """This rank's pipeline stage, if there are several."""
+        return stage_of_mesh(self.mesh)
+
+    def name(self, param: Tensor) -> str | None:
+        """The first name of a parameter."""
+        return self._names.get(id(param))
+
+    def agree(self, ranks: Ranks) -> ParameterNames:
+        """Give a parameter that several stages share the name that it has on the first of them; every rank calls this."""
+        if self.stage is None:
+            return self
+        firsts: dict[tuple[int, int], tuple[int, str]] = {}
+        for theirs in ranks.gather({mark: (self.stages[name], name) for mark, name in self._marks.items()}):
+            for mark, place in theirs.items():
+                firsts[mark] = min(place, firsts.get(mark, place))
+        renamed = {name: firsts[mark] for mark, name in self._marks.items()}
+        for key, name in self._names.items():
+            if name in renamed:
+                stage, self._names[key] = renamed[name]
+                self.stages[self._names[key]] = stage
+        return self
+
+
+def stage_of_mesh(mesh: Mesh | None) -> int | None:
+    """This rank's pipeline stage on ``mesh``, if there are several."""
+    if mesh is None or mesh.size.get(PIPELINE_AXIS, 1) == 1:
+        return None
+    return mesh.coord[PIPELINE_AXIS]
 
 
 class ModelState:
@@ -60,16 +130,13 @@ class ModelState:
     @property
     def stage(self) -> int | None:
         """This rank's pipeline stage, if there are several."""
-        sizes = {} if self.mesh is None else self.mesh.size
-        return (
-            self.mesh.coord[PIPELINE_AXIS]
-            if self.mesh is not None and sizes.get(PIPELINE_AXIS, 1) > 1
-            else None
-        )
+        return stage_of_mesh(self.mesh)
 
-    def name(self, param: Tensor) -> str | None:
-        """The first name of a parameter in the serial model."""
-        return self.names[id(param)][0] if id(param) in self.names else None
+    @property
+    def parameter_names(self) -> ParameterNames:
+        """The names of the parameters, for the state of an optimizer."""
+        named = [(self._rename(name), tensor) for name, tensor in self.tensors.items()]
+        return ParameterNames(named, self.mesh, self.section)
 
     def entries(self) -> list[Entry]:
         """All tensors, tied ones once."""
@@ -142,4 +209,4 @@ def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA
 
 
-__all__ = ["ModelState", "mesh_of"]
+__all__ = ["ModelState", "ParameterNames", "mesh_of"]

@@ -7,9 +7,10 @@ Groups are known by their parameters: a pipeline stage has some of each group, a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,12 @@ from colossalai.checkpoint_io.entries import (
     whole_piece,
 )
 from colossalai.checkpoint_io.manifest import Manifest, StoredTensor
+from colossalai.checkpoint_io.model_state import ParameterNames
 from colossalai.checkpoint_io.reading import Want
-from colossalai.checkpoint_io.values import decode, encode
+from colossalai.checkpoint_io.stored_optimizer import StoredGroup, StoredOptimizer
+from colossalai.checkpoint_io.values import encode
 from colossalai.interface import Holding, OptimizerWrapper
-from colossalai.mesh import Mesh
+from colossalai.interface.holding import MASTERS_KEY
 from colossalai.nn.optimizer.base import MultiTensorOptimizer, is_cut, local, wide
 from colossalai.utils.lazy_tensor import fetch_later, is_lazy
 from colossalai.utils.optimizer_state import KIND
@@ -44,22 +47,10 @@ MEANS = ("foreach", "fused", "capturable", "differentiable")
 States = dict[str, dict[str, StoredTensor]]
 
 
-class Names(Protocol):
-    """What an optimizer's state must know of the model: ``ModelState``, or where there is none, numbers."""
-
-    section: str
-    mesh: Mesh | None
-
-    @property
-    def stage(self) -> int | None: ...
-
-    def name(self, param: Tensor) -> str | None: ...
-
-
 class OptimizerState:
-    """An optimizer of ``model`` for a checkpoint."""
+    """An optimizer for a checkpoint; ``model`` names its parameters."""
 
-    def __init__(self, optimizer: Optimizer, model: Names, section: str = "optimizer") -> None:
+    def __init__(self, optimizer: Optimizer, model: ParameterNames, section: str = "optimizer") -> None:
         self.section, self.model = section, model
         self.optimizer = optimizer
         self._lock = threading.Lock()
@@ -136,20 +127,20 @@ class OptimizerState:
                 found[name] = plain
         return found
 
-    def merged(self) -> dict[str, Any]:
-        """Groups and states that are no tensors, for ``merge_groups``."""
-        groups = [
-            {"options": encode(options, "an option of the optimizer"), "params": names}
-            for options, names in self.groups()
-        ]
-        stepped = [name for name, holding in self.holdings if self._states(holding).keys() - {MASTER}]
-        return {"groups": groups, "states": encode(self.plain_states(), self.section), "stepped": stepped}
-
-    def values(self) -> dict[str, Any]:
-        """What is the same on all ranks."""
-        other = self.optimizer.other_state() if isinstance(self.optimizer, OptimizerWrapper) else {}
-        kind = type(self.raw).__name__
-        return {"kind": kind, "family": self._family, "other": encode(other, self.section)}
+    def stored(self) -> StoredOptimizer:
+        """What this rank tells of the optimizer, without the states that are tensors."""
+        wrapped = self.optimizer
+        return StoredOptimizer(
+            [StoredGroup(options, names) for options, names in self.groups()],
+            self.plain_states(),
+            wrapped.other_state() if isinstance(wrapped, OptimizerWrapper) else {},
+            [MASTERS_KEY] if any(holding.is_master for _, holding in self.holdings) else [],
+            [name for name, holding in self.holdings if self._states(holding).keys() - {MASTER}],
+            type(self.raw).__name__,
+            self._family,
+            not self.model.are_numbers,
+            {name: self.model.stages[name] for name, _ in self.holdings if name in self.model.stages},
+        )
 
     @property
     def _family(self) -> str:
@@ -159,21 +150,21 @@ class OptimizerState:
 
     # Loading
 
-    def fresh(self) -> dict[str, Any]:
-        """What a checkpoint would say of this optimizer before its first step: its own options, and no states."""
-        return {**self.values(), **self.merged(), "states": {}, "stepped": []}
+    def fresh(self) -> StoredOptimizer:
+        """What a checkpoint would hold of this optimizer before its first step: its own options, and no states."""
+        return replace(self.stored(), states={}, stepped=[])
 
     def wants(
-        self, manifest: Manifest, said: Mapping[str, Any], strict: bool = True
+        self, manifest: Manifest, saved: StoredOptimizer, strict: bool = True
     ) -> tuple[list[Want], Callable[[], None]]:
         """What is to be read, and what puts it into the optimizer when it was; nothing of it is changed before.
 
         Without ``strict``, parameters that the saved optimizer does not know start without states.
         """
-        self._check_kind(said)
+        self._check_kind(saved)
         stored = self._stored(manifest)
-        options = self.options_from(said["groups"], manifest, strict)
-        self._check_states(said, stored, manifest, strict)
+        options = self.options_from(saved, manifest, strict)
+        self._check_states(saved, stored, manifest, strict)
         wants: list[Want] = []
         loaded: dict[Tensor, dict[str, Any]] = {}
         for name, holding in self.holdings:
@@ -185,14 +176,13 @@ class OptimizerState:
                     if target is not holding.value:
                         states[state] = target
                     wants.append(self._want(holding, source, target))
-            plain = {} if holding.is_empty else said["states"].get(key, {})
-            states |= {k: decode(v, f"{key}/{k}") for k, v in plain.items()}
+            states |= {} if holding.is_empty else saved.states.get(key, {})
             loaded[holding.value] = states
-        return wants, lambda: self._commit(loaded, options, said)
+        return wants, lambda: self._commit(loaded, options, saved)
 
-    def _check_kind(self, said: Mapping[str, Any]) -> None:
-        kind, own = said.get("kind"), type(self.raw).__name__
-        if kind not in (None, own) and said.get("family", FAMILIES.get(str(kind), kind)) != self._family:
+    def _check_kind(self, saved: StoredOptimizer) -> None:
+        kind, own = saved.kind, type(self.raw).__name__
+        if kind not in (None, own) and (saved.family or FAMILIES.get(str(kind), kind)) != self._family:
             raise RuntimeError(
                 f"the saved states are those of {kind}, and the optimizer is {own}, which keeps others. Boost the model with {kind}; or"
                 f" take the weights alone, with colossalai ckpt convert and booster.load_model"
@@ -205,12 +195,10 @@ class OptimizerState:
             found.setdefault(self.stored_name(name, manifest), {}).update(states)
         return found
 
-    def _check_states(
-        self, said: Mapping[str, Any], stored: States, manifest: Manifest, strict: bool
-    ) -> None:
+    def _check_states(self, saved: StoredOptimizer, stored: States, manifest: Manifest, strict: bool) -> None:
         """Refuse a checkpoint that lacks the states of a parameter that had some when it was saved."""
-        had = {self.stored_name(name, manifest) for name in said.get("stepped", ())}
-        has = {name for name, states in stored.items() if states.keys() - {MASTER}} | said["states"].keys()
+        had = {self.stored_name(name, manifest) for name in saved.stepped}
+        has = {name for name, states in stored.items() if states.keys() - {MASTER}} | saved.states.keys()
         own = {self.stored_name(name, manifest) for name, _ in self.holdings}
         if strict and (lost := sorted((had & own) - has)):
             raise RuntimeError(
@@ -267,10 +255,11 @@ class OptimizerState:
         return local(holding.value).device if on_device else "cpu"
 
     def options_from(
-        self, groups: Sequence[Mapping[str, Any]], manifest: Manifest, strict: bool = True
+        self, saved: StoredOptimizer, manifest: Manifest, strict: bool = True
     ) -> list[dict[str, Any]]:
         """The stored options of each group of this optimizer."""
-        home = {name: i for i, group in enumerate(groups) for name in group["params"]}
+        groups = saved.groups
+        home = {name: i for i, group in enumerate(groups) for name in group.params}
         found, at = [], 0
         for i, own in enumerate(self.optimizer.param_groups):
             names = [name for name, _ in self.holdings[at : at + len(own["params"])]]
@@ -284,14 +273,14 @@ class OptimizerState:
             chosen = {number for number in stored if number is not None}
             if not names and i < len(groups):  # a stage that has nothing of this group
                 chosen = {i}
-            options = [groups[number]["options"] for number in sorted(chosen)]
-            if any(other != options[0] for other in options[1:]):
+            options = [groups[number].options for number in sorted(chosen)]
+            if any(encode(other) != encode(options[0]) for other in options[1:]):
                 apart = next(n for n, number in zip(names, stored, strict=True) if number != stored[0])
                 raise RuntimeError(
                     f"group {i} of the optimizer holds {names[0]} and {apart}, which were saved in groups with different options"
                     f" ({options[0]} and {options[1]}); put the parameters into the same groups as when they were saved"
                 )
-            found.append(self._checked(i, own, decode(options[0]) if options else {}))
+            found.append(self._checked(i, own, options[0] if options else {}))
         return found
 
     def _checked(self, i: int, own: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -310,7 +299,7 @@ class OptimizerState:
         return name if tied is None else tied.removeprefix(f"{section}/")
 
     def _commit(
-        self, loaded: dict[Tensor, dict[str, Any]], options: list[dict[str, Any]], said: Mapping[str, Any]
+        self, loaded: dict[Tensor, dict[str, Any]], options: list[dict[str, Any]], saved: StoredOptimizer
     ) -> None:
         for value, states in loaded.items():
             self.raw.state.pop(value, None)
@@ -321,7 +310,7 @@ class OptimizerState:
         if isinstance(self.raw, MultiTensorOptimizer):
             self.raw.states_replaced()
         if isinstance(self.optimizer, OptimizerWrapper):
-            self.optimizer.load_other_state(decode(said["other"], self.section))
+            self.optimizer.load_other_state(saved.other)
             self.optimizer.weights_loaded()
 
 
@@ -340,25 +329,4 @@ def stored_states(manifest: Manifest, section: str) -> States:
     return found
 
 
-def merge_groups(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The groups and plain states of the whole model from those of all ranks.
-
-    Groups of the same place and the same options are one.
-    """
-    groups: list[tuple[int, dict[str, Any]]] = []
-    states: dict[str, Any] = {}
-    stepped = sorted({name for part in parts for name in part["stepped"]})
-    for part in parts:
-        for i, group in enumerate(part["groups"]):
-            home = next((g for j, g in groups if j == i and g["options"] == group["options"]), None)
-            if home is None:
-                home = {"options": group["options"], "params": []}
-                groups.append((i, home))
-            known = set(home["params"])
-            home["params"] += [name for name in group["params"] if name not in known]
-        states = {**part["states"], **states}
-    ordered = [group for _, group in sorted(groups, key=lambda item: item[0])]
-    return {"groups": ordered, "states": states, "stepped": stepped}
-
-
-__all__ = ["OptimizerState", "holdings_of", "merge_groups", "stored_states"]
+__all__ = ["OptimizerState", "holdings_of", "stored_states"]

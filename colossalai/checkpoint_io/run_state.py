@@ -17,9 +17,10 @@ from colossalai.checkpoint_io import random_state
 from colossalai.checkpoint_io.entries import Entry, Piece, whole_piece
 from colossalai.checkpoint_io.manifest import latest, read_manifest
 from colossalai.checkpoint_io.model_state import ModelState
-from colossalai.checkpoint_io.optimizer_state import OptimizerState, merge_groups
+from colossalai.checkpoint_io.optimizer_state import OptimizerState
 from colossalai.checkpoint_io.ranks import Ranks
 from colossalai.checkpoint_io.reading import Reader, Want
+from colossalai.checkpoint_io.stored_optimizer import StoredOptimizer
 from colossalai.checkpoint_io.values import decode, encode
 from colossalai.checkpoint_io.writing import Contents
 from colossalai.logging import get_dist_logger
@@ -58,10 +59,10 @@ class RunState:
             entries += model.entries()
             merged[model.section] = {"extra": encode(model.extra, model.section)}
             if run.optimizer is not None:
-                optimizer = OptimizerState(run.optimizer, model, _section("optimizer", i))
+                names = model.parameter_names
+                optimizer = OptimizerState(run.optimizer, names, _section("optimizer", i))
                 entries += optimizer.entries()
-                values[optimizer.section] = optimizer.values()
-                merged[optimizer.section] = optimizer.merged()
+                merged[optimizer.section] = optimizer.stored().as_values(optimizer.section)
             for kind, part in (("lr_scheduler", run.lr_scheduler), ("dataloader", run.dataloader)):
                 if part is not None and (state := _state_of(kind, part)) is not None:
                     values[_section(kind, i)] = encode(state, kind)
@@ -90,7 +91,8 @@ class RunState:
                 values[section]["extra"] |= part[section]["extra"]
             if run.optimizer is not None:
                 section = _section("optimizer", i)
-                values[section] |= merge_groups([part[section] for part in parts])
+                told = [StoredOptimizer.from_values(part[section], section) for part in parts]
+                values[section] = StoredOptimizer.merge(told).as_values(section)
         return values
 
     # Loading
@@ -164,9 +166,10 @@ class _Loading:
                 f"{self.reader.folder} holds no {section}: it was saved by a booster that had boosted none. Pass strict=False to"
                 " start with an optimizer without states"
             )
-        state = OptimizerState(optimizer, model, section)
-        said = self.manifest.values.get(section) or state.fresh()
-        wants, commit = self._named(state.wants, self.manifest, said, self.strict)
+        state = OptimizerState(optimizer, model.parameter_names, section)
+        values = self.manifest.values.get(section)
+        saved = self._named(StoredOptimizer.from_values, values, section) if values else state.fresh()
+        wants, commit = self._named(state.wants, self.manifest, saved, self.strict)
         self.wants += wants
         self.afterwards.append(commit)
 

@@ -24,8 +24,6 @@ from colossalai.checkpoint_io.index import PARAM_GROUPS, CheckpointIndexFile
 from colossalai.checkpoint_io.names import get_shard_filename
 
 MB = 1024 * 1024
-# In the groups file of a sharded optimizer: what belongs to single parameters and lies among their states.
-SPREAD = "spread_over_states"
 
 
 def calculate_tensor_size(tensor: Tensor) -> float:
@@ -71,45 +69,6 @@ def size_of(value: Any) -> float:
     if isinstance(value, Tensor):
         return calculate_tensor_size(value)
     return sum(map(size_of, value.values())) if isinstance(value, dict) else 0.0
-
-
-def spread_over_states(state_dict: dict[str, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """An optimizer's state dict as the states of its parameters, which are cut into shards, and the rest.
-
-    What else it holds by the number of a parameter (fp32 master weights) is as large as a state, so it goes among the
-    states; the rest then names it.
-    """
-    rest = dict(state_dict)
-    states = {number: dict(state) for number, state in rest.pop("state").items()}
-    spread = [name for name, value in rest.items() if _is_by_parameter(value)]
-    for name in spread:
-        for number, value in rest.pop(name).items():
-            states.setdefault(number, {})[name] = value
-    return states, {**rest, SPREAD: spread} if spread else rest
-
-
-def collect_from_states(parts: Iterable[dict[Any, Any]], rest: dict[str, Any]) -> Iterator[dict[Any, Any]]:
-    """Undo ``spread_over_states``: yield the states alone; ``rest`` is complete after the last part."""
-    spread = rest.pop(SPREAD, [])
-    rest.update({name: {} for name in spread})
-    for part in parts:
-        states = {}
-        for number, state in part.items():
-            own = dict(state)
-            for name in spread:
-                if name in own:
-                    rest[name][number] = own.pop(name)
-            if own or not state:
-                states[number] = own
-        yield states
-
-
-def _is_by_parameter(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(isinstance(number, int) and isinstance(item, Tensor) for number, item in value.items())
-    )
 
 
 class ShardedWriter:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
 from colossalai.checkpoint_io.fitting import check_shapes
-from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
-from colossalai.checkpoint_io.named_optimizer import own_optimizer, whole_optimizer
+from colossalai.checkpoint_io.io import GatheredCheckpointIO, whole_state
+from colossalai.checkpoint_io.optimizer_files import OwnOptimizer, names_of, ties_in
+from colossalai.checkpoint_io.stored_optimizer import NAMES, StoredOptimizer
 from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.logging import get_dist_logger
 from colossalai.utils.optimizer_state import check_state
@@ -38,21 +38,19 @@ def save_checkpoint(
     Further keywords (plain values and tensors) are kept in the file beside the rest.
     """
     io = GatheredCheckpointIO()
-    state = {"epoch": epoch, "model": _whole_model(model, io), **kwargs}
+    weights = whole_state(io.model_parts(model, float("inf")), model)
+    state = {"epoch": epoch, "model": weights, **kwargs}
     if optimizer is not None:
-        state |= whole_optimizer(optimizer, model, io)
+        state["optimizer"] = _whole_optimizer(optimizer, model, io)
     if lr_scheduler is not None:
         state["lr_scheduler"] = lr_scheduler.state_dict()
     io.run_write(partial(save_state_dict, state, file))
 
 
-def _whole_model(model: nn.Module, io: GatheredCheckpointIO) -> dict[str, Any]:
-    """The state dict of the serial model, on the rank that writes."""
-    state: OrderedDict[str, Any] = OrderedDict()
-    for part, _ in io.model_parts(model, float("inf")):
-        state |= part
-    state._metadata = getattr(user_module(model).state_dict(keep_vars=True), "_metadata", None)  # type: ignore[attr-defined]
-    return state
+def _whole_optimizer(optimizer: Optimizer, model: nn.Module, io: GatheredCheckpointIO) -> dict[str, Any]:
+    """The state dict of the serial optimizer, whole on the rank that writes, with the names of its parameters."""
+    state = io.optimizer_parts(optimizer, model)
+    return state.file(state.parts(float("inf")))
 
 
 def load_checkpoint(
@@ -95,7 +93,7 @@ def load_training(
     check_shapes(module, state["model"], Path(file))
     if optimizer is not None:  # before anything is changed
         try:
-            state["optimizer"] = own_optimizer(optimizer, model, state, io)
+            state["optimizer"] = _own_optimizer(optimizer, model, state, io)
             check_state(optimizer, state["optimizer"])
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"{file} does not fit the optimizer: {error}") from error
@@ -113,3 +111,14 @@ def load_training(
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(state["lr_scheduler"])
     return state
+
+
+def _own_optimizer(
+    optimizer: Optimizer, model: nn.Module, file: dict[str, Any], io: GatheredCheckpointIO
+) -> dict[str, Any]:
+    """The state in ``file`` with the numbers that the parameters have on this rank, each cut as its parameter is."""
+    # older versions wrote the names beside the optimizer
+    stored, parts = StoredOptimizer.open_state_dict(file["optimizer"], file.get(NAMES))
+    names = names_of(optimizer, model).agree(io.ranks)
+    ties = ties_in(file["model"], stored.numbers)
+    return OwnOptimizer(optimizer, names, stored, by_names=True, ties=ties).state_dict(parts, io.fit)

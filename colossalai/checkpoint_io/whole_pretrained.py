@@ -8,13 +8,13 @@ then every rank must call it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from colossalai.checkpoint_io.entries import is_dtensor
-from colossalai.checkpoint_io.gathered import GatheredCheckpointIO
+from colossalai.checkpoint_io.io import GatheredCheckpointIO, whole_state
 from colossalai.checkpoint_io.model_state import ModelState
 from colossalai.interface import ModelWrapper
 from colossalai.nn.policies.stage import Stage
@@ -43,7 +43,9 @@ def save_pretrained(model: ModelWrapper, save_directory: Any, **options: Any) ->
 
         io.run_write(write)
         return
-    _Whole().save(model, lambda state: _write(user, save_directory, state, options))
+    io = GatheredCheckpointIO()
+    parts = io.model_parts(model, float("inf"))
+    io.run_write(lambda: _write(user, save_directory, dict(whole_state(parts, model)), options), parts)
 
 
 def _check_whole(state: Mapping[str, Any], wanted: Iterable[tuple[Any, ...]]) -> None:
@@ -82,13 +84,6 @@ def is_spread(model: ModelWrapper) -> bool:
     stages = list(user) if isinstance(user, nn.ModuleList) else [user]
     has_stages = any(isinstance(stage, Stage) for stage in stages)
     return has_stages or bool(model.holdings()) or any(map(is_dtensor, user.parameters()))
-
-
-class _Whole(GatheredCheckpointIO):
-    def save(self, model: nn.Module, write: Callable[[dict[str, Any]], None]) -> None:
-        """Let ``write`` have the state of the serial model, on the rank that writes."""
-        parts = self.model_parts(model, float("inf"))
-        self._write_while_gathering(lambda: write(dict(next(parts, ({}, 0.0))[0])), parts)
 
 
 def _write(user: nn.Module, folder: Any, state: dict[str, Any], options: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 ATTRIBUTE = "_colossalai_attached"
 
@@ -24,11 +25,11 @@ class Attached(dict[str, Any]):
         return dict, ()
 
 
-def attach(module: nn.Module, name: str, value: Any) -> None:
+def attach(module: nn.Module | Optimizer, name: str, value: Any) -> None:
     """Keep ``value`` as long as ``module``."""
     vars(module).setdefault(ATTRIBUTE, Attached())[name] = value
 
 
-def attached(module: nn.Module, name: str) -> Any:
+def attached(module: nn.Module | Optimizer, name: str) -> Any:
     """What was attached to ``module`` under ``name``; None if nothing was."""
     return vars(module).get(ATTRIBUTE, {}).get(name)

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from colossalai.core import global_context as gpc
 from colossalai.interface import ModelWrapper
 from colossalai.nn.policies.stage import Stage
+from colossalai.pipeline.stage import Placement, launched_shape, pipeline_rank, pipeline_size
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -29,6 +31,11 @@ class ModelChunks(nn.ModuleList):
         chunk.
         """
         return name.partition(".")[2]
+
+    def virtual_stage(self, name: str) -> int:
+        """The virtual stage of what is ``name`` here, for checkpoints: its place in the whole model."""
+        placement = Placement(pipeline_size(gpc.mesh), len(self), launched_shape())
+        return placement.stage(pipeline_rank(gpc.mesh), int(name.partition(".")[0]))
 
 
 def with_chunks(model: nn.Module) -> nn.Module:

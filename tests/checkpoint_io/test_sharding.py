@@ -13,7 +13,7 @@ from torch import nn
 
 from colossalai.amp import AMP_TYPE, convert_to_amp
 from colossalai.checkpoint_io import CheckpointIndexFile, GeneralCheckpointIO, sharding
-from colossalai.checkpoint_io.general import write_optimizer_shards
+from colossalai.checkpoint_io.io import _write_optimizer_shards
 from colossalai.checkpoint_io.names import Kind, find_checkpoint
 from colossalai.checkpoint_io.utils import (
     add_variant,
@@ -286,7 +286,7 @@ def test_masters_in_the_groups_file_still_load(tmp_path: Path) -> None:
     """Checkpoints of before had them there."""
     model, optimizer = _naive(torch.optim.Adam)
     groups = optimizer.state_dict()
-    write_optimizer_shards(shard_checkpoint(groups.pop("state"), 1e-3), groups, tmp_path)
+    _write_optimizer_shards(shard_checkpoint(groups.pop("state"), 1e-3), groups, tmp_path)
     other_model, other = _naive(torch.optim.Adam, seed=1)
     GeneralCheckpointIO().load_optimizer(other, tmp_path)
     other_model.load_state_dict(model.state_dict())

@@ -113,6 +113,8 @@ def _save(rank: int, world_size: int, port: int, name: str, folder: Path) -> lis
     job.train(BEFORE)
     job.booster.save(folder / name)
     save_checkpoint(folder / f"{name}.pt", 0, job.model, job.optimizer)
+    job.booster.save_model(job.model, folder / f"{name} model")
+    job.booster.save_optimizer(job.optimizer, folder / f"{name} optimizer", shard=True, size_per_shard=1e-3)
     return job.train(AFTER)
 
 
@@ -125,6 +127,10 @@ def _load(rank: int, world_size: int, port: int, name: str, sources: list[str], 
         job = Job(CASES[name], 1)
         load_checkpoint(folder / f"{source}.pt", job.model, job.optimizer)
         found[f"{source}.pt"] = job.train(AFTER)
+        job = Job(CASES[name], 1)
+        job.booster.load_model(job.model, folder / f"{source} model")
+        job.booster.load_optimizer(job.optimizer, folder / f"{source} optimizer")
+        found[f"{source} files"] = job.train(AFTER)
     return found
 
 
@@ -178,7 +184,7 @@ def test_states_that_a_checkpoint_has_lost_are_missed(tmp_path: Path) -> None:
 def test_states_of_older_versions_under_the_other_name_are_found() -> None:
     """Saves had named the states of a tied weight after the stage that they met first."""
     model = nn.ModuleDict({"embed": nn.Embedding(3, 2)})
-    state = OptimizerState(torch.optim.Adam(model.parameters()), ModelState(model))
+    state = OptimizerState(torch.optim.Adam(model.parameters()), ModelState(model).parameter_names)
     tensor = StoredTensor("optimizer/head.weight/exp_avg", (3, 2), torch.float32, [])
     manifest = Manifest({tensor.name: tensor}, ties={"model/head.weight": "model/embed.weight"})
     assert state._stored(manifest) == {"embed.weight": {"exp_avg": tensor}}
