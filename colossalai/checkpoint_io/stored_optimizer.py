@@ -217,7 +217,7 @@ class StoredOptimizer:
         """Add states by the numbers of a file; ``take`` gives what of a parameter's value is kept."""
         for number, state in states.items():
             # an optimizer may keep states of its own, of no parameter
-            name = self._by_number[number] if number in self._by_number else number
+            name = self._by_number.get(number) or number
             if is_wanted(name):
                 own = {key: take(name, value) for key, value in state.items()}
                 self.states.setdefault(name, {}).update(own)
