@@ -2,12 +2,11 @@
 must be.
 """
 
-from colossalai.interface.colossalai_optimizer import ColossalaiOptimizer
 from colossalai.interface.holding import Holding
 from colossalai.interface.loss import LossWatch, check_differentiable, check_loss
 from colossalai.interface.lr_scheduler import LRSchedulerWrapper
 from colossalai.interface.model import ModelWrapper, below_compile, user_module
-from colossalai.interface.optimizer import OptimizerWrapper
+from colossalai.interface.optimizer import ColossalaiOptimizer, OptimizerWrapper
 
 __all__ = [
     "ColossalaiOptimizer",

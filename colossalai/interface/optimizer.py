@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colossalai.interface.clipping import register
@@ -282,3 +282,23 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
+
+
+class ColossalaiOptimizer(OptimizerWrapper):
+    """``optim``, and what engines of the older interface call.
+
+    Any optimizer can be put inside, also one of a plan.
+    """
+
+    def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
+        """The backward pass of ``tensor``, whose gradient has come from where the loss is, with the loss
+        scale in it.
+        """
+        self.expect_gradients()
+        torch.autograd.backward(tensor, grad)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """``clip_grad_by_norm`` of what the optimizer trains; it knows its parameters, ``model`` is not
+        asked.
+        """
+        return self.clip_grad_by_norm(max_norm)

@@ -4,6 +4,25 @@ everywhere.
 Nothing is compiled, and Triton is not imported, before a kernel is used.
 """
 
-from colossalai.kernel.table import implementations
+from __future__ import annotations
+
+import torch
+
+from colossalai.kernel.native.adam import native_works
+from colossalai.kernel.probe import triton_works
+
+
+def implementations() -> dict[str, str]:
+    """The name of each kernel and the implementation that float32 weights on the best device here get."""
+    gpu = torch.cuda.is_available()
+    own = "triton" if triton_works() else "foreach"
+    return {
+        "Adam": "fused (torch)",
+        "Adam, half-precision weights": own if gpu else "native (C)" if native_works() else "blocks (torch)",
+        "SGD": "fused (torch)",
+        "LAMB": own,
+        "LARS": own,
+    }
+
 
 __all__ = ["implementations"]

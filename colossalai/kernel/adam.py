@@ -28,10 +28,10 @@ from torch import Tensor
 
 from colossalai.kernel import _compat
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
-from colossalai.kernel.kept import Kept
 from colossalai.kernel.lists import row
 from colossalai.kernel.native import adam as native
 from colossalai.kernel.probe import triton_works
+from colossalai.kernel.snapshot import TensorSnapshot
 from colossalai.kernel.split import join, split_
 
 BLOCK = (
@@ -39,7 +39,7 @@ BLOCK = (
 )  # elements: 1 MiB of float32, so that a block's gradient and weights are still in L2 when used again
 
 
-def adam_(lists: AdamLists, step: int, options: AdamOptions, kept: Kept | None = None) -> None:
+def adam_(lists: AdamLists, step: int, options: AdamOptions, kept: TensorSnapshot | None = None) -> None:
     """One update in place; ``step`` counts from 1.  What the tensors were before goes to ``kept``."""
     if lists.device.type == "meta":
         return  # there are no values, and the kernels of a GPU need no memory of their own

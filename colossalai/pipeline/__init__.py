@@ -1,7 +1,6 @@
 """Pipeline parallelism: a model cut into stages, and schedules that keep the stages busy."""
 
-from colossalai.pipeline.layer_spec import LayerSpec
-from colossalai.pipeline.pipelinable import PipelinableContext, PipelinableModel
+from colossalai.pipeline.pipelinable import LayerSpec, PipelinableContext, PipelinableModel
 from colossalai.pipeline.recording import Recording, planned_run, record_run
 from colossalai.pipeline.split import save_pretrained, split_model
 

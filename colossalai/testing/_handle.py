@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 
 from colossalai.testing._rank import DUMP_SIGNAL, Assignment, Message, Pipes, Raised, Returned, run_rank
-from colossalai.utils.watchdog import Snapshot
+from colossalai.utils.watchdog import RankSnapshot
 
 _TAIL = 40  # lines of output that are repeated when a rank dies or does not answer
 
@@ -22,7 +22,7 @@ class RankHandle:
     def __init__(self, context: ForkServerContext, assignment: Assignment) -> None:
         self.rank = assignment.rank
         self.outcome: Returned | Raised | None = None
-        self.snapshot: Snapshot | None = None
+        self.snapshot: RankSnapshot | None = None
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self._control, control = context.Pipe()
         lifeline, self._lifeline = context.Pipe(duplex=False)
@@ -100,7 +100,7 @@ class RankHandle:
             self._listening = False
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, Snapshot):
+        if isinstance(message, RankSnapshot):
             self.snapshot = message
         else:
             self.outcome = message
@@ -175,7 +175,7 @@ def pump(ranks: Sequence[RankHandle], seconds: float) -> None:
         sources[ready]()  # type: ignore[index]
 
 
-def ask_all(ranks: Sequence[RankHandle], seconds: float) -> dict[int, Snapshot | None]:
+def ask_all(ranks: Sequence[RankHandle], seconds: float) -> dict[int, RankSnapshot | None]:
     """What each rank is doing; None for a rank that is dead or does not answer within ``seconds``."""
     for rank in ranks:
         rank.ask()

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from colossalai.utils.watchdog import Snapshot, take_snapshot
+from colossalai.utils.watchdog import RankSnapshot, take_snapshot
 
 # Dumps the stacks to stderr from a signal handler written in C, which needs no interpreter lock.
 DUMP_SIGNAL = signal.SIGUSR2
@@ -79,7 +79,7 @@ class Raised:
     when: float
 
 
-Message = Returned | Raised | Snapshot
+Message = Returned | Raised | RankSnapshot
 
 
 def run_rank(pipes: Pipes, assignment: Assignment) -> None:

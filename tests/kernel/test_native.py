@@ -13,7 +13,7 @@ import torch
 from colossalai.kernel import adam
 from colossalai.kernel.native import adam as native
 from colossalai.kernel.native import build
-from colossalai.kernel.native.copy import copy_past_cache
+from colossalai.kernel.snapshot import copy_past_cache
 
 
 def lists(weights: torch.Tensor) -> adam.AdamLists:

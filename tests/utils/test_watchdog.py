@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from colossalai.testing import spawn
-from colossalai.utils.watchdog import Frame, Issued, Snapshot, Wait, Watchdog, explain, take_snapshot
+from colossalai.utils.watchdog import Frame, Issued, RankSnapshot, Wait, Watchdog, explain, take_snapshot
 from colossalai.utils.watchdog.snapshot import show_ranks
 
 TIMEOUT = 0.5
@@ -146,10 +146,10 @@ HERE = Frame(__file__, 1, "train")
 LIBRARY = Frame(take_snapshot.__code__.co_filename, 1, "reduce")
 
 
-def snapshot(kind: str | None = None, count: int = 0, caller: Frame = HERE) -> Snapshot:
+def snapshot(kind: str | None = None, count: int = 0, caller: Frame = HERE) -> RankSnapshot:
     issued = (Issued("all_reduce", "axis tp: ranks 0, 1, 2", "5", (0, 1, 2), count, HERE),) if count else ()
     wait = Wait(kind, "axis tp: ranks 0, 1, 2", caller, HERE) if kind else None
-    return Snapshot((("MainThread", (HERE,)),), wait, issued)
+    return RankSnapshot((("MainThread", (HERE,)),), wait, issued)
 
 
 def test_the_report_groups_ranks_and_names_those_behind() -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 import colossalai.kernel.native.build as build
 from colossalai._numeric import round_up
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
-from colossalai.kernel.kept import Kept
 from colossalai.kernel.lists import row
+from colossalai.kernel.snapshot import TensorSnapshot
 
 # Elements of a block: 2^18 to 2^20 are equally fast on 16 cores.  Less work is cut finer, so that threads end
 # together.
@@ -76,7 +76,9 @@ def takes(lists: AdamLists) -> bool:
     return lists.weights[0].dtype == weights and lists.grads[0].dtype in NAMES
 
 
-def adam_native_(lists: AdamLists, step: int, options: AdamOptions, kept: Kept | None = None) -> None:
+def adam_native_(
+    lists: AdamLists, step: int, options: AdamOptions, kept: TensorSnapshot | None = None
+) -> None:
     """One update in place, on as many threads as torch may use; what was there before is copied to where
     ``kept`` says.
     """

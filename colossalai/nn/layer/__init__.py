@@ -60,15 +60,17 @@ from colossalai.nn.layer.named import (
 )
 from colossalai.nn.layer.normalization import LayerNorm, RMSNorm
 from colossalai.nn.layer.patch import PatchEmbedding
-from colossalai.nn.layer.stream import first_token, local_heads, to_hidden
 from colossalai.nn.layer.utils import (
     ACT2FN,
     CheckpointModule,
     divide,
+    first_token,
     get_tensor_parallel_mode,
+    local_heads,
     set_tensor_parallel_attribute_by_partition,
     set_tensor_parallel_attribute_by_size,
     to_2tuple,
+    to_hidden,
 )
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colossalai.kernel.adam import adam_
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
-from colossalai.kernel.kept import Kept
+from colossalai.kernel.snapshot import TensorSnapshot
 from colossalai.nn.optimizer.base import KernelBatch
 from colossalai.nn.optimizer.moments import MomentsOptimizer
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
@@ -21,7 +21,7 @@ class _Adam(MomentsOptimizer):
     splits = True
     divides = True
     _div_scale = -1.0
-    _kept: Kept | None = None
+    _kept: TensorSnapshot | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -53,7 +53,9 @@ class _Adam(MomentsOptimizer):
         self._div_scale = div_scale
         return super().step(closure)
 
-    def step_on(self, parameters: Iterable[Tensor], div_scale: float = -1, kept: Kept | None = None) -> None:
+    def step_on(
+        self, parameters: Iterable[Tensor], div_scale: float = -1, kept: TensorSnapshot | None = None
+    ) -> None:
         """The base class's; what parameters and moments were before goes to ``kept``."""
         self._div_scale, self._kept = div_scale, kept
         try:

@@ -6,6 +6,6 @@
 
 from colossalai.utils.watchdog.job import Watchdog
 from colossalai.utils.watchdog.report import explain
-from colossalai.utils.watchdog.snapshot import Frame, Issued, Snapshot, Wait, take_snapshot
+from colossalai.utils.watchdog.snapshot import Frame, Issued, RankSnapshot, Wait, take_snapshot
 
-__all__ = ["Frame", "Issued", "Snapshot", "Wait", "Watchdog", "explain", "take_snapshot"]
+__all__ = ["Frame", "Issued", "RankSnapshot", "Wait", "Watchdog", "explain", "take_snapshot"]

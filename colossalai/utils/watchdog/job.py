@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from colossalai.utils.watchdog.report import explain
-from colossalai.utils.watchdog.snapshot import Snapshot, progress, take_snapshot
+from colossalai.utils.watchdog.snapshot import RankSnapshot, progress, take_snapshot
 
 
 def _to_stderr(text: str) -> None:
@@ -113,7 +113,7 @@ class Watchdog:
         )
         return True
 
-    def _collect(self, current: int) -> dict[int, Snapshot | None]:
+    def _collect(self, current: int) -> dict[int, RankSnapshot | None]:
         """The snapshots of the ranks that answer soon; the others, dead or stopped, have None."""
         keys = {rank: f"{current}/{rank}" for rank in range(self._world_size)}
         deadline = time.monotonic() + 4 * self._interval

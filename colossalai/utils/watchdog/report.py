@@ -8,12 +8,12 @@ import linecache
 import os
 from collections.abc import Iterable, Mapping
 
-from colossalai.utils.watchdog.snapshot import Frame, Issued, Snapshot, show_ranks
+from colossalai.utils.watchdog.snapshot import Frame, Issued, RankSnapshot, show_ranks
 
 _PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do"}
 
 
-def explain(states: Mapping[int, Snapshot | None], *, stacks: bool = True) -> str:
+def explain(states: Mapping[int, RankSnapshot | None], *, stacks: bool = True) -> str:
     """Describe the ranks in ``states``; a rank that did not answer has ``None``.
 
     Ranks in the same state share a line, and ranks with the same stack share the stack.
@@ -29,7 +29,7 @@ def explain(states: Mapping[int, Snapshot | None], *, stacks: bool = True) -> st
     return "\n".join(lines + (_stacks(states) if stacks else []))
 
 
-def _sentence(state: Snapshot | None) -> tuple[str, str]:
+def _sentence(state: RankSnapshot | None) -> tuple[str, str]:
     if state is None:
         return "does", "not answer: the process is stopped, or a call into C holds the interpreter lock"
     if state.left or not state.threads:
@@ -53,7 +53,7 @@ def _last(issued: Issued) -> str:
     return f"{issued.kind} issued at {_place(issued.caller)}"
 
 
-def _counts(states: Mapping[int, Snapshot | None]) -> list[str]:
+def _counts(states: Mapping[int, RankSnapshot | None]) -> list[str]:
     """One line for each group whose members have not issued the same number of collectives: the fewest are
     late.
     """
@@ -77,7 +77,7 @@ def _counts(states: Mapping[int, Snapshot | None]) -> list[str]:
     return lines
 
 
-def _stacks(states: Mapping[int, Snapshot | None]) -> list[str]:
+def _stacks(states: Mapping[int, RankSnapshot | None]) -> list[str]:
     alike: dict[str, list[int]] = {}
     for rank, state in sorted(states.items()):
         if state is not None and not state.left:

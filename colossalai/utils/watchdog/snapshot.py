@@ -67,17 +67,17 @@ class Issued:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RankSnapshot:
     threads: tuple[tuple[str, tuple[Frame, ...]], ...]  # the main thread first; frames outermost first
     wait: Wait | None
     issued: tuple[Issued, ...]  # the most recent last
     left: bool = False  # set by a harness whose function has returned on this rank
 
-    def leave(self) -> Snapshot:
+    def leave(self) -> RankSnapshot:
         return replace(self, left=True)
 
 
-def take_snapshot(root: str | None = None) -> Snapshot:
+def take_snapshot(root: str | None = None) -> RankSnapshot:
     """Look at every thread of this process but the calling one.
 
     With ``root``, a file, the frames up to the last one of that file are left out: they belong to a harness.
@@ -88,7 +88,7 @@ def take_snapshot(root: str | None = None) -> Snapshot:
     del running[threading.get_ident()]
     order = sorted(running, key=lambda ident: ident != main)
     waits = (_find_wait(running[ident]) for ident in order)
-    return Snapshot(
+    return RankSnapshot(
         threads=tuple((names.get(i) or f"thread {i}", _frames(running[i], root)) for i in order),
         wait=next((wait for wait in waits if wait is not None), None),
         issued=_issued(),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colossalai.kernel.kept import Kept
 from colossalai.kernel.lists import row
+from colossalai.kernel.snapshot import TensorSnapshot
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.chunk_gradients import PendingGradients
@@ -71,7 +71,7 @@ class HostUpdates:
         used: Collection[ParamSlot],
         options: Options,
         factor: float,
-        kept: Kept | None = None,
+        kept: TensorSnapshot | None = None,
     ) -> None:
         """Update ``chunk`` now; ``shard`` has the gradients of ``used``.  What was before goes to ``kept``."""
         self.manager.timeline.note("update", chunk)
@@ -89,7 +89,7 @@ class HostUpdates:
         chunk_pieces: Sequence[ChunkPiece],
         options: Options,
         factor: float,
-        kept: Kept | None,
+        kept: TensorSnapshot | None,
     ) -> None:
         grads = {m.piece: like(m.piece.in_shard(shard), m.piece) for m in chunk_pieces}
         disk = self.disk
@@ -111,7 +111,7 @@ class HostUpdates:
         grads: dict[Piece, Tensor],
         options: Options,
         factor: float,
-        kept: Kept | None = None,
+        kept: TensorSnapshot | None = None,
     ) -> None:
         if not chunk_pieces:
             return

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colossalai.kernel.kept import Kept
+from colossalai.kernel.snapshot import TensorSnapshot
 from colossalai.mesh._compat import multiply_all
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.zero.pieces import Piece
@@ -109,7 +109,7 @@ class ShadowOptimizer:
         shadows: Sequence[tuple[int, nn.Parameter]],
         options: Options,
         factor: float,
-        kept: Kept | None = None,
+        kept: TensorSnapshot | None = None,
     ) -> None:
         """Step ``shadows``, given with the numbers of their groups; gradients are multiplied by ``factor``.
 

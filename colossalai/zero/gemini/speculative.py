@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.kernel.kept import Kept, aligned
+from colossalai.kernel.snapshot import TensorSnapshot, aligned
 from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.chunk_gradients import PendingGradients
@@ -94,7 +94,7 @@ class Snapshot:
     ) -> None:
         self._entries = [(state, dict(state)) for state in states]
         held = [v for _, entries in self._entries for v in entries.values() if torch.is_tensor(v)]
-        self.kept = Kept(buffer, (*tensors, *held))
+        self.kept = TensorSnapshot(buffer, (*tensors, *held))
         self.kept.copy([tensor for tensor in held if not is_large(tensor)])  # counters of steps go up first
 
     def restore(self) -> None:

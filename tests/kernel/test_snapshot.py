@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from colossalai.kernel import adam
-from colossalai.kernel.kept import Kept, aligned
 from colossalai.kernel.native import adam as native
+from colossalai.kernel.snapshot import TensorSnapshot, aligned
 from colossalai.nn.optimizer import HybridAdam
 
 OPTIONS = adam.AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
@@ -57,7 +57,7 @@ def test_an_update_and_back(kind: str, way: str, offset: int, monkeypatch: pytes
     monkeypatch.setattr(native, "LEAST", 1 << 13)  # several blocks
     plain, some = lists(kind), lists(kind)
     before = [tensor.clone() for tensor in tensors(some)]
-    kept = Kept(buffer_for(before, offset), tensors(some))
+    kept = TensorSnapshot(buffer_for(before, offset), tensors(some))
     adam.adam_(plain, 3, OPTIONS)
     adam.adam_(some, 3, OPTIONS, kept)
     for one, other in zip(tensors(plain), tensors(some), strict=True):
@@ -79,7 +79,7 @@ def test_tensors_with_other_strides(way: str, monkeypatch: pytest.MonkeyPatch) -
     }
     some = adam.AdamLists(**{name: [make(70, 90).t()] for name, make in columns.items()})
     before = [tensor.clone() for tensor in tensors(some)]
-    kept = Kept(buffer_for(before), tensors(some))
+    kept = TensorSnapshot(buffer_for(before), tensors(some))
     adam.adam_(some, 1, OPTIONS, kept)
     kept.restore()
     for tensor, was in zip(tensors(some), before, strict=True):
@@ -89,7 +89,7 @@ def test_tensors_with_other_strides(way: str, monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_is_written_back_that_was_not_copied() -> None:
     """As when an update fails before it has begun."""
     copied, other = torch.ones(5), torch.ones(5)
-    kept = Kept(buffer_for([copied, other]), [copied, other])
+    kept = TensorSnapshot(buffer_for([copied, other]), [copied, other])
     kept.copy([copied])
     copied.fill_(2)
     other.fill_(2)
@@ -100,7 +100,7 @@ def test_nothing_is_written_back_that_was_not_copied() -> None:
 
 def test_what_the_update_makes_itself_is_not_kept() -> None:
     known, new = torch.ones(5), torch.ones(5)
-    kept = Kept(buffer_for([known]), [known])
+    kept = TensorSnapshot(buffer_for([known]), [known])
     places = kept.places([new, known])
     assert places[0] is None
     assert places[1] is not None
@@ -115,7 +115,7 @@ def test_steps_of_an_optimizer_keep_only_when_asked() -> None:
     state = optimizer.state[parameter]
     held = [parameter, state["exp_avg"], state["exp_avg_sq"], state["tail"]]
     before = [tensor.detach().clone() for tensor in held]
-    kept = Kept(buffer_for(before), held)
+    kept = TensorSnapshot(buffer_for(before), held)
     optimizer.step_on([parameter], kept=kept)
     kept.restore()
     for tensor, was in zip(held, before, strict=True):
