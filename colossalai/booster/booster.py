@@ -45,7 +45,7 @@ from colossalai.utils.parallel import launched_mesh, raised_together
 
 
 class Boosted(NamedTuple):
-    """What ``boost`` returns; it unpacks in the documented order."""
+    """The objects that ``boost`` returns; they unpack in the documented order."""
 
     model: nn.Module
     optimizer: Any  # an OptimizerWrapper, or None where none was given

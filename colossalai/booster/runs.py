@@ -1,4 +1,4 @@
-"""What a booster has boosted, for ``save`` and ``load``."""
+"""The models that a booster has boosted, with their companions, for ``save`` and ``load``."""
 
 from __future__ import annotations
 

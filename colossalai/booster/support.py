@@ -1,5 +1,4 @@
-"""What cannot be trained: the one place that knows which model, optimizer, plugin and pipeline do not go
-together.
+"""Refuses combinations of model, optimizer, plugin and pipeline that cannot be trained.
 
 ``initialize`` asks before it builds anything, ``Booster`` in ``boost`` and before the first step of a
 pipeline, and a dry run for every rank that it plays.  So all of them refuse the same, in the same words.
@@ -76,9 +75,7 @@ def reach_problem(optimizer: Optimizer, kind: type[Plugin] | None, shares_model:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What matters of a plugin: a dry run has none, but knows which class it would be, and with which
-    options.
-    """
+    """The class and options of a plugin, which a dry run knows without building it."""
 
     kind: type[Plugin]
     replicas: int = 1
@@ -99,9 +96,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is to be trained on this rank, and how; ``pipeline`` is None where no schedule is known, or
-    needed.
-    """
+    """The objects to train on this rank; ``pipeline`` is None where no schedule is known or needed."""
 
     model: nn.Module
     optimizer: Optimizer | None = None

@@ -1,4 +1,4 @@
-"""From a dict with a ``type`` to the object that it describes."""
+"""Builds the object that a dict with a ``type`` describes."""
 
 from colossalai.builder.builder import build_from_config, build_from_registry
 from colossalai.builder.pipeline import build_pipeline_model, build_pipeline_model_from_cfg

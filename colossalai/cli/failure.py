@@ -1,4 +1,4 @@
-"""How a rank ended, which of several failures came first, and the block that tells the user."""
+"""Failures of ranks: how each ended, which came first, and the text that tells the user."""
 
 from __future__ import annotations
 

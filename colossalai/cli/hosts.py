@@ -1,4 +1,4 @@
-"""Which hosts take part in a job, and in which order: node rank 0 comes first."""
+"""The hosts of a job in their order: node rank 0 comes first."""
 
 from __future__ import annotations
 

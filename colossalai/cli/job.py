@@ -1,4 +1,4 @@
-"""What to run: the user's options, checked, and what each node is told."""
+"""The job to launch: the checked options of the user, and the order for each node."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _STAYS_HERE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchArgs:
-    """What the user wants to tell torchrun beyond our own options."""
+    """Further options of the user for torchrun."""
 
     arguments: tuple[str, ...] = ()
     runs_a_script: bool = True

@@ -199,7 +199,7 @@ class Stopped(Exception):
 
 @dataclass
 class LaunchOutcome:
-    """How the job went, one report after the other."""
+    """The outcome of a job, collected from the reports of its agents."""
 
     done: dict[str, bool] = field(default_factory=dict)
     failures: list[failure.RankFailure] = field(default_factory=list)

@@ -138,7 +138,7 @@ _PROBE_TIMEOUT = 10.0
 
 
 class State(Enum):
-    """Where an agent stands."""
+    """The state of an agent."""
 
     WAITING = "no rank has been started"
     RUNNING = "torchrun runs"

@@ -1,4 +1,4 @@
-"""What the launcher and a node agent say to each other: one line per message, in both directions.
+"""The messages between the launcher and a node agent: one line each, in both directions.
 
 Down: first the job as one line of JSON, then the orders of ``Order``.  Up: a greeting, then frames, each a
 letter for its kind followed by its text.  The greeting lets the launcher tell frames from what a login shell
@@ -17,7 +17,7 @@ OUT, ERR, REPORT = b"o", b"e", b"r"
 
 
 class Order(Enum):
-    """What the launcher tells an agent after the job."""
+    """An order of the launcher to an agent, after the job itself."""
 
     PROBE = "probe"
     """See whether the master's port can be reached from your host."""
@@ -30,7 +30,7 @@ class Order(Enum):
 
 
 class AgentEvent(Enum):
-    """What an agent reports."""
+    """A report of an agent."""
 
     READY = "ready"
     """The script, the working directory and the port are fine."""

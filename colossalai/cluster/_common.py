@@ -1,4 +1,4 @@
-"""What the cluster tools share: a check that the job has started, and tables of named groups."""
+"""Shared parts of the cluster tools: a check that the job has started, and tables of named groups."""
 
 from __future__ import annotations
 

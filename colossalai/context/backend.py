@@ -1,4 +1,4 @@
-"""Which communication backend a job uses."""
+"""The choice of a job's communication backend."""
 
 from __future__ import annotations
 

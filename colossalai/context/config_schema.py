@@ -19,7 +19,7 @@ from colossalai.logging import get_dist_logger
 
 @dataclass(frozen=True)
 class ReservedWord:
-    """What a reserved word holds, in words and as a test.  ``None`` always means: not set."""
+    """The value that a reserved word takes, in words and as a test.  ``None`` always means: not set."""
 
     words: str
     holds: Callable[[Any], bool]

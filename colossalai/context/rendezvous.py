@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other, with one clear error on every rank when they cannot.
+"""The rendezvous of a job's ranks, with one clear error on every rank when it fails.
 
 Rank 0 (or torchrun's agent) hosts a key-value store at ``host:port``.  Every rank signs in there with what it
 was launched with; rank 0 waits for all, compares, and writes the verdict that all ranks act on.  Only then is

@@ -1,4 +1,4 @@
-"""Which known word a user probably meant."""
+"""Suggests the known word that a user probably meant."""
 
 from __future__ import annotations
 

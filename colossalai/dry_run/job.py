@@ -35,7 +35,7 @@ from colossalai.utils import is_using_pp
 
 
 class Parts(NamedTuple):
-    """What a training needs, before any feature is put in; ``batch`` is ``(data, label)``."""
+    """The objects of a training before any feature is added; ``batch`` is ``(data, label)``."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a dry run found out about a rank."""
+    """The result of a dry run for one rank."""
 
     rank: int
     coord: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""What kinds of tensors a rank holds at the worst moments of a training step."""
+"""Counts the tensors that a rank holds at the worst moments of a training step, by kind."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ DEFAULTS = {name: option.default for name, option in inspect.signature(GeminiPlu
 
 
 class ZeroPlan(NamedTuple):
-    """What a ``zero`` section means: its level, whether what rests does so in the memory of the host, and how
-    much of it is there twice.
+    """The meaning of a ``zero`` section: its level, whether states rest on the host, and which share is there
+    twice.
 
     ``updates_early``: weights are updated in the backward pass, for good.
     """

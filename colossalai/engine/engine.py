@@ -24,7 +24,7 @@ Handler = BaseGradientHandler | GradAccumGradientHandler
 
 
 class Engine:
-    """What ``colossalai.initialize`` returns.
+    """The engine that ``colossalai.initialize`` returns.
 
     The calls of a training loop go to it: ``engine.zero_grad()``, ``engine(data)``,
     ``engine.criterion(...)``, ``engine.backward(loss)``, ``engine.step()``; or all but the first and last in

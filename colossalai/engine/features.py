@@ -1,4 +1,4 @@
-"""What a config asks ``initialize`` for, checked and with types."""
+"""The features that a config asks ``initialize`` for, checked and with types."""
 
 from __future__ import annotations
 

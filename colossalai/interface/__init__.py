@@ -1,6 +1,4 @@
-"""What boosted models, optimizers and schedulers promise, whatever plan stands behind them, and what a loss
-must be.
-"""
+"""The contract of boosted models, optimizers and schedulers under every plan, and of a loss."""
 
 from colossalai.interface.holding import Holding
 from colossalai.interface.loss import LossWatch, check_differentiable, check_loss

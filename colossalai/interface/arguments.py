@@ -1,5 +1,4 @@
-"""What a module writes into a list or dict that it was given reaches the caller, also where it was given a
-copy.
+"""Copies back what a module writes into a list or dict argument of which it was given a copy.
 
 Models collect auxiliary losses and hidden states so.  Casting inputs, and FSDP2's own hooks, put other
 tensors into the arguments of a call, and with them other containers; what the module appends to those would

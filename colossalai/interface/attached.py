@@ -1,4 +1,4 @@
-"""What lives as long as a module of the user does: a booster remembers a model without keeping it.
+"""Attaches objects to a module of the user, for as long as that module lives.
 
 A weak dictionary by module would keep both for ever, since what it remembers of a module holds the module.
 An attribute of the module is part of a cycle, which Python's garbage collector frees.  It is neither copied
@@ -16,7 +16,7 @@ ATTRIBUTE = "_colossalai_attached"
 
 
 class Attached(dict[str, Any]):
-    """What is attached to one module, by name; a copy of the module has nothing."""
+    """The objects attached to one module, by name; a copy of the module has none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
         return Attached()

@@ -1,4 +1,4 @@
-"""What a batch, an output and a loss look like: the conventions of all schedules.
+"""The form of a batch, an output and a loss: the conventions of all schedules.
 
 A batch is ``(data, label)``, or a dict whose label is called ``label`` or ``labels``, or all data and no
 label.  Data in a tuple or list are the model's arguments, in a dict its keywords; outputs and labels go to

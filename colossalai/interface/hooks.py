@@ -24,7 +24,7 @@ def tell_of_local_hooks(optimizer: Optimizer, params: Iterable[Tensor], who: str
 
 
 class _Tell:
-    """What looks for hooks, once."""
+    """Looks for hooks, once."""
 
     def __init__(self, params: list[weakref.ref[Tensor]], who: str) -> None:
         self._params: list[weakref.ref[Tensor]] | None = params

@@ -18,7 +18,7 @@ NAMED = 3  # so many parameters are named
 
 @dataclass(frozen=True)
 class Strangers:
-    """What ``optimizer`` and ``model`` do not have in common."""
+    """The parameters that only one of ``optimizer`` and ``model`` has."""
 
     optimizer: Optimizer
     model: nn.Module

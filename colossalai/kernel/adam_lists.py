@@ -1,6 +1,4 @@
-"""What an update of Adam is given: the tensors, and the numbers of its formula (see
-``colossalai.kernel.adam``).
-"""
+"""The arguments of an Adam update: tensors, and numbers of its formula (see ``colossalai.kernel.adam``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a multi-tensor optimizer kernel works on: lists of tensors on one device, with one dtype per list.
+"""The operands of a multi-tensor optimizer kernel: lists of tensors on one device, with one dtype per list.
 
 The i-th entries of all lists belong to one parameter, and have its shape and strides.
 """

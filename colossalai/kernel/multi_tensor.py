@@ -22,7 +22,7 @@ BLOCK = 1 << 10
 
 
 class ChunkTable(NamedTuple):
-    """How tensors of given sizes are cut; tables on the device."""
+    """The cut of tensors of given sizes, as tables on the device."""
 
     owners: Tensor  # (chunks,) the tensor of each chunk
     firsts: Tensor  # (tensors + 1,) the first chunk of each tensor

@@ -1,4 +1,4 @@
-"""Whether our Triton kernels run here: tried once, on a few numbers, at the first question."""
+"""Tries once, on a few numbers, whether our Triton kernels run here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensors were before an update that may have to be taken back."""
+"""Snapshots of tensors before an update that may be rolled back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank this process is, as far as logging needs to know.
+"""The rank of this process, as far as logging needs to know it.
 
 Logging lies below the parallel context, so the context tells it how to find the rank within a parallel mode
 (``set_rank_resolver``) instead of being imported here.

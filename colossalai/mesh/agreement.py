@@ -1,5 +1,4 @@
-"""What ranks that share one model must have alike is compared once, in the first training step: batches and
-gradients.
+"""Compares batches and gradients of ranks that share one model, once, in the first training step.
 
 Ranks along a tensor axis hold copies of some parameters.  Each updates its own copy, so the copies stay equal
 only if their gradients are equal.  They are not where a plan applies such a parameter to a rank's own heads
@@ -292,8 +291,7 @@ class SameSteps:
 
 
 class FirstStep:
-    """What a model that several ranks share does around its forward passes until its first training step is
-    over.
+    """Runs around the forward passes of a shared model until its first training step is over.
 
     ``batch_axes`` are those along which ranks must be given the same batch; none if the caller of the model
     compares it.

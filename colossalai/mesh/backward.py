@@ -1,4 +1,4 @@
-"""When the backward pass of a tensor begins.
+"""Calls a function when the backward pass of a tensor begins.
 
 [Note: outputs that change] A hook of a tensor is a hook of the node that made it.  An operation in place on a
 view gives the view, and all others of the same memory, new nodes, and the old one is in no graph any more;

@@ -1,4 +1,4 @@
-"""Where a tensor lies on the mesh.
+"""``Layout``: where a tensor lies on the mesh.
 
 On each axis a tensor is in exactly one state:
 

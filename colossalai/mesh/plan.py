@@ -1,4 +1,4 @@
-"""Which of the three tensors of a matrix product travels on which axis.
+"""``MatmulPlan``: which of the three tensors of a matrix product travels on which axis.
 
 For ``y[m, n] = sum_k x[m, k] w[k, n]`` each mesh axis takes one role, read off the layouts in which x, w and
 y rest, and the role says which of the three tensors travels:
@@ -28,9 +28,7 @@ Order = Literal["io", "oi"]
 
 @dataclass(frozen=True)
 class MatmulPlan:
-    """How ``y = x @ w`` runs when x, w and y rest in the given layouts; fails when the layouts make no
-    sense.
-    """
+    """A plan for ``y = x @ w`` with x, w and y in the given layouts; refuses layouts that make no sense."""
 
     x: Layout
     w: Layout
@@ -82,9 +80,7 @@ class MatmulPlan:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a weight lies in memory: (in, out), or (out, in) as in torch's layers; plans are written (in,
-    out).
-    """
+    """The order of a weight in memory: (in, out), or (out, in) as in torch; plans are written (in, out)."""
 
     order: Order = "io"
     shape: tuple[int, ...] | None = None

@@ -28,7 +28,7 @@ _SLAB = 1 << 22
 
 
 class Classes(NamedTuple):
-    """How the classes of a row lie: cut by ``axes``, ``number`` of them in all."""
+    """The classes of a row: cut by ``axes``, ``number`` of them in all."""
 
     number: int
     axes: Axes

@@ -1,6 +1,4 @@
-"""What a model and its training are made of: layers, losses, metrics, initializers, optimizers,
-schedulers.
-"""
+"""Parts of a model and its training: layers, losses, metrics, initializers, optimizers, schedulers."""
 
 from colossalai.nn import init, layer, loss, lr_scheduler, metric, modes, optimizer, policies
 from colossalai.nn.layer import (

@@ -1,4 +1,4 @@
-"""How a loss knows where the scores it gets lie.
+"""Tells a loss how the scores that it gets are cut.
 
 Scores pass through the user's hands, and through wrappers that give them new names and types, before a loss
 sees them. So every classifier of a job is noted while it lives, and a loss asks for the one whose scores have
@@ -18,7 +18,7 @@ from colossalai.mesh.layout import piece
 
 @dataclass(frozen=True)
 class Logits:
-    """Where scores (batch, sequence, classes) lie, and how many classes there are in all."""
+    """The layout of scores (batch, sequence, classes), and the number of classes in all."""
 
     layout: Layout
     classes: int

@@ -24,7 +24,7 @@ Where = Literal["hidden", "inner"]
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Where activations and weights rest under one mode.  Activations are (batch, sequence, feature)."""
+    """The layouts of activations and weights under one mode.  Activations are (batch, sequence, feature)."""
 
     axes: dict[str, int]
     hidden: Layout

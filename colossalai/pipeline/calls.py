@@ -1,5 +1,4 @@
-"""How one layer of a pipeline stage is called: with what came from before it, and the keywords that its
-signature names.
+"""Calls one layer of a pipeline stage with the output of the layer before, and the keywords that it names.
 
 A batch that is a dict reaches every stage as keywords.  A layer takes those that its ``forward`` names.  A
 function between layers is one of two kinds, which its first parameter tells apart:

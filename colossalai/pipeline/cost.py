@@ -1,5 +1,4 @@
-"""What the layers of a model cost in time, for ``partition_balanced`` where the number of parameters says too
-little.
+"""Measures the time of each layer of a model, for ``partition_balanced``.
 
 An embedding has many parameters and hardly computes; an attention over long sequences has few and computes a
 lot. ``estimate_costs`` counts operations on the meta device and needs no memory; ``measure_costs`` runs the

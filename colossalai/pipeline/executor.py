@@ -28,7 +28,7 @@ class Recorder(Protocol):
 
 
 class StageWork(Protocol):
-    """What the stages on a rank compute."""
+    """The computations of the stages on a rank."""
 
     def forward(self, stage: int, chunk: int, microbatch: int, received: Any) -> Any:
         """The output of a stage; ``received`` is that of the stage before, None for the first stage."""
@@ -76,7 +76,7 @@ class _Enter(torch.autograd.Function):
 
 @dataclass
 class _Pass:
-    """What one forward pass leaves for its backward pass."""
+    """The values that one forward pass leaves for its backward pass."""
 
     received: Any
     boxes: list[_Received | None]

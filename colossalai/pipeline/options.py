@@ -1,4 +1,4 @@
-"""What a config says about its pipeline, checked and with types."""
+"""The pipeline options of a config, checked and with types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZES = ("SEQ_LENGTH", "GLOBAL_BATCH_SIZE", "HIDDEN_SIZE")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How a batch goes through a pipeline; see ``Pipeline`` for the words."""
+    """Options of a batch's way through a pipeline; see ``Pipeline`` for their meaning."""
 
     schedule: str
     microbatches: int

@@ -1,4 +1,4 @@
-"""Which layers of a sequence each pipeline stage gets.
+"""Divides a sequence of layers among pipeline stages.
 
 A model of ``n`` layers becomes ``pipeline_parallel_size * num_chunks`` parts, each a range of neighbouring
 layers.  Part ``i`` is virtual stage ``i`` of a ``Placement``: with several chunks, a batch passes every rank

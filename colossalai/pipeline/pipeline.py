@@ -129,7 +129,7 @@ def join_outputs(outputs: list[Any]) -> Any:
 
 
 class LossOwner(Protocol):
-    """Who knows how a loss goes into the backward pass: an engine, or an optimizer of a booster."""
+    """The object that starts the backward pass of a loss: an engine, or an optimizer of a booster."""
 
     def expect_gradients(self) -> None: ...
 

@@ -155,7 +155,7 @@ def _parallelize(model: nn.Module, policy: Policy | None, recording: Deferred | 
 
 @dataclass(init=False)
 class _Plan:
-    """Which blocks each stage has, and under which names it holds parameters."""
+    """The blocks of each stage, and the names under which it holds parameters."""
 
     parts: ModelParts
     placement: Placement

@@ -1,4 +1,4 @@
-"""Where the parts of a model lie: virtual stages, ranks of the pipeline and chunks.
+"""The places of a model's parts: virtual stages, ranks of the pipeline and chunks.
 
 A model is cut into *virtual stages* 0, 1, 2 ... in the order of its layers.  A rank holds one of them, or
 several, which are then its *chunks* 0, 1, ...  Two ways of dealing them out are in use (4 ranks, 2 chunks)::

@@ -22,9 +22,7 @@ from colossalai.utils.bucket import bucket_allreduce
 
 
 class Use(NamedTuple):
-    """Where a parameter is used: on which pipeline rank, by which layer of the model, under which name in
-    it.
-    """
+    """One use of a parameter: the pipeline rank, the layer of the model, and its name in that layer."""
 
     rank: int
     layer: int

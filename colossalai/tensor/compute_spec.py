@@ -1,4 +1,4 @@
-"""How a weight takes part in computations."""
+"""``ComputeSpec``: how a weight takes part in computations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tensor lies among the tp ranks of its process group: whole on each, or cut along one dim.
+"""Specs of a tensor among the tp ranks of its process group: whole on each, or cut along one dim.
 
 Both are names for a :class:`colossalai.mesh.Layout` on the axis ``tp``, and ``layout_of`` is the one place
 where names become layouts.

@@ -20,7 +20,7 @@ from colossalai.tensor.pieces import as_piece, plain_torch
 
 
 class ColoParamOpHook(ABC):
-    """What to do around an operation; ``params`` are the ColoParameters among its arguments."""
+    """A hook around an operation; ``params`` are the ColoParameters among its arguments."""
 
     @abstractmethod
     def pre_forward(self, params: list[Tensor]) -> None: ...

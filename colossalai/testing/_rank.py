@@ -46,7 +46,7 @@ _LOST_CONNECTION = re.compile(
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one rank is to do, and the parent's environment, which a process of the fork server lacks."""
+    """The task of one rank, and the parent's environment, which a process of the fork server lacks."""
 
     rank: int
     world_size: int

@@ -71,7 +71,9 @@ Plan = Callable[[Problem], ParityRun]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a plan may be from the serial model; stated here once and never relaxed in passing."""
+    """The tolerated distance of a plan from the serial model; stated here once and never relaxed in
+    passing.
+    """
 
     loss: float = 1e-5
     gradient: float = 1e-4

@@ -1,5 +1,4 @@
-"""How many bytes of tensors are alive, and how many were at the worst moment: a device's statistics, for the
-CPU.
+"""Counts the bytes of live tensors, now and at the worst moment: the statistics of a GPU, for the CPU.
 
 Every operation passes its results through a dispatch mode; a storage counts from its first sight until torch
 frees it. Views share a storage and count once.

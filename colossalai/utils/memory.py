@@ -1,4 +1,4 @@
-"""How much memory a device has and how much of it this process uses, in bytes."""
+"""The memory of a device, and the part of it that this process uses, in bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a saved state of an optimizer belongs to the optimizer that it is to be loaded into.
+"""Checks that a saved optimizer state belongs to the optimizer that loads it.
 
 torch only counts the parameters of each group.  States of another model then change the training without a
 word, or let a fused kernel write past the end of a tensor, and options that the optimizer does not know are

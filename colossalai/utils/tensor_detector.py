@@ -19,7 +19,7 @@ MB = 1024 * 1024
 
 
 class _TensorRecord(NamedTuple):
-    """What is remembered of a tensor; not the tensor itself, which would keep it alive."""
+    """A record of a tensor; not the tensor itself, which would stay alive."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,6 +1,4 @@
-"""What all plans with data parallelism share: their answers to the booster, and each replica's own part of
-the data.
-"""
+"""``DPPluginBase``: the base of all plugins with data parallelism."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """``TorchFSDPPlugin``: weights, gradients and optimizer states are cut over the ranks, by torch's FSDP2.
 
 ``fully_shard`` replaces each parameter by a ``DTensor`` of which this rank holds a part of the rows, and
-gathers the whole of it only while its unit (see ``find_units`` in ``fsdp_model``) computes.  The optimizer of the user's script
-was built on the parameters of before; it is pointed to the new ones, in the same groups and order.
+gathers the whole of it only while its unit (see ``find_units`` in ``fsdp_model``) computes.  The optimizer of
+the user's script was built on the parameters of before; it is pointed to the new ones, in the same groups and
+order.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """What ``fully_shard`` is told."""
+    """The options of ``fully_shard``."""
 
     reshard_after_forward: bool | None
     hybrid: bool

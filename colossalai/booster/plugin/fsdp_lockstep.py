@@ -30,7 +30,7 @@ Said = tuple[str, tuple[str, ...]]  # what a rank does, and with which parameter
 
 
 class Lockstep:
-    """What the ranks of one model do next, compared over ``group``.
+    """Compares over ``group`` which step each rank of one model does next.
 
     Args:
         group: all ranks that train together, over gloo and for nothing else.

@@ -33,7 +33,7 @@ from colossalai.utils.parallel import broadcast_from_first
 
 
 class Expected(Enum):
-    """What DDP will do with the gradients that come next."""
+    """DDP's next action on gradients."""
 
     AVERAGED = "it averages one gradient of each of its parameters: a forward pass has told it to"
     LOCAL = "nothing, and that is meant: the forward pass was under no_sync"

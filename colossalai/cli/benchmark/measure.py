@@ -1,6 +1,4 @@
-"""What one process of the benchmark does: join the plan, build the model, warm up, time steps, count
-bytes.
-"""
+"""One process of the benchmark: joins the plan, builds the model, warms up, times steps and counts bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from colossalai.utils.live_bytes import LiveBytes
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to measure under every plan."""
+    """The measurement to make under every plan."""
 
     model: str
     shape: ModelSizes
@@ -41,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one rank found, per step: milliseconds and bytes."""
+    """The milliseconds and bytes of one rank, per step."""
 
     forward: float
     backward: float

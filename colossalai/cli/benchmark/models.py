@@ -83,7 +83,7 @@ def _blocks(shape: ModelSizes, causal: bool) -> nn.Sequential:
 
 
 class Perceptron(nn.Module):
-    """What the documents measure: MLPs on an input of shape (batch, sequence, dimension)."""
+    """The model of the documents: MLPs on an input of shape (batch, sequence, dimension)."""
 
     def __init__(self, shape: ModelSizes) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which tensor-parallel configurations there are for a number of devices."""
+"""The tensor-parallel configurations for a number of devices."""
 
 from __future__ import annotations
 

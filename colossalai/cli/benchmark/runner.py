@@ -25,7 +25,7 @@ from colossalai.testing import RankError, spawn
 
 @dataclass(frozen=True)
 class BenchmarkOutcome:
-    """How one plan went: a result, or the reason why there is none."""
+    """The result of one plan, or the reason why there is none."""
 
     plan: BenchmarkPlan
     result: Measurement | None = None

@@ -1,4 +1,4 @@
-"""What all tensor-parallel layers share: the mode and mesh they live on, and how their parameters are made.
+"""The base of all tensor-parallel layers: their mode and mesh, and how their parameters are made.
 
 A layer is written once.  It reads where its inputs, weights and outputs lie from a row of
 ``colossalai.nn.modes``; with one rank it is *plain* and calls torch's own function.

@@ -1,4 +1,4 @@
-"""From features to the scores of classes or of the words of a vocabulary.
+"""``Classifier``: maps features to the scores of classes, or of the words of a vocabulary.
 
 With few classes the scores are whole on every rank (``y`` rests uncut along the classes, so the planner
 sums).  Above ``vocab_parallel_limit`` they stay cut, and the loss works on the pieces.  A tied head uses the

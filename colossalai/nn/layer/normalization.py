@@ -26,7 +26,7 @@ from colossalai.nn.modes import TensorParallel
 
 
 class _Norm(ParallelLayer):
-    """What both norms share: a weight along the features of the stream."""
+    """The base of both norms: a weight along the features of the stream."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""From images to tokens: one vector for each patch, a class token before them, and a vector for each
-position.
+"""Makes tokens of images: a vector for each patch, a class token before them, a vector for each position.
 
 Each rank computes its own features of its own images, so nothing travels forward; the gradients are summed
 over the ranks that hold other images.

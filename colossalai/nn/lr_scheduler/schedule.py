@@ -47,9 +47,7 @@ def set_rates(scheduler: LRScheduler) -> None:
 
 
 class Ending(LRScheduler):
-    """What all our schedulers share: they know their last step, and hold the rate of that step if stepped
-    further.
-    """
+    """The base of our schedulers: they know their last step, and hold its rate if stepped further."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, last_epoch: int = -1, **kwargs: Any) -> None:
         self.total_steps = as_count(self, "total_steps", total_steps, 1)

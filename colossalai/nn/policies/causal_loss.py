@@ -25,7 +25,7 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 @dataclass(frozen=True)
 class CausalLoss:
-    """What ``ForCausalLMLoss`` of transformers computes: every token predicts the next one."""
+    """The loss of ``ForCausalLMLoss`` of transformers: every token predicts the next one."""
 
     place: Logits
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""How a model is cut in depth: what comes before its blocks, the blocks, and what comes after them.
+"""Cuts a model in depth: the modules before its blocks, the blocks, and the modules after them.
 
 A policy says it in one row (``Depth``), so that a new architecture is a new row.  Nothing is said about
 masks, rotations or positions: every stage runs the model's own forward, which computes them from the batch.

@@ -1,5 +1,4 @@
-"""What a model collects from all of its blocks, which no stage of a pipeline has: hidden states, attentions,
-logits of routers.
+"""Refuses outputs that a model collects from all of its blocks, of which a stage has only its own.
 
 The last stage would return, and add to its loss, those of its own blocks alone.
 """

@@ -13,7 +13,7 @@ from colossalai.nn.policies.rules import Rule
 
 @dataclass(frozen=True)
 class Policy:
-    """How the models of one architecture are cut.
+    """The rules that cut the models of one architecture.
 
     ``model_types`` are the names that configs of these models carry.  ``rules`` maps the end of a module's
     path (``*`` is any one part, the empty path the base model) to what is done with it; the first that fits

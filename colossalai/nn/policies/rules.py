@@ -1,4 +1,4 @@
-"""What can be done to a module of an existing model, one small class for each.
+"""The rules for modules of an existing model, one small class for each.
 
 A rule takes a native module and returns what stands in its place: this rank's piece, or the module itself
 with a few attributes adapted.  Where a mode leaves the residual stream whole (1D), modules that only work on

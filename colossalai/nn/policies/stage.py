@@ -35,9 +35,7 @@ from colossalai.nn.policies.wrap_forward import (
 
 
 class Arrived:
-    """Where the stand-ins of a stage find what came from the stage before, by the names of a block's
-    arguments.
-    """
+    """Holds what came from the stage before, by the names of a block's arguments, for the stand-ins."""
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
@@ -154,7 +152,7 @@ def _empty(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class StageShare:
-    """What a stage holds of its model."""
+    """The part of a model that a stage holds."""
 
     index: int
     stages: int

@@ -48,7 +48,7 @@ Match = tuple[str, nn.Module, Rule]
 
 @dataclass
 class PlanTrace:
-    """What a model needs beside its plan, by the paths of its modules."""
+    """Rules that a model needs beside its plan, by the paths of its modules."""
 
     summed: dict[str, frozenset[str]] = field(default_factory=dict)
     """Modules with those of their parameters that are applied to pieces."""
@@ -311,7 +311,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Mark:
-    """What is known of a tensor."""
+    """Facts about a tensor."""
 
     cut: bool = False
     dim: int | None = None
@@ -331,7 +331,7 @@ PLAIN = Mark()
 
 @dataclass
 class Notes:
-    """What ``Flow`` has seen, by the paths of modules or parameters."""
+    """The findings of ``Flow``, by the paths of modules or parameters."""
 
     applied_to_pieces: dict[str, None] = field(default_factory=dict)
     applied_to_whole: dict[str, None] = field(default_factory=dict)

@@ -41,7 +41,7 @@ Forward = Callable[..., Any]
 
 
 class ForwardWrapper:
-    """What is done around a forward; a subclass writes ``around``."""
+    """Code around the forward of a module; a subclass writes ``around``."""
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What ranks noted, put together: steps, each with the pipelines that ran side by side in it."""
+"""``Recording``: the steps that ranks recorded, each with the pipelines that ran side by side in it."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def _legend(figure: Any, used: set[tuple[PassKind, int]]) -> None:
 
 @dataclass(frozen=True)
 class Note:
-    """What one rank did in one step."""
+    """The actions of one rank in one step."""
 
     timetable: Timetable
     pipeline: str  # the coordinates that its pipeline does not run through, such as "dp 0, tp 1"

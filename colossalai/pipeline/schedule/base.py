@@ -1,4 +1,4 @@
-"""What a schedule is: for every rank of a pipeline, the list of what it does, in order.
+"""``Timetable``: a schedule as data, for every rank of a pipeline the list of its actions in order.
 
 A ``Timetable`` is plain data, made by a pure function of a few numbers.  So it can be printed, tested and
 priced without a process group, and every rank knows what its neighbours send it, and in which order.  One
@@ -15,7 +15,7 @@ from colossalai.pipeline.stage import Placement
 
 
 class PassKind(Enum):
-    """What a rank does with one micro-batch in one chunk."""
+    """The kind of pass that a rank does with one micro-batch in one chunk."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradients of inputs and weights together
@@ -127,7 +127,7 @@ Span = tuple[Action, float, float]
 
 @dataclass(frozen=True)
 class RunTimes:
-    """When every action of a step starts and ends on each rank: as planned by ``price``, or as measured."""
+    """The start and end of every action of a step on each rank, as planned by ``price`` or as measured."""
 
     spans: tuple[tuple[Span, ...], ...]
 

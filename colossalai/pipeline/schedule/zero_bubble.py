@@ -119,7 +119,7 @@ def _play(name: str, place: Placement, microbatches: int, limit: int, order: Ord
 
 
 class _Rank:
-    """What a rank still has to do: for each chunk, the next micro-batch of every kind."""
+    """The remaining work of a rank: for each chunk, the next micro-batch of every kind."""
 
     def __init__(self, table: Timetable, rank: int, limit: int, order: Order) -> None:
         self.table, self.rank, self.limit, self.order = table, rank, limit, order

@@ -1,4 +1,4 @@
-"""What torch functions do with ColoTensors; importing this package fills the table of ``op_wrapper``."""
+"""Torch functions on ColoTensors; importing this package fills the table of ``op_wrapper``."""
 
 from colossalai.tensor.ops import autograd, elementwise, embedding, product, reductions, shape
 

@@ -31,7 +31,7 @@ class OptimizerSpec:
 
 @dataclass
 class Case:
-    """What is trained, how, and in which order."""
+    """A training to try: the model, its plans and habits, and their order."""
 
     model: ModelSpec
     a: PlanSpec

@@ -1,4 +1,4 @@
-"""What users do around a step, as lines of Python: once for the serial model, once for the boosted one.
+"""Habits of users around a step, as lines of Python: for the serial model and for the boosted one.
 
 The two must mean the same.  A habit is *every* step's, or happens once, ``at`` a step.
 """
@@ -26,7 +26,7 @@ class Habit:
 
 @dataclass(frozen=True)
 class HabitKind:
-    """How a habit is written.  ``{v}`` is its value; ``place`` is where in the step it belongs."""
+    """The lines of a habit.  ``{v}`` is its value; ``place`` is where in the step it belongs."""
 
     place: str  # before, clip, zero, after
     serial: str

@@ -1,4 +1,4 @@
-"""Whether a plan did what the serial model does: references, comparisons, and the verdict of a case."""
+"""Compares a plan with the serial model: references, tolerances, and the verdict of a case."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAILURES = (DIFFERENT, CRASHED, HANG, DISAGREE, BROKEN)
 
 @dataclass
 class CaseVerdict:
-    """What became of a case, and the evidence."""
+    """The outcome of a case, and the evidence."""
 
     outcome: str
     message: str = ""
@@ -63,7 +63,7 @@ class CaseVerdict:
 
 @dataclass
 class Reference:
-    """What the serial model logged, and its states at the saves."""
+    """The log of the serial model, and its states at the saves."""
 
     log: Log = field(default_factory=list)
     snaps: dict[str, tuple[dict[str, Any], dict[Any, Any]]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Reference:
 
 @dataclass
 class Noise:
-    """How far rounding alone takes serial runs apart: in fp32 a number, in half precision a run under
+    """The distance of serial runs by rounding alone: in fp32 a number, in half precision a run under
     autocast.
     """
 
@@ -301,7 +301,7 @@ def _norm_between(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Measure:
-    """How far a plan may be off: relative to the values, or in half precision relative to how far training
+    """The tolerance of a plan: relative to the values, or in half precision to the distance that training
     moved them.
     """
 

@@ -21,7 +21,7 @@ _DISK = "__DISK__"  # stands for a scratch folder in the options of a plugin
 
 @dataclass
 class PlanSpec:
-    """How a run is spread: over how many ranks, by which plugin with which options, in which precision."""
+    """The plan of a run: its ranks, its plugin with options, and its precision."""
 
     ranks: int = 1
     plugin: str = "none"

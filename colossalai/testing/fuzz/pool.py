@@ -64,7 +64,7 @@ class Task:
 
 @dataclass
 class Answer:
-    """What one rank says of a task: what it logged, and what it raised."""
+    """The answer of one rank to a task: its log, and the exception that it raised."""
 
     log: list[tuple[str, int, Any]] = field(default_factory=list)
     error: str | None = None  # class and message
@@ -74,9 +74,7 @@ class Answer:
 
 @dataclass
 class TaskResult:
-    """What became of a task: the answers of all ranks, None where there was none; and why, where there was
-    none.
-    """
+    """The result of a task: the answers of all ranks, None where one is missing, and the reason."""
 
     answers: list[Answer | None]
     stuck: str = ""  # where the ranks were, if some did not answer
@@ -147,8 +145,8 @@ class RankPool:
 
 
 class _Watch:
-    """Whether it makes sense to wait: ranks that hang use hardly any processor, those on a busy machine get
-    some now and then.
+    """Decides whether to wait on: ranks that hang use hardly any processor time, ranks on a busy machine
+    some.
     """
 
     def __init__(self, pids: list[int], limit: float) -> None:

@@ -157,7 +157,7 @@ class FailedCase:
 
 @dataclass
 class Summary:
-    """What became of all cases."""
+    """The counts of all cases."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     by_plan: dict[str, Counter[str]] = field(default_factory=dict)

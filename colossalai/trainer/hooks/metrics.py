@@ -1,4 +1,4 @@
-"""What the trainer measures.
+"""The metrics of the trainer.
 
 A metric collects on its own rank and, at the end of an epoch, is brought together over the ranks that hold
 other data: the trainer calls ``synchronize`` on every rank at once.  After that its values can be read

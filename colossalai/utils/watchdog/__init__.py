@@ -1,4 +1,4 @@
-"""What every rank is doing when a job stands still: stacks, the collective each rank waits in, who is behind.
+"""Reports each rank of a job that stands still: its stacks, the collective it waits in, and who is behind.
 
 ``Watchdog`` runs inside a job; ``take_snapshot`` and ``explain`` are its two halves, which
 ``colossalai.testing.spawn`` uses as well.
