@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from colossalai.checkpoint_io.optimizer_files import remember_model
-from colossalai.checkpoint_io.run_state import Run, RunState
-from colossalai.checkpoint_io.writing import Writer
+from colossalai.checkpoint_io.files.gathering import remember_model
+from colossalai.checkpoint_io.runs.run_state import BoostedRun, RunState
+from colossalai.checkpoint_io.runs.writing import Writer
 from colossalai.interface.attached import attach
 
 
@@ -26,11 +26,11 @@ class Runs:
     """
 
     def __init__(self) -> None:
-        self._runs: list[weakref.ref[Run]] = []
+        self._runs: list[weakref.ref[BoostedRun]] = []
         self.writer = Writer()
 
     def add(self, model: nn.Module, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> None:
-        run = Run(model, optimizer, lr_scheduler, dataloader)
+        run = BoostedRun(model, optimizer, lr_scheduler, dataloader)
         for module in model.modules():
             attach(module, "run", run)
         if optimizer is not None:
@@ -57,7 +57,7 @@ class Runs:
             )
         return RunState(runs, plan or {}, extra or {})
 
-    def _alive(self) -> list[Run]:
+    def _alive(self) -> list[BoostedRun]:
         if len(self._runs) > 1:
             gc.collect()  # or ranks would have different ones, as their collectors have come by or not
         return [run for known in self._runs if (run := known()) is not None]

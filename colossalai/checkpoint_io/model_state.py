@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossalai.checkpoint_io.entries import Entry, Piece, pieces_of_holding, serial_shape, shared_mark
-from colossalai.checkpoint_io.manifest import Manifest, StoredTensor
-from colossalai.checkpoint_io.ranks import Ranks
-from colossalai.checkpoint_io.reading import Want
+from colossalai.checkpoint_io.held_tensors import (
+    HeldBox,
+    HeldTensor,
+    pieces_of_holding,
+    serial_shape,
+    shared_mark,
+)
+from colossalai.checkpoint_io.ranks import JobRanks
+from colossalai.checkpoint_io.runs.manifest import Manifest, StoredTensor
+from colossalai.checkpoint_io.runs.reading import Want
 from colossalai.interface import Holding, ModelWrapper, below_compile, user_module
 from colossalai.mesh import PIPELINE_AXIS, Mesh
 from colossalai.nn.layer import ParallelLayer
@@ -74,7 +80,7 @@ class ParameterNames:
         """The first name of a parameter."""
         return self._names.get(id(param))
 
-    def agree(self, ranks: Ranks) -> ParameterNames:
+    def agree(self, ranks: JobRanks) -> ParameterNames:
         """Give a parameter that several stages share the name that it has on the first of them; every rank calls this."""
         if self.stage is None:
             return self
@@ -138,16 +144,16 @@ class ModelState:
         named = [(self._rename(name), tensor) for name, tensor in self.tensors.items()]
         return ParameterNames(named, self.mesh, self.section)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[HeldTensor]:
         """All tensors, tied ones once."""
         first = {id(tensor): tensor for tensor in self.tensors.values()}
         return [self._entry(tensor, self.names[key]) for key, tensor in first.items()]
 
-    def _entry(self, tensor: Tensor, names: list[str]) -> Entry:
+    def _entry(self, tensor: Tensor, names: list[str]) -> HeldTensor:
         name, *aliases = (f"{self.section}/{name}" for name in names)
         is_param = isinstance(tensor, nn.Parameter)
         holding = self._named[name] = self._holdings.get(id(tensor), Holding(tensor, tensor))
-        return Entry(
+        return HeldTensor(
             name,
             serial_shape(tensor),
             holding.value.dtype,
@@ -176,7 +182,7 @@ class ModelState:
             raise RuntimeError(f"sizes differ: {'; '.join(faults[:6])}")
         return wants, missing
 
-    def _targets(self, entry: Entry, name: str) -> list[Piece]:
+    def _targets(self, entry: HeldTensor, name: str) -> list[HeldBox]:
         """Where the elements of ``entry`` are read to; what rests on a disk gets there when all is read (``loaded``)."""
         holding = self._named[entry.name]
         if not is_lazy(holding.value):
@@ -185,7 +191,9 @@ class ModelState:
         self._elsewhere.append((holding.param, room))
         return pieces_of_holding(replace(holding, value=room), room, self.mesh, name)
 
-    def _finest(self, source: StoredTensor, entry: Entry, manifest: Manifest, section: str) -> StoredTensor:
+    def _finest(
+        self, source: StoredTensor, entry: HeldTensor, manifest: Manifest, section: str
+    ) -> StoredTensor:
         """The fp32 masters of a weight that was stored in half precision, for a model that is not in the same one."""
         if source.dtype not in HALF or entry.dtype == source.dtype:
             return source

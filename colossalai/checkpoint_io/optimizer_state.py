@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from colossalai.checkpoint_io.entries import (
-    Entry,
+from colossalai.checkpoint_io.held_tensors import (
+    HeldTensor,
     pieces_of_holding,
     serial_shape,
     shared_mark,
     whole_piece,
 )
-from colossalai.checkpoint_io.manifest import Manifest, StoredTensor
+from colossalai.checkpoint_io.json_values import encode
 from colossalai.checkpoint_io.model_state import ParameterNames
-from colossalai.checkpoint_io.reading import Want
+from colossalai.checkpoint_io.runs.manifest import Manifest, StoredTensor
+from colossalai.checkpoint_io.runs.reading import Want
 from colossalai.checkpoint_io.stored_optimizer import StoredGroup, StoredOptimizer
-from colossalai.checkpoint_io.values import encode
 from colossalai.interface import Holding, OptimizerWrapper
 from colossalai.interface.holding import MASTERS_KEY
 from colossalai.nn.optimizer.base import MultiTensorOptimizer, is_cut, local, wide
@@ -68,7 +68,7 @@ class OptimizerState:
 
     # Saving
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[HeldTensor]:
         """The states that are tensors, and fp32 masters."""
         found = []
         for name, holding in self.holdings:
@@ -91,21 +91,23 @@ class OptimizerState:
         with self._lock:  # files are written by several threads
             return read()
 
-    def _entry(self, name: str, state: str, holding: Holding, value: Tensor | Callable[[], Tensor]) -> Entry:
+    def _entry(
+        self, name: str, state: str, holding: Holding, value: Tensor | Callable[[], Tensor]
+    ) -> HeldTensor:
         full = f"{self.section}/{name}/{state}"
         shared, stage = shared_mark(holding.param), self.model.stage
         if not isinstance(value, Tensor):
             pieces = pieces_of_holding(holding, value, self.model.mesh, full)
-            return Entry(full, serial_shape(holding.param), wide(holding.value), pieces, shared, stage)
+            return HeldTensor(full, serial_shape(holding.param), wide(holding.value), pieces, shared, stage)
         if value.shape == holding.value.shape:
             pieces = pieces_of_holding(holding, value, self.model.mesh, full)
-            return Entry(full, serial_shape(holding.param), value.dtype, pieces, shared, stage)
+            return HeldTensor(full, serial_shape(holding.param), value.dtype, pieces, shared, stage)
         if value.numel() != 1 and (is_cut(holding.param) or holding.end is not None):
             raise ValueError(
                 f"{full} has shape {tuple(value.shape)}: it is neither a number nor like the parameter, {tuple(holding.value.shape)},"
                 " which is cut over ranks, so nothing says what it is a part of"
             )
-        return Entry(full, tuple(value.shape), value.dtype, whole_piece(value), shared, stage)
+        return HeldTensor(full, tuple(value.shape), value.dtype, whole_piece(value), shared, stage)
 
     def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         """The options of each group, and its parameters."""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 _groups: weakref.WeakKeyDictionary[Any, dict[bool, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
-class Ranks:
+class JobRanks:
     """All ranks of this job, or those of ``group``; of a process without ``torch.distributed``, that one.
 
     Args:
@@ -80,7 +80,7 @@ class Ranks:
 class FromFirst(Mapping[str, Any]):
     """The mapping that the first of ``ranks`` has, on all of them, which must read the same values in the same order."""
 
-    def __init__(self, ranks: Ranks, own: Mapping[str, Any]) -> None:
+    def __init__(self, ranks: JobRanks, own: Mapping[str, Any]) -> None:
         self._ranks, self._own = ranks, own
         self._names = ranks.from_first(list(own))
 

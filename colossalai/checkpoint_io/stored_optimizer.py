@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colossalai.checkpoint_io.values import decode, encode
+from colossalai.checkpoint_io.json_values import decode, encode
 
 # In a file: the names of the parameters in each group.
 NAMES = "optimizer_names"

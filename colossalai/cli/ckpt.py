@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from colossalai.checkpoint_io.viewing import View
+    from colossalai.checkpoint_io.inspection.views import View
 
 # Whatever imports torch is imported by the command that needs it: ``colossalai run`` need not wait.
 
@@ -79,7 +79,7 @@ def verify(path: Path) -> None:
     Each fault is a line with the file and the tensor; then the exit code is 1. Of a folder with several
     checkpoints, all are verified.
     """
-    from colossalai.checkpoint_io.finding import faults_of, find_forms, size_on_disk
+    from colossalai.checkpoint_io.inspection.detect import faults_of, find_forms, size_on_disk
 
     with _errors():
         forms = find_forms(path)
@@ -148,33 +148,33 @@ def convert(
       colossalai ckpt convert sharded model.safetensors
       colossalai ckpt convert sharded/pytorch_optim.bin.index.json optimizer.bin
     """
-    from colossalai.checkpoint_io import converting
+    from colossalai.checkpoint_io.inspection import convert
 
     with _errors():
         _check_target(target)
         view = _one(source, target)
         if view.kind == "optimizer":
             _check_optimizer(target, dtype)
-            with converting.complete_or_absent(target) as draft:
-                converting.merge_optimizer(view, draft)
+            with convert.complete_or_absent(target) as draft:
+                convert.merge_optimizer(view, draft)
         else:
-            weights = converting.weights_of(view, _torch_dtype(dtype), section)
+            weights = convert.weights_of(view, _torch_dtype(dtype), section)
             with _progress(2 * weights.nbytes, f"converting {view.path}") as advance:
                 if _is_file(target):
-                    with converting.complete_or_absent(target) as draft:
-                        converting.write_one_file(weights, draft, advance)
+                    with convert.complete_or_absent(target) as draft:
+                        convert.write_one_file(weights, draft, advance)
                 elif to == "checkpoint":  # it is complete or absent by itself
-                    converting.write_run(weights, target, size_per_shard, advance)
+                    convert.write_run(weights, target, size_per_shard, advance)
                 else:
-                    with converting.complete_or_absent(target) as draft:
+                    with convert.complete_or_absent(target) as draft:
                         draft.mkdir()
-                        converting.write_hugging_face(weights, draft, size_per_shard, advance)
+                        convert.write_hugging_face(weights, draft, size_per_shard, advance)
                         _copy_companions(view.path, config, draft)
     click.echo(f"{view.path} -> {target}")
 
 
 def _views(path: Path) -> list[View]:
-    from colossalai.checkpoint_io.finding import find_forms, open_checkpoint
+    from colossalai.checkpoint_io.inspection.detect import find_forms, open_checkpoint
 
     return [open_checkpoint(form) for form in find_forms(path)]
 
@@ -240,8 +240,8 @@ def _faults(count: int) -> str:
 
 
 def _soundness(form: Path) -> str:
-    from colossalai.checkpoint_io.finding import open_checkpoint
-    from colossalai.checkpoint_io.viewing_runs import RunView
+    from colossalai.checkpoint_io.inspection.detect import open_checkpoint
+    from colossalai.checkpoint_io.inspection.views import RunView
 
     view = open_checkpoint(form)
     size = f"{len(view.items)} tensors, {view.nbytes:,} bytes in {len(view.files)} files"

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from colossalai.checkpoint_io.dtypes import name_of
-from colossalai.checkpoint_io.sizes import size_text
-from colossalai.checkpoint_io.viewing import View
+from colossalai.checkpoint_io.byte_io import name_of, size_text
+from colossalai.checkpoint_io.inspection.views import View
 
 
 def as_data(view: View, *, tensors: bool = True) -> dict[str, Any]:

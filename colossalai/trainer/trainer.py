@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from colossalai.checkpoint_io.training import STEP_IN_EPOCH, load_training
+from colossalai.checkpoint_io.files.training import STEP_IN_EPOCH, load_training
 from colossalai.engine import Engine
 from colossalai.engine.schedule import PipelineSchedule
 from colossalai.interface.nest import to_device

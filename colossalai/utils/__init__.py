@@ -86,8 +86,8 @@ __all__ = [
 
 # Documented as parts of this package, but built on what lies above it; they load on first use.
 _ELSEWHERE = {
-    "load_checkpoint": "colossalai.checkpoint_io.training",
-    "save_checkpoint": "colossalai.checkpoint_io.training",
+    "load_checkpoint": "colossalai.checkpoint_io.files.training",
+    "save_checkpoint": "colossalai.checkpoint_io.files.training",
 }
 
 

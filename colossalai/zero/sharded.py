@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from colossalai.amp._compat import changes, copy_all
 from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradScaler
 from colossalai.amp.scaled_optimizer import SCALER_KEY, ScaledOptimizer
-from colossalai.checkpoint_io.io import PIECE
+from colossalai.checkpoint_io.files.io import PIECE
 from colossalai.interface.holding import MASTERS_KEY, Holding
 from colossalai.interface.hooks import tell_of_local_hooks
 from colossalai.interface.optimizer import check_clip_value

@@ -14,7 +14,7 @@ from torch import nn
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
-from colossalai.checkpoint_io.files import load_shard_state_dict
+from colossalai.checkpoint_io.files.state_file import load_shard_state_dict
 from colossalai.testing import spawn
 from tests.booster.plans import mlp
 

@@ -15,8 +15,9 @@ from torch.optim.lr_scheduler import StepLR
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
-from colossalai.checkpoint_io import CheckpointIndexFile, files
-from colossalai.checkpoint_io.gathering import Gathering
+from colossalai.checkpoint_io import CheckpointIndexFile
+from colossalai.checkpoint_io.files import state_file
+from colossalai.checkpoint_io.files.gathering import Gathering
 from colossalai.testing import spawn
 from tests.booster.plans import batches, launch, loss_of
 from tests.booster.towers import TiedTower, Tower, groups
@@ -170,7 +171,7 @@ def _errors(rank: int, world_size: int, port: int, folder: Path) -> None:
     for way in WAYS:
         dist.barrier()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(files, "write_file", full_disk)
+            patch.setattr(state_file, "write_file", full_disk)
             for save, item in ((booster.save_model, job.model), (booster.save_optimizer, job.optimizer)):
                 error = OSError if rank == 0 else RuntimeError
                 with pytest.raises(error, match="no space left"):

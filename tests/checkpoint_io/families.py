@@ -22,8 +22,8 @@ from colossalai.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from colossalai.checkpoint_io.manifest import read_manifest
-from colossalai.checkpoint_io.reading import Reader
+from colossalai.checkpoint_io.runs.manifest import read_manifest
+from colossalai.checkpoint_io.runs.reading import RunReader
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import partition_batch
@@ -187,7 +187,7 @@ def start(family: Family) -> None:
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """All tensors of models and optimizers in a checkpoint, whole."""
     manifest = read_manifest(folder)
-    reader = Reader(folder, manifest)
+    reader = RunReader(folder, manifest)
     for name, stored in manifest.tensors.items():
         if not name.startswith("random/"):
             yield name, reader.whole(stored)

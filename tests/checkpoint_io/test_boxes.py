@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from colossalai.checkpoint_io.boxes import Box, boxes_of_flat, boxes_of_ranges, whole
-from colossalai.checkpoint_io.entries import Piece, pieces_of, pieces_of_holding
-from colossalai.checkpoint_io.survey import Described, survey
+from colossalai.checkpoint_io.held_tensors import HeldBox, pieces_of, pieces_of_holding
+from colossalai.checkpoint_io.write_plan import TensorOutline, make_write_plan
 from colossalai.interface import Holding
 from colossalai.mesh import Layout, place, shard
 
@@ -95,7 +95,7 @@ def test_pieces_of_all_ranks_join_to_the_serial_tensor(name: str, flat: bool) ->
         mesh = _Mesh({"a": 2, "b": 2}, {"a": a, "b": b})
         local = shard(stored, layout, mesh, uneven=True)  # type: ignore[arg-type]
         param = place(torch.nn.Parameter(local), layout, shape, transposed=transposed)
-        pieces: list[Piece] = []
+        pieces: list[HeldBox] = []
         if flat:  # as ZeRO holds it: every rank has a range of the flattened piece
             cuts = [0, 5, local.numel() // 2, local.numel()]
             for start, end in itertools.pairwise(cuts):
@@ -125,7 +125,9 @@ def test_a_mark_without_a_layout_is_refused() -> None:
         pieces_of(param, param, None, "old")
 
 
-def _described(name: str, boxes: list[Box], shape: tuple[int, ...] = (4,), **options: object) -> Described:
+def _described(
+    name: str, boxes: list[Box], shape: tuple[int, ...] = (4,), **options: object
+) -> TensorOutline:
     fields = {
         "dtype": torch.float32,
         "shared": None,
@@ -133,12 +135,12 @@ def _described(name: str, boxes: list[Box], shape: tuple[int, ...] = (4,), **opt
         "aliases": (),
         "by_first": False,
     } | options
-    return Described(name=name, shape=shape, boxes=tuple(boxes), **fields)  # type: ignore[arg-type]
+    return TensorOutline(name=name, shape=shape, boxes=tuple(boxes), **fields)  # type: ignore[arg-type]
 
 
 def test_copies_are_written_once_and_by_the_least_busy() -> None:
     copy = _described("model/a", [whole((4,))])
-    plan = survey([[copy, _described("model/b", [whole((4,))])]] * 2)
+    plan = make_write_plan([[copy, _described("model/b", [whole((4,))])]] * 2)
     assert plan.tensors["model/a"].writers == {whole((4,)): 0}
     assert plan.tensors["model/b"].writers == {whole((4,)): 1}
 
@@ -146,7 +148,7 @@ def test_copies_are_written_once_and_by_the_least_busy() -> None:
 def test_ranks_may_cut_what_they_all_hold_at_different_places() -> None:
     shape = (3, 4)
     held = [[box for box, _ in boxes_of_flat(shape, *ends)] for ends in ((0, 5), (0, 8), (5, 12), (8, 12))]
-    plan = survey([[_described("w", boxes, shape)] for boxes in held]).tensors["w"]
+    plan = make_write_plan([[_described("w", boxes, shape)] for boxes in held]).tensors["w"]
     seen = torch.zeros(shape)
     for box, holders in plan.holders.items():
         seen[box.within(whole(shape))] += 1
@@ -161,7 +163,7 @@ def test_stages_that_share_a_tensor_write_it_once_with_its_states() -> None:
     last = [
         _described(n, [whole((4,))], shared=mark, stage=1) for n in ("model/out", "optimizer/out/exp_avg")
     ]
-    plan = survey([first, last])
+    plan = make_write_plan([first, last])
     assert set(plan.tensors) == {"model/in", "optimizer/in/exp_avg"}
     assert plan.ties == {"model/out": "model/in", "optimizer/out/exp_avg": "optimizer/in/exp_avg"}
 
@@ -188,6 +190,6 @@ def test_stages_that_share_a_tensor_write_it_once_with_its_states() -> None:
         ),
     ],
 )
-def test_what_would_make_a_wrong_checkpoint_is_refused(held: list[list[Described]], message: str) -> None:
+def test_what_would_make_a_wrong_checkpoint_is_refused(held: list[list[TensorOutline]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        survey(held)
+        make_write_plan(held)

@@ -14,9 +14,15 @@ import pytest
 import torch
 
 from colossalai.checkpoint_io.boxes import Box, check_cover
-from colossalai.checkpoint_io.checksums import damaged_records, flatten, read_checksums, tensor_crc
-from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
-from colossalai.checkpoint_io.manifest import Manifest, StoredBox, StoredTensor, read_manifest
+from colossalai.checkpoint_io.files.state_file import (
+    damaged_records,
+    flatten,
+    load_shard_state_dict,
+    read_checksums,
+    save_state_dict,
+    tensor_crc,
+)
+from colossalai.checkpoint_io.runs.manifest import Manifest, StoredBox, StoredTensor, read_manifest
 
 
 def _flip(path: Path, values: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.booster import Booster
-from colossalai.checkpoint_io.checksums import flatten
+from colossalai.checkpoint_io.files.state_file import flatten
 from colossalai.testing import sample_cases
 from colossalai.utils import load_checkpoint, save_checkpoint
 from tests.checkpoint_io.damage import KINDS, mark_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 
-from colossalai.checkpoint_io import files
+from colossalai.checkpoint_io.files import state_file
 from colossalai.checkpoint_io.utils import load_shard_state_dict, save_state_dict
 
 FORMATS = pytest.mark.parametrize("use_safetensors", [False, True])
@@ -75,7 +75,7 @@ def test_a_crash_while_writing_leaves_the_old_file(
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "sync", full)
+        patch.setattr(state_file, "sync", full)
         with pytest.raises(OSError, match="No space left"):
             save_state_dict({"a": torch.zeros(1)}, path, use_safetensors)
     assert load_shard_state_dict(path)["a"].item() == 1

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
 
-from colossalai.checkpoint_io import GeneralCheckpointIO, ReplicatedCheckpointIO, files
+from colossalai.checkpoint_io import GeneralCheckpointIO, ReplicatedCheckpointIO
+from colossalai.checkpoint_io.files import state_file
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.testing import spawn
 
@@ -242,7 +243,7 @@ def _replicated(rank: int, world_size: int, port: int, folder: Path) -> None:
         def full(*_: Any) -> None:
             raise OSError("No space left on device")
 
-        files.write_file = full  # type: ignore[assignment]
+        state_file.write_file = full  # type: ignore[assignment]
     kind, text = (
         (OSError, "No space left")
         if rank == 0

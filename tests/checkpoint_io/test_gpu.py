@@ -12,7 +12,7 @@ from torch import nn
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchFSDPPlugin
-from colossalai.checkpoint_io import strips
+from colossalai.checkpoint_io import byte_io
 from colossalai.testing import spawn
 
 pytestmark = pytest.mark.gpu
@@ -94,15 +94,15 @@ def test_cut_runs_on_cuda(tmp_path: Path, plugin: str, world_size: int) -> None:
 def test_strips_between_cuda_and_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(strips, "STRIP", 48)
-    monkeypatch.setattr(strips, "_rooms", type(strips._rooms)())
+    monkeypatch.setattr(byte_io, "STRIP", 48)
+    monkeypatch.setattr(byte_io, "_rooms", type(byte_io._rooms)())
     tensor = (torch.randn(count) * 100).to(dtype).cuda()
-    raw = b"".join(bytes(strip) for strip in strips.strips_of(tensor))
+    raw = b"".join(bytes(strip) for strip in byte_io.strips_of(tensor))
     assert raw == tensor.cpu().view(torch.uint8).numpy().tobytes()
     (tmp_path / "x").write_bytes(b"12345678" + raw)
     room = torch.zeros_like(tensor)
     with (tmp_path / "x").open("rb") as file:
-        strips.read_into(file.fileno(), 8, room)
+        byte_io.read_into(file.fileno(), 8, room)
     assert torch.equal(room, tensor)
 
 

@@ -20,8 +20,8 @@ from torch import nn
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.checkpoint_io import latest
-from colossalai.checkpoint_io.finding import faults_of, find_forms
-from colossalai.checkpoint_io.viewing_runs import RunView
+from colossalai.checkpoint_io.inspection.detect import faults_of, find_forms
+from colossalai.checkpoint_io.inspection.views import RunView
 from colossalai.testing import RankError, spawn
 from tests.pipeline.plans import launch
 

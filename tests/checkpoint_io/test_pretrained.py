@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import colossalai
-from colossalai.checkpoint_io import load_pretrained, pretrained
+from colossalai.checkpoint_io import load_pretrained
+from colossalai.checkpoint_io.files import pretrained
 from colossalai.core import global_context as gpc
 from colossalai.testing import spawn
 

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
-from colossalai.checkpoint_io import writing
-from colossalai.checkpoint_io.manifest import read_manifest
+from colossalai.checkpoint_io.runs import writing
+from colossalai.checkpoint_io.runs.manifest import read_manifest
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper

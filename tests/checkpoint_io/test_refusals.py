@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchFSDPPlugin
-from colossalai.checkpoint_io.locking import LOCK, Lock
+from colossalai.checkpoint_io.runs.writing import LOCK, Lock
 from colossalai.nn.optimizer import CPUAdam, HybridAdam, Lamb
 from colossalai.testing import spawn
 from tests.booster.plans import launch

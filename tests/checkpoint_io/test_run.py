@@ -21,9 +21,10 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import TensorDataset
 
 from colossalai.booster import Booster
-from colossalai.checkpoint_io import checkpoints, latest, writing
-from colossalai.checkpoint_io.blocks import StoredFile
-from colossalai.checkpoint_io.manifest import MANIFEST, read_manifest
+from colossalai.checkpoint_io import checkpoints, latest
+from colossalai.checkpoint_io.runs import writing
+from colossalai.checkpoint_io.runs.data_file import StoredFile
+from colossalai.checkpoint_io.runs.manifest import MANIFEST, read_manifest
 from colossalai.interface import OptimizerWrapper
 from colossalai.logging import get_dist_logger
 from colossalai.nn.optimizer import HybridAdam

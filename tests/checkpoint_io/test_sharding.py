@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from colossalai.amp import AMP_TYPE, convert_to_amp
-from colossalai.checkpoint_io import CheckpointIndexFile, GeneralCheckpointIO, sharding
-from colossalai.checkpoint_io.io import _write_optimizer_shards
-from colossalai.checkpoint_io.names import Kind, find_checkpoint
+from colossalai.checkpoint_io import CheckpointIndexFile, GeneralCheckpointIO
+from colossalai.checkpoint_io.files import sharding
+from colossalai.checkpoint_io.files.io import _write_optimizer_shards
+from colossalai.checkpoint_io.files.sharding import FileKind, find_checkpoint
 from colossalai.checkpoint_io.utils import (
     add_variant,
     calculate_tensor_size,
@@ -182,25 +183,25 @@ def test_a_model_and_an_optimizer_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_folder_is_searched_for_what_hugging_face_puts_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
-        find_checkpoint(tmp_path / "no", Kind.MODEL)
+        find_checkpoint(tmp_path / "no", FileKind.MODEL)
     with pytest.raises(
         FileNotFoundError, match=r"holds no model checkpoint: no pytorch_model.bin\[.index.json\] or"
     ):
-        find_checkpoint(tmp_path, Kind.MODEL)
+        find_checkpoint(tmp_path, FileKind.MODEL)
     for name in ("config.json", "pytorch_optim.bin", "model.fp16.safetensors"):
         (tmp_path / name).touch()
-    assert find_checkpoint(tmp_path, Kind.MODEL).name == "model.fp16.safetensors"
-    assert find_checkpoint(tmp_path, Kind.OPTIMIZER).name == "pytorch_optim.bin"
+    assert find_checkpoint(tmp_path, FileKind.MODEL).name == "model.fp16.safetensors"
+    assert find_checkpoint(tmp_path, FileKind.OPTIMIZER).name == "pytorch_optim.bin"
     assert has_index_file(tmp_path) == (False, None)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(
         ValueError, match=r"several checkpoints \(model.fp16.safetensors, pytorch_model.bin\); pass"
     ):
-        find_checkpoint(tmp_path, Kind.MODEL)
+        find_checkpoint(tmp_path, FileKind.MODEL)
     index = tmp_path / "model.safetensors.index.json"
     index.touch()
     assert has_index_file(tmp_path) == has_index_file(index) == (True, index)
-    assert find_checkpoint(tmp_path, Kind.MODEL) == index
+    assert find_checkpoint(tmp_path, FileKind.MODEL) == index
 
 
 def test_the_index_file() -> None:

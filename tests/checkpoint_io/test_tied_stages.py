@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from colossalai.checkpoint_io.manifest import Manifest, StoredTensor, read_manifest
 from colossalai.checkpoint_io.model_state import ModelState
 from colossalai.checkpoint_io.optimizer_state import OptimizerState, stored_states
+from colossalai.checkpoint_io.runs.manifest import Manifest, StoredTensor, read_manifest
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.pipeline import split_model

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
 from colossalai.booster import Booster
-from colossalai.checkpoint_io.files import load_shard_state_dict
-from colossalai.checkpoint_io.manifest import read_manifest
+from colossalai.checkpoint_io.files.state_file import load_shard_state_dict
+from colossalai.checkpoint_io.runs.manifest import read_manifest
 from colossalai.cli.app import cli
 from colossalai.testing import assert_equal
 from tests.cli.checkpoints import FORMS, build, trained, write_all
@@ -296,7 +296,7 @@ def test_exact_weights_are_taken_from_the_masters(tmp_path: Path) -> None:
 def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import weakref
 
-    from colossalai.checkpoint_io.viewing_runs import RunView
+    from colossalai.checkpoint_io.inspection.views import RunView
 
     write_all(tmp_path)
     alive: set[int] = set()

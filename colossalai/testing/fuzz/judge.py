@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from colossalai.booster import Booster
-from colossalai.checkpoint_io.training import load_checkpoint
+from colossalai.checkpoint_io.files.training import load_checkpoint
 from colossalai.testing.fuzz.cases import Case
 from colossalai.testing.fuzz.plans import PlanSpec
 from colossalai.testing.fuzz.pool import Answer, RankPool, Task, TaskResult, load_text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.checkpoint_io.training import STEP_IN_EPOCH
+from colossalai.checkpoint_io.files.training import STEP_IN_EPOCH
 from colossalai.engine.gradient_accumulation import GradAccumOptimizer
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline.recording import Recording, record_run

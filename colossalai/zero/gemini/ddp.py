@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.amp.casting import cast_floats
-from colossalai.checkpoint_io.ranks import FromFirst
-from colossalai.checkpoint_io.ranks import Ranks as JobRanks
-from colossalai.checkpoint_io.sharding import MB, calculate_tensor_size, plan_shards
+from colossalai.checkpoint_io.files.sharding import MB, calculate_tensor_size, plan_shards
+from colossalai.checkpoint_io.ranks import FromFirst, JobRanks
 from colossalai.interface import ModelWrapper
 from colossalai.interface.arguments import Copies
 from colossalai.interface.holding import Holding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colossalai.checkpoint_io.sharding import size_of
+from colossalai.checkpoint_io.files.sharding import size_of
 from colossalai.testing import spawn
 from tests.zero.gemini.runs import Case, Training, batch, launch, net
 from tests.zero.gemini.test_model import small

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from colossalai.checkpoint_io.boxes import Shape
-from colossalai.checkpoint_io.dtypes import NAMES, name_of
-from colossalai.checkpoint_io.strips import (
+from colossalai.checkpoint_io.byte_io import (
     AHEAD,
+    DTYPES,
     file_strips,
+    name_of,
     read_into,
     start_writing,
     strips_of,
@@ -38,7 +39,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class TensorToWrite:
     """A tensor that is to be written under ``key``; ``read`` gives it, on any device."""
 
     key: str
@@ -51,8 +52,8 @@ class Block:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_blocks(
-    path: Path, blocks: Sequence[Block], metadata: Mapping[str, str] | None = None
+def write_tensors(
+    path: Path, blocks: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None
 ) -> dict[str, int]:
     """Write a file that must not exist yet, to the disk; returns the CRC of each tensor."""
     # without gaps and each at a multiple of its size, as the format asks
@@ -61,12 +62,12 @@ def write_blocks(
     with path.open("xb", buffering=0) as file:
         write_all(file, _header(blocks, metadata or {}))
         for block in blocks:
-            sums[block.key] = _write_block(file, block)
+            sums[block.key] = _write_tensor(file, block)
         os.fsync(file.fileno())
     return sums
 
 
-def _header(blocks: Sequence[Block], metadata: Mapping[str, str]) -> bytes:
+def _header(blocks: Sequence[TensorToWrite], metadata: Mapping[str, str]) -> bytes:
     content: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     place = 0
     for block in blocks:
@@ -81,7 +82,7 @@ def _header(blocks: Sequence[Block], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_block(file: Any, block: Block) -> int:
+def _write_tensor(file: Any, block: TensorToWrite) -> int:
     tensor = block.read()
     if tuple(tensor.shape) != block.shape or tensor.dtype != block.dtype:
         raise RuntimeError(
@@ -157,7 +158,7 @@ class StoredFile:
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             start, end = (int(place) for place in found["data_offsets"])
-            fits = NAMES.get(found["dtype"]) == dtype and tuple(found["shape"]) == shape
+            fits = DTYPES.get(found["dtype"]) == dtype and tuple(found["shape"]) == shape
         except (KeyError, TypeError, ValueError) as error:
             raise RuntimeError(f"{self.path} has a damaged header for {key}: {found!r}") from error
         if not fits:

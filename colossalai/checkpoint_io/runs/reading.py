@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from colossalai.checkpoint_io.blocks import StoredFile
 from colossalai.checkpoint_io.boxes import Box
-from colossalai.checkpoint_io.entries import Piece, is_expanded, whole_piece
-from colossalai.checkpoint_io.manifest import (
+from colossalai.checkpoint_io.byte_io import THREADS, wait_for_devices
+from colossalai.checkpoint_io.held_tensors import HeldBox, is_expanded, whole_piece
+from colossalai.checkpoint_io.runs.data_file import StoredFile
+from colossalai.checkpoint_io.runs.manifest import (
     MANIFEST,
     Manifest,
     StoredBox,
@@ -24,17 +25,16 @@ from colossalai.checkpoint_io.manifest import (
     left_behind,
     save_of,
 )
-from colossalai.checkpoint_io.strips import THREADS, wait_for_devices
 
 
 class Want(NamedTuple):
     """Pieces that are to be filled from a stored tensor."""
 
     source: StoredTensor
-    pieces: list[Piece]
+    pieces: list[HeldBox]
 
 
-class Reader:
+class RunReader:
     """The files of one checkpoint, opened when they are needed."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,20 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colossalai.checkpoint_io import random_state
-from colossalai.checkpoint_io.entries import Entry, Piece, whole_piece
-from colossalai.checkpoint_io.manifest import latest, read_manifest
+from colossalai.checkpoint_io.held_tensors import HeldBox, HeldTensor, whole_piece
+from colossalai.checkpoint_io.json_values import decode, encode
 from colossalai.checkpoint_io.model_state import ModelState
 from colossalai.checkpoint_io.optimizer_state import OptimizerState
-from colossalai.checkpoint_io.ranks import Ranks
-from colossalai.checkpoint_io.reading import Reader, Want
+from colossalai.checkpoint_io.ranks import JobRanks
+from colossalai.checkpoint_io.runs.manifest import latest, read_manifest
+from colossalai.checkpoint_io.runs.reading import RunReader, Want
+from colossalai.checkpoint_io.runs.writing import Contents
 from colossalai.checkpoint_io.stored_optimizer import StoredOptimizer
-from colossalai.checkpoint_io.values import decode, encode
-from colossalai.checkpoint_io.writing import Contents
+from colossalai.context import ParallelMode
+from colossalai.context.random import get_current_mode, get_seeds, get_states, set_mode, set_seed_states
+from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.utils.parallel import launched_mesh
 
@@ -30,7 +35,7 @@ RANDOM = "random"
 
 
 @dataclass
-class Run:
+class BoostedRun:
     """One model with what trains it.  Anything but the model may be absent."""
 
     model: nn.Module
@@ -43,7 +48,7 @@ class Run:
 class RunState:
     """Several runs (a generator and a discriminator), usually one; ``plan`` is told to people who look at the checkpoint."""
 
-    runs: Sequence[Run]
+    runs: Sequence[BoostedRun]
     plan: dict[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -51,7 +56,7 @@ class RunState:
 
     def collect(self) -> Contents:
         """What this rank has to save."""
-        entries: list[Entry] = []
+        entries: list[HeldTensor] = []
         values: dict[str, Any] = {"extra": encode(dict(self.extra), "extra")}
         merged: dict[str, Any] = {}
         for i, run in enumerate(self.runs):
@@ -69,15 +74,15 @@ class RunState:
         entries.append(self._random(values))
         return Contents(entries, values, merged, self._plan())
 
-    def _random(self, values: dict[str, Any]) -> Entry:
-        raw, ranks = random_state.capture(), _rank_and_size()
+    def _random(self, values: dict[str, Any]) -> HeldTensor:
+        raw, ranks = capture_random_state(), _rank_and_size()
         values[RANDOM] = {
             "world": ranks[1],
             "mesh": _axes(),
-            "device": random_state.device_kind(),
+            "device": random_device(),
             "seed": zlib.crc32(raw.numpy().tobytes()) & 0x7FFFFFFF,
         }
-        return Entry(f"{RANDOM}/{ranks[0]}", tuple(raw.shape), raw.dtype, whole_piece(raw))
+        return HeldTensor(f"{RANDOM}/{ranks[0]}", tuple(raw.shape), raw.dtype, whole_piece(raw))
 
     def _plan(self) -> dict[str, Any]:
         return {"mesh": _axes(), **self.plan, "world": _rank_and_size()[1]}
@@ -102,11 +107,11 @@ class RunState:
 
         Every rank calls this.  Nothing is changed before all ranks have found that everything fits and is undamaged.
         """
-        ranks = Ranks()
+        ranks = JobRanks()
         folder = self._agreed(ranks, lambda: _find(path) if ranks.rank == 0 else None)[0]
         assert folder is not None
         manifest = self._agreed(ranks, lambda: read_manifest(folder))[ranks.rank]
-        loading = _Loading(self.runs, Reader(folder, manifest), ranks, strict)
+        loading = _Loading(self.runs, RunReader(folder, manifest), ranks, strict)
         known = self._agreed(ranks, loading.prepare)
         self._agreed(ranks, lambda: loading.check_names(known))
         if verify:
@@ -115,7 +120,7 @@ class RunState:
         return decode(manifest.values.get("extra", {}), "extra")
 
     @staticmethod
-    def _agreed(ranks: Ranks, do: Callable[[], Any]) -> list[Any]:
+    def _agreed(ranks: JobRanks, do: Callable[[], Any]) -> list[Any]:
         failure, value = None, None
         try:
             value = do()
@@ -127,7 +132,7 @@ class RunState:
 class _Loading:
     """One load on one rank, between its checks and its changes."""
 
-    def __init__(self, runs: Sequence[Run], reader: Reader, ranks: Ranks, strict: bool) -> None:
+    def __init__(self, runs: Sequence[BoostedRun], reader: RunReader, ranks: JobRanks, strict: bool) -> None:
         self.runs, self.reader, self.ranks, self.strict = runs, reader, ranks, strict
         self.manifest = reader.manifest
         self.wants: list[Want] = []
@@ -187,13 +192,13 @@ class _Loading:
     def _prepare_random(self) -> None:
         said = self._said(RANDOM)
         own = self.manifest.find(f"{RANDOM}/{self.ranks.rank}")
-        now = {"world": self.ranks.size, "mesh": _axes(), "device": random_state.device_kind()}
+        now = {"world": self.ranks.size, "mesh": _axes(), "device": random_device()}
         if own is not None and all(said.get(key) == value for key, value in now.items()):
             room = torch.empty(own.shape, dtype=own.dtype)
-            self.wants.append(Want(own, [Piece(stored.box, room) for stored in own.boxes]))
-            self.afterwards.append(lambda: random_state.restore(room))
+            self.wants.append(Want(own, [HeldBox(stored.box, room) for stored in own.boxes]))
+            self.afterwards.append(lambda: restore_random_state(room))
         elif "seed" in said:
-            self.afterwards.append(lambda: random_state.start_anew(said["seed"]))
+            self.afterwards.append(lambda: restart_random_state(said["seed"]))
 
     def check_names(self, known: Sequence[Sequence[str]]) -> None:
         """Refuse names that only one side has."""
@@ -261,7 +266,7 @@ def _state_of(kind: str, part: Any) -> Any:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    ranks = Ranks()
+    ranks = JobRanks()
     return ranks.rank, ranks.size
 
 
@@ -275,4 +280,51 @@ def _some(names: Sequence[str], most: int = 6) -> str:
     return f"{listed} and {len(names) - most} more" if len(names) > most else listed
 
 
-__all__ = ["Run", "RunState"]
+def capture_random_state() -> Tensor:
+    """All states of this rank, as bytes."""
+    mode = get_current_mode()
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if _uses_cuda() else None,
+        "streams": {m.name: state for m, state in get_states(copy=True).items()} if get_seeds() else {},
+        "mode": None if mode is None else mode.name,
+    }
+    text = json.dumps(encode(states, "random state"))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def restore_random_state(raw: Tensor) -> None:
+    """Go on where ``capture_random_state`` was called."""
+    states = decode(json.loads(raw.numpy().tobytes()), "random state")
+    known = {mode.name: mode for mode in get_seeds()}
+    for name, state in states["streams"].items():
+        if name in known:
+            set_seed_states(known[name], state)
+    if states["mode"] in known:
+        set_mode(known[states["mode"]])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and _uses_cuda():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def restart_random_state(seed: int) -> None:
+    """Start all streams from ``seed``, as a launch does."""
+    if gpc.is_initialized(ParallelMode.GLOBAL):
+        gpc.set_seed(seed)
+        return
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def random_device() -> str:
+    """What the streams are drawn on: the states of one kind mean nothing to the other."""
+    return "cuda" if _uses_cuda() else "cpu"
+
+
+def _uses_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -1,33 +1,97 @@
-"""An optimizer in files of whole tensors: the serial optimizer's state from all ranks, and each rank's part of one."""
+"""Whole tensors from the pieces of all ranks, one at a time, on the first rank, and each rank's part of a file.
+
+Checkpoints of runs never need this; files in the layout of Hugging Face, and files of one piece, hold whole tensors.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colossalai.checkpoint_io.files import same_memory
-from colossalai.checkpoint_io.gathering import Gathering
-from colossalai.checkpoint_io.manifest import Manifest
+from colossalai.checkpoint_io.boxes import Box, whole
+from colossalai.checkpoint_io.files.sharding import MB, plan_shards, shard_checkpoint
+from colossalai.checkpoint_io.files.state_file import same_memory
+from colossalai.checkpoint_io.held_tensors import HeldBox, HeldTensor, fill, whole_piece
 from colossalai.checkpoint_io.model_state import ParameterNames
 from colossalai.checkpoint_io.optimizer_state import MASTER, OptimizerState, holdings_of
-from colossalai.checkpoint_io.ranks import Ranks
-from colossalai.checkpoint_io.sharding import plan_shards, shard_checkpoint
+from colossalai.checkpoint_io.ranks import JobRanks
+from colossalai.checkpoint_io.runs.manifest import Manifest
 from colossalai.checkpoint_io.stored_optimizer import NumberedStates, States, StoredGroup, StoredOptimizer
+from colossalai.checkpoint_io.write_plan import PlannedTensor, make_write_plan, outline
 from colossalai.interface import OptimizerWrapper
 from colossalai.interface.attached import attach, attached
 from colossalai.interface.holding import MASTERS_KEY
 from colossalai.utils.parallel import launched_mesh
 
+Part = tuple[dict[str, Tensor | None], float]
+
+
+class Gathering:
+    """The tensors that all ranks hold together.  Every rank makes one, and asks for the same tensors in the same order."""
+
+    def __init__(self, collect: Callable[[], Sequence[HeldTensor]], ranks: JobRanks) -> None:
+        self.ranks = ranks
+        entries, failure = list[HeldTensor](), None
+        try:
+            entries = list(collect())
+        except Exception as error:
+            failure = error
+        self.plan = make_write_plan(ranks.agree(failure, outline(entries)))
+        self._pieces: dict[str, list[HeldBox]] = {}
+        for entry in entries:
+            self._pieces.setdefault(self.stored_name(entry.name), []).extend(entry.pieces)
+        self._aliases: dict[str, list[str]] = {}
+        for alias, name in self.plan.ties.items():
+            self._aliases.setdefault(name, []).append(alias)
+
+    def stored_name(self, name: str) -> str:
+        return name if name in self.plan.tensors else self.plan.ties[name]
+
+    def whole(self, name: str) -> Tensor | None:
+        """All of a tensor on the CPU of the first rank; None on the others, which send what it lacks."""
+        logical = self.plan.tensors[name]
+        is_first = self.ranks.rank == 0
+        room = torch.empty(logical.shape, dtype=logical.dtype) if is_first else None
+        for box, holders in sorted(logical.holders.items()):
+            source = 0 if 0 in holders else holders[0]
+            if room is not None:
+                fill(whole_piece(room), box, self._taken(name, box, source, logical))
+            elif source == self.ranks.rank:
+                self.ranks.send_to_first(self._read(name, box))
+        return room
+
+    def _taken(self, name: str, box: Box, source: int, logical: PlannedTensor) -> Tensor:
+        if source == 0:
+            return self._read(name, box)
+        return self.ranks.receive(box.sizes, logical.dtype, source)
+
+    def _read(self, name: str, box: Box) -> Tensor:
+        return next(p for p in self._pieces[name] if p.box.holds(box)).read_part(box)
+
+    def size(self, name: str) -> float:
+        """In MB."""
+        logical = self.plan.tensors[name]
+        return whole(logical.shape).numel * logical.dtype.itemsize / MB
+
+    def parts(self, max_size: float) -> Iterator[Part]:
+        """All tensors in parts of at most ``max_size`` MB, with their sizes; those under several names are in one part."""
+        units = [([name, *self._aliases.get(name, [])], self.size(name)) for name in self.plan.tensors]
+        for names, size in plan_shards(units, max_size):
+            found = {name: self.whole(name) for name in names if name in self.plan.tensors}
+            yield {name: found[self.stored_name(name)] for name in names}, size
+
+
 # What of a value a parameter takes: ``fit`` of a ``CheckpointIO``.
 Fit = Callable[[Any, Tensor | None], Any]
 # Some states by the names of the parameters, and their size in MB.
-Part = tuple[States, float]
+StatesPart = tuple[States, float]
 
 
 def remember_model(optimizer: Optimizer, model: nn.Module) -> None:
@@ -59,7 +123,7 @@ def _raw(optimizer: Optimizer) -> Optimizer:
 class OptimizerParts:
     """The state of the serial optimizer for a file: ``stored``, and in parts the states of its parameters."""
 
-    def __init__(self, stored: StoredOptimizer, parts: Callable[[float], Iterator[Part]]) -> None:
+    def __init__(self, stored: StoredOptimizer, parts: Callable[[float], Iterator[StatesPart]]) -> None:
         self.stored, self.parts = stored, parts
 
     @classmethod
@@ -71,7 +135,7 @@ class OptimizerParts:
         return cls(stored, lambda size: shard_checkpoint(stored.states, size))
 
     @classmethod
-    def gathered(cls, optimizer: Optimizer, names: ParameterNames, ranks: Ranks) -> OptimizerParts:
+    def gathered(cls, optimizer: Optimizer, names: ParameterNames, ranks: JobRanks) -> OptimizerParts:
         """From the pieces of all ranks; each of them calls this, and goes through all parts."""
         _check_stages(names)
         state = OptimizerState(optimizer, names.agree(ranks))
@@ -90,13 +154,13 @@ class OptimizerParts:
             tensors.setdefault(name, {})[key] = full
         return cls(stored, partial(_gathered_parts, stored, gathering, tensors))
 
-    def file(self, parts: Iterator[Part]) -> dict[str, Any]:
+    def file(self, parts: Iterator[StatesPart]) -> dict[str, Any]:
         """One file with all ``parts``."""
         return replace(
             self.stored, states={n: own for part, _ in parts for n, own in part.items()}
         ).state_dict()
 
-    def shards(self, parts: Iterator[Part]) -> Iterator[tuple[dict[int, Any], float]]:
+    def shards(self, parts: Iterator[StatesPart]) -> Iterator[tuple[dict[int, Any], float]]:
         """The shards of a folder; ``stored.groups_file`` is the rest."""
         return ((self.stored.numbered(part), size) for part, size in parts)
 
@@ -114,7 +178,7 @@ def _gathered_parts(
     gathering: Gathering,
     tensors: Mapping[str, Mapping[str, str]],
     size_per_shard: float,
-) -> Iterator[Part]:
+) -> Iterator[StatesPart]:
     numbers = stored.numbers
     ordered = sorted(tensors, key=lambda name: numbers[name])
     sizes = [([name], sum(map(gathering.size, tensors[name].values()))) for name in ordered]
@@ -205,6 +269,3 @@ def ties_in(weights: Mapping[str, Any], known: Iterable[str]) -> dict[str, str]:
         if home is not None and home != name and name not in known:
             found[name] = home
     return found
-
-
-__all__ = ["OptimizerParts", "OwnOptimizer", "names_of", "remember_model", "ties_in"]

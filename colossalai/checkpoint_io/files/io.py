@@ -24,23 +24,25 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colossalai.checkpoint_io.boxes import whole
-from colossalai.checkpoint_io.entries import fill, is_piece, pieces_of, serial_shape, shared_mark
-from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
-from colossalai.checkpoint_io.fitting import check_shapes, report_names
-from colossalai.checkpoint_io.gathering import Gathering
-from colossalai.checkpoint_io.index import CheckpointIndexFile
-from colossalai.checkpoint_io.model_state import ModelState, ParameterNames
-from colossalai.checkpoint_io.names import (
+from colossalai.checkpoint_io.files.compare import check_shapes, report_names
+from colossalai.checkpoint_io.files.gathering import Gathering, OptimizerParts, OwnOptimizer, names_of
+from colossalai.checkpoint_io.files.sharding import (
     GROUPS_NAME,
-    Kind,
+    CheckpointIndexFile,
+    FileKind,
+    ShardedWriter,
     add_variant,
     find_checkpoint,
     get_base_filenames,
     has_index_file,
+    read_shards,
+    shard_checkpoint,
+    survey_shards,
 )
-from colossalai.checkpoint_io.optimizer_files import OptimizerParts, OwnOptimizer, names_of
-from colossalai.checkpoint_io.ranks import Ranks
-from colossalai.checkpoint_io.sharding import ShardedWriter, read_shards, shard_checkpoint, survey_shards
+from colossalai.checkpoint_io.files.state_file import load_shard_state_dict, save_state_dict
+from colossalai.checkpoint_io.held_tensors import fill, is_piece, pieces_of, serial_shape, shared_mark
+from colossalai.checkpoint_io.model_state import ModelState, ParameterNames
+from colossalai.checkpoint_io.ranks import JobRanks
 from colossalai.checkpoint_io.stored_optimizer import NumberedStates, StoredOptimizer
 from colossalai.interface import below_compile, user_module
 from colossalai.mesh import PIPELINE_AXIS
@@ -90,7 +92,7 @@ class CheckpointIO(ABC):
 
     def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> nn.Module:
         """Load weights into ``model`` and return it.  Not ``strict``: missing and unknown tensors are passed over."""
-        path = find_checkpoint(checkpoint, Kind.MODEL)
+        path = find_checkpoint(checkpoint, FileKind.MODEL)
         is_index, _ = has_index_file(path)
         (self.load_sharded_model if is_index else self.load_unsharded_model)(model, path, strict)
         return model
@@ -113,8 +115,8 @@ class CheckpointIO(ABC):
 
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str | Path) -> Optimizer:
         """Load states and parameter groups into ``optimizer`` and return it."""
-        path = find_checkpoint(checkpoint, Kind.OPTIMIZER)
-        is_index, _ = has_index_file(path, Kind.OPTIMIZER)
+        path = find_checkpoint(checkpoint, FileKind.OPTIMIZER)
+        is_index, _ = has_index_file(path, FileKind.OPTIMIZER)
         (self.load_sharded_optimizer if is_index else self.load_unsharded_optimizer)(optimizer, path)
         return optimizer
 
@@ -369,8 +371,8 @@ class GatheredCheckpointIO(GeneralCheckpointIO):
         self.group = group
 
     @property
-    def ranks(self) -> Ranks:
-        return Ranks(self.group)
+    def ranks(self) -> JobRanks:
+        return JobRanks(self.group)
 
     def check_gathering(self, gather_dtensor: bool) -> None:
         if not gather_dtensor:
@@ -494,7 +496,7 @@ def _write_model_shards(
 
 def _write_optimizer_shards(shards: Shards, groups: State, folder: Path, prefix: str | None = None) -> None:
     """Write a folder of an optimizer's states and, beside them, its ``groups``."""
-    with ShardedWriter(folder, *get_base_filenames(prefix, kind=Kind.OPTIMIZER)) as writer:
+    with ShardedWriter(folder, *get_base_filenames(prefix, kind=FileKind.OPTIMIZER)) as writer:
         total = 0.0
         for shard, size in shards:
             writer.add_shard(shard)

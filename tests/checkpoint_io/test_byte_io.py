@@ -10,26 +10,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossalai.checkpoint_io import strips
-from colossalai.checkpoint_io.blocks import Block, StoredFile, write_blocks
+from colossalai.checkpoint_io import byte_io
 from colossalai.checkpoint_io.boxes import Box, whole
-from colossalai.checkpoint_io.entries import Piece
-from colossalai.checkpoint_io.manifest import Manifest, StoredBox, StoredTensor, block_key
-from colossalai.checkpoint_io.reading import Reader, Want
+from colossalai.checkpoint_io.held_tensors import HeldBox
+from colossalai.checkpoint_io.runs.data_file import StoredFile, TensorToWrite, write_tensors
+from colossalai.checkpoint_io.runs.manifest import Manifest, StoredBox, StoredTensor, block_key
+from colossalai.checkpoint_io.runs.reading import RunReader, Want
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strips of a few bytes, so that small tensors have many."""
     for name, size in (("STRIP", 48), ("AHEAD", 160)):
-        monkeypatch.setattr(strips, name, size)
-    monkeypatch.setattr(strips, "_rooms", type(strips._rooms)())
+        monkeypatch.setattr(byte_io, name, size)
+    monkeypatch.setattr(byte_io, "_rooms", type(byte_io._rooms)())
 
 
 @pytest.mark.parametrize("count", [0, 1, 11, 12, 13, 100])
 def test_strips_are_the_tensor(count: int) -> None:
     for tensor in (torch.arange(count, dtype=torch.float32), torch.arange(2 * count)[::2].bfloat16()):
-        found = b"".join(bytes(strip) for strip in strips.strips_of(tensor))
+        found = b"".join(bytes(strip) for strip in byte_io.strips_of(tensor))
         in_order = tensor.clone(memory_format=torch.contiguous_format)
         assert found == in_order.view(torch.uint8).numpy().tobytes()
 
@@ -41,20 +41,20 @@ def test_a_file_is_read_into_a_tensor(count: int, tmp_path: Path) -> None:
     path.write_bytes(b"before" + tensor.numpy().tobytes())
     with path.open("rb") as file:
         room = torch.zeros(count)
-        strips.read_into(file.fileno(), 6, room)
+        byte_io.read_into(file.fileno(), 6, room)
         assert torch.equal(room, tensor)
-        parts = [bytes(strip) for strip in strips.file_strips(file.fileno(), 6, 4 * count)]
+        parts = [bytes(strip) for strip in byte_io.file_strips(file.fileno(), 6, 4 * count)]
         assert b"".join(parts) == tensor.numpy().tobytes()
         with pytest.raises(
             OSError, match=rf"the file ends at byte {6 + 4 * count}, and 4 more were expected"
         ):
-            strips.read_into(file.fileno(), 6, torch.zeros(count + 1))
+            byte_io.read_into(file.fileno(), 6, torch.zeros(count + 1))
 
 
 def test_a_file_that_becomes_shorter_is_an_error_that_names_it(tmp_path: Path) -> None:
     tensor = torch.randn(100)
     path = tmp_path / "x.safetensors"
-    sums = write_blocks(path, [Block("w", tensor.dtype, (100,), lambda: tensor)])
+    sums = write_tensors(path, [TensorToWrite("w", tensor.dtype, (100,), lambda: tensor)])
     file = StoredFile(path)
     file.check("w", tensor.dtype, (100,), sums["w"])
     os.truncate(path, path.stat().st_size - 8)
@@ -92,12 +92,13 @@ def test_pieces_of_every_form_are_filled(tmp_path: Path) -> None:
     halves = {Box((0, 0), (5, 7)): tensor[:5], Box((5, 0), (7, 7)): tensor[5:]}
     names = {box: block_key("w", (12, 7), box) for box in halves}
     blocks = [
-        Block(names[box], part.dtype, box.sizes, partial(Tensor.clone, part)) for box, part in halves.items()
+        TensorToWrite(names[box], part.dtype, box.sizes, partial(Tensor.clone, part))
+        for box, part in halves.items()
     ]
-    sums = write_blocks(tmp_path / "x.safetensors", blocks)
+    sums = write_tensors(tmp_path / "x.safetensors", blocks)
     stored = [StoredBox(box, "x.safetensors", sums[names[box]]) for box in halves]
     source = StoredTensor("w", (12, 7), tensor.dtype, stored)
-    reader = Reader(tmp_path, Manifest({"w": source}))
+    reader = RunReader(tmp_path, Manifest({"w": source}))
     rooms: dict[Box, Tensor] = {
         Box((3, 0), (6, 7)): torch.zeros(6, 7),
         Box((2, 3), (9, 2)): torch.zeros(9, 2),
@@ -105,9 +106,9 @@ def test_pieces_of_every_form_are_filled(tmp_path: Path) -> None:
         Box((1, 0), (11, 7)): torch.zeros(11, 7, dtype=torch.float64),
         Box((4, 1), (1, 5)): torch.zeros(3, 5)[1:2],
     }
-    wants = [Want(source, [Piece(box, room)]) for box, room in rooms.items()]
+    wants = [Want(source, [HeldBox(box, room)]) for box, room in rooms.items()]
     twice = torch.zeros(1, 7)
-    wants += [Want(source, [Piece(Box((row, 0), (1, 7)), twice)]) for row in (3, 9, 4)]
+    wants += [Want(source, [HeldBox(Box((row, 0), (1, 7)), twice)]) for row in (3, 9, 4)]
     reader.check_wants(wants)
     reader.fill(wants)
     for box, room in rooms.items():

@@ -21,9 +21,9 @@ import torch
 
 from colossalai._version import __version__
 from colossalai.checkpoint_io.boxes import Box, Shape, check_cover
-from colossalai.checkpoint_io.dtypes import dtype_of, name_of
-from colossalai.checkpoint_io.files import write_file
-from colossalai.checkpoint_io.names import RUN
+from colossalai.checkpoint_io.byte_io import dtype_of, name_of
+from colossalai.checkpoint_io.files.sharding import RUN
+from colossalai.checkpoint_io.files.state_file import write_file
 from colossalai.logging import get_dist_logger
 
 MANIFEST = RUN

@@ -126,3 +126,50 @@ def _read(descriptor: int, place: int, room: Tensor) -> Tensor:
             raise OSError(f"the file ends at byte {place + done}, and {len(view) - done} more were expected")
         done += count
     return room
+
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_BY_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    if dtype not in _BY_DTYPE:
+        raise TypeError(
+            f"safetensors cannot hold tensors of {dtype}; it knows {', '.join(map(str, _BY_DTYPE))}"
+        )
+    return _BY_DTYPE[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"{name!r} is not a dtype of safetensors; they are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size_text(nbytes: float) -> str:
+    """1536 becomes 1.5 KiB."""
+    unit = 0
+    while nbytes >= 1024 and unit < len(UNITS) - 1:
+        nbytes /= 1024
+        unit += 1
+    return f"{nbytes:.1f} {UNITS[unit]}" if unit else f"{nbytes:.0f} B"

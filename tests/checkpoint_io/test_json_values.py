@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from colossalai.checkpoint_io.values import decode, encode
+from colossalai.checkpoint_io.json_values import decode, encode
 
 
 @pytest.mark.parametrize(

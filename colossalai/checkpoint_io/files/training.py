@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.checkpoint_io.files import load_shard_state_dict, save_state_dict
-from colossalai.checkpoint_io.fitting import check_shapes
-from colossalai.checkpoint_io.io import GatheredCheckpointIO, whole_state
-from colossalai.checkpoint_io.optimizer_files import OwnOptimizer, names_of, ties_in
+from colossalai.checkpoint_io.files.compare import check_shapes
+from colossalai.checkpoint_io.files.gathering import OwnOptimizer, names_of, ties_in
+from colossalai.checkpoint_io.files.io import GatheredCheckpointIO, whole_state
+from colossalai.checkpoint_io.files.state_file import load_shard_state_dict, save_state_dict
 from colossalai.checkpoint_io.stored_optimizer import NAMES, StoredOptimizer
 from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.logging import get_dist_logger

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from colossalai.checkpoint_io.entries import is_expanded, serial_shape
+from colossalai.checkpoint_io.held_tensors import is_expanded, serial_shape
 
 
 def check_shapes(module: nn.Module, state: Mapping[str, Any], path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.checkpoint_io import GeneralCheckpointIO
-from colossalai.checkpoint_io.files import save_state_dict, survey_file
+from colossalai.checkpoint_io.files.state_file import save_state_dict, survey_file
 
 IO = GeneralCheckpointIO()
 FORMATS = pytest.mark.parametrize("use_safetensors", [False, True])

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from colossalai.checkpoint_io.index import CheckpointIndexFile
-from colossalai.checkpoint_io.manifest import MANIFEST, checkpoints, is_checkpoint
-from colossalai.checkpoint_io.names import INDEX_SUFFIX, Kind, add_variant
-from colossalai.checkpoint_io.viewing import Advance, Fault, View
-from colossalai.checkpoint_io.viewing_files import FileView, ShardsView, shard_faults
-from colossalai.checkpoint_io.viewing_runs import RunView
+from colossalai.checkpoint_io.files.sharding import INDEX_SUFFIX, CheckpointIndexFile, FileKind, add_variant
+from colossalai.checkpoint_io.inspection.views import (
+    Advance,
+    Fault,
+    FileView,
+    RunView,
+    ShardsView,
+    View,
+    shard_faults,
+)
+from colossalai.checkpoint_io.runs.manifest import MANIFEST, checkpoints, is_checkpoint
 
 
 def find_forms(path: Path) -> list[Path]:
@@ -24,7 +29,7 @@ def find_forms(path: Path) -> list[Path]:
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     if is_checkpoint(path):
         return [path]
-    names = [name for kind in Kind for name in kind.value]
+    names = [name for kind in FileKind for name in kind.value]
     single = [p for n in names for p in (path / n, *sorted(path.glob(add_variant(n, "*")))) if p.is_file()]
     shards = {p for p in path.glob(f"*{INDEX_SUFFIX.removesuffix('.json')}*.json") if p.is_file()}
     if found := [*sorted(shards), *(p for p in single if p.name not in _members(shards))]:

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 
 from colossalai.checkpoint_io.boxes import Box, Shape, disjoint, overlap
-from colossalai.checkpoint_io.entries import Entry
+from colossalai.checkpoint_io.held_tensors import HeldTensor
 
 
-class Described(NamedTuple):
+class TensorOutline(NamedTuple):
     """An entry without its values, as it travels."""
 
     name: str
@@ -35,7 +35,7 @@ class Described(NamedTuple):
     by_first: bool
 
 
-class Logical(NamedTuple):
+class PlannedTensor(NamedTuple):
     """A tensor that all ranks together hold."""
 
     shape: Shape
@@ -49,10 +49,10 @@ class Logical(NamedTuple):
 
 
 @dataclass
-class Survey:
+class WritePlan:
     """What all ranks hold.  ``tensors`` are stored; ``ties`` are further names of them."""
 
-    tensors: dict[str, Logical] = field(default_factory=dict)
+    tensors: dict[str, PlannedTensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -60,9 +60,9 @@ class Survey:
         return sum(math.prod(t.shape) * t.dtype.itemsize for t in self.tensors.values())
 
 
-def describe(entries: Sequence[Entry]) -> list[Described]:
+def outline(entries: Sequence[HeldTensor]) -> list[TensorOutline]:
     return [
-        Described(
+        TensorOutline(
             e.name,
             e.shape,
             e.dtype,
@@ -76,11 +76,11 @@ def describe(entries: Sequence[Entry]) -> list[Described]:
     ]
 
 
-def survey(held: Sequence[Sequence[Described]]) -> Survey:
+def make_write_plan(held: Sequence[Sequence[TensorOutline]]) -> WritePlan:
     """The plan of all ranks from what each holds; what cannot be stored is refused."""
-    result = Survey()
+    result = WritePlan()
     shared_names: dict[tuple[str, tuple[int, int]], str] = {}
-    found: dict[str, tuple[Described, int, dict[Box, list[int]]]] = {}
+    found: dict[str, tuple[TensorOutline, int, dict[Box, list[int]]]] = {}
     for rank, described in enumerate(held):
         for one in described:
             name = one.name
@@ -107,7 +107,7 @@ def survey(held: Sequence[Sequence[Described]]) -> Survey:
             box: _lightest(ranks[:1] if first.by_first else ranks, load, box, first.dtype)
             for box, ranks in sorted(holders.items())
         }
-        result.tensors[name] = Logical(first.shape, first.dtype, writers, holders)
+        result.tensors[name] = PlannedTensor(first.shape, first.dtype, writers, holders)
     result.ties = {alias: name for alias, name in result.ties.items() if alias not in result.tensors}
     return result
 
@@ -130,7 +130,7 @@ def _lightest(ranks: list[int], load: list[int], box: Box, dtype: torch.dtype) -
     return writer
 
 
-def _check_same(name: str, first: Described, first_rank: int, other: Described, rank: int) -> None:
+def _check_same(name: str, first: TensorOutline, first_rank: int, other: TensorOutline, rank: int) -> None:
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         raise ValueError(
             f"{name} is {first.dtype} of shape {first.shape} on rank {first_rank} and {other.dtype} of shape {other.shape} on"

@@ -17,25 +17,35 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from colossalai.checkpoint_io.blocks import Block, write_blocks
 from colossalai.checkpoint_io.boxes import whole
-from colossalai.checkpoint_io.checksums import CHECKSUMS, sums_as_text, tensor_crc
-from colossalai.checkpoint_io.entries import Entry, Piece
-from colossalai.checkpoint_io.files import save_state_dict, survey_file, sync
-from colossalai.checkpoint_io.index import CheckpointIndexFile
-from colossalai.checkpoint_io.names import Kind, get_base_filenames, get_shard_filename
-from colossalai.checkpoint_io.sharding import MB, plan_shards
+from colossalai.checkpoint_io.files.sharding import (
+    MB,
+    CheckpointIndexFile,
+    FileKind,
+    get_base_filenames,
+    get_shard_filename,
+    plan_shards,
+)
+from colossalai.checkpoint_io.files.state_file import (
+    CHECKSUMS,
+    save_state_dict,
+    sums_as_text,
+    survey_file,
+    sync,
+    tensor_crc,
+)
+from colossalai.checkpoint_io.held_tensors import HeldBox, HeldTensor
+from colossalai.checkpoint_io.inspection.views import Advance, Item, ShardsView, View
+from colossalai.checkpoint_io.runs.data_file import TensorToWrite, write_tensors
+from colossalai.checkpoint_io.runs.writing import Contents, Writer
 from colossalai.checkpoint_io.stored_optimizer import StoredOptimizer
-from colossalai.checkpoint_io.viewing import Advance, Item, View
-from colossalai.checkpoint_io.viewing_files import ShardsView
-from colossalai.checkpoint_io.writing import Contents, Writer
 
 
 @dataclass(frozen=True)
 class Weights:
     """The weights of one model: their names, shapes and dtypes as they are to be written, and how each is read."""
 
-    blocks: list[Block]
+    blocks: list[TensorToWrite]
     ties: dict[str, str]
 
     @property
@@ -78,7 +88,7 @@ def _finest(
     return master if master is not None and master.shape == item.shape else item
 
 
-def _block(view: View, item: Item, name: str, dtype: torch.dtype | None) -> Block:
+def _block(view: View, item: Item, name: str, dtype: torch.dtype | None) -> TensorToWrite:
     to = dtype if dtype is not None and item.dtype.is_floating_point else item.dtype
 
     def read() -> Tensor:
@@ -89,14 +99,14 @@ def _block(view: View, item: Item, name: str, dtype: torch.dtype | None) -> Bloc
             raise ValueError(f"{name} holds {largest:g}, which {to} cannot; choose bf16 or fp32")
         return tensor
 
-    return Block(name, to, item.shape, read)
+    return TensorToWrite(name, to, item.shape, read)
 
 
 def write_hugging_face(
     weights: Weights, folder: Path, size_per_shard: float = 5120, advance: Advance = lambda n: None
 ) -> None:
     """A folder that ``from_pretrained`` opens if a ``config.json`` is beside: ``model.safetensors``, or shards and an index."""
-    weights_name, index_name = get_base_filenames(use_safetensors=True, kind=Kind.MODEL)
+    weights_name, index_name = get_base_filenames(use_safetensors=True, kind=FileKind.MODEL)
     by_name = {block.key: block for block in weights.blocks}
     units = [([block.key], block.nbytes / MB) for block in weights.blocks]
     shards = [[by_name[key] for key in shard] for shard, _ in plan_shards(units, size_per_shard)]
@@ -133,11 +143,11 @@ def write_run(
     for alias, name in weights.ties.items():
         names.setdefault(name, []).append(f"model/{alias}")
     entries = [
-        Entry(
+        HeldTensor(
             f"model/{b.key}",
             b.shape,
             b.dtype,
-            [Piece(whole(b.shape), _reporting(b, lambda n: advance(2 * n)))],
+            [HeldBox(whole(b.shape), _reporting(b, lambda n: advance(2 * n)))],
             aliases=names.get(b.key, []),
         )
         for b in weights.blocks
@@ -160,18 +170,18 @@ def merge_optimizer(view: View, path: Path) -> None:
 
 
 def _write_safetensors(
-    path: Path, blocks: Sequence[Block], ties: Mapping[str, str], advance: Advance
+    path: Path, blocks: Sequence[TensorToWrite], ties: Mapping[str, str], advance: Advance
 ) -> None:
     sums = {}
     for block in blocks:
         sums[block.key] = tensor_crc(block.read())
         advance(block.nbytes)
     tied = {alias: name for alias, name in ties.items() if name in sums}
-    reporting = [Block(b.key, b.dtype, b.shape, _reporting(b, advance)) for b in blocks]
-    write_blocks(path, reporting, {**tied, CHECKSUMS: sums_as_text(sums)})
+    reporting = [TensorToWrite(b.key, b.dtype, b.shape, _reporting(b, advance)) for b in blocks]
+    write_tensors(path, reporting, {**tied, CHECKSUMS: sums_as_text(sums)})
 
 
-def _reporting(block: Block, advance: Advance) -> Callable[[], Tensor]:
+def _reporting(block: TensorToWrite, advance: Advance) -> Callable[[], Tensor]:
     def read() -> Tensor:
         advance(block.nbytes)
         return block.read()

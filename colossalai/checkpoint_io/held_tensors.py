@@ -1,4 +1,4 @@
-"""What a rank holds, as the serial model knows it: ``Entry``, a named tensor, of which some boxes are here.
+"""What a rank holds, as the serial model knows it: ``HeldTensor``, a named tensor, of which some boxes are here.
 
 The tensors in an entry are views into the memory of the model or optimizer, turned as the serial model stores them.  Saving reads
 them, loading writes into them; nobody else needs to know how a plan lays things out.
@@ -21,7 +21,7 @@ from colossalai.mesh.parameter import SHARED_MARK
 
 
 @dataclass(eq=False)
-class Piece:
+class HeldBox:
     """The elements ``box`` of a tensor; ``tensor`` is a view of them, or a function that computes them (to save)."""
 
     box: Box
@@ -40,13 +40,13 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Entry:
+class HeldTensor:
     """A tensor of the serial model, and the pieces of it that this rank holds."""
 
     name: str
     shape: Shape
     dtype: torch.dtype
-    pieces: list[Piece]
+    pieces: list[HeldBox]
     shared: tuple[int, int] | None = None
     """A mark that the entries of all pipeline stages which share this tensor have, under whatever names."""
     stage: int | None = None
@@ -72,17 +72,17 @@ def serial_shape(param: Tensor) -> Shape:
     return shape[::-1] if getattr(param, "transposed", False) else shape
 
 
-def pieces_of(like: Tensor, value: Tensor, mesh: Mesh | None, name: str) -> list[Piece]:
+def pieces_of(like: Tensor, value: Tensor, mesh: Mesh | None, name: str) -> list[HeldBox]:
     """The boxes of ``value``, which lies as the parameter ``like`` does: itself, a gradient, an optimizer's state."""
     return [
-        Piece(box, _turned(_local(value), like)[place.within(whole_of(like))])
+        HeldBox(box, _turned(_local(value), like)[place.within(whole_of(like))])
         for box, place in _places(like, mesh, name)
     ]
 
 
 def pieces_of_holding(
     holding: Holding, value: Tensor | Callable[[], Tensor], mesh: Mesh | None, name: str
-) -> list[Piece]:
+) -> list[HeldBox]:
     """The boxes of ``value``, which has the elements that ``holding.value`` has."""
     if not isinstance(value, Tensor):
         return _computed_pieces(holding, value, mesh, name)
@@ -98,29 +98,29 @@ def pieces_of_holding(
                 shift = tuple(
                     b + c - o for b, c, o in zip(box.offsets, common.offsets, own.offsets, strict=True)
                 )
-                found.append(Piece(Box(shift, common.sizes), turned[common.within(spot)]))
+                found.append(HeldBox(Box(shift, common.sizes), turned[common.within(spot)]))
     return found
 
 
 def _computed_pieces(
     holding: Holding, value: Callable[[], Tensor], mesh: Mesh | None, name: str
-) -> list[Piece]:
+) -> list[HeldBox]:
     """Boxes whose values are computed when they are asked for, one at a time."""
     patterns = pieces_of_holding(holding, torch.empty_like(_local(holding.value), device="meta"), mesh, name)
 
     def read(index: int) -> Callable[[], Tensor]:
         return lambda: pieces_of_holding(holding, value(), mesh, name)[index].read()
 
-    return [Piece(pattern.box, read(index)) for index, pattern in enumerate(patterns)]
+    return [HeldBox(pattern.box, read(index)) for index, pattern in enumerate(patterns)]
 
 
-def whole_piece(tensor: Tensor) -> list[Piece]:
+def whole_piece(tensor: Tensor) -> list[HeldBox]:
     """A tensor that is the same on every rank that has it."""
-    return [Piece(whole(tuple(tensor.shape)), tensor.detach())]
+    return [HeldBox(whole(tuple(tensor.shape)), tensor.detach())]
 
 
 @torch.no_grad()
-def fill(pieces: Iterable[Piece], box: Box, values: Tensor) -> None:
+def fill(pieces: Iterable[HeldBox], box: Box, values: Tensor) -> None:
     """Copy to ``pieces`` what they have in common with ``values``, the elements ``box`` of the same tensor."""
     for piece in pieces:
         if (common := piece.box.common(box)) is not None:

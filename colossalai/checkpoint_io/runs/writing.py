@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import json
+import os
 import shutil
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.checkpoint_io.blocks import Block, write_blocks
 from colossalai.checkpoint_io.boxes import Box
-from colossalai.checkpoint_io.entries import Entry
-from colossalai.checkpoint_io.files import sync
-from colossalai.checkpoint_io.locking import LOCK, Lock
-from colossalai.checkpoint_io.manifest import (
+from colossalai.checkpoint_io.byte_io import THREADS, size_text, wait_for_devices
+from colossalai.checkpoint_io.files.sharding import MB, plan_shards
+from colossalai.checkpoint_io.files.state_file import sync
+from colossalai.checkpoint_io.held_tensors import HeldTensor
+from colossalai.checkpoint_io.ranks import JobRanks
+from colossalai.checkpoint_io.runs.data_file import TensorToWrite, write_tensors
+from colossalai.checkpoint_io.runs.manifest import (
     MANIFEST,
     Manifest,
     StoredBox,
@@ -34,11 +41,7 @@ from colossalai.checkpoint_io.manifest import (
     left_behind,
     read_manifest,
 )
-from colossalai.checkpoint_io.ranks import Ranks
-from colossalai.checkpoint_io.sharding import MB, plan_shards
-from colossalai.checkpoint_io.sizes import size_text
-from colossalai.checkpoint_io.strips import THREADS, wait_for_devices
-from colossalai.checkpoint_io.survey import Described, Survey, describe, survey
+from colossalai.checkpoint_io.write_plan import TensorOutline, WritePlan, make_write_plan, outline
 from colossalai.logging import get_dist_logger
 from colossalai.utils.host_memory import host_empty
 
@@ -52,7 +55,7 @@ Record = dict[tuple[str, Box], tuple[str, int]]
 class Contents:
     """What one rank has to save.  ``values`` are rank 0's; ``merged`` is what every rank tells about its part of them."""
 
-    entries: list[Entry]
+    entries: list[HeldTensor]
     values: dict[str, Any] = field(default_factory=dict)
     merged: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
@@ -65,9 +68,9 @@ class Draft:
     folder: Path
     word: str
     number: int
-    ranks: Ranks
-    plan: Survey
-    files: dict[str, list[Block]]
+    ranks: JobRanks
+    plan: WritePlan
+    files: dict[str, list[TensorToWrite]]
     keys: dict[str, tuple[str, Box]]  # what the blocks are, by their keys
     contents: Contents
     keep: int | None
@@ -147,7 +150,7 @@ class Writer:
             _write(draft)
             return Save(draft.folder)
         _end_of_others()
-        draft.ranks = Ranks(background=True)
+        draft.ranks = JobRanks(background=True)
         save = Save(draft.folder)
 
         def run() -> None:
@@ -199,16 +202,16 @@ def _plan(
     lock: Lock,
 ) -> Draft:
     """Agree with all ranks on what is written by whom; nothing is written before everything is known to be right."""
-    ranks = Ranks()
+    ranks = JobRanks()
     contents, failure = Contents([]), None
     try:
         contents = collect()
     except Exception as error:
         failure = error
-    told: list[tuple[list[Described], dict[str, Any]]] = ranks.agree(
-        failure, (describe(contents.entries), contents.merged)
+    told: list[tuple[list[TensorOutline], dict[str, Any]]] = ranks.agree(
+        failure, (outline(contents.entries), contents.merged)
     )
-    plan = survey([described for described, _ in told])
+    plan = make_write_plan([described for described, _ in told])
     contents.values = merge(contents.values, [merged for _, merged in told])
     start: tuple[str, int] | None = None
     if ranks.rank == 0:
@@ -221,7 +224,7 @@ def _plan(
     return Draft(folder, word, number, ranks, plan, files, keys, contents, keep, lock)
 
 
-def _prepare(folder: Path, plan: Survey, lock: Lock) -> tuple[str, int]:
+def _prepare(folder: Path, plan: WritePlan, lock: Lock) -> tuple[str, int]:
     """The folder, locked and with room for the checkpoint; returns a word for its files, and its number."""
     if folder.is_file():
         raise ValueError(f"a checkpoint is a folder, but {folder} is a file")
@@ -261,24 +264,24 @@ def _read_number(folder: Path, changed: int) -> int:
 
 
 def _own_files(
-    entries: Iterable[Entry], plan: Survey, rank: int, word: str, size_per_shard: float
-) -> tuple[dict[str, list[Block]], dict[str, tuple[str, Box]]]:
+    entries: Iterable[HeldTensor], plan: WritePlan, rank: int, word: str, size_per_shard: float
+) -> tuple[dict[str, list[TensorToWrite]], dict[str, tuple[str, Box]]]:
     """The blocks that this rank writes, by file, and what they are."""
-    blocks: dict[str, Block] = {}
+    blocks: dict[str, TensorToWrite] = {}
     keys: dict[str, tuple[str, Box]] = {}
     for entry in entries:
         name = entry.name if entry.name in plan.tensors else plan.ties[entry.name]
         for piece, box in product(entry.pieces, plan.tensors[name].written_by(rank)):
             key = block_key(name, entry.shape, box)
             if key not in blocks and piece.box.holds(box):
-                blocks[key] = Block(key, entry.dtype, box.sizes, partial(piece.read_part, box))
+                blocks[key] = TensorToWrite(key, entry.dtype, box.sizes, partial(piece.read_part, box))
                 keys[key] = (name, box)
     units = [([key], block.nbytes / MB) for key, block in blocks.items()]
     shards = [names for names, _ in plan_shards(units, size_per_shard)]
     return {data_file(word, rank, i): [blocks[key] for key in shard] for i, shard in enumerate(shards)}, keys
 
 
-def _places(blocks: Sequence[Block]) -> tuple[dict[str, int], int]:
+def _places(blocks: Sequence[TensorToWrite]) -> tuple[dict[str, int], int]:
     """Where the copies of ``blocks`` lie in one buffer, and its size."""
     places, end = {}, 0
     for block in blocks:
@@ -294,10 +297,10 @@ def _host_memory(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _copied(block: Block, room: Tensor) -> Block:
+def _copied(block: TensorToWrite, room: Tensor) -> TensorToWrite:
     copy = room.view(block.dtype).view(block.shape)
     copy.copy_(block.read(), non_blocking=True)
-    return Block(block.key, block.dtype, block.shape, lambda: copy)
+    return TensorToWrite(block.key, block.dtype, block.shape, lambda: copy)
 
 
 def _write(draft: Draft) -> None:
@@ -347,7 +350,7 @@ def _write_files(draft: Draft) -> Record:
 
 def _write_file(draft: Draft, name: str) -> dict[str, int]:
     try:
-        return write_blocks(draft.folder / name, draft.files[name])
+        return write_tensors(draft.folder / name, draft.files[name])
     except OSError as error:
         raise OSError(error.errno, f"{draft.folder / name} cannot be written: {error.strerror}") from error
 
@@ -386,4 +389,80 @@ def remove(folder: Path) -> None:
         folder.rmdir()
 
 
-__all__ = ["Contents", "Save", "Writer", "remove"]
+LOCK = ".lock"
+
+
+class Lock:
+    """The lock of one folder, taken once and released once."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._descriptor: int | None = None
+
+    def take(self, folder: Path) -> None:
+        """Take the lock of ``folder``; if another process has it, that is an error."""
+        path = folder / LOCK
+        while self._descriptor is None:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                self._take_over(path)
+                continue
+            except OSError:  # a file system without locks
+                os.close(descriptor)
+                return
+            if _is_at(descriptor, path):
+                self._path, self._descriptor = path, descriptor
+            else:  # its owner has finished and removed it in between
+                os.close(descriptor)
+        os.truncate(self._descriptor, 0)
+        os.write(self._descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+
+    @staticmethod
+    def _take_over(path: Path) -> None:
+        """Remove a lock whose owner is gone."""
+        owner = _owner(path)
+        if owner.get("host") == socket.gethostname() and not _is_alive(owner.get("pid")):
+            path.unlink(missing_ok=True)
+            return
+        raise RuntimeError(
+            f"{path.parent} is being saved to by another job (process {owner.get('pid', 'unknown')} on"
+            f" {owner.get('host', 'an unknown host')}); give each job a folder of its own, or wait for it"
+        )
+
+    def release(self) -> None:
+        if self._descriptor is not None and self._path is not None:
+            if _is_at(self._descriptor, self._path):
+                self._path.unlink(missing_ok=True)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also of children that have it from a fork
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _owner(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _is_alive(pid: Any) -> bool:
+    if not isinstance(pid, int):
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True

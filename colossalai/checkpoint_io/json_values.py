@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.checkpoint_io.dtypes import dtype_of, name_of
+from colossalai.checkpoint_io.byte_io import dtype_of, name_of
 
 PLAIN = (bool, int, float, str, type(None))
 

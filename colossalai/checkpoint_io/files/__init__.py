@@ -1,0 +1,1 @@
+"""Files of whole tensors, in the layout of Hugging Face."""

@@ -1,0 +1,1 @@
+"""Checkpoints of whole runs: boxes of tensors in data files, and a manifest that says what is in them."""
