@@ -40,7 +40,7 @@ def _failures(rank: int, world_size: int, port: int, folder: Path) -> None:
     for background in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(writing, "write_blocks", broken)
+                patch.setattr(writing, "write_tensors", broken)
             own = r"00001-00000\.safetensors cannot be written: No space left"
             with pytest.raises(
                 (OSError, RuntimeError), match=own if rank else f"rank 1 could not save: OSError.*{own}"
