@@ -1,14 +1,12 @@
 """Checkpoints that know nothing of the plan that wrote them.
 
-Whole runs (``booster.save``): ``boxes`` (rectangles), ``entries`` (what a rank holds), ``model_state`` and ``optimizer_state`` (of what),
-``run_state`` (of everything), ``make_write_plan`` (who writes what), ``blocks`` (one data file), ``manifest`` (what is in a folder), ``writing`` and ``reading``.
+- ``runs``: what ``booster.save`` writes and ``booster.load`` reads: boxes of tensors in data files, and a manifest.
+- ``files``: whole tensors, in one file or in a folder of the layout of Hugging Face.
+- ``inspection``: show, verify and convert checkpoints, for the command line.
 
-Files of whole tensors, one or a folder with an index in the layout of Hugging Face: ``base`` says what can be asked for, ``general`` does
-it for whole tensors, ``replicated`` lets one rank write for all, ``gathered`` does so for tensors that are cut over ranks (``gathering``);
-``training`` is one file with everything; ``pretrained`` reads only the pieces that a rank needs,
-``whole_pretrained`` is ``save_pretrained`` of a boosted model.  Below them: ``files`` (one file, whole or not at
-all), ``names`` (what files are called and how they are found again), ``sharding`` (which tensor goes where), ``index`` (the map of a folder) and
-``fitting`` (whether it is the model's).
+What they share lies beside them: ``boxes`` (rectangles of tensors), ``held_tensors`` (what a rank holds of one),
+``model_state`` and ``optimizer_state`` (of which tensors), ``stored_optimizer`` (an optimizer by the names of its
+parameters), ``write_plan`` (who writes what), ``ranks`` (what ranks tell each other), ``json_values`` and ``byte_io``.
 """
 
 from colossalai.checkpoint_io.files.io import (

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from colossalai.core import global_context as gpc
 from colossalai.interface import ModelWrapper
 from colossalai.nn.policies.stage import Stage
-from colossalai.pipeline.stage import Placement, launched_shape, pipeline_rank, pipeline_size
+from colossalai.pipeline.stage import own_stage
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -34,8 +33,7 @@ class ModelChunks(nn.ModuleList):
 
     def virtual_stage(self, name: str) -> int:
         """The virtual stage of what is ``name`` here, for checkpoints: its place in the whole model."""
-        placement = Placement(pipeline_size(gpc.mesh), len(self), launched_shape())
-        return placement.stage(pipeline_rank(gpc.mesh), int(name.partition(".")[0]))
+        return own_stage(int(name.partition(".")[0]), len(self))
 
 
 def with_chunks(model: nn.Module) -> nn.Module:

@@ -69,3 +69,9 @@ def pipeline_rank(mesh: Mesh) -> int:
 def pipeline_size(mesh: Mesh) -> int:
     """How many ranks a pipeline has; 1 on a mesh without one."""
     return mesh.size.get(PIPELINE_AXIS, 1)
+
+
+def own_stage(chunk: int, chunks: int) -> int:
+    """The virtual stage that is ``chunk`` of the ``chunks`` of this rank, in the launched job."""
+    placement = Placement(pipeline_size(gpc.mesh), chunks, launched_shape())
+    return placement.stage(pipeline_rank(gpc.mesh), chunk)
