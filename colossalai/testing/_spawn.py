@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -196,12 +197,18 @@ def _resolve(classes: tuple[tuple[str, str], ...]) -> type[BaseException]:
     return BaseException
 
 
+# Below the ports that Linux gives to connections by itself (32768 and above): of those, one that is free now is
+# soon taken by a connection of another test.
+_PORTS = (20000, 32000)
+
+
 def free_port() -> int:
     """Return a port that is free now.
 
     Another process may take it before you do: bind port 0 where you can.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    numbers = random.SystemRandom()  # tests that set the same seed must not get the same port
+    while True:
+        port = numbers.randint(*_PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
