@@ -1,4 +1,6 @@
-"""``GeminiPlugin``: ZeRO-3 whose weights, gradients and optimizer states lie in chunks, on the device, the host, or both."""
+"""``GeminiPlugin``: ZeRO-3 whose weights, gradients and optimizer states lie in chunks, on the device, the
+host, or both.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,26 @@ from colossalai.zero.gemini.fill import check_shares
 from colossalai.zero.gemini.speculative import UNDO_RATIO
 from colossalai.zero.gemini.tiers import check_capacity
 
+# the arguments of the plugin that GeminiDDP and GeminiOptimizer take under the same names
+MODEL_OPTIONS = (
+    "placement_policy",
+    "pin_memory",
+    "force_outputs_fp32",
+    "strict_ddp_mode",
+    "search_range_mb",
+    "hidden_dim",
+    "min_chunk_size_mb",
+    "memstats",
+    "compute_capacity",
+    "host_capacity",
+    "prefetch",
+    "host_buffers",
+    "disk_dir",
+    "disk_capacity",
+    "seed",
+)
+OPTIMIZER_OPTIONS = ("gpu_margin_mem_ratio", "norm_type", "verbose", "update_in_backward", "undo_ratio")
+
 
 class GeminiPlugin(HalfWeightPlugin):
     """ZeRO-3 with chunks over memory tiers.
@@ -28,20 +50,27 @@ class GeminiPlugin(HalfWeightPlugin):
         placement_policy: ``"cpu"``, ``"cuda"``, ``"auto"`` or ``"const"``: where chunks rest.
         pin_memory: page-locked host memory, for copies that overlap with computation.
         force_outputs_fp32: floating-point outputs are cast to float32.
-        strict_ddp_mode: chunks stay whole on the device from the forward pass to the end of the backward pass.
+        strict_ddp_mode: chunks stay whole on the device from the forward pass to the end of the backward
+            pass.
         search_range_mb, hidden_dim, min_chunk_size_mb: the search for the chunk size.
         memstats: what an earlier run measured.
-        gpu_margin_mem_ratio: the share of what the first step leaves free of the device for chunks to rest there.
-        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss scale of fp16.
+        gpu_margin_mem_ratio: the share of what the first step leaves free of the device for chunks to rest
+            there.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
+            loss scale of fp16.
         max_norm, norm_type: the largest norm of all gradients, 0 does not clip; and which norm.
         verbose: tell the chunk size, and changes of the loss scale.
-        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``, of weights, gradients and operations; by default the booster's, or fp16.
-        update_in_backward: update chunks on the host while the backward pass goes on; with ``max_norm`` and in fp16 on trial.
-        undo_ratio: the share of the weights and states on the host that it may hold twice, to take such updates back.
+        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``, of weights, gradients and operations; by default the
+            booster's, or fp16.
+        update_in_backward: update chunks on the host while the backward pass goes on; with ``max_norm`` and
+            in fp16, speculatively.
+        undo_ratio: the share of the weights and states on the host that snapshots may take, to roll such
+            updates back.
         compute_capacity, host_capacity: bytes that model data may take of the device and of the host.
         prefetch: chunks to fetch ahead.
         host_buffers: gradient buffers on the host; by default as many as there are chunks.
-        disk_dir, disk_capacity: a directory on a disk for what does not fit into ``host_capacity``, and the bytes it may take.
+        disk_dir, disk_capacity: a directory on a disk for what does not fit into ``host_capacity``, and the
+            bytes it may take.
         seed: of the initial values of a model that was built on the meta device.
     """
 
@@ -81,6 +110,7 @@ class GeminiPlugin(HalfWeightPlugin):
         disk_capacity: int | None = None,
         seed: int = 1024,
     ) -> None:
+        given = dict(locals())
         super().__init__(precision, max_norm, norm_type)
         PlacementPolicyFactory.create(placement_policy)
         check_shares(gpu_margin_mem_ratio=gpu_margin_mem_ratio, undo_ratio=undo_ratio)
@@ -94,37 +124,21 @@ class GeminiPlugin(HalfWeightPlugin):
         self.device = torch.device(device) if device is not None else default_device()
         scale = LossScaleOptions.of(locals()).arguments()
         self.model_options: dict[str, Any] = {
+            **{name: given[name] for name in MODEL_OPTIONS},
             "device": self.device,
-            "placement_policy": placement_policy,
-            "pin_memory": pin_memory,
-            "force_outputs_fp32": force_outputs_fp32,
-            "strict_ddp_mode": strict_ddp_mode,
-            "search_range_mb": search_range_mb,
-            "hidden_dim": hidden_dim,
-            "min_chunk_size_mb": min_chunk_size_mb,
-            "memstats": memstats,
             "verbose": verbose and self.rank == 0,
-            "compute_capacity": compute_capacity,
-            "host_capacity": host_capacity,
-            "prefetch": prefetch,
-            "host_buffers": host_buffers,
-            "disk_dir": disk_dir,
-            "disk_capacity": disk_capacity,
-            "seed": seed,
         }
         self.optimizer_options: dict[str, Any] = {
             **scale,
-            "gpu_margin_mem_ratio": gpu_margin_mem_ratio,
+            **{name: given[name] for name in OPTIMIZER_OPTIONS},
             "clipping_norm": max_norm,
-            "norm_type": norm_type,
-            "verbose": verbose,
-            "update_in_backward": update_in_backward,
-            "undo_ratio": undo_ratio,
         }
 
     @property
     def updates_early(self) -> bool:
-        """Whether weights are updated in the backward pass for good; with clipping and in fp16, updates can be taken back."""
+        """Whether weights are updated in the backward pass for good; with clipping and in fp16, updates can
+        be rolled back.
+        """
         options = self.optimizer_options
         may_be_bad = self.precision == "fp16" or options["clipping_norm"] > 0
         return bool(options["update_in_backward"]) and not may_be_bad

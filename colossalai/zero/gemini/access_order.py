@@ -1,22 +1,25 @@
-"""Do all ranks do the same?
+"""The order in which chunks are used: recorded in the first step, and the same on all ranks.
 
-A chunk that ranks share is put together by all of them at once, and its gradients are averaged by all of them at once.  ChunkRanks that take different
-branches would ask for different chunks, and get a mixture without any error, or wait for each other forever.  So a number travels ahead
-of every request: that of the chunk, or of the moment at which a pass begins or ends.
+``AccessTrace`` records the order in which the first step uses chunks, forward and then backward.  Later steps
+follow the recorded order with a position: chunks that come next are prefetched, and the chunk that is needed
+last (Belady's choice) is evicted.  Where a step does something else, the position stays until the order fits
+again; only speed depends on it.
+
+``RankAgreement`` compares what the ranks ask for.  All ranks gather a shared chunk at once, and average its
+gradients at once.  Ranks that take different branches would ask for different chunks, and get a mixture
+without any error, or wait for each other forever.  So a number is sent ahead of every request: that of the
+chunk, or of the moment at which a pass begins or ends.
 
 [Note: rounds]
-All ranks send one number in each round.  What they fetch, and the moments, must be the same sequence on all; it is compared before anything
-is fetched, because gloo ends a process that gets a chunk of another size.  A rank that is to average a chunk may be alone: others have skipped a part of the model, and get these gradients
-later or never.  Then that round counts for nothing, the chunk waits for the end of the backward pass, and what the others have sent is kept
-until all have come to it.  Every rank computes the same from the same rounds, so an error is one on all.
+All ranks send one number in each round.  The fetches and the moments must be the same sequence on all ranks;
+they are compared before anything is fetched, because gloo ends a process that gets a chunk of another size.
+A rank that is to average a chunk may be alone: other ranks have skipped a part of the model, and get these
+gradients later or never.  Then that round counts for nothing, the chunk waits for the end of the backward
+pass, and what the other ranks have sent is kept until all ranks have come to it.  Every rank computes the
+same from the same rounds, so all ranks raise the same error.
 
-The numbers cost next to nothing where ranks talk over the CPU.  On GPUs, where comparing means waiting, only the first step is watched.
-
-The order in which a training step uses chunks, and how much memory it needs beside them; known from the first step.
-
-A step uses chunks in an order that is the same in every step: forward, then backward.  The first step writes it down.  Later steps
-follow it with a finger: what comes next can be fetched ahead, and the chunk that is needed last (Belady's choice) is the one to let go.
-Where a step does something else, the finger stays where it is until the order fits again; nothing depends on it but speed.
+The numbers cost next to nothing where ranks communicate over the CPU.  On GPUs, where comparing means
+waiting, only the first step is compared.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ NEVER = 1 << 60
 
 
 class AccessTrace:
-    """Uses of chunks (by number) in one step."""
+    """Records in which order one step uses chunks, by number, and follows this order in later steps."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
@@ -50,12 +53,12 @@ class AccessTrace:
         self._clock = 0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self.position = 0
         self.surprises = 0
 
     def visit(self, index: int) -> None:
-        """Chunk ``index`` is used now."""
+        """Note that chunk ``index`` is used now."""
         if not self.complete:
             self._clock += 1
             self._last_used[index] = self._clock
@@ -73,31 +76,33 @@ class AccessTrace:
         self.position = place + 1
 
     def close(self) -> None:
-        """The step that was written down is over."""
+        """End the step that is recorded."""
         self.complete = True
         self._places = {}
         for place, index in enumerate(self.order):
             self._places.setdefault(index, []).append(place)
 
     def next_use(self, index: int) -> int:
-        """The next place in the order where ``index`` is used in this step; NEVER if there is none."""
+        """Return the next place in the order where this step uses ``index``, or NEVER."""
         places = self._places.get(index, [])
         at = bisect_left(places, self.position)
         return places[at] if at < len(places) else NEVER
 
     def first_use(self, index: int) -> int:
-        """The place of the first use in a step: updates are made in this order."""
+        """Return the place of the first use of ``index`` in a step: updates are made in this order."""
         places = self._places.get(index)
         return places[0] if places else NEVER
 
     def distance(self, index: int) -> int:
-        """How far away the next use is, for the choice of what to let go: in the first step, what was not used for long goes first."""
+        """Return how far away the next use of ``index`` is, to choose what to evict; in the first step the
+        least recently used goes.
+        """
         if not self.complete:
             return -self._last_used.get(index, -1)
         return self.next_use(index)
 
     def ahead(self) -> Iterator[int]:
-        """What comes next, in order."""
+        """Iterate over the chunks that come next, in order."""
         return islice(self.order, self.position, None) if self.complete else iter(())
 
 
@@ -106,14 +111,17 @@ MOMENTS = {
     FORWARD: "has ended its forward pass",
     BACKWARD: "begins its backward pass",
     END: "has ended its backward pass",
-    AGAIN: "has got a second gradient of weights whose gradients were averaged (reentrant activation checkpointing)",
+    AGAIN: (
+        "has got a second gradient of weights whose gradients were averaged (reentrant activation"
+        " checkpointing)"
+    ),
     STEP: "looks at its gradients, or updates weights",
     LOOK: "looks at all weights",
 }
 
 
 class RankAgreement:
-    """What the ranks of ``chunks`` ask for, in order."""
+    """Compares what the ranks that share ``chunks`` ask for, in order."""
 
     def __init__(self, chunks: ChunkManager) -> None:
         self.chunks = chunks
@@ -123,19 +131,21 @@ class RankAgreement:
         self._failure = ""
 
     def ask(self, number: int, is_first_step: bool) -> None:
-        """This rank is about to bring chunk ``number``, or has come to a moment."""
+        """Tell the other ranks that this one is about to fetch chunk ``number``, or has come to a moment."""
         if self._is_watched(is_first_step):
             self._send(number)
 
     def confirm(self) -> None:
-        """Wait until all ranks have come to what this one has asked for; an error on all if they come to something else."""
+        """Wait until all ranks have asked for the same as this one; raise on all ranks if one asks for
+        something else.
+        """
         while self._rounds or self._is_ahead:
             if not self._rounds:
                 self._send(NOTHING)
             self._take_round()
 
     def may_reduce(self, number: int, is_first_step: bool) -> bool:
-        """Whether all ranks are about to average chunk ``number``; see [Note: rounds]."""
+        """Return whether all ranks are about to average chunk ``number``; see [Note: rounds]."""
         if not self._is_watched(is_first_step):
             return True
         while self._rounds:
@@ -145,7 +155,7 @@ class RankAgreement:
         return self._take_round() == [wish] * self.chunks.ranks.size
 
     def forget(self) -> None:
-        """After an exception nobody compares any more."""
+        """Drop all rounds: after an exception there is nothing to compare."""
         self._rounds.clear()
         self._ahead.clear()
 
@@ -192,9 +202,9 @@ class RankAgreement:
         self.forget()
         self._failure = f"one rank {self._what(mine)} while another {self._what(other)}"
         raise RuntimeError(
-            f"ranks that share chunks must use them in the same order, but this one {self._what(mine)} while another"
-            f" {self._what(other)}; with branches that not all ranks take (experts without tokens), use strict_ddp_mode=True,"
-            " which brings all weights before the forward pass, or ZeRO stage 2"
+            f"ranks that share chunks must use them in the same order, but this one {self._what(mine)} while"
+            f" another {self._what(other)}; with branches that not all ranks take (experts without tokens),"
+            " use strict_ddp_mode=True, which brings all weights before the forward pass, or ZeRO stage 2"
         )
 
     def _what(self, number: int) -> str:

@@ -1,19 +1,19 @@
-"""A chunk: parameters, in the order in which the model made them, laid one after the other in one flat buffer.
+"""A chunk: parameters, in the order in which the model made them, one after the other in one flat buffer.
 
-The ranks of a data-parallel group share a chunk: each keeps ``1 / ranks`` of it, its *shard*, at the chunk's *home* tier, and the
-whole of it is put together on the compute tier only while it is needed.  Parameters are views of the whole.
+The ranks of a data-parallel group share a chunk: each keeps ``1 / ranks`` of it, its *shard*, at the chunk's
+*home* tier, and the *whole* is gathered on the compute tier only while it is needed.  Parameters are views of
+the whole.
 
 [Note: one storage for life]
-Autograd saves views of weights (``weight.t()`` of a linear layer) that must be right again in the backward pass.  So the whole of a chunk has
-one storage for ever, whose memory is freed and filled again.  Touching freed memory ends a process without a word; so a
-parameter whose chunk is not there shows NaN instead, in its true shape.
+Autograd saves views of weights (``weight.t()`` of a linear layer) that must be right again in the backward
+pass.  So the whole of a chunk has one storage for ever, whose memory is freed and filled again.  Touching
+freed memory ends a process without a message; so a parameter whose chunk is not on the compute tier shows NaN
+instead, in its true shape.
 
 [Note: who may read a parameter]
-A module that computes, and whoever asks for ``whole_parameters()``.  While nobody does, the class of a parameter that comes and goes refuses to be
-read or written (``colossalai.zero.elsewhere``), also if its chunk happens to be there still: what is read then would be gone when the backward
-pass needs it.
-
-What is being done with a parameter, and which changes of that are possible.
+Modules read parameters while they compute, and scripts inside ``whole_parameters()``.  At all other times the
+class of a parameter that comes and goes refuses to be read or written (``colossalai.zero.elsewhere``), even
+if its chunk still is on the compute tier: what is read then would be gone when the backward pass needs it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from colossalai.zero.pieces import FlatLayout
 
 
 class TensorState(Enum):
+    """What is being done with a parameter; ``STATE_TRANS`` has the changes that are possible."""
+
     FREE = 0
     """Its values are not on the compute device."""
     COMPUTE = 1
     """A module computes with it, forward or backward."""
     HOLD = 2
-    """Its values are there, nobody uses them now."""
+    """Its values are on the compute device and not in use."""
     HOLD_AFTER_BWD = 3
     """Its gradient is done, and lies where the backward pass left it."""
     READY_FOR_REDUCE = 4
@@ -66,7 +68,8 @@ def check_transition(name: str, old: TensorState, new: TensorState) -> None:
     if old is not new and (old, new) not in STATE_TRANS:
         allowed = ", ".join(sorted(b.name for a, b in STATE_TRANS if a is old))
         raise RuntimeError(
-            f"parameter {name!r} cannot go from {old.name} to {new.name}; from {old.name} it can go to {allowed}"
+            f"parameter {name!r} cannot go from {old.name} to {new.name}; from {old.name} it can go to"
+            f" {allowed}"
         )
 
 
@@ -79,7 +82,7 @@ class ChunkFullError(Exception):
 
 @dataclass(eq=False)
 class ParamSlot:
-    """A parameter's place in its chunk."""
+    """The place of a parameter in its chunk."""
 
     param: nn.Parameter = field(repr=False)  # tensors that have given their memory away cannot be printed
     name: str
@@ -98,7 +101,7 @@ class ParamSlot:
         self.away: type = self.native
 
     def open(self, user: Any) -> None:
-        """``user`` may read the parameter."""
+        """Let ``user`` read the parameter."""
         if self.moves and not self.users:
             self.param.__class__ = self.native
         self.users.add(user)
@@ -123,10 +126,10 @@ class ParamSlot:
 
 @dataclass(frozen=True)
 class ChunkRanks:
-    """The ranks that share chunks, and the two process groups they talk over.
+    """The ranks that share chunks, and the two process groups they communicate over.
 
-    Gathering has a group of its own: where a rank skips a part of the model, its gradients come at another moment than
-    those of the others, and would be mistaken for a gathered chunk.
+    Gathering has a group of its own: where a rank skips a part of the model, its gradients come at another
+    moment than those of the others, and would be mistaken for a gathered chunk.
     """
 
     size: int = 1
@@ -142,7 +145,8 @@ class Chunk:
     def __init__(self, index: int, size: int, dtype: torch.dtype, ranks: ChunkRanks) -> None:
         if size % (ranks.size * ALIGN):
             raise ValueError(
-                f"a chunk shared by {ranks.size} ranks needs a size that is a multiple of {ranks.size * ALIGN}, got {size}"
+                f"a chunk shared by {ranks.size} ranks needs a size that is a multiple of"
+                f" {ranks.size * ALIGN}, got {size}"
             )
         self.index, self.size, self.dtype, self.ranks = index, size, dtype, ranks
         self.slots: list[ParamSlot] = []
@@ -197,12 +201,12 @@ class Chunk:
         return self.home is self.compute and self.ranks.size == 1
 
     def layout(self) -> FlatLayout:
-        """Where parameters lie and who keeps them, as other plans of ZeRO say it."""
+        """Return where parameters lie and which rank keeps them, in the form that all plans of ZeRO use."""
         sizes, offsets = zip(*((slot.numel, slot.offset) for slot in self.slots), strict=True)
         return FlatLayout(sizes, offsets, self.ranks.size, self.shard_size)
 
     def own_part(self, slot: ParamSlot, shard: Tensor | None = None) -> Tensor | None:
-        """What this rank's shard (or a tensor like it) holds of ``slot``, flat; None if that is nothing."""
+        """Return what this rank's shard (or a tensor like it) holds of ``slot``, flat; None if nothing."""
         low = max(slot.offset, self.own.start) - self.own.start
         high = min(slot.end, self.own.stop) - self.own.start
         return (self.shard if shard is None else shard)[low:high] if high > low else None
@@ -211,7 +215,8 @@ class Chunk:
         offset = aligned(self.used)
         if offset + param.numel() > self.size:
             raise ChunkFullError(
-                f"parameter {name!r} has {param.numel():,} elements, but {self.name} has room for {self.size - offset:,}"
+                f"parameter {name!r} has {param.numel():,} elements, but {self.name} has room for"
+                f" {self.size - offset:,}"
             )
         slot = ParamSlot(param, name, offset, param.numel(), param.shape)
         setattr(param, REASON, _reason(name))
@@ -222,9 +227,9 @@ class Chunk:
     # Memory
 
     def place(self, compute: Tier, home: Tier, on_disk: bool = False) -> None:
-        """Get memory for the shard at ``home``; the whole begins on the compute tier, to be filled.
+        """Allocate the shard at ``home``, and the whole on the compute tier, to be filled.
 
-        What rests ``on_disk`` has no memory: its shard shows NaN.
+        A shard that rests ``on_disk`` has no memory: it shows NaN.
         """
         self.compute, self.home = compute, home
         compute.take(self.nbytes, self.name)
@@ -243,19 +248,19 @@ class Chunk:
             self.shard = home.empty(self.shard_size, self.dtype, self.name)
 
     def show(self) -> None:
-        """Let the parameters be the views of the whole, or NaN while it is not there."""
+        """Make the parameters views of the whole, or NaN while it is not on the compute tier."""
         with plain_torch():
             for slot in self.slots:
                 slot.param.data = slot.view if self.present else slot.blank
 
     def guard(self) -> None:
-        """The chunk has got its values, or another home: refuse those who read parameters that come and go."""
+        """Let parameters that come and go refuse to be read; called when the chunk gets another home."""
         for slot in self.slots:
             slot.moves = not self.resident
             slot.param.__class__ = slot.away if slot.moves and not slot.users else slot.native
 
     def allocate(self) -> None:
-        """Memory for the whole, on the compute tier."""
+        """Allocate the whole, on the compute tier."""
         assert self.compute is not None
         assert not self.present, self.name
         self.compute.take(self.nbytes, self.name)
@@ -273,7 +278,7 @@ class Chunk:
         assert not self.users, self.name
         assert not self.resident, self.name
         if self.arriving is not None:
-            self.arriving.wait()  # or the copy would write into memory of another
+            self.arriving.wait()  # or the copy would write into memory that something else has got
             self.arriving = None
         self.present = False
         for slot in self.slots:
@@ -284,16 +289,17 @@ class Chunk:
         self.compute.give(self.nbytes)
 
     def keep_own(self) -> None:
-        """Take this rank's shard out of the whole."""
+        """Copy this rank's shard out of the whole."""
         if not self.resident:
             self.shard.copy_(self.flat[self.own])
 
 
 def _reason(name: str) -> str:
     return (
-        f"the values of {name!r}, which lie in a chunk and are whole only while a module of the model computes with them; compute with"
-        " them in a forward, read them inside `with model.whole_parameters():` or by model.state_dict(), write them by model.load_state_dict(...), and save them by"
-        " model.save_pretrained or booster.save_model, on every rank"
+        f"the values of {name!r}, which lie in a chunk and are whole only while a module of the model"
+        " computes with them; compute with them in a forward, read them inside `with"
+        " model.whole_parameters():` or by model.state_dict(), write them by model.load_state_dict(...), and"
+        " save them by model.save_pretrained or booster.save_model, on every rank"
     )
 
 
@@ -302,17 +308,18 @@ def aligned(position: int) -> int:
 
 
 def padded(size: int, ranks: int) -> int:
-    """The smallest size of a chunk of at least ``size`` elements."""
+    """Return the smallest size of a chunk of at least ``size`` elements."""
     unit = ranks * ALIGN
     return -(-max(size, 1) // unit) * unit
 
 
-# A second group of the same ranks for each data-parallel group, whose threads and sockets would otherwise be as many as models.
+# A second group of the same ranks for each data-parallel group, whose threads and sockets would otherwise be
+# as many as models.
 _second: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def group_ranks(group: dist.ProcessGroup | None, device: torch.device) -> ChunkRanks:
-    """The ranks of a data-parallel group; a second group of the same ranks is for gradients."""
+    """Return the ranks of a data-parallel group, with a second group of the same ranks for gradients."""
     if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ChunkRanks()
     members = dist.get_process_group_ranks(group)

@@ -1,7 +1,7 @@
 """The gradients of one chunk, from the backward pass to the update, and the memory that they need.
 
-``ChunkGradients`` is the state of one chunk.  ``GradientMemory`` is what the gradients of all chunks share: room on
-the compute tier, buffers on the host, and rows on the disk.
+``ChunkGradients`` is the state of one chunk.  ``GradientMemory`` is what the gradients of all chunks share:
+room on the compute tier, buffers on the host, and rows on the disk.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ IN_FLIGHT = 3  # gradient buffers that may be on their way to the host while the
 class HostGradientBuffers:
     """Gradient buffers on the host, which are reused: page-locked memory takes long to allocate.
 
-    Where their number is limited (``most``), or there is a disk, each buffer is large enough for any chunk.  ``wait``
-    waits until an update returns a buffer, ``spill`` moves the gradients of one chunk to the disk; both return whether
-    they did so.  Only the thread of the script calls ``get``; any thread may call ``put``.
+    Where their number is limited (``most``), or there is a disk, each buffer is large enough for any chunk.
+    ``wait`` waits until an update returns a buffer, ``spill`` moves the gradients of one chunk to the disk;
+    both return whether they did so.  Only the thread of the script calls ``get``; any thread may call
+    ``put``.
     """
 
     def __init__(
@@ -133,8 +134,8 @@ class SpilledGradients:
 class GradientMemory:
     """The memory for the gradients of all chunks: on the compute tier, on the host and on the disk.
 
-    ``make_room(nbytes, what)`` frees that much of the compute tier.  ``wait`` and ``spill`` make host buffers free, see
-    ``HostGradientBuffers``.
+    ``make_room(nbytes, what)`` frees that much of the compute tier.  ``wait`` and ``spill`` make host buffers
+    free, see ``HostGradientBuffers``.
     """
 
     def __init__(
@@ -166,7 +167,8 @@ class GradientMemory:
         return make(chunk.size, dtype=chunk.dtype, device=self.chunks.device)
 
     def download(self, chunk: Chunk, target: Tensor, buffer: Tensor, own: Tensor, before: PendingCopy) -> Any:
-        """Copy ``own`` to ``target`` on the host, after ``before``; return the event of the copy, if it has one.
+        """Copy ``own`` to ``target`` on the host, after ``before``; return the event of the copy, if it has
+        one.
 
         ``buffer``, the whole that ``own`` was reduced from, counts as used until ``land``.
         """
@@ -189,7 +191,9 @@ class GradientMemory:
         return PendingCopy(event)
 
     def land(self) -> bool:
-        """Free the oldest buffer on its way to the host, once its copy is done; return False if there is none."""
+        """Free the oldest buffer on its way to the host, once its copy is done; return False if there is
+        none.
+        """
         if not self._in_flight:
             return False
         copy, nbytes = self._in_flight.popleft()
@@ -205,7 +209,9 @@ class GradientMemory:
 
 @dataclass
 class PendingGradients:
-    """The sum of a chunk's gradients that an update has taken over, with the summands that are still to be added."""
+    """The sum of a chunk's gradients that an update has taken over, with the summands that are still to be
+    added.
+    """
 
     chunk: Chunk
     shard: Tensor | None
@@ -225,7 +231,9 @@ class PendingGradients:
 
     @torch.no_grad()
     def sum_up(self, memory: GradientMemory) -> Tensor:
-        """Return the complete sum, whose buffer ``memory.put`` takes back; wait on the CPU for what is on its way."""
+        """Return the complete sum, whose buffer ``memory.put`` takes back; wait on the CPU for what is on its
+        way.
+        """
         self.wait()
         for more in self.summands:
             assert self.shard is not None
@@ -253,19 +261,21 @@ class ChunkGradients:
     - ``settle``: wait until the sum is complete in ``shard``;
     - ``release``: hand the sum over to an update, which owns it from then on.
 
-    ``clear`` drops all gradients.  ``evict_buffer`` and ``evict_shard`` make room on the compute tier and on the host,
-    and leave the sum as it is.
+    ``clear`` drops all gradients.  ``evict_buffer`` and ``evict_shard`` make room on the compute tier and on
+    the host, and leave the sum as it is.
 
-    Two threads use this object: the one of the backward pass and the step calls everything, the update worker calls
-    ``settle`` for a speculative update.  ``lock`` guards the sum (``shard``, ``copy``, ``summands``, ``rows``, ``norms``,
-    ``parts``, ``used``); the rest belongs to the first thread.  Invariants, whenever the lock is free:
+    Two threads use this object: the one of the backward pass and the step calls everything, the update worker
+    calls ``settle`` for a speculative update.  ``lock`` guards the sum (``shard``, ``copy``,
+    ``summands``, ``rows``, ``norms``, ``parts``, ``used``); the rest belongs to the first thread.
+    Invariants, whenever the lock is free:
 
-    - every gradient since the last ``release`` or ``clear`` is in exactly one place: ``buffer``, ``local``, ``direct``, or
-      the sum, which is ``shard`` + ``summands`` + ``rows``;
+    - every gradient since the last ``release`` or ``clear`` is in exactly one place: ``buffer``, ``local``,
+      ``direct``, or the sum, which is ``shard`` + ``summands`` + ``rows``;
     - ``summands`` is empty if ``shard`` is None, and so are ``rows`` if the chunk's home is the compute tier;
     - ``arrived`` names the parameters in ``buffer``, ``used`` those in ``local``, ``direct`` and the sum;
     - ``parts`` grows with every summand that goes to the host: equal numbers mean the same sum;
-    - the lock is never held while waiting for a host buffer, which an update may hold that waits for the lock.
+    - the lock is never held while waiting for a host buffer, which an update may hold that waits for the
+      lock.
     """
 
     def __init__(self, chunk: Chunk, memory: GradientMemory) -> None:
@@ -290,7 +300,8 @@ class ChunkGradients:
         self.parts = 0
         self.norms: dict[ParamSlot, Tensor] | None = None  # of the sum; None where they are not known
         self.used: set[ParamSlot] = set()
-        # parameters with a gradient that the other ranks have not been told of; an early update may have taken it
+        # parameters with a gradient that the other ranks have not been told of; an early update may have
+        # taken it
         self.untold: set[ParamSlot] = set()
 
     # Questions
@@ -318,7 +329,9 @@ class ChunkGradients:
         return self.arrived.union(self.used, self.direct)
 
     def piece(self, slot: ParamSlot) -> Tensor | None:
-        """This rank's slice of the averaged gradient of ``slot``; None if it has had no gradient, NaN if it is on the disk."""
+        """This rank's slice of the averaged gradient of ``slot``; None if it has had no gradient, NaN if it
+        is on the disk.
+        """
         if slot in self.direct:
             return self.direct[slot]
         if not self.is_begun or slot not in self.used:
@@ -368,7 +381,9 @@ class ChunkGradients:
 
     @torch.no_grad()
     def reduce(self, sync: bool) -> None:
-        """Average the buffer over the ranks and send this rank's shard home; without ``sync`` add it to the local sum."""
+        """Average the buffer over the ranks and send this rank's shard home; without ``sync`` add it to the
+        local sum.
+        """
         chunk = self.chunk
         arrived = self._end_of_arrivals()
         if chunk.resident:
@@ -433,7 +448,9 @@ class ChunkGradients:
                 self.summands.append((target, done))
 
     def _norms_of(self, own: Tensor, copy: PendingCopy) -> dict[ParamSlot, Tensor] | None:
-        """The norms of the gradients in ``own``, this rank's shard: the host would need many times as long for them."""
+        """The norms of the gradients in ``own``, this rank's shard: the host would need many times as long
+        for them.
+        """
         if self.memory.norm_type is None or self.is_begun:
             return None  # it is one summand of several
         copy.wait()
@@ -502,7 +519,9 @@ class ChunkGradients:
             self.summands.clear()
 
     def peek(self) -> PendingGradients | None:
-        """What ``release`` would hand over, which stays here; None if there is nothing, or a part of it on the disk."""
+        """What ``release`` would hand over, which stays here; None if there is nothing, or a part of it on
+        the disk.
+        """
         with self.lock:
             if self.shard is None or self.rows or self.chunk.home is self.chunks.compute:
                 return None
@@ -510,7 +529,9 @@ class ChunkGradients:
             return PendingGradients(self.chunk, self.shard, copies, [], frozenset(self.used), [])
 
     def release(self) -> PendingGradients | None:
-        """Hand the sum of a chunk that rests on the host or the disk over to its update; None if there is none."""
+        """Hand the sum of a chunk that rests on the host or the disk over to its update; None if there is
+        none.
+        """
         with self.lock:
             if not self.is_begun or self.chunk.home is self.chunks.compute:
                 return None

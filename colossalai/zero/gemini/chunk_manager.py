@@ -1,8 +1,6 @@
-"""``ChunkManager``: all chunks of a model, the tiers they lie in, and the elementary moves.
+"""``ChunkManager``: all chunks of a model, the tiers they lie in, and the elementary moves between these.
 
-It decides nothing: what is moved when is up to ``GeminiManager``.
-
-A chunk manager for a model.
+``GeminiManager`` decides what is moved when.
 """
 
 from __future__ import annotations
@@ -47,17 +45,19 @@ STAGES = 4  # buffers for weights that are read ahead from the disk
 
 
 class ChunkManager:
-    """Chunks in the order in which their parameters are registered.
+    """Holds the chunks of a model, in the order in which their parameters are registered.
 
     Args:
-        chunk_configuration: by the number of ranks that share chunks, as ``search_chunk_configuration`` returns; or the chunk
-            size in elements.
-        init_device: where chunks rest, the compute device or the CPU; by default the CPU.  Older scripts have a ``ProcessGroup`` in
-            its place, whose data-parallel ranks share the chunks, and name ``init_device``.
+        chunk_configuration: by the number of ranks that share chunks, as ``search_chunk_configuration``
+            returns; or the chunk size in elements.
+        init_device: where chunks rest, the compute device or the CPU; by default the CPU.  Older scripts have
+            a ``ProcessGroup`` in its place, whose data-parallel ranks share the chunks, and name
+            ``init_device``.
         enable_distributed_storage: of those scripts; chunks are always shared.
         device: the compute device.
         ranks: the data-parallel ranks.
-        compute_capacity: bytes that model data may take on the compute device, by default as much as there is.
+        compute_capacity: bytes that model data may take on the compute device, by default as much as there
+            is.
         host_capacity: the same for the host.
         disk_dir: a directory on a disk, for what does not fit on the host.
         disk_capacity: bytes that may lie there.
@@ -79,8 +79,9 @@ class ChunkManager:
     ) -> None:
         if not enable_distributed_storage:
             raise ValueError(
-                "ChunkManager shares chunks between data-parallel ranks and cannot keep them whole on each, as"
-                " enable_distributed_storage=False asks for; use strict_ddp_mode=True of GeminiDDP to keep them during a step"
+                "ChunkManager shares chunks between data-parallel ranks and cannot keep them whole on each,"
+                " as enable_distributed_storage=False asks for; use strict_ddp_mode=True of GeminiDDP to keep"
+                " them during a step"
             )
         check_configuration(chunk_configuration)
         check_disk(disk_dir, disk_capacity, host_capacity)
@@ -116,10 +117,13 @@ class ChunkManager:
         min_chunk_size: int | None = None,
         filter_exlarge_params: bool = True,
     ) -> int:
-        """The chunk size in elements that wastes least, among ``n_grids`` sizes within ``search_range`` above the smallest."""
+        """Return the chunk size in elements that wastes least, of ``n_grids`` sizes within ``search_range``
+        above the smallest.
+        """
         if not (isinstance(n_grids, int) and n_grids >= 1 and search_range >= 0):
             raise ValueError(
-                f"search_chunk_size needs search_range at least 0 and n_grids at least 1, got {search_range!r} and {n_grids!r}"
+                "search_chunk_size needs search_range at least 0 and n_grids at least 1, got"
+                f" {search_range!r} and {n_grids!r}"
             )
         numels = [p.numel() for p in module.parameters()]
         smallest = 1024 if min_chunk_size is None else min_chunk_size
@@ -130,7 +134,7 @@ class ChunkManager:
         ).size
 
     def add_disk(self, directory: str | os.PathLike[str] | None, capacity: int | None = None) -> None:
-        """Have a disk as third tier."""
+        """Add a disk as third tier."""
         self.shelf = DiskShelf(directory, capacity)
         memory = TierMemory(self.host, "weights on their way from the disk", pinned=True)
         self.reader = WeightReader(self.shelf, Buffers(STAGES, memory))
@@ -138,7 +142,7 @@ class ChunkManager:
         self.passing.append(self.reader.buffers)
 
     def host_room(self) -> int:
-        """Bytes of the host that are free and not meant for what passes between it and the disk."""
+        """Return the bytes of the host that are free and not reserved for transfers from and to the disk."""
         return self.host.free - sum(buffers.missing_bytes for buffers in self.passing)
 
     # Registration
@@ -150,13 +154,13 @@ class ChunkManager:
         if self.ranks.size not in self.configuration:
             known = ", ".join(map(str, self.configuration))
             raise ValueError(
-                f"the chunk configuration is for {known} data-parallel ranks, but {self.ranks.size} share the chunks;"
-                " search it again under this plan"
+                f"the chunk configuration is for {known} data-parallel ranks, but {self.ranks.size} share the"
+                " chunks; search it again under this plan"
             )
         return int(self.configuration[self.ranks.size]["chunk_size"])
 
     def register_tensor(self, tensor: nn.Parameter, name: str, dtype: torch.dtype) -> None:
-        """Lay ``tensor`` into the open chunk of its dtype, or into a new one."""
+        """Put ``tensor`` into the open chunk of its dtype, or into a new one."""
         if tensor in self._slots:
             return
         size, numel = padded(self.chunk_size, self.ranks.size), tensor.numel()
@@ -175,12 +179,14 @@ class ChunkManager:
         return chunk
 
     def add_extern_static_tensor(self, tensor: Tensor) -> None:
-        """Count a tensor that stays, beside the chunks, in the tier of its device: it has that much less room for them."""
+        """Count a tensor that stays beside the chunks in the tier of its device, which has less room for
+        chunks then.
+        """
         tier = self.compute if tensor.device == self.device else self.host
         tier.take(tensor.nbytes, f"a tensor of shape {tuple(tensor.shape)} beside the chunks")
 
     def close_all_groups(self) -> None:
-        """No more parameters: the last chunk of each dtype is cut to what it holds."""
+        """End the registration: cut the last chunk of each dtype to what it holds."""
         for chunk in self._open.values():
             chunk.size = padded(chunk.used, self.ranks.size)
         self._open.clear()
@@ -196,7 +202,8 @@ class ChunkManager:
     def _find(self, tensor: nn.Parameter) -> tuple[Chunk, ParamSlot]:
         if tensor not in self._slots:
             raise ValueError(
-                f"a parameter of shape {tuple(tensor.shape)} is in no chunk: it was not in the model when its chunks were made"
+                f"a parameter of shape {tuple(tensor.shape)} is in no chunk: it was not in the model when its"
+                " chunks were made"
             )
         return self._slots[tensor]
 
@@ -204,17 +211,17 @@ class ChunkManager:
         return tensor in self._slots
 
     def get_chunks(self, tensors: Iterable[nn.Parameter]) -> tuple[Chunk, ...]:
-        """The chunks of ``tensors``, each once, in order."""
+        """Return the chunks of ``tensors``, each once, in order."""
         found = {chunk.index: chunk for chunk in map(self.get_chunk, tensors)}
         return tuple(found[i] for i in sorted(found))
 
     def get_cuda_movable_chunks(self) -> list[Chunk]:
-        """Chunks whose whole is on the compute tier and could leave it now."""
+        """Return the chunks whose whole is on the compute tier and could be evicted now."""
         return [c for c in self.chunks if c.present and not c.resident and not c.users]
 
     @property
     def largest_moving(self) -> int:
-        """Bytes of the largest chunk that comes and goes; asked at every release, so it is kept until a chunk gets another home."""
+        """The bytes of the largest chunk that comes and goes; cached until a chunk gets another home."""
         if self._largest_moving is None:
             self._largest_moving = max((c.nbytes for c in self.chunks if not c.resident), default=0)
         return self._largest_moving
@@ -225,7 +232,7 @@ class ChunkManager:
 
     @property
     def tiers(self) -> list[Tier]:
-        """From the nearest to the farthest."""
+        """All tiers, from the nearest to the farthest."""
         return [self.compute, self.host, *([self.shelf.tier] if self.shelf is not None else [])]
 
     def is_on_disk(self, chunk: Chunk) -> bool:
@@ -236,7 +243,7 @@ class ChunkManager:
 
     @torch.no_grad()
     def access_chunk(self, chunk: Chunk) -> None:
-        """Begin to bring the whole of ``chunk`` to the compute tier; ``chunk.arriving`` says when it is there."""
+        """Begin to gather ``chunk`` on the compute tier; ``chunk.arriving`` is the pending copy."""
         if chunk.present:
             return
         chunk.allocate()
@@ -269,7 +276,7 @@ class ChunkManager:
         return move
 
     def keep_own(self, chunk: Chunk) -> None:
-        """Take this rank's shard out of the whole of ``chunk``, to its home."""
+        """Copy this rank's shard out of the whole of ``chunk`` to the chunk's home."""
         if not self.is_on_disk(chunk):
             chunk.keep_own()
             return
@@ -278,7 +285,7 @@ class ChunkManager:
 
     @contextmanager
     def edited(self, chunk: Chunk, fresh: bool = False) -> Iterator[Tensor]:
-        """Inside, the shard of a chunk that rests on the disk can be written; ``fresh`` if there is none yet.
+        """Lend the shard of a chunk that rests on the disk, to be written; ``fresh`` if there is none yet.
 
         After an exception the disk keeps what it had.
         """
@@ -301,7 +308,7 @@ class ChunkManager:
         self.reader.buffers.give(buffer, writing.finish)
 
     def read_shard(self, chunk: Chunk) -> Tensor:
-        """A copy of what the disk holds of ``chunk``."""
+        """Return a copy of the shard of ``chunk`` that is on the disk."""
         assert self.shelf is not None
         found = torch.empty(chunk.shard_size, dtype=chunk.dtype)
         if (pending := self.shelf.read(weights_of(chunk), found)) is not None:
@@ -315,7 +322,9 @@ class ChunkManager:
 
     @torch.no_grad()
     def reduce_chunk(self, chunk: Chunk, grads: Tensor) -> tuple[Tensor, PendingCopy]:
-        """This rank's shard of the mean of ``grads``, a whole gradient buffer that is used up, over the ranks."""
+        """Average ``grads``, a whole gradient buffer, over the ranks, and return this rank's shard; ``grads``
+        is used up.
+        """
         ranks = chunk.ranks
         if ranks.size == 1:
             return grads, PendingCopy()
@@ -340,7 +349,7 @@ class ChunkManager:
 
     @torch.no_grad()
     def move_chunk(self, chunk: Chunk, tier: Tier) -> None:
-        """Give ``chunk`` another home; it must not be under way."""
+        """Give ``chunk`` another home; it must not be in use or on its way."""
         if chunk.home is tier:
             return
         assert chunk.home is not None, chunk.name
@@ -369,7 +378,9 @@ class ChunkManager:
         self.get_slot(tensor).to(state)
 
     def copy_tensor_to_chunk_slice(self, tensor: nn.Parameter, data: Tensor) -> None:
-        """Write ``data`` into the place of ``tensor`` in the whole of its chunk, which must be on the compute tier."""
+        """Write ``data`` into the place of ``tensor`` in the whole of its chunk, which must be on the compute
+        tier.
+        """
         chunk, slot = self._find(tensor)
         if not chunk.present:
             raise RuntimeError(f"{chunk.name} is not on the compute tier; access it first")
@@ -377,7 +388,7 @@ class ChunkManager:
             slot.view.copy_(data)
 
     def table(self) -> str:
-        """A line for each chunk: where it rests, and what is wasted."""
+        """Return a table of the chunks: where each rests, and what is wasted."""
         lines = [f"{'chunk':>5} {'elements':>14} {'wasted':>10} {'home':>8} {'parameters'}"]
         for chunk in self.chunks:
             home = chunk.home.name if chunk.home is not None else "-"
@@ -385,7 +396,8 @@ class ChunkManager:
             lines.append(f"{chunk.index:5} {chunk.size:14,} {chunk.wasted:10,} {home:>8} {inside}")
         wasted, total = sum(c.wasted for c in self.chunks), sum(c.size for c in self.chunks)
         lines.append(
-            f"{len(self.chunks)} chunks, {wasted:,} of {total:,} elements wasted ({wasted / max(total, 1):.2%})"
+            f"{len(self.chunks)} chunks, {wasted:,} of {total:,} elements wasted"
+            f" ({wasted / max(total, 1):.2%})"
         )
         return "\n".join(lines)
 
@@ -393,12 +405,13 @@ class ChunkManager:
 def check_disk(
     directory: str | os.PathLike[str] | None, capacity: int | None, host_capacity: int | None
 ) -> None:
-    """Refuse options of the disk tier that mean nothing."""
+    """Refuse options of the disk tier that contradict each other."""
     if directory is None and capacity is not None:
         raise ValueError(f"disk_capacity={capacity!r} needs disk_dir, a directory on the disk")
     if directory is not None and host_capacity is None:
         raise ValueError(
-            f"disk_dir={str(directory)!r} needs host_capacity: the bytes of host memory beyond which the disk is used"
+            f"disk_dir={str(directory)!r} needs host_capacity: the bytes of host memory beyond which the disk"
+            " is used"
         )
 
 
@@ -409,7 +422,7 @@ def default_device() -> torch.device:
 
 
 def data_ranks(mesh: Mesh | None, device: torch.device | None) -> ChunkRanks:
-    """The data-parallel ranks of ``mesh``."""
+    """Return the data-parallel ranks of ``mesh``."""
     if mesh is None or mesh.size.get("dp", 1) == 1:
         return ChunkRanks()
     return group_ranks(mesh.group("dp"), device or default_device())
@@ -428,7 +441,9 @@ def init_chunk_manager(
     dtype: torch.dtype = torch.float16,
     **manager: Any,
 ) -> ChunkManager:
-    """A chunk manager with the chunk size that wastes least for ``model``; ``manager`` goes to ``ChunkManager``."""
+    """Make a chunk manager with the chunk size that wastes least for ``model``; ``manager`` are options of
+    ``ChunkManager``.
+    """
     interval = HIDDEN if hidden_dim is None else hidden_dim
     check_search(search_range_mb, interval, min_chunk_size_mb)
     config, total, wasted = search_chunk_configuration(

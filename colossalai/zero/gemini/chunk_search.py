@@ -1,7 +1,8 @@
-"""How large should chunks be?  Large enough for fast copies, small enough to come and go, and with little waste at their ends.
+"""The search for a chunk size: large enough for fast copies, small enough to come and go, with little waste.
 
-Parameters are packed in order; one that is larger than a chunk gets a chunk of its own.  The search packs on paper, for every size in
-a range, and takes the size that wastes the fewest elements, the largest of equals.
+Parameters are packed in order; a parameter that is larger than a chunk gets a chunk of its own.  The search
+computes the packing for every size in a range, and takes the size that wastes the fewest elements, the
+largest of equals.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from colossalai.utils.parallel import launched_mesh
 from colossalai.zero.gemini.chunk import ALIGN, aligned, padded
 
 MB = 1024**2
-HIDDEN = 1024  # the interval of the search, in elements, where nobody says how wide the model is
+HIDDEN = 1024  # the interval of the search, in elements, where the width of the model is not given
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Parameters by number, chunk by chunk, and how many elements are for nothing."""
+    """Parameters by number, chunk by chunk, and how many elements are wasted."""
 
     size: int
     chunks: tuple[tuple[int, ...], ...]
@@ -40,7 +41,7 @@ class Packing:
 
 
 def pack(numels: Sequence[int], size: int, ranks: int) -> Packing:
-    """Parameters in order into chunks of ``size``; those that are larger into chunks of their own."""
+    """Pack parameters in order into chunks of ``size``, and larger ones into chunks of their own."""
     size = padded(size, ranks)
     chunks: list[list[int]] = []
     used: list[int] = []
@@ -67,10 +68,10 @@ def pack(numels: Sequence[int], size: int, ranks: int) -> Packing:
 def search(
     numels: Sequence[int], smallest: int, span: int, interval: int, ranks: int, *, filter_large: bool = True
 ) -> Packing:
-    """The packing with the least waste among sizes from ``smallest`` to ``smallest + span``.
+    """Return the packing with the least waste among sizes from ``smallest`` to ``smallest + span``.
 
-    With ``filter_large`` the few parameters that are far larger than the others (embeddings) get chunks of their own and have no
-    say in the size of the others.
+    With ``filter_large`` the few parameters that are far larger than the others (embeddings) get chunks of
+    their own and do not influence the size of the others.
     """
     ordinary = _ordinary(numels) if filter_large else list(numels)
     largest = max(ordinary, default=1)
@@ -81,7 +82,7 @@ def search(
 
 
 def _ordinary(numels: Sequence[int]) -> list[int]:
-    """Without those more than three standard deviations above the mean."""
+    """Drop the numbers that are more than three standard deviations above the mean."""
     if len(numels) < 2:
         return list(numels)
     values = torch.tensor(numels, dtype=torch.float64)
@@ -90,13 +91,14 @@ def _ordinary(numels: Sequence[int]) -> list[int]:
 
 
 def model_mesh(model: nn.Module) -> Mesh | None:
-    """The mesh that a model lies on: that of its ColoParameters, or of the launched job."""
+    """Return the mesh of a model: that of its ColoParameters, or of the launched job."""
     meshes = {
         id(m): m for m in (p.process_group.mesh for p in model.parameters() if isinstance(p, ColoTensor))
     }
     if len(meshes) > 1:
         raise ValueError(
-            f"the ColoParameters of {type(model).__name__} belong to {len(meshes)} process groups; chunks need one for all"
+            f"the ColoParameters of {type(model).__name__} belong to {len(meshes)} process groups; chunks"
+            " need one for all"
         )
     return next(iter(meshes.values()), None) or launched_mesh()
 
@@ -107,7 +109,7 @@ def data_parallel_size(model: nn.Module) -> int:
 
 
 def classify_params_by_dp_degree(model: nn.Module) -> dict[int, list[nn.Parameter]]:
-    """Parameters in initialization order, by how many ranks share them; ties are listed once."""
+    """Return parameters in order, each once, by how many ranks share them."""
     return {data_parallel_size(model): list(model.parameters())}
 
 
@@ -122,10 +124,11 @@ def search_chunk_configuration(
     *,
     dtype: torch.dtype = torch.float16,
 ) -> tuple[dict[int, dict[str, Any]], int, int]:
-    """Chunk sizes in elements, by the number of ranks that share them; all elements of parameters; elements wasted.
+    """Return chunk sizes in elements by the number of ranks, all elements of parameters, and those wasted.
 
-    ``search_interval_byte`` is the step of the search.  With ``strict_ddp_flag`` chunks stay whole on every rank.  ``memstas`` (memory statistics)
-    is accepted for the documents' sake: the size does not depend on it.
+    ``search_interval_byte`` is the step of the search.  With ``strict_ddp_flag`` chunks stay whole on every
+    rank.  ``memstas`` (memory statistics) is accepted because the documents name it; the size does not depend
+    on it.
     """
     check_search(search_range_mb, search_interval_byte, min_chunk_size_mb)
     config: dict[int, dict[str, Any]] = {}
@@ -146,14 +149,14 @@ def search_chunk_configuration(
 
 
 def check_configuration(config: Any) -> None:
-    """Refuse what says no chunk size."""
+    """Refuse a configuration without a chunk size."""
     sizes = list(config.values()) if isinstance(config, Mapping) else [{"chunk_size": config}]
     for size in sizes:
         found = size.get("chunk_size") if isinstance(size, Mapping) else None
         if not isinstance(found, int) or found < 1:
             raise ValueError(
-                "a chunk configuration is a chunk size of at least 1 element, or {ranks: {'chunk_size': ...}} as"
-                f" search_chunk_configuration returns; got {config!r}"
+                "a chunk configuration is a chunk size of at least 1 element, or {ranks: {'chunk_size': ...}}"
+                f" as search_chunk_configuration returns; got {config!r}"
             )
 
 

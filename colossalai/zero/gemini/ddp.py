@@ -1,13 +1,8 @@
 """``GeminiDDP``: a model whose weights lie in chunks, wherever there is room for them.
 
-It is called like the model.  Weights come to the compute device when a module needs them; gradients are averaged over the
-data-parallel ranks chunk by chunk while the backward pass goes on; ``GeminiOptimizer`` updates each chunk where it rests.
-
-What scripts see of the gradients of a model in chunks, see the note in ``colossalai.zero.elsewhere``.
-
-The weights of a model in shards, gathered chunk by chunk: nobody ever holds more than a shard and the few chunks that come and go.
-
-An ordinary copy of a model whose weights lie in chunks.
+It is called like the model.  Weights are fetched to the compute device when a module needs them; gradients
+are averaged over the data-parallel ranks chunk by chunk while the backward pass goes on; ``GeminiOptimizer``
+updates each chunk where it rests.
 """
 
 from __future__ import annotations
@@ -53,7 +48,7 @@ from colossalai.zero.gemini.placement import MemStats, PlacementPolicyFactory
 
 
 class VisibleGradients:
-    """The gradients of ``model``, which lie in chunks, whatever the script does with ``p.grad``."""
+    """What a script sees as ``p.grad`` of a model in chunks, see ``colossalai.zero.elsewhere``."""
 
     def __init__(self, model: ZeroDDP) -> None:
         self._model, self._chunks = weakref.ref(model), model.chunk_manager
@@ -90,13 +85,16 @@ class VisibleGradients:
 
 
 class ZeroDDP(ModelWrapper):
-    """A model over the chunks of ``gemini_manager``.
+    """A model whose weights lie in the chunks of ``gemini_manager``.
 
     Args:
         force_outputs_fp32: floating-point outputs are cast to float32.
-        strict_ddp_mode: chunks stay whole on the compute device from the forward pass to the end of the backward pass.
-        scatter_after_inference: after a forward pass without gradients, let chunks go that have a home elsewhere.
-        dtype: of weights, gradients and computation; running statistics and weights of batch normalization stay float32.
+        strict_ddp_mode: chunks stay whole on the compute device from the forward pass to the end of the
+            backward pass.
+        scatter_after_inference: after a forward pass without gradients, evict chunks that have a home
+            elsewhere.
+        dtype: of weights, gradients and computation; running statistics and weights of batch normalization
+            stay float32.
         seed: of the initial values of a model on the meta device.
     """
 
@@ -181,7 +179,7 @@ class ZeroDDP(ModelWrapper):
         return cast_floats(output, torch.float32) if self.force_outputs_fp32 else output
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass of ``loss``."""
+        """Run the backward pass of ``loss``."""
         try:
             loss.backward(*args, **kwargs)
         except BaseException:
@@ -190,7 +188,7 @@ class ZeroDDP(ModelWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add to this rank's gradients, and nothing is averaged until one outside."""
+        """Inside, backward passes add to this rank's gradients; the next pass outside averages them."""
         before, self.gradients.sync = self.gradients.sync, False
         try:
             yield
@@ -198,7 +196,7 @@ class ZeroDDP(ModelWrapper):
             self.gradients.sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; an update that has been asked for has taken its own."""
+        """Drop all gradients; updates that a step has asked for own theirs."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)  # which calls the following
         else:
@@ -217,7 +215,7 @@ class ZeroDDP(ModelWrapper):
         return self._hooks.in_backward
 
     def _roll_back(self) -> None:
-        """What was updated in the backward pass on trial, and not stepped, has not happened."""
+        """Roll back speculative updates that no step has accepted."""
         if self.optimizer is not None:
             self.optimizer.roll_back()
 
@@ -249,15 +247,18 @@ class ZeroDDP(ModelWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"{type(self).__name__} lies in chunks on several ranks and tiers, so it cannot be copied or pickled; use state_dict(), or"
-            " get_static_torch_model(model) for an ordinary copy"
+            f"{type(self).__name__} lies in chunks on several ranks and tiers, so it cannot be copied or"
+            " pickled; use state_dict(), or get_static_torch_model(model) for an ordinary copy"
         )
 
     # Weights
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Inside, all parameters are on the compute device and can be read; what is written to one that does not rest there, the next step refuses."""
+        """Inside, all parameters are on the compute device and can be read.
+
+        The next step refuses what was written to a parameter that does not rest there.
+        """
         self.settle()
         self.gemini_manager.begin_look()
         chunks = [c for c in self.chunk_manager.chunks if not c.resident]
@@ -270,7 +271,7 @@ class ZeroDDP(ModelWrapper):
             self.gemini_manager.release(chunks, slots, user)
 
     def settle(self) -> None:
-        """Wait until every update that has been asked for is done."""
+        """Wait until all updates that a step has asked for are done."""
         if self.optimizer is not None:
             self.optimizer.settle()
         self.gemini_manager.worker.wait_all()
@@ -280,7 +281,10 @@ class ZeroDDP(ModelWrapper):
     def whole_values(
         self, dtype: torch.dtype | None = None, keep: bool = True
     ) -> Generator[tuple[str, Tensor | None], None, None]:
-        """The name and the values of every parameter, on the CPU, chunk by chunk; without ``keep``, only help others to gather."""
+        """Yield the name and the values, on the CPU, of every parameter, chunk by chunk.
+
+        Without ``keep`` this rank only takes part in gathering.
+        """
         self.settle()
         self.gemini_manager.begin_look()
         for chunk in self.chunk_manager.chunks:
@@ -289,7 +293,7 @@ class ZeroDDP(ModelWrapper):
             try:
                 for slot in chunk.slots:
                     yield slot.name, slot.view.to("cpu", dtype or chunk.dtype, copy=True) if keep else None
-            finally:  # also if nobody asks for the rest
+            finally:  # also if the caller stops early
                 self.gemini_manager.release(moving, [], user)
         self.gemini_manager.evict_all()
 
@@ -301,9 +305,10 @@ class ZeroDDP(ModelWrapper):
         only_rank_0: bool = True,
         dtype: torch.dtype | None = None,
     ) -> dict[str, Any]:
-        """The weights under the names of the model, on the CPU of the first rank (of all, unless ``only_rank_0``).
+        """Return the weights under the names of the model, on the CPU of the first rank, or of all.
 
-        Every rank must call it.  ``dtype`` is that of the parameters by default.  ChunkRanks that get nothing return an empty dict.
+        Every rank must call it.  ``dtype`` is that of the parameters by default.  Ranks that get nothing
+        return an empty dict.
         """
         keep = not only_rank_0 or self.chunk_manager.ranks.rank == 0
         values = dict(self.whole_values(dtype, keep))
@@ -326,9 +331,10 @@ class ZeroDDP(ModelWrapper):
         only_rank_0: bool = True,
         dtype: torch.dtype | None = None,
     ) -> Iterator[OrderedDict[str, Any]]:
-        """What ``state_dict`` returns, in parts of at most ``max_shard_size`` MB (one tensor may be larger), each gathered when it is asked for.
+        """Yield ``state_dict`` in parts of at most ``max_shard_size`` MB, each gathered when it is asked for.
 
-        Every rank must ask for all of them; those that keep nothing get empty ones.  Values are copies, whatever ``keep_vars`` says.
+        A part with one tensor may be larger.  Every rank must ask for all parts; ranks that keep nothing get
+        empty ones.  Values are copies, whatever ``keep_vars`` says.
         """
         keep = not only_rank_0 or self.chunk_manager.ranks.rank == 0
         return state_shards(self, prefix, max_shard_size, keep, dtype)
@@ -363,8 +369,8 @@ class ZeroDDP(ModelWrapper):
     ) -> Any:
         """Load whole tensors under the names of the model; every rank must call it.
 
-        Each rank takes the values of its own shards from its own dict.  ChunkRanks whose dict is empty, as ``state_dict`` returns it
-        on all but the first, take those of the first rank.
+        Each rank takes the values of its own shards from its own dict.  Ranks whose dict is empty, as
+        ``state_dict`` returns it on all but the first, take those of the first rank.
         """
         self.settle()
         state_dict = self._given_to_all(state_dict)
@@ -390,7 +396,7 @@ class ZeroDDP(ModelWrapper):
         return FromFirst(ranks, state_dict) if have[0] and not all(have) else state_dict
 
     def write(self, param: nn.Parameter, value: Tensor) -> None:
-        """Give ``param`` other values, at the home of its chunk."""
+        """Write ``value`` to ``param``, at the home of its chunk."""
         chunk, slot = self.chunk_manager.get_chunk(param), self.chunk_manager.get_slot(param)
         own = chunk.own_part(slot)
         if own is None:
@@ -400,7 +406,7 @@ class ZeroDDP(ModelWrapper):
 
     @torch.no_grad()
     def _write_part(self, param: Any, part: Tensor) -> None:
-        """``write`` for the elements that this rank's shard holds."""
+        """Write ``part``, the elements of ``param`` that this rank's shard holds."""
         chunk, slot = self.chunk_manager.get_chunk(param), self.chunk_manager.get_slot(param)
         if self.optimizer is not None and self.optimizer.write(slot, part):
             return
@@ -412,21 +418,24 @@ class ZeroDDP(ModelWrapper):
 
 
 class GeminiDDP(ZeroDDP):
-    """``module`` in chunks of the size that wastes least, under a placement policy.
+    """Puts ``module`` into chunks of the size that wastes least, under a placement policy.
 
     Args:
         device: where the model computes; by default the current GPU, or the CPU.
-        placement_policy: ``"cpu"``, ``"cuda"``, ``"auto"`` or ``"const"``; see ``colossalai.zero.gemini.placement``.
-        pin_memory: page-locked host memory, for copies that overlap with computation; has a meaning with a GPU only.
-        search_range_mb, hidden_dim, min_chunk_size_mb: the search for the chunk size: how far above the minimum it goes, in which
-            steps (elements), and the minimum.
+        placement_policy: ``"cpu"``, ``"cuda"``, ``"auto"`` or ``"const"``; see
+            ``colossalai.zero.gemini.placement``.
+        pin_memory: page-locked host memory, for copies that overlap with computation; has a meaning with a
+            GPU only.
+        search_range_mb, hidden_dim, min_chunk_size_mb: the search for the chunk size: how far above the
+            minimum it goes, in which steps (elements), and the minimum.
         memstats: what an earlier run measured.
         verbose: tell the chunk size and its waste.
         dtype: see ``ZeroDDP``.
         compute_capacity, host_capacity: bytes that model data may take of the compute device and of the host.
         prefetch: chunks to fetch ahead.
         host_buffers: gradient buffers on the host; by default as many as there are chunks.
-        disk_dir, disk_capacity: a directory on a disk for what does not fit into ``host_capacity``, and the bytes that it may take.
+        disk_dir, disk_capacity: a directory on a disk for what does not fit into ``host_capacity``, and the
+            bytes that it may take.
 
     The others are those of ``ZeroDDP``.
     """
@@ -495,9 +504,10 @@ class GeminiDDP(ZeroDDP):
 def state_shards(
     model: ZeroDDP, prefix: str, max_shard_size: float, keep: bool, dtype: torch.dtype | None
 ) -> Iterator[OrderedDict[str, Any]]:
-    """Weights and buffers in shards of at most ``max_shard_size`` MB; a tensor under several names is in one of them.
+    """Gather weights and buffers in shards of at most ``max_shard_size`` MB.
 
-    ChunkRanks that do not ``keep`` get as many, without anything inside.
+    A tensor under several names is in one shard.  Ranks without ``keep`` get as many shards, all empty.  No
+    rank holds more than a shard and the chunks that come and go.
     """
     if not max_shard_size > 0:
         raise ValueError(f"state_dict_shard needs max_shard_size in MB, above 0; got {max_shard_size!r}")
@@ -532,7 +542,10 @@ def get_static_torch_model(
     dtype: torch.dtype = torch.float32,
     only_rank_0: bool = True,
 ) -> nn.Module:
-    """An ordinary copy of the model, with whole weights, on the first rank (on the others with NaN, unless not ``only_rank_0``)."""
+    """Make an ordinary copy of the model, with whole weights, on the first rank, or on all.
+
+    With ``only_rank_0`` the weights of the other ranks are NaN.
+    """
     state = zero_ddp_model.state_dict(only_rank_0=only_rank_0)
     empty = {
         id(slot.param): _empty(slot) for chunk in zero_ddp_model.chunk_manager.chunks for slot in chunk.slots
@@ -547,7 +560,7 @@ def get_static_torch_model(
 
 
 def _empty(slot: ParamSlot) -> nn.Parameter:
-    """A copy without values, also of a parameter whose values are elsewhere."""
+    """Make a copy of a parameter without values."""
     copied: nn.Parameter = slot.kind(
         torch.empty(slot.shape, dtype=slot.view.dtype, device="meta"), slot.param.requires_grad
     )

@@ -1,17 +1,17 @@
 """Optimizer states, and weights, of chunks that rest on the disk: how an update gets at them.
 
-States lie in slots (see ``colossalai.nn.optimizer.offload``) and stream through a few buffers of one size, however large the chunks are: while one
-slot is updated, the next are read and those before are written, also from one chunk to the next.  Weights that rest on the disk come
-as a whole, since they are one row that modules need too.
+States lie in slots (see ``colossalai.nn.optimizer.offload``) and stream through a few buffers of one size,
+however large the chunks are: while one slot is updated, the next are read and those before are written, also
+from one chunk to the next.  Weights that rest on the disk are read as a whole, since they are one row that
+modules need too.
 
-While states are away, ``optim.state`` has tensors with a shape and a dtype whose values are fetched when somebody asks
-(``colossalai.utils.lazy_tensor``), and weights show NaN.
+While states are on the disk, ``optim.state`` has tensors with a shape and a dtype whose values are read when
+they are asked for (``colossalai.utils.lazy_tensor``), and weights show NaN.
 
 [Note: masters that wait]
-A checkpoint holds the float32 weights of bfloat16 parameters, of which our optimizers keep only the digits that the parameter lacks.  The model
-may be loaded after its optimizer, so a loaded master rests as it is until the next update, which takes the digits from it.
-
-The disk tier of an optimizer, and states that are loaded into it.
+A checkpoint holds the float32 weights of bfloat16 parameters, of which our optimizers keep only the digits
+that the parameter lacks.  The model may be loaded after its optimizer, so a loaded master stays as it is
+until the next update, which takes the digits from it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from colossalai.zero.sharded import needs_masters
 
 @dataclass(frozen=True)
 class StatePart:
-    """A part of a piece that is updated: its ``states``, and whether they are known to belong to its weights."""
+    """A part of a piece in an update: its ``states``, and whether these surely belong to its weights."""
 
     piece: Piece
     extent: Extent
@@ -64,7 +64,7 @@ class StatePart:
 
     @property
     def shape(self) -> torch.Size:
-        """A part that is all of it has the shape of the piece."""
+        """The shape of the piece if the part is all of it, else that of a row."""
         numel = self.extent.numel
         return self.piece.value.shape if numel == self.piece.value.numel() else torch.Size([numel])
 
@@ -73,10 +73,11 @@ Work = Callable[[list[StatePart]], None]
 
 
 class DiskStates:
-    """What rests on the disk of an optimizer over chunks.
+    """Keeps states, and weights, of an optimizer over chunks on the disk, and lends them to updates.
 
-    ``pieces_of`` gives the pieces of a chunk that are not empty.  With ``share``, so much of all states is to rest there, without, what the host
-    has no room for.  All but fetching belongs to the thread that updates, or to the script while that has nothing to do.
+    ``pieces_of`` gives the pieces of a chunk that are not empty.  With ``share``, that share of all states is
+    to rest there; without, the states for which the host has no room.  The update worker calls everything but
+    ``_fetch``, or the script while the worker has nothing to do.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class DiskStates:
     # Questions
 
     def has(self, chunk: Chunk) -> bool:
-        """Whether anything of ``chunk`` rests on the disk."""
+        """Return whether anything of ``chunk`` rests on the disk."""
         return self.chunks.is_on_disk(chunk) or any(map(self.has_states, self.pieces_of(chunk)))
 
     def has_states(self, piece: Piece) -> bool:
@@ -124,15 +125,17 @@ class DiskStates:
         return piece.value in self.table
 
     def slots_of(self, pieces: Iterable[Piece]) -> list[StateSlot]:
-        """Each slot once, in order."""
+        """Return the slots of ``pieces``, each once, in order."""
         return self.table.slots_of(piece.value for piece in pieces)
 
     # Where states go
 
     def place(self, chunk: Chunk, pieces: Sequence[Piece], room: int) -> None:
-        """Decide where the states of ``pieces`` rest: when they are updated for the first time, or were loaded.
+        """Decide where the states of ``pieces`` rest: when they are updated for the first time, or were
+        loaded.
 
-        ``room`` is what the host has for states.  Where nothing of them needs the disk, they are ordinary states.
+        ``room`` is what the host has for states.  Where nothing of them needs the disk, they are ordinary
+        states.
         """
         new = [p for p in pieces if p not in self._decided]
         self._decided.update(new)
@@ -170,7 +173,7 @@ class DiskStates:
         self.pipeline.fit(slots)
 
     def forget(self) -> None:
-        """All states are replaced by others; those that nobody replaced are brought back."""
+        """Empty all slots, whose states are replaced by others; read back those that are not."""
         for value in self.table.slots:
             state = self.optim.state.get(value, {})
             for name, value in state.items():
@@ -188,7 +191,9 @@ class DiskStates:
     # Weights
 
     def prepare(self, chunk: Chunk) -> bool:
-        """Begin to read what an update of ``chunk`` needs, as far as buffers are free; whether that is under way."""
+        """Begin to read what an update of ``chunk`` needs, as far as buffers are free; return whether it has
+        begun.
+        """
         slots = [slot for slot in self.slots_of(self.pieces_of(chunk)) if slot.on_disk]
         if slots:
             self.pipeline.expect(slots)
@@ -203,7 +208,9 @@ class DiskStates:
             self._loading[chunk.index] = buffer, pending
 
     def bring(self, chunk: Chunk) -> Tensor | None:
-        """Let the pieces of ``chunk`` have their weights, in a buffer that ``put`` takes back; None if they rest elsewhere."""
+        """Read the weights of the pieces of ``chunk`` into a buffer that ``put`` takes back; None if they are
+        not on the disk.
+        """
         self._seen = None
         if not self.chunks.is_on_disk(chunk):
             return None
@@ -216,7 +223,7 @@ class DiskStates:
         return buffer
 
     def put(self, chunk: Chunk, buffer: Tensor | None) -> None:
-        """Write back the weights that ``bring`` brought."""
+        """Write back the weights that ``bring`` has read."""
         if buffer is None:
             return
         data = buffer[: chunk.shard_nbytes]
@@ -232,7 +239,9 @@ class DiskStates:
 
     @torch.no_grad()
     def run(self, pieces: Sequence[Piece], work: Work | None = None) -> None:
-        """Let ``work`` update ``pieces`` whose weights are at hand, part by part, or only lay their states into their slots."""
+        """Let ``work`` update ``pieces`` part by part, whose weights are in memory; without it, only fill
+        their slots.
+        """
         wanted = set(pieces)
 
         def on(slot: StateSlot, buffer: Tensor) -> None:
@@ -244,7 +253,7 @@ class DiskStates:
         self.pipeline.run(self.slots_of(pieces), on)
 
     def _parts(self, slot: StateSlot, buffer: Tensor, has_weights: bool) -> list[StatePart]:
-        """The parts of ``slot``, with its states begun."""
+        """Return the parts of ``slot``, with initial states if it is new."""
         is_new = not slot.is_filled
         if is_new:
             for extent, states in slot.states(buffer):
@@ -258,7 +267,7 @@ class DiskStates:
         return [StatePart(self._piece_of[e.parameter], e, states, is_new) for e, states in found]
 
     def _take_digits(self, slot: StateSlot, buffer: Tensor) -> None:
-        """See [Note: masters that wait]."""
+        """Replace loaded masters by the digits that the weights lack, see [Note: masters that wait]."""
         tails = [
             tail_of(states[MASTER], extent.of(row(extent.parameter.detach())))
             for extent, states in slot.states(buffer)
@@ -271,7 +280,9 @@ class DiskStates:
             self.shadow.follows(self.shadow.param(self._piece_of[extent.parameter]))
 
     def rest(self, piece: Piece, small: dict[str, Any]) -> None:
-        """``piece`` has been updated, or its states laid into slots: ``small`` is what it keeps beside them."""
+        """Let ``optim.state`` show the states of ``piece`` that are in slots as lazy tensors, and ``small``
+        as it is.
+        """
         fields = self.table.slots[piece.value][0].fields
         names = {MASTER: torch.float32} if ("tail", torch.int16) in fields else {}
         names = {name: dtype for name, dtype in fields if name != "tail"} | names
@@ -283,7 +294,7 @@ class DiskStates:
         }
 
     def lay_in(self, pieces: Sequence[Piece]) -> None:
-        """Let loaded states of ``pieces`` go where they rest."""
+        """Move loaded states of ``pieces`` into their slots."""
         some = [p for p in pieces if self.has_states(p)]
         self.run(some)
         for piece in some:
@@ -292,7 +303,7 @@ class DiskStates:
     # Checkpoints
 
     def _fetch(self, piece: Piece, name: str) -> Tensor:
-        """A state of ``piece``; the others are read with it, and soon asked for."""
+        """Read a state of ``piece``; the others, which are asked for soon, are read with it."""
         if self._seen is None or self._seen[0] is not piece or name not in self._seen[1]:
             self._seen = piece, self._read(piece)
         return self._seen[1].pop(name).view(piece.value.shape)
@@ -317,13 +328,13 @@ class DiskStates:
         return row(piece.weight.detach())
 
     def look_away(self) -> None:
-        """Give back the memory of what was fetched."""
+        """Free the memory of what was read."""
         self._seen = None
         self.pipeline.look_away()
 
 
 def small_of(state: dict[str, Any]) -> dict[str, Any]:
-    """What a piece keeps in memory whatever happens: numbers, as copies."""
+    """Copy the states of a piece that always stay in memory: single numbers."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in state.items()
@@ -332,15 +343,16 @@ def small_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def share_on_disk(optim: Optimizer, module: ZeroDDP) -> float | None:
-    """``nvme_offload_fraction`` of the user's optimizer: from here on the disk tier does what it asked for."""
+    """Return ``nvme_offload_fraction`` of the user's optimizer, and let the disk tier do its work."""
     fraction, directory = optim.give_up_offload() if isinstance(optim, NVMeOptimizer) else (0.0, None)
     chunks = module.chunk_manager
     if not fraction:
         return None
     if chunks.shelf is not None:
         raise ValueError(
-            f"{type(optim).__name__} has nvme_offload_fraction={fraction}, and the model has disk_dir={chunks.shelf.store.directory!r};"
-            " give one of them: the disk tier takes the optimizer states too"
+            f"{type(optim).__name__} has nvme_offload_fraction={fraction}, and the model has"
+            f" disk_dir={chunks.shelf.store.directory!r}; give one of them: the disk tier takes the optimizer"
+            " states too"
         )
     chunks.add_disk(directory)
     memory = module.gradients.memory
@@ -351,20 +363,22 @@ def share_on_disk(optim: Optimizer, module: ZeroDDP) -> float | None:
 def make_disk_states(
     module: ZeroDDP, shadow: ShadowOptimizer, chunk_pieces: ChunkPieces, share: float | None
 ) -> DiskStates | None:
-    """What the optimizer needs for the disk tier of ``module``; None if it has none."""
+    """Make what the optimizer needs for the disk tier of ``module``; None if it has none."""
     optim = shadow.optim
     if module.chunk_manager.shelf is None:
         return None
     if needs_masters(optim, module.dtype):
         raise ValueError(
-            f"the disk tier has no place for the float32 weights that {type(optim).__name__} needs to train in {module.dtype}; use one of"
-            " our optimizers (HybridAdam, FusedSGD), or float32"
+            f"the disk tier has no place for the float32 weights that {type(optim).__name__} needs to train"
+            f" in {module.dtype}; use one of our optimizers (HybridAdam, FusedSGD), or float32"
         )
     return DiskStates(module.chunk_manager, shadow, chunk_pieces.pieces, share)
 
 
 def install_states(optim: Optimizer, states: Mapping[Piece, Mapping[str, Any]]) -> None:
-    """Load ``states`` of some pieces as ``optim.load_state_dict`` would, and leave those of the others as they are."""
+    """Load ``states`` of some pieces as ``optim.load_state_dict`` would, and leave those of the others as
+    they are.
+    """
     if not states:
         return
     copy = stateless_copy(optim)

@@ -27,7 +27,7 @@ class DiskShelf(Shelf):
         self._sizes: dict[str, int] = {}
 
     def room(self, name: str, nbytes: int, what: str) -> None:
-        """Count a row before it is written, in the place of an earlier one of this name."""
+        """Count a row before it is written; it replaces an earlier one of this name."""
         old, new = self._sizes.get(name, 0), padded(nbytes)
         if new > old:
             self.tier.take(new - old, what)
@@ -50,13 +50,16 @@ class DiskShelf(Shelf):
             others = len({failure.what for failure in failures}) - 1
             raise OSError(
                 first.errno,
-                f"{what} could not be written to the disk tier{f' (nor {others} others)' if others else ''}: {first.strerror}. Nothing"
-                " is lost: they are kept in memory, and the next update tries again. Save a checkpoint, and make room on the disk",
+                f"{what} could not be written to the disk tier{f' (nor {others} others)' if others else ''}:"
+                f" {first.strerror}. Nothing is lost: they are kept in memory, and the next update tries"
+                " again. Save a checkpoint, and make room on the disk",
             ) from first
 
 
 class TierMemory:
-    """Memory of a tier for buffers; ``pinned`` where the tier is, so that a GPU can copy from and to it."""
+    """Allocates memory of a tier for buffers; ``pinned`` where the tier is, so that a GPU can copy from and
+    to it.
+    """
 
     def __init__(self, tier: Tier, what: str, pinned: bool = False) -> None:
         self.tier, self.what, self.pinned = tier, what, pinned
@@ -77,14 +80,14 @@ class TierMemory:
 
 
 class WeightReader:
-    """Weights of chunks that rest on the disk, read ahead of their way to the compute tier."""
+    """Reads the weights of chunks that rest on the disk, ahead of their way to the compute tier."""
 
     def __init__(self, shelf: Shelf, buffers: Buffers) -> None:
         self.shelf, self.buffers = shelf, buffers
         self._staged: dict[int, tuple[Tensor, Pending | None]] = {}
 
     def begin(self, chunk: Chunk, force: bool = False) -> bool:
-        """Begin to read ``chunk``; False if no buffer is free."""
+        """Begin to read ``chunk``; return False if no buffer is free."""
         if chunk.index in self._staged:
             return True
         buffer = self.buffers.get(wait=force, must=force)
@@ -94,7 +97,7 @@ class WeightReader:
         return True
 
     def get(self, chunk: Chunk) -> Tensor:
-        """The shard of ``chunk``, until ``used``."""
+        """Return the shard of ``chunk``, which is valid until ``used``."""
         if chunk.index not in self._staged and len(self._staged) >= self.buffers.most:
             self.forget(next(reversed(self._staged)))
         self.begin(chunk, force=True)
@@ -109,7 +112,7 @@ class WeightReader:
         return buffer[: chunk.shard_nbytes].view(chunk.dtype)
 
     def used(self, chunk: Chunk, move: PendingCopy) -> None:
-        """The shard is being copied by ``move``."""
+        """Free the buffer of ``chunk`` when ``move``, which copies from it, is done."""
         buffer, _ = self._staged.pop(chunk.index)
         event, work = move.event, move.work
 
@@ -122,7 +125,7 @@ class WeightReader:
         self.buffers.give(buffer, wait)
 
     def forget(self, index: int) -> None:
-        """What was read of this chunk is not wanted, or out of date."""
+        """Drop what was read of this chunk: it is not wanted, or out of date."""
         if index in self._staged:
             buffer, pending = self._staged.pop(index)
             if pending is not None:
@@ -131,12 +134,14 @@ class WeightReader:
 
 
 def largest_slot(chunk_bytes: int, all_bytes: int) -> int:
-    """Bytes of the largest slot of a chunk whose states have ``chunk_bytes``, where those of all have ``all_bytes``."""
+    """Return the bytes of the largest slot of a chunk whose states have ``chunk_bytes``, of ``all_bytes`` in
+    all.
+    """
     return min(chunk_bytes, max(slot_size(all_bytes), GRAIN * STATE_BYTES)) + STATES * RUN
 
 
 def passing_bytes(chunks: Sequence[Chunk]) -> int:
-    """The most that updates may need of the host for what passes between it and the disk."""
+    """Return the most bytes of the host that updates may need for transfers from and to the disk."""
     largest, total = max(c.shard_size for c in chunks), sum(c.shard_size for c in chunks)
     slots = BUFFERS * largest_slot(largest * STATE_BYTES, total * STATE_BYTES)
     return slots + UPDATES * max(c.shard_nbytes for c in chunks)

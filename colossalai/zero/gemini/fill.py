@@ -1,12 +1,11 @@
-"""How the parameters of a model get into their chunks, one chunk at a time.
+"""How the parameters of a model get into their chunks, and what Gemini refuses about them.
 
-A model that was built in the ordinary way gives its tensors away while its chunks are filled; ranks take the values of the first
-rank.  A model on the meta device has no values yet: they are drawn here, each straight into its chunk, and depend on the seed and
-the parameter's name alone.
+A model that was built in the ordinary way gives its tensors away while its chunks are filled, one at a time;
+all ranks take the values of the first rank.  A model on the meta device has no values yet: they are drawn
+here, each straight into its chunk, and depend on the seed and the parameter's name alone.
 
-What Gemini refuses: models that it cannot hold, and changes to parameters that it would not see.
-
-Parameters show what lies in their chunks.  Whatever is written to them, or put in their place, would be gone with the next fetch.
+Parameters show what lies in their chunks.  What a script writes to them, or puts in their place, would be
+lost with the next fetch; ``ParameterGuard`` refuses it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_model(module: Any, dtype: Any) -> None:
-    """Refuse what cannot be laid into chunks, before anything is changed or sent."""
+    """Refuse a model that cannot be put into chunks, before anything is changed or sent."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"Gemini holds a torch.nn.Module, got {type(module).__name__}: {module!r}")
     if dtype not in DTYPES:
@@ -41,32 +40,36 @@ def check_model(module: Any, dtype: Any) -> None:
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel):
             raise ValueError(
-                f"Gemini averages gradients itself, but {name or 'the model'!r} is a DistributedDataParallel; give the model inside it"
+                f"Gemini averages gradients itself, but {name or 'the model'!r} is a DistributedDataParallel;"
+                " give the model inside it"
             )
     if (problem := renormalizing(module, "which would be lost")) is not None:
         raise ValueError(problem)
     for name, param in module.named_parameters():
         if getattr(param, IN_CHUNKS, False):
             raise ValueError(
-                f"{name!r} lies in chunks of another GeminiDDP already; go on with that one, or build a new model"
+                f"{name!r} lies in chunks of another GeminiDDP already; go on with that one, or build a new"
+                " model"
             )
         if (
             param.dtype is torch.float64 and dtype is torch.float32
         ):  # half precision is asked for, this is not
             raise ValueError(
-                f"the parameter {name!r} is of torch.float64, and Gemini would train it in torch.float32, with half of its digits; call"
-                " model.float() before if that is what you want, or use TorchDDPPlugin or LowLevelZeroPlugin(precision='fp32')"
+                f"the parameter {name!r} is of torch.float64, and Gemini would train it in torch.float32,"
+                " with half of its digits; call model.float() before if that is what you want, or use"
+                " TorchDDPPlugin or LowLevelZeroPlugin(precision='fp32')"
             )
 
 
 def check_shares(**shares: Any) -> None:
+    """Refuse options that are not a share from 0 to 1."""
     for name, value in shares.items():
         if not isinstance(value, int | float) or not 0 <= value <= 1:
             raise ValueError(f"{name} is a share from 0 to 1, got {value!r}")
 
 
 class ParameterGuard:
-    """The parameters of a model as its chunks have made them."""
+    """Notices changes to parameters that do not reach their chunks."""
 
     def __init__(self, chunks: ChunkManager) -> None:
         self._slots = [(chunk, slot) for chunk in chunks.chunks for slot in chunk.slots]
@@ -76,18 +79,19 @@ class ParameterGuard:
             setattr(slot.param, IN_CHUNKS, True)
 
     def check(self) -> None:
-        """Before a step: nobody has written to parameters, replaced them or unfrozen them."""
+        """Refuse a step if parameters were written to, replaced or unfrozen since their chunks were made."""
         for (chunk, slot), seen, frozen in zip(self._slots, self._changes, self._frozen, strict=True):
             param = slot.param
             if frozen and param.requires_grad:
                 raise RuntimeError(
-                    f"{slot.name!r} was frozen when its chunk was made, and is not any more; unfreeze parameters before, or build"
-                    " the model again"
+                    f"{slot.name!r} was frozen when its chunk was made, and is not any more; unfreeze"
+                    " parameters before, or build the model again"
                 )
             if param.data_ptr() != (slot.view if chunk.present else slot.blank).data_ptr():
                 raise RuntimeError(
-                    f"{slot.name!r} was given new memory (by model.to(...) or p.data = ...) after it was laid into {chunk.name};"
-                    " move and cast the model before, and write weights by load_state_dict"
+                    f"{slot.name!r} was given new memory (by model.to(...) or p.data = ...) after it was laid"
+                    f" into {chunk.name}; move and cast the model before, and write weights by"
+                    " load_state_dict"
                 )
             if not chunk.resident and changes(param) != seen:
                 raise lost_write(slot, chunk)
@@ -95,12 +99,13 @@ class ParameterGuard:
 
 def lost_write(slot: ParamSlot, chunk: Chunk) -> RuntimeError:
     return RuntimeError(
-        f"{slot.name!r} was written to in place, which does not reach {chunk.name}; write weights before, or by load_state_dict"
+        f"{slot.name!r} was written to in place, which does not reach {chunk.name}; write weights before, or"
+        " by load_state_dict"
     )
 
 
 def compare_keys(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
-    """Refuse weights of another model; what torch returns about missing and unexpected names."""
+    """Refuse weights of another model; return what torch returns about missing and unexpected names."""
     from torch.nn.modules.module import _IncompatibleKeys
 
     own = module.state_dict(keep_vars=True)
@@ -124,7 +129,7 @@ Replaced = dict[nn.Parameter, nn.Parameter]
 
 
 def give_meta_storage(module: nn.Module, device: torch.device) -> Replaced:
-    """Replace parameters on the meta device by ones that can be given memory; returns new ones by old ones."""
+    """Replace parameters on the meta device by ones that can have memory; return these by the old ones."""
     params = list(module.named_parameters())
     empty = [(name, p) for name, p in params if p.is_meta]
     if not empty:
@@ -132,8 +137,8 @@ def give_meta_storage(module: nn.Module, device: torch.device) -> Replaced:
     if len(empty) < len(params):
         full = next(name for name, p in params if not p.is_meta)
         raise ValueError(
-            f"the parameter {empty[0][0]!r} is on the meta device, {full!r} is not; build all of the model under"
-            " torch.device('meta'), to have it initialized here, or none of it"
+            f"the parameter {empty[0][0]!r} is on the meta device, {full!r} is not; build all of the model"
+            " under torch.device('meta'), to have it initialized here, or none of it"
         )
     replaced: Replaced = {}
     for _, p in empty:
@@ -143,7 +148,7 @@ def give_meta_storage(module: nn.Module, device: torch.device) -> Replaced:
 
 
 def register(module: nn.Module, chunks: ChunkManager, dtype: torch.dtype) -> None:
-    """Lay all parameters into chunks, in the order in which the model made them."""
+    """Register all parameters with chunks, in the order in which the model made them."""
     exact = {p for m in module.modules() if is_batch_norm(m) for p in m.parameters(recurse=False)}
     for name, param in module.named_parameters():
         if not param.is_floating_point():
@@ -160,7 +165,7 @@ def fill(
     seed: int | None,
     mesh: Mesh | None,
 ) -> None:
-    """Give all chunks memory and values; ``seed`` draws them, None takes them from the parameters."""
+    """Allocate and fill all chunks, with values drawn with ``seed``, or, if it is None, the parameters'."""
     values = (
         initial_values(module, seed, mesh, chunks.device)
         if seed is not None
@@ -181,7 +186,7 @@ def fill(
 
 
 def _close(chunk: Chunk, chunks: ChunkManager, alike: bool) -> None:
-    """All values are in: agree on them, keep this rank's shard, and let the whole go."""
+    """Take the first rank's values unless ``alike``, keep this rank's shard, and free the whole."""
     ranks = chunk.ranks
     if ranks.size > 1 and not alike:
         source = dist.get_global_rank(ranks.gather, 0)
@@ -200,7 +205,7 @@ def _close(chunk: Chunk, chunks: ChunkManager, alike: bool) -> None:
 
 
 def place_buffers(module: nn.Module, chunks: ChunkManager, dtype: torch.dtype) -> None:
-    """Buffers are not model data in the sense of chunks: they lie on the compute device, those of the first rank."""
+    """Move the buffers of ``module``, with the first rank's values, to the compute device."""
     for owner in module.modules():
         keep = is_batch_norm(owner)
         for name, buffer in owner.named_buffers(recurse=False):

@@ -1,20 +1,21 @@
 """All gradients of a model: when each chunk is reduced, and in which order.
 
-The backward pass adds each gradient to the buffer of its chunk.  When the last one has come, the ranks average the
-buffer, each keeps its shard, and the shard goes to the chunk's home, where it waits for the update.  A second pass adds
-to it.  ``chunk_gradients`` holds the state of one chunk; this module decides what is done with which chunk when.
+The backward pass adds each gradient to the buffer of its chunk.  When the last one has come, the ranks
+average the buffer, each keeps its shard, and the shard goes to the chunk's home, where it waits for the
+update.  A second pass adds to it.  ``chunk_gradients`` holds the state of one chunk; this module decides what
+is done with which chunk when.
 
 [Note: one order]
-All ranks must reduce chunks in one order, also where a rank skips a part of the model and never gets some gradients.
-So a chunk waits for its turn, and is reduced in the backward pass only if all ranks are about to (see ``RankAgreement``):
-a rank that waited there for one that has skipped the chunk would not help that one to gather weights.  What is left is
-reduced when the backward pass ends.  From the second step on, the order is the one in which the gradients of rank 0 were
-complete in the first step.
+All ranks must reduce chunks in one order, also where a rank skips a part of the model and never gets some
+gradients. So a chunk waits for its turn, and is reduced in the backward pass only if all ranks are about to
+(see ``RankAgreement``): a rank that waited there for one that has skipped the chunk would not help that one
+to gather weights.  What is left is reduced when the backward pass ends.  From the second step on, the order
+is the one in which the gradients of rank 0 were complete in the first step.
 
 [Note: late parts]
-With reentrant checkpointing, a parameter that several segments use gets a gradient from each, one after the other.  A
-chunk that was thought complete then gets more.  The first step finds these chunks; from then on they wait for the end of
-the backward pass.
+With reentrant checkpointing, a parameter that several segments use gets a gradient from each, one after the
+other.  A chunk that was thought complete then gets more.  The first step finds these chunks; from then on
+they wait for the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from colossalai.zero.gemini.tiers import PendingCopy
 class TiedGradients:
     """The gradients of weights that several pipeline stages hold, such as an embedding that is also the head.
 
-    The stages must add up these gradients after all micro-batches, before the ranks average them.  So the backward pass
-    leaves them in ``param.grad``, ``colossalai.pipeline.tied`` adds them up there, and the step reduces them like all
-    others.  This object knows the parameters, and counts the memory of their gradients on the compute tier.
+    The stages must add up these gradients after all micro-batches, before the ranks average them.  So the
+    backward pass leaves them in ``param.grad``, ``colossalai.pipeline.tied`` adds them up there, and the step
+    reduces them like all others.  This object knows the parameters, and counts the memory of their gradients
+    on the compute tier.
     """
 
     def __init__(self, memory: GradientMemory) -> None:
@@ -86,8 +88,8 @@ class TiedGradients:
 class Gradients:
     """The gradients of all chunks of a model.
 
-    ``make_room(nbytes, what)`` frees that much of the compute tier; ``wait`` waits until an update returns a host buffer;
-    ``may_reduce(chunk)`` says whether all ranks are about to reduce ``chunk``.
+    ``make_room(nbytes, what)`` frees that much of the compute tier; ``wait`` waits until an update returns a
+    host buffer; ``may_reduce(chunk)`` says whether all ranks are about to reduce ``chunk``.
     """
 
     def __init__(
@@ -160,14 +162,17 @@ class Gradients:
         return reduced
 
     def finish(self) -> Iterator[Chunk]:
-        """Reduce what is left when the backward pass is over, in the common order; yield each chunk when it is done."""
+        """Reduce what is left when the backward pass is over, in the common order; yield each chunk when it
+        is done.
+        """
         left = [self.of[i] for i in self.order]
         shared = bool(left) and left[0].chunk.ranks.size > 1 and self.sync
         again = [state for state in left if state.is_reduced and state.arrived]
         rest = [state for state in left if state.arrived]
         if shared:
             unreduced = [state for state in left if not state.is_reduced]
-            # before the ranks agree: with NCCL other ranks may have reduced these in the pass, and late ones after it
+            # before the ranks agree: with NCCL other ranks may have reduced these in the pass, and late ones
+            # after it
             for state in sorted(unreduced, key=lambda s: s.chunk.index in self.late):
                 state.reduce(self.sync)
                 yield state.chunk
@@ -187,13 +192,15 @@ class Gradients:
         return self._agreed and self.sync and any(s.is_reduced and s.arrived for s in self.of.values())
 
     def _agree_on(self, again: list[ChunkGradients]) -> list[ChunkGradients]:
-        """The chunks that some rank must reduce a second time [Note: late parts]; asked in the first step only."""
+        """The chunks that some rank must reduce a second time [Note: late parts]; asked in the first step
+        only.
+        """
         if self._agreed:
             if again:
                 raise RuntimeError(
-                    f"a second gradient came for {again[0].chunk.name} after the ranks had averaged it; with reentrant"
-                    " activation checkpointing, modules that several segments share must be used by all of them in the"
-                    " first step too. Use checkpoint(..., use_reentrant=False)"
+                    f"a second gradient came for {again[0].chunk.name} after the ranks had averaged it; with"
+                    " reentrant activation checkpointing, modules that several segments share must be used by"
+                    " all of them in the first step too. Use checkpoint(..., use_reentrant=False)"
                 )
             return []
         flags = torch.zeros(len(self.chunks.chunks), dtype=torch.int32, device=self.meeting)
@@ -203,7 +210,9 @@ class Gradients:
         return [self.of[i] for i in self.order if flags.tolist()[i]]
 
     def agree_on_order(self) -> None:
-        """After the first step, fix the order of reduction: that in which the first rank's chunks were complete."""
+        """After the first step, fix the order of reduction: that in which the first rank's chunks were
+        complete.
+        """
         order = [i for i in dict.fromkeys(self.done_order) if i in self.of]
         order += [i for i in self.order if i not in order]
         if self.chunks.ranks.size > 1:
@@ -217,7 +226,9 @@ class Gradients:
     # In the step
 
     def take_tied(self) -> None:
-        """Reduce the gradients of tied weights, which the stages have added up; every rank of the stage calls it."""
+        """Reduce the gradients of tied weights, which the stages have added up; every rank of the stage calls
+        it.
+        """
         if not self.tied.slots:
             return
         self.resolve()
@@ -270,11 +281,15 @@ class Gradients:
     # Room
 
     def evict(self) -> bool:
-        """Let the gradients of one chunk leave the compute tier before they are complete; False if there are none."""
+        """Let the gradients of one chunk leave the compute tier before they are complete; False if there are
+        none.
+        """
         return self.memory.land() or any(state.evict_buffer() for state in self.of.values())
 
     def _evict_shard(self) -> bool:
-        """Move the gradients of one chunk from the host to the disk: of the last layers, which are updated last."""
+        """Move the gradients of one chunk from the host to the disk: of the last layers, which are updated
+        last.
+        """
         if self.chunks.shelf is None:
             return False
         return any(self.of[index].evict_shard() for index in sorted(self.of, reverse=True))

@@ -1,22 +1,22 @@
-"""How a manager learns what a model is about to do: hooks around the forward and the backward pass of its modules.
+"""Hooks around the forward and the backward pass of modules: they fetch weights in time.
 
-A module's own parameters are accessed before its forward pass and released after it; again before its backward pass, which begins with the
-first node behind its outputs (see ``mesh.backward``), and released when it is over.  Recomputation (activation checkpointing, in both of its forms) is a
-forward pass as any other.  A module that reads a parameter of another one, as ``nn.MultiheadAttention`` does, is found out when it asks the
+A module's own parameters are accessed before its forward pass and released after it; again before its
+backward pass, which begins with the first node behind its outputs (see ``mesh.backward``), and released when
+it is over.  Recomputation (activation checkpointing, in both of its forms) is a forward pass as any other.  A
+module that reads a parameter of another one, as ``nn.MultiheadAttention`` does, is noticed when it asks the
 other for it: the dict in which modules keep their parameters tells us.
 
 [Note: the end of a backward pass]
-The backward pass of a call is over, and its weights can go, at the first of these moments:
+The backward pass of a call is over, and its weights can be released, at the first of these moments:
 
 - all of its parameters are trained and have their gradients, so nothing that uses them is left;
 - some are frozen: the others have their gradients, and the gradients of its inputs are known;
-- it is a linear layer, which is one node of the graph: the gradient of its input is known (its weight may be tied, and wait for more);
-- the backward pass of a call that had ended before this one began: autograd goes through a graph in the reverse order of its making;
-- the end of the backward pass it belongs to; reentrant checkpointing has one for each segment, inside the whole.
-
-The private names of torch that Gemini needs; the same in torch 2.11 and 2.13.
-
-What a call of a module left in the graph of autograd, and what of it reaches beyond the call.
+- it is a linear layer, which is one node of the graph: the gradient of its input is known (its weight may be
+  tied, and wait for more);
+- the backward pass begins of a call that had ended before this one began: autograd goes through a graph in
+  reverse order;
+- the end of the backward pass it belongs to; reentrant checkpointing has one for each segment, inside the
+  whole.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors in tuples, lists, dicts and what else torch's trees know."""
+    """Return the tensors in tuples, lists, dicts and other trees of torch."""
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def tensors_of(values: Any, depth: int = DEPTH) -> Iterator[Tensor]:
-    """The tensors in ``values`` that have a backward pass, also those in dataclasses and in attributes of other objects."""
+    """Yield the tensors with a backward pass in ``values``, also in dataclasses and attributes."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
@@ -67,14 +67,14 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def put_away(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors with a backward pass that ``module`` keeps as attributes, as losses of routers are."""
+    """Yield the tensors with a backward pass among the attributes of ``module``, as losses of routers are."""
     for name, value in vars(module).items():
         if isinstance(value, Tensor) and value.requires_grad and name not in OF_TORCH:
             yield value
 
 
 def without_weights(output: Any, chunks: Iterable[Chunk]) -> Any:
-    """``output``, with copies in the place of weights and views of them: those leave before whoever gets it has computed with them."""
+    """Return ``output`` with copies in the place of weights and their views, which may be evicted."""
     wholes = {chunk.flat.untyped_storage().data_ptr() for chunk in chunks if chunk.present}
     aliases = [t for t in tensors_in(output) if t.untyped_storage().data_ptr() in wholes]
     if not aliases:
@@ -91,7 +91,7 @@ def _bits(slot: ParamSlot) -> Tensor:
 
 @dataclass(eq=False)
 class HookedModule:
-    """A module, and the parameters that its forward pass reads."""
+    """A module with hooks, and the parameters that its forward pass reads."""
 
     name: str
     slots: list[ParamSlot] = field(default_factory=list)
@@ -115,7 +115,7 @@ class HookedModule:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One forward pass of a unit, and the backward pass that belongs to it."""
+    """One forward pass of a module, and the backward pass that belongs to it."""
 
     unit: HookedModule
     begin: int
@@ -130,7 +130,7 @@ class ModuleCall:
 
 
 class WatchedParameters(dict[str, Any]):
-    """The parameters of a module, which tells when somebody reads one."""
+    """The parameters of a module; calls ``touch`` when one is read."""
 
     def __init__(self, values: dict[str, Any], touch: Callable[[nn.Parameter], None]) -> None:
         super().__init__(values)
@@ -143,13 +143,14 @@ class WatchedParameters(dict[str, Any]):
         return param
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # a copy is nobody's
+        return dict, (dict(self),)  # a copy is an ordinary dict
 
 
 class ModuleHooks:
-    """All hooks of one model.
+    """Installs and answers all hooks of one model.
 
-    ``on_grad(chunk, slot)`` is called when the gradient of a parameter is done, ``on_end()`` when a backward pass is over.
+    ``on_grad(chunk, slot)`` is called when the gradient of a parameter is done, ``on_end()`` when a backward
+    pass is over.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class ModuleHooks:
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def refresh(self) -> None:
-        """Chunks have got other homes."""
+        """Look again which chunks come and go: some have got other homes."""
         for unit in self.units:
             unit.refresh()
 
@@ -220,7 +221,7 @@ class ModuleHooks:
                     when_known(tensor, partial(_input_done, weakref.ref(self), call))
 
     def after_forward(self, unit: HookedModule, module: nn.Module, output: Any) -> Any:
-        """Let weights go, and know when the backward pass will need them; returns what the module returns."""
+        """Release weights, and watch for the backward pass; return what the module returns."""
         while self.stack:  # a call that an exception ended has been left on top
             call = self.stack.pop()
             if call.unit is unit:
@@ -252,7 +253,7 @@ class ModuleHooks:
         self.manager.release(call.unit.moving, call.unit.slots, call)
 
     def touch(self, param: nn.Parameter) -> None:
-        """Somebody reads ``param`` while the innermost call on the stack runs."""
+        """Access ``param``, which is read while the innermost call on the stack runs."""
         if not self.stack:
             return
         call = self.stack[-1]
@@ -267,7 +268,7 @@ class ModuleHooks:
     # Backward
 
     def watch(self, output: Any) -> None:
-        """Know when a backward pass of ``output``, that of the whole model, begins."""
+        """Watch for the backward pass of ``output``, that of the whole model."""
         before_backward(tensors_of(output), partial(_begin_backward, weakref.ref(self)))
 
     def begin_backward(self) -> None:
@@ -280,8 +281,8 @@ class ModuleHooks:
     def before_backward(self, call: ModuleCall) -> None:
         if torch.is_grad_enabled():  # the graph of this pass would hold weights that leave with its end
             raise RuntimeError(
-                f"the backward pass of {call.unit.name} was asked for with create_graph=True, but Gemini lets its weights go after it;"
-                " use ZeRO stage 1 or 2 for gradients of gradients"
+                f"the backward pass of {call.unit.name} was asked for with create_graph=True, but Gemini lets"
+                " its weights go after it; use ZeRO stage 1 or 2 for gradients of gradients"
             )
         self.begin_backward()
         task = current_task()
@@ -310,20 +311,21 @@ class ModuleHooks:
         grad = own_grad(slot.param)
         if grad is not None and grad.layout != torch.strided:
             raise TypeError(
-                f"Gemini takes dense gradients, got one in layout {grad.layout} of {slot.name!r}; build its layer with sparse=False"
+                f"Gemini takes dense gradients, got one in layout {grad.layout} of {slot.name!r}; build its"
+                " layer with sparse=False"
             )
         if grad is not None:
             self.on_grad(chunk, slot)
 
     def gradient_taken(self, slot: ParamSlot) -> None:
-        """Let calls go that have nothing left to do."""
+        """Release the weights of calls whose backward pass is over with this gradient."""
         for call in [c for c in self.held if slot in c.waiting]:
             call.waiting.discard(slot)
             if not call.waiting and (call.inputs <= 0 or all(s.trained for s in call.unit.slots)):
                 self._end_call(call)
 
     def end(self, task: int) -> None:
-        """A backward pass is over: the whole, or a part of it."""
+        """End a backward pass: the whole, or a part of it."""
         whole = task == self._outermost
         for call in [c for c in self.held if whole or c.task == task]:
             self._end_call(call)
@@ -334,7 +336,7 @@ class ModuleHooks:
             self.on_end()
 
     def reset(self) -> None:
-        """After an exception: nobody computes."""
+        """Release everything after an exception."""
         for call in [*self.stack, *self.held]:
             self._release(call)
         self.stack.clear()
@@ -351,7 +353,7 @@ class ModuleHooks:
 
 
 def without_hooks(copied: nn.Module) -> nn.Module:
-    """A deep copy of a model, rid of our hooks, which would move the chunks of the original."""
+    """Remove our hooks, which would move the chunks of the original, from a deep copy of a model."""
     for module in copied.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
@@ -360,7 +362,8 @@ def without_hooks(copied: nn.Module) -> nn.Module:
     return copied
 
 
-# Hooks hold the model's parts, which hold us: they know us by a weak reference, so that a model goes when nobody wants it.
+# Hooks belong to the model's parts, to which ModuleHooks refers: they have a weak reference, so that a model
+# can be freed.
 
 Weak = Callable[[], "ModuleHooks | None"]
 
@@ -395,7 +398,8 @@ def _input_done(weak: Weak, call: ModuleCall, grads: Any) -> None:
 
 
 def _after_grad(weak: Weak, param: nn.Parameter) -> None:
-    # Python does not look into hooks of parameters for cycles, so they must hold nothing that holds the parameter
+    # Python does not look into hooks of parameters for cycles, so they must hold nothing that holds the
+    # parameter
     hooks = weak()
     if hooks is not None:
         hooks.after_grad(hooks.chunks.get_chunk(param), hooks.chunks.get_slot(param))

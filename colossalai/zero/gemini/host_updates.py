@@ -1,4 +1,4 @@
-"""HostUpdates of chunks that rest on the host or on the disk: jobs on the worker's thread."""
+"""Updates of chunks that rest on the host or on the disk: jobs of the update worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colossalai.zero.pieces import Piece
 
 
 class HostUpdates:
-    """Gives updates of chunks to the worker, in the order in which the next forward pass will need them."""
+    """Submits updates of chunks to the worker, in the order in which the next forward pass will need them."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class HostUpdates:
 
     @torch.no_grad()
     def run(self, chunk: Chunk, taken: PendingGradients, options: Options, factor: float) -> None:
-        """The job."""
+        """Sum up the gradients and update ``chunk``; the job of the worker."""
         memory = self.model.gradients.memory
         shard = taken.sum_up(memory)
         self.apply(chunk, shard, taken.used, options, factor)
         memory.put(shard)
 
     def stepped(self, chunk: Chunk, used: Collection[ParamSlot]) -> list[Piece]:
-        """The pieces that an update changes if ``used`` have gradients."""
+        """Return the pieces that an update changes if ``used`` have gradients."""
         return [member.piece for member in self._used_pieces(chunk, used)]
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class HostUpdates:
         factor: float,
         kept: TensorSnapshot | None = None,
     ) -> None:
-        """Update ``chunk`` now; ``shard`` has the gradients of ``used``.  What was before goes to ``kept``."""
+        """Update ``chunk`` now; ``shard`` has the gradients of ``used``, ``kept`` takes a snapshot."""
         self.manager.timeline.note("update", chunk)
         self._apply(chunk, shard, self._used_pieces(chunk, used), options, factor, kept)
         self.state_bytes.count(chunk)
@@ -128,7 +128,9 @@ class HostUpdates:
 
 
 class _DiskUpdate:
-    """One update of pieces whose states pass by in slots: what comes of a piece is stepped as a parameter of its own."""
+    """One update of pieces whose states are on the disk: each part that comes in a slot is stepped as a
+    parameter.
+    """
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class _DiskUpdate:
         self.before = {p: small_of(updates.optim.state.get(p.value, {})) for p in self.groups}
         self.after: dict[Piece, dict[str, Any]] = {}
         self.followed = {p for p in self.groups if self.shadow.is_followed(p)}
-        # an optimizer of somebody else makes its states itself
+        # an optimizer that is not ours makes its states itself
         ours = updates._is_ours
         self.made = {p for p in self.groups if ours or updates.optim.state.get(p.value)}
 

@@ -1,8 +1,9 @@
 """``GeminiManager``: which chunks are on the compute tier when.
 
-A module that is about to compute *accesses* its chunks, and *releases* them afterwards.  A chunk that is accessed is brought if it is
-not there; chunks that the trace says are next are fetched ahead; where room is needed, the chunk that is needed last goes.  All of
-this is the same on every rank, since bringing a chunk that ranks share is a collective.
+A module that is about to compute *accesses* its chunks, and *releases* them afterwards.  A chunk that is
+accessed is fetched if it is not there; chunks that the trace says are next are prefetched; where room is
+needed, the chunk that is needed last is evicted.  All of this is the same on every rank, since fetching a
+chunk that ranks share is a collective.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class ChunkOptimizer(Protocol):
         """Whether the last step has used up a gradient of ``param`` that plain PyTorch would still show."""
 
     def before_fetch(self, chunk: Chunk) -> None:
-        """The weights of ``chunk`` are about to be read at its home: roll back a speculative update of them."""
+        """Roll back a speculative update of ``chunk``, whose weights are about to be read at its home."""
 
     def roll_back(self) -> None:
         """Roll back all speculative updates."""
@@ -76,7 +77,7 @@ class ChunkOptimizer(Protocol):
 
 
 class GeminiManager:
-    """Brings, keeps and lets go the chunks of ``chunk_manager``.
+    """Fetches, keeps and evicts the chunks of ``chunk_manager``.
 
     Args:
         placement_policy: ``"cpu"``, ``"cuda"``, ``"auto"`` or ``"const"``, see ``placement``.
@@ -129,7 +130,7 @@ class GeminiManager:
         return PlacementPolicyFactory.get_default_device(policy_name)
 
     def is_warmup(self) -> bool:
-        """Whether the order of use is still being written down."""
+        """Return whether the order of use is still being recorded."""
         return not self.trace.complete
 
     @property
@@ -141,29 +142,30 @@ class GeminiManager:
         return self.collector.memstats
 
     def sample_overall_data(self) -> None:
-        """In the first step: a sampling moment, see ``MemStatsCollector``."""
+        """Take a sample in the first step, see ``MemStatsCollector``."""
         self.collector.sample_overall_data()
 
     def record_model_data_volume(self) -> None:
-        """In the first step: what model data takes now is what a period begins with."""
+        """Note, in the first step, how much model data there is at the begin of a period."""
         self.collector.record_model_data_volume()
 
     @property
     def is_cuda_margin_mem_avail(self) -> bool:
-        """Whether it is known how much of the compute tier a step leaves free: from the end of the first one on."""
+        """Whether it is known, from the first step, how much of the compute tier a step leaves free."""
         return not self.is_warmup()
 
     @property
     def cuda_margin_mem(self) -> int:
-        """Bytes of the compute tier that neither model data nor, by what the first step measured, anything else takes."""
+        """The bytes of the compute tier that a step leaves free, as the first step measured it."""
         if not self.is_cuda_margin_mem_avail:
             raise RuntimeError(
-                "cuda_margin_mem is known when the first training step is over; ask is_cuda_margin_mem_avail before"
+                "cuda_margin_mem is known when the first training step is over; ask is_cuda_margin_mem_avail"
+                " before"
             )
         return self.collector.margin()
 
     def pre_iter(self, *args: Any) -> None:
-        """A training step begins."""
+        """Start a training step."""
         self.trace.begin()
         self.timeline.begin()
         if self.is_warmup():
@@ -171,13 +173,13 @@ class GeminiManager:
             self._warmup_limit = self._limit_in_warmup()
 
     def fetch_all(self) -> None:
-        """Before a pass that may use any chunk, also one that other ranks do not use."""
+        """Fetch all chunks, before a pass that may use any of them, also one that other ranks do not use."""
         self.adjust_layout([c for c in self.chunk_manager.chunks if not c.present])
 
     def end_forward(self, asked: int, trains: bool) -> None:
-        """The forward pass of the whole model is over, before which ``asked`` numbers had been sent: have all ranks come here?
+        """Wait until all ranks have ended a forward pass, before which ``asked`` numbers were sent.
 
-        Without gradients, ranks may compute as often as they like with what is there.
+        Without gradients, ranks may compute as often as they like with chunks that are on the compute tier.
         """
         if trains or self.agreement.asked > asked:
             self._meet(FORWARD)
@@ -187,20 +189,20 @@ class GeminiManager:
             self.agreement.ask(BACKWARD, self.is_warmup())
 
     def end_backward(self) -> None:
-        """All modules have computed; gradients may still be averaged."""
+        """Wait until all ranks have ended the backward pass; gradients may still be averaged."""
         if self.gradients.sync or self.is_warmup():
             self._meet(AGAIN if self.gradients.has_second() else END)
 
     def begin_step(self) -> None:
-        """A step, or a look at all gradients, follows, where ranks talk: have all had their backward pass?"""
+        """Wait until all ranks begin a step, or read all gradients: all must have had their backward pass."""
         self._meet(STEP)
 
     def begin_look(self) -> None:
-        """All weights are about to be read, on all ranks."""
+        """Wait until all ranks are about to read all weights."""
         self._meet(LOOK)
 
     def _meet(self, number: int) -> None:
-        """Wait for all ranks to come to a moment, or to ask for a chunk."""
+        """Wait until all ranks have come to the same moment, or asked for the same chunk."""
         self.agreement.ask(number, self.is_warmup())
         self.agreement.confirm()
 
@@ -208,19 +210,19 @@ class GeminiManager:
         return self.agreement.may_reduce(chunk.index, self.is_warmup())
 
     def post_iter(self) -> None:
-        """The backward pass is over."""
+        """End the backward pass."""
         if self.is_warmup():
             self.collector.finish_collection()
             self.trace.close()
             self.gradients.agree_on_order()
 
     def adjust_layout(self, chunks: Sequence[Chunk]) -> None:
-        """Bring ``chunks`` to the compute tier, letting others go where room is needed."""
+        """Fetch ``chunks`` to the compute tier, and evict others where room is needed."""
         for chunk in chunks:
             self._bring(chunk, chunk.name, chunks)
 
     def first_home(self, chunk: Chunk) -> Tier:
-        """Where ``chunk`` rests from the beginning: on the disk what the host has no room for."""
+        """Return where ``chunk`` rests from the beginning: on the disk if the host has no room."""
         tiers = self.chunk_manager
         if self.policy.rests_on_compute:
             return tiers.compute
@@ -232,7 +234,7 @@ class GeminiManager:
         return disk
 
     def _host_reserve(self) -> int:
-        """Bytes of the host that gradients and what passes between it and the disk will take."""
+        """Return the bytes of the host that gradients and transfers from and to the disk will take."""
         chunks = self.chunk_manager.chunks
         waiting = self.gradients.memory.host
         reserve = min(waiting.most or GRADIENTS, len(chunks)) * waiting.largest
@@ -241,16 +243,17 @@ class GeminiManager:
         host = self.chunk_manager.host
         if reserve > host.limit:
             raise OutOfCapacity(
-                f"the host tier has a capacity of {host.limit:,} bytes, but gradients and what passes between the host and the disk need"
-                f" {reserve:,}; give it more, use smaller chunks (min_chunk_size_mb, search_range_mb), or keep few gradients there"
-                " (host_buffers=2 with update_in_backward=True)"
+                f"the host tier has a capacity of {host.limit:,} bytes, but gradients and what passes between"
+                f" the host and the disk need {reserve:,}; give it more, use smaller chunks"
+                " (min_chunk_size_mb, search_range_mb), or keep few gradients there (host_buffers=2 with"
+                " update_in_backward=True)"
             )
         return reserve
 
     # Access and release
 
     def access(self, chunks: Sequence[Chunk], slots: Iterable[ParamSlot], user: Any, who: str) -> None:
-        """``who`` computes with ``slots`` until ``user`` releases their ``chunks``."""
+        """Make ``slots`` readable until ``user`` releases their ``chunks``; errors name ``who``."""
         self.sample_overall_data()
         for chunk in chunks:
             chunk.users.add(user)
@@ -269,6 +272,7 @@ class GeminiManager:
         self._read_ahead()
 
     def release(self, chunks: Sequence[Chunk], slots: Iterable[ParamSlot], user: Any) -> None:
+        """End the access of ``user``."""
         for slot in slots:
             slot.close(user)
             if slot.state is TensorState.COMPUTE:
@@ -292,8 +296,9 @@ class GeminiManager:
         except OutOfCapacity as error:
             compute = self.chunk_manager.compute
             raise OutOfCapacity(
-                f"{who} needs {need:,} bytes of weights at the same time ({', '.join(c.name for c in together)}), but the compute"
-                f" tier has a capacity of {compute.limit:,} bytes, of which {compute.used:,} are in use; give it more, or make"
+                f"{who} needs {need:,} bytes of weights at the same time"
+                f" ({', '.join(c.name for c in together)}), but the compute tier has a capacity of"
+                f" {compute.limit:,} bytes, of which {compute.used:,} are in use; give it more, or make"
                 " chunks smaller (min_chunk_size_mb, search_range_mb) so that less comes along with them"
             ) from error
         self._fetch(chunk)
@@ -316,14 +321,14 @@ class GeminiManager:
     # Room
 
     def limit(self) -> int:
-        """Bytes of whole chunks that come and go, beyond which those that nobody uses are let go."""
+        """Return the bytes of whole chunks that come and go, beyond which unused ones are evicted."""
         if self.strict:
             return UNLIMITED
         wanted = self._warmup_limit if self.is_warmup() else UNLIMITED
         return max(min(self.policy.limit(), wanted), (self.prefetch + 2) * self.chunk_manager.largest_moving)
 
     def _limit_in_warmup(self) -> int:
-        """What ``policy`` allows whole chunks before it is known how much the activations need."""
+        """Return the limit for whole chunks while it is not known how much the activations need."""
         if not self.policy.measures or self._is_measured:
             return UNLIMITED
         limit = self.policy.warmup_limit(self.collector.capacity())
@@ -335,14 +340,14 @@ class GeminiManager:
         return limit
 
     def make_room(self, nbytes: int, what: str) -> None:
-        """Free ``nbytes`` of the compute tier."""
+        """Free ``nbytes`` of the compute tier, by evicting chunks and gradients."""
         compute = self.chunk_manager.compute
         while compute.free < nbytes:
             victim = self._needed_last()
             if victim is not None:
                 self._evict(victim)
             elif not self.gradients.evict():
-                compute.take(nbytes, what)  # says what is wrong
+                compute.take(nbytes, what)  # raises, with the reason
 
     def _needed_last(self) -> Chunk | None:
         movable = self.chunk_manager.get_cuda_movable_chunks()
@@ -357,7 +362,7 @@ class GeminiManager:
             self._evict(victim)
 
     def _prefetch(self) -> None:
-        """Fetch what the trace says comes next, as long as nothing that is needed earlier must go for it."""
+        """Prefetch what comes next, unless something that is needed earlier must be evicted for it."""
         ahead, seen = 0, set()
         compute, limit = self.chunk_manager.compute, self.limit()
         for index in self.trace.ahead():
@@ -381,7 +386,7 @@ class GeminiManager:
             self._fetch(chunk)
 
     def _read_ahead(self) -> None:
-        """Begin to read weights from the disk that will be fetched soon."""
+        """Begin to read weights that will be fetched soon from the disk."""
         reader, chunks = self.chunk_manager.reader, self.chunk_manager.chunks
         if reader is None or not any(map(self.chunk_manager.is_on_disk, chunks)):
             return
@@ -399,7 +404,7 @@ class GeminiManager:
     # After the backward pass of a chunk
 
     def mark_stale(self, chunk: Chunk) -> None:
-        """The whole of ``chunk`` is out of date, or about to be: let it go as soon as nobody uses it."""
+        """Evict ``chunk``, whose whole is out of date or about to be, as soon as it is not in use."""
         if self.chunk_manager.reader is not None:
             self.chunk_manager.reader.forget(chunk.index)
         if chunk.resident:
@@ -410,7 +415,7 @@ class GeminiManager:
             self._evict(chunk)
 
     def evict_if_done(self, chunk: Chunk) -> None:
-        """Let ``chunk`` go if this step does not need it again."""
+        """Evict ``chunk`` if this step does not need it again."""
         if (
             self.trace.complete
             and not self.strict
@@ -420,11 +425,11 @@ class GeminiManager:
             self._evict(chunk)
 
     def evict_stale(self) -> None:
-        """Let go what should have gone while somebody used it."""
+        """Evict the chunks that were marked stale while they were in use."""
         for index in list(self._stale):
             self.mark_stale(self.chunk_manager.chunks[index])
 
     def evict_all(self) -> None:
-        """Let every whole chunk go that has a home elsewhere."""
+        """Evict every chunk that has a home elsewhere."""
         for chunk in self.chunk_manager.chunks:
             self.mark_stale(chunk)

@@ -1,4 +1,6 @@
-"""The documented place of what measures memory; and ``RuntimeMemTracer``, which measures a step before training begins."""
+"""``RuntimeMemTracer``, which measures a step before training; and the documented place of all that measures
+memory.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,15 @@ from colossalai.zero.gemini.placement import MemStats, MemStatsCollector
 
 
 class ChunkMemStatsCollector(MemStatsCollector):
-    """The documented name; all collectors count in chunks."""
+    """The documented name of ``MemStatsCollector``, which counts in chunks."""
 
 
 class RuntimeMemTracer(nn.Module):
-    """One forward and backward pass of a copy of ``module``: what it needs beside weights, and in which order it uses these.
+    """Runs a copy of ``module`` forward and backward, and measures what it needs beside weights, and their
+    order of use.
 
-    The copy computes on the current GPU, or the CPU, with one parameter there at a time as far as modules allow it; ``module`` stays as
-    it is.  Give ``memstats()`` to ``GeminiDDP``.
+    The copy computes on the current GPU, or the CPU, with one parameter there at a time as far as modules
+    allow it; ``module`` stays as it is.  Give ``memstats()`` to ``GeminiDDP``.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype = torch.half) -> None:
@@ -44,7 +47,7 @@ class RuntimeMemTracer(nn.Module):
         return self.traced.gemini_manager.memstats()
 
     def parameters_in_runtime_order(self) -> list[nn.Parameter]:
-        """The parameters of ``module`` as forward and backward pass use them, one after the other."""
+        """Return the parameters of ``module`` in the order in which forward and backward pass use them."""
         self._check_done("parameters_in_runtime_order")
         chunks = self.traced.chunk_manager.chunks
         order = self.traced.gemini_manager.trace.order
@@ -53,7 +56,8 @@ class RuntimeMemTracer(nn.Module):
     def _check_done(self, what: str) -> None:
         if self.traced.gemini_manager.is_warmup():
             raise RuntimeError(
-                f"RuntimeMemTracer.{what} is known after a forward and a backward pass: call the tracer, and its backward(loss)"
+                f"RuntimeMemTracer.{what} is known after a forward and a backward pass: call the tracer, and"
+                " its backward(loss)"
             )
 
 

@@ -1,13 +1,16 @@
-"""``GeminiOptimizer``: every chunk is updated where it rests, and the updates hide behind the passes of the model.
+"""``GeminiOptimizer``: every chunk is updated where it rests, and the updates overlap with the passes of the
+model.
 
-``step()`` does not wait.  Chunks that rest on the compute device are updated there at once.  For each of the others a job is given to a
-thread: wait for the gradient, update weights and states on the host.  The next forward pass waits for a chunk's job only when it
-needs the chunk, and jobs are done in the order in which it will.
+``step()`` does not wait.  Chunks that rest on the compute device are updated there at once.  For each of the
+others a job is given to a thread: wait for the gradients, update weights and states on the host.  The next
+forward pass waits for a chunk's job only when it needs the chunk, and jobs are done in the order in which it
+will.
 
-With ``update_in_backward`` the job of a chunk begins as soon as its gradient has left the device, while the backward pass goes on; of several
-that wait, the one that the next forward pass needs first is next.  This is for one backward pass in each step, or several of which all
-but the last are under ``no_sync``.  Clipping and a loss scale need all gradients before the first update; with them, updates in the
-backward pass are on trial (``colossalai.zero.gemini.speculative``).
+With ``update_in_backward`` the job of a chunk begins as soon as its gradients have left the device, while the
+backward pass goes on; of several that wait, the one that the next forward pass needs first is next.  This is
+for one backward pass in each step, or several of which all but the last are under ``no_sync``.  Clipping and
+a loss scale need all gradients before the first update; with them, updates in the backward pass are
+speculative (``colossalai.zero.gemini.speculative``).
 """
 
 from __future__ import annotations
@@ -46,29 +49,32 @@ from colossalai.zero.states import cut_state
 
 def _used_up(who: str) -> str:
     return (
-        f"{who} after a step without optimizer.zero_grad(): plain PyTorch would use the gradients of that step again, but Gemini has given"
-        " their memory away in it; call optimizer.zero_grad() in every iteration"
+        f"{who} after a step without optimizer.zero_grad(): plain PyTorch would use the gradients of that"
+        " step again, but Gemini has given their memory away in it; call optimizer.zero_grad() in every"
+        " iteration"
     )
 
 
 ONE_PASS = (
-    "update_in_backward=True is for one backward pass in each step, which uses no weights after their gradients have come: put all"
-    " passes but the last under no_sync, or leave it out"
+    "update_in_backward=True is for one backward pass in each step, which uses no weights after their"
+    " gradients have come: put all passes but the last under no_sync, or leave it out"
 )
 
 
 class GeminiOptimizer(ShardedOptimizer):
-    """``optim`` over the chunks of ``module``.
+    """Steps ``optim`` over the chunks of ``module``.
 
     Args:
         optim: an optimizer of the parameters of the model that ``module`` was made of, built before or after.
-        gpu_margin_mem_ratio: the share of what the first step leaves free of the compute tier that is given to chunks to rest
-            there with their states; ``auto`` always takes all of it.
-        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the loss scale, in fp16.
+        gpu_margin_mem_ratio: the share of what the first step leaves free of the compute tier that is given
+            to chunks to rest there with their states; ``auto`` always takes all of it.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
+            loss scale, in fp16.
         clipping_norm: the largest norm of all gradients; 0 does not clip.
         update_in_backward: see the module.
-        undo_ratio: with clipping or in fp16, the share of the weights and states on the host that it may hold a second time, to take
-            updates in the backward pass back.  0 lets all updates wait for the norm of all gradients.
+        undo_ratio: with clipping or in fp16, the share of the weights and states on the host that snapshots
+            may take, to roll back speculative updates.  With 0 all updates wait for the norm of all
+            gradients.
     """
 
     takes_written_states = False
@@ -115,29 +121,32 @@ class GeminiOptimizer(ShardedOptimizer):
             mesh=module.mesh,
             report=verbose,
         )
-        self._chunk_pieces = chunk_pieces = ChunkPieces(optim, self.pieces, self._places)
         self._numbers = {piece: number for number, piece in self._numbered.items()}
-        self._shadow = ShadowOptimizer(optim)
-        self._disk = make_disk_states(module, self._shadow, chunk_pieces, share)
-        self._state_bytes = StateBytes(module, optim, chunk_pieces, self._disk)
-        self._updates = HostUpdates(module, optim, chunk_pieces, self._shadow, self._disk, self._state_bytes)
-        self._promotion = Promotion(
-            module, chunk_pieces, self._shadow, self._state_bytes, gpu_margin_mem_ratio
-        )
+        self._build_parts(share, gpu_margin_mem_ratio)
         self._speculative = SpeculativeUpdates(self._updates, undo_ratio) if is_speculative else None
-        self._by_hand = False  # somebody looked at the gradients of this step, and will again
+        self._by_hand = False  # the script has looked at the gradients of this step
         self._expects_good = True  # that the next step will neither be clipped nor overflow
         self._early: set[int] = set()  # chunks whose update began in the backward pass
         self._early_options: Options | None = None
         self._promoted = self._has_updated = False
         self._stepping = False
-        self._used_up = False  # the gradients of the last step, which nobody has cleared
+        self._used_up = False  # the last step has used up gradients that were not cleared since
         self._used: set[ParamSlot] = set()
         self._early_used: set[ParamSlot] = set()  # whose gradients updates in this backward pass have taken
         self._zeros: set[ParamSlot] = set()  # that zero_grad(set_to_none=False) has left zeros for
         if scaler is not None or clipping_norm:
             module.gradients.memory.norm_type = norm_type
         module.attach(self)
+
+    def _build_parts(self, share: float | None, margin: float) -> None:
+        """Make what updates chunks on the host and on the disk (``share`` of the states), and promotes them."""
+        module, optim = self.model, self.optim
+        self._chunk_pieces = pieces = ChunkPieces(optim, self.pieces, self._places)
+        self._shadow = shadow = ShadowOptimizer(optim)
+        self._disk = make_disk_states(module, shadow, pieces, share)
+        self._state_bytes = state_bytes = StateBytes(module, optim, pieces, self._disk)
+        self._updates = HostUpdates(module, optim, pieces, shadow, self._disk, state_bytes)
+        self._promotion = Promotion(module, pieces, shadow, state_bytes, margin)
 
     # Gradients
 
@@ -155,12 +164,14 @@ class GeminiOptimizer(ShardedOptimizer):
         self.model.backward(self.scale_loss(loss), *args, **kwargs)
 
     def gradients_reduced(self, chunk: Chunk) -> None:
-        """The gradients of ``chunk`` are on their way home (called by the model, in the backward pass)."""
+        """Update ``chunk`` in the backward pass, if that is wanted and safe: its gradients are on their way
+        home.
+        """
         gradients = self.model.gradients
         if not self.update_in_backward or not gradients.sync:
             return
         if self.manager.is_warmup() and gradients.memory.host.most is None:
-            return  # nobody knows yet which gradients come in parts; with few buffers there is no choice
+            return  # it is not known yet which gradients come in parts; with few buffers there is no choice
         if chunk.index in self._early:
             raise RuntimeError(f"a second gradient came for {chunk.name} whose update had begun; {ONE_PASS}")
         if self.manager.trace.complete and self.manager.trace.next_use(chunk.index) != NEVER:
@@ -183,12 +194,14 @@ class GeminiOptimizer(ShardedOptimizer):
         self._updates.submit(chunk, self._early_options, 1.0)
 
     def _good_factor(self) -> float:
-        """What gradients are multiplied by if they are not clipped."""
+        """Return the factor of gradients that are not clipped."""
         factor = torch.tensor(1.0) if self._max_norm > 0 else 1.0
         return float(self.scaler.inv_scale * factor if self.is_scaled else factor)
 
     def before_fetch(self, chunk: Chunk) -> None:
-        """The weights of ``chunk`` at home are about to be read: in the backward pass these must be those of the forward pass."""
+        """Let the backward pass read the weights of the forward pass: roll back, or refuse, an update of
+        ``chunk``.
+        """
         if self._speculative is not None:
             self._speculative.roll_back_chunk(chunk)
         elif chunk.index in self._early and self.model.is_in_backward:
@@ -197,18 +210,21 @@ class GeminiOptimizer(ShardedOptimizer):
             )
 
     def roll_back(self) -> None:
-        """Somebody looks at weights or gradients, or drops them, before the step: updates on trial have not happened."""
+        """Roll back speculative updates: the script reads weights or gradients before the step, or drops
+        them.
+        """
         if self._speculative is not None and self._speculative.has_pending:
             self._speculative.roll_back()
             self._early_options = None  # they may be changed now
 
     def bring_gradients(self) -> None:
         self.model.gradients.take_tied()
-        # their norms are known: nobody looks at those that are still on their way to the host
+        # their norms are known: gradients that are still on their way to the host are not read
         self.give_gradients(everywhere=self.is_scaled or self._max_norm > 0, wait=False)
 
     def give_gradients(self, everywhere: bool, wait: bool = True) -> None:
-        """Let the pieces have their gradients: those on the compute device, or ``everywhere``, by default when they have arrived.
+        """Give the pieces their gradients: those on the compute device, or ``everywhere``; ``wait`` until
+        they have arrived.
 
         The pieces of a chunk whose update has begun have none any more.
         """
@@ -226,7 +242,9 @@ class GeminiOptimizer(ShardedOptimizer):
                 set_own_grad(piece.value, None if grad is None else like(grad, piece))
 
     def measured(self, norm_type: float) -> list[Tensor]:
-        """In the order of the pieces, wherever their chunks rest: so the sum of their norms is the same to the last bit."""
+        """Return norms in the order of the pieces, wherever chunks rest: so their sum is the same to the last
+        bit.
+        """
         gradients, memory = self.model.gradients, self.model.gradients.memory
         norms: dict[Piece, Tensor] = {}
         unknown: dict[Piece, Tensor] = {}
@@ -255,10 +273,10 @@ class GeminiOptimizer(ShardedOptimizer):
         return [stand_in(axes, torch.stack(own)) for axes, own in by_axes.items()]
 
     def unscale_grad(self) -> None:
-        """Called by whoever looks at all gradients."""
+        """Unscale all gradients; the script calls it to read or to clip them."""
         before = self._unscaled
         if not self._stepping:
-            self.roll_back()  # whoever asks may write to them
+            self.roll_back()  # the caller may write to them
             self._by_hand = True
         super().unscale_grad()
         if not before and self._unscaled and not self._stepping:
@@ -276,8 +294,8 @@ class GeminiOptimizer(ShardedOptimizer):
         self._refuse_early("clip_grad_by_value")
         if any(state.is_on_disk for state in self.model.gradients.of.values()):
             raise RuntimeError(
-                "clip_grad_by_value needs all gradients on the host, but some wait on the disk; clip by norm, or give the host"
-                " tier more capacity"
+                "clip_grad_by_value needs all gradients on the host, but some wait on the disk; clip by norm,"
+                " or give the host tier more capacity"
             )
         super().clip_grad_by_value(clip_value)
         for state in self.model.gradients.of.values():
@@ -288,12 +306,14 @@ class GeminiOptimizer(ShardedOptimizer):
                 home.copy_(piece.value.grad.view(-1))  # what a master got is a copy
 
     def _refuse_early(self, who: str) -> None:
-        # not by what this rank has updated: with branches the others may have updated other chunks, and would go on
+        # not by what this rank has updated: with branches the others may have updated other chunks, and would
+        # go on
         waits = not self.update_in_backward or self._speculative is not None
         if not waits and any(chunk.home is not self.chunks.compute for chunk in self.chunks.chunks):
             raise RuntimeError(
-                f"{who} comes too late: with update_in_backward=True chunks are updated in the backward pass; give the norm to the"
-                " optimizer (clipping_norm, max_norm of GeminiPlugin, clip_grad of a zero section), or leave update_in_backward out"
+                f"{who} comes too late: with update_in_backward=True chunks are updated in the backward pass;"
+                " give the norm to the optimizer (clipping_norm, max_norm of GeminiPlugin, clip_grad of a"
+                " zero section), or leave update_in_backward out"
             )
 
     def used_up(self, param: nn.Parameter) -> bool:
@@ -301,7 +321,7 @@ class GeminiOptimizer(ShardedOptimizer):
         return self._used_up and self.chunks.get_slot(param) in self._used
 
     def gradients_cleared(self) -> None:
-        """Nobody asks for the gradients of the last step any more (called by the model)."""
+        """Note that the model has dropped the gradients of the last step."""
         self._used_up = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -313,18 +333,18 @@ class GeminiOptimizer(ShardedOptimizer):
         super().zero_grad()
 
     def _now_used(self) -> set[ParamSlot]:
-        """The slots that have got gradients since they were cleared, on any rank."""
+        """Return the slots that have got gradients since they were cleared, on any rank."""
         self.model.gradients.resolve()
         return self._early_used.union(*(state.slots() for state in self.model.gradients.of.values()))
 
     def _check_zeros(self, used: set[ParamSlot]) -> None:
-        """Refuse to leave out what the serial optimizer would step with a gradient of zeros."""
+        """Refuse a step that leaves out what the serial optimizer would step with a gradient of zeros."""
         left = sorted(slot.name for slot in self._zeros - used)
         if left:
             raise RuntimeError(
-                f"zero_grad(set_to_none=False) has left zeros as the gradient of {left[0]}, which no rank has used since: plain PyTorch still"
-                " moves it, by momentum and weight decay, and Gemini steps only what has a gradient; call zero_grad(), as is the"
-                " default, or use LowLevelZeroPlugin"
+                f"zero_grad(set_to_none=False) has left zeros as the gradient of {left[0]}, which no rank has"
+                " used since: plain PyTorch still moves it, by momentum and weight decay, and Gemini steps"
+                " only what has a gradient; call zero_grad(), as is the default, or use LowLevelZeroPlugin"
             )
 
     def _has_grad(self) -> bool:
@@ -334,7 +354,9 @@ class GeminiOptimizer(ShardedOptimizer):
     # The step
 
     def check_cleared(self) -> None:
-        """A backward pass begins: plain PyTorch would add to the gradients of the last step, which are used up."""
+        """Refuse a backward pass after a step without ``zero_grad``: the gradients that it would add to are
+        used up.
+        """
         if self._used_up:
             raise RuntimeError(_used_up("a backward pass"))
 
@@ -397,7 +419,8 @@ class GeminiOptimizer(ShardedOptimizer):
             for chunk in sorted(hosted, key=lambda c: self.manager.trace.first_use(c.index)):
                 if chunk.index not in tried:
                     self._updates.submit(chunk, options, now)
-        self.manager.evict_all()  # states that were made now take the room that was left to chunks that come and go
+        # states that were made now take room that was left to chunks that come and go
+        self.manager.evict_all()
         for i in gradients.of:
             chunk = self.chunks.chunks[i]
             if chunk.home is self.chunks.compute:
@@ -416,7 +439,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self.manager.worker.wait_all()
 
     def load_states(self, state_dict: dict[str, Any], states: dict[int, Any]) -> None:
-        """One chunk after the other, each to where its states rest, so that memory holds no more than it may."""
+        """Load states chunk by chunk, each to where its states rest, so that no tier exceeds its capacity."""
         strangers = {n: state for n, state in states.items() if n not in self._numbered}
         for piece in self.pieces:
             self.optim.state.pop(piece.value, None)
@@ -426,7 +449,7 @@ class GeminiOptimizer(ShardedOptimizer):
             self._lay_in(chunk, states)
 
     def load_other_state(self, state: dict[str, Any]) -> None:
-        """Called when a checkpoint has put other states into the optimizer."""
+        """Take over the states that a checkpoint has put into the optimizer."""
         super().load_other_state(state)
         self._forget_states()
         for chunk in self.chunks.chunks:
@@ -439,7 +462,7 @@ class GeminiOptimizer(ShardedOptimizer):
             self._state_bytes.forget(chunk)
 
     def _lay_in(self, chunk: Chunk, states: dict[int, Any]) -> None:
-        """Let states of ``chunk`` that were loaded, and those of ``states``, rest where they belong."""
+        """Move loaded states of ``chunk``, and those of ``states``, to where they rest."""
         rests = self._disk if chunk.home is not self.chunks.compute else None
         weights = None if rests is None else rests.bring(chunk)
         pieces = self._chunk_pieces.pieces(chunk)
@@ -455,7 +478,7 @@ class GeminiOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def write(self, slot: ParamSlot, part: Tensor) -> bool:
-        """Give the weights of ``slot`` other values at their home, where the optimizer has a piece of them."""
+        """Write ``part`` to the weights of ``slot`` at their home, if the optimizer has a piece of them."""
         chunk = self.chunks.get_chunk(slot.param)
         piece = next((m.piece for m in self._chunk_pieces.of(chunk) if m.slot is slot), None)
         if piece is None or piece.is_empty:
@@ -469,11 +492,13 @@ class GeminiOptimizer(ShardedOptimizer):
 
 
 class ZeroOptimizer(GeminiOptimizer):
-    """The documented name."""
+    """The documented name of ``GeminiOptimizer``."""
 
 
 class GeminiAdamOptimizer(GeminiOptimizer):
-    """``HybridAdam`` over a Gemini model; ``defaults`` are arguments of ``HybridAdam`` and of ``GeminiOptimizer``."""
+    """Steps ``HybridAdam`` over a Gemini model; ``defaults`` are arguments of ``HybridAdam`` and
+    ``GeminiOptimizer``.
+    """
 
     def __init__(self, model: ZeroDDP, **defaults: Any) -> None:
         _check_model(model)
@@ -485,21 +510,22 @@ _OWN = [name for name in inspect.signature(GeminiOptimizer).parameters if name n
 
 
 def _check_speculative(optim: Optimizer, module: ZeroDDP, why: str) -> None:
-    """Refuse updates in the backward pass that could not be taken back."""
+    """Refuse speculative updates that could not be rolled back."""
     if module.chunk_manager.shelf is not None:
         raise ValueError(
-            f"update_in_backward=True with {why} keeps on the host what it may have to take back, for which there is no room beside a"
-            " disk tier; leave update_in_backward out"
+            f"update_in_backward=True with {why} keeps on the host what it may have to take back, for which"
+            " there is no room beside a disk tier; leave update_in_backward out"
         )
     if not can_roll_back(optim):
         raise ValueError(
-            f"update_in_backward=True with {why} may have to take updates back, and those of {type(optim).__name__} cannot be; use"
-            " HybridAdam, or leave update_in_backward out"
+            f"update_in_backward=True with {why} may have to take updates back, and those of"
+            f" {type(optim).__name__} cannot be; use HybridAdam, or leave update_in_backward out"
         )
 
 
 def _check_model(module: Any) -> None:
     if not isinstance(module, ZeroDDP):
         raise TypeError(
-            f"a Gemini optimizer needs the model that GeminiDDP made, got {type(module).__name__}; wrap the model first"
+            f"a Gemini optimizer needs the model that GeminiDDP made, got {type(module).__name__}; wrap the"
+            " model first"
         )

@@ -1,8 +1,8 @@
-"""What ``GeminiOptimizer`` is made of: pieces of parameters in chunks.
+"""The pieces that a Gemini optimizer steps, which states it keeps of each, and how many bytes the states of a
+chunk take.
 
-Which states an optimizer keeps of a piece, known before it has made them.
-
-How many bytes the optimizer states of every chunk take at its home; the disk counts its own.
+A piece is this rank's slice of a parameter (``colossalai.zero.pieces``).  The bytes of states are counted in
+the tier where the chunk rests; the disk counts its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Places = dict[Piece, tuple[Chunk, ParamSlot]]
 
 
 class ChunkPiece(NamedTuple):
-    """A piece of a chunk, with the number of its group."""
+    """A piece of a chunk, its slot, and the number of its group."""
 
     group: int
     piece: Piece
@@ -48,7 +48,7 @@ class ChunkPiece(NamedTuple):
 
 
 class ChunkPieces:
-    """The pieces of every chunk, also those that are empty."""
+    """Finds the pieces of every chunk, also the empty ones."""
 
     def __init__(
         self, optim: Optimizer, pieces: Sequence[Piece], places: Mapping[Piece, tuple[Chunk, ParamSlot]]
@@ -63,12 +63,12 @@ class ChunkPieces:
         return self._of.get(chunk.index, [])
 
     def pieces(self, chunk: Chunk) -> list[Piece]:
-        """Those that are not empty."""
+        """Return the pieces of ``chunk`` that are not empty."""
         return [member.piece for member in self.of(chunk) if not member.piece.is_empty]
 
 
 def like(grad: Tensor, piece: Piece) -> Tensor:
-    """A gradient as the piece's value takes it: a master wants it in float32."""
+    """Return ``grad`` in the shape and dtype of the piece's value: a master weight needs float32."""
     return grad.view(piece.value.shape).to(piece.value.dtype)
 
 
@@ -86,27 +86,30 @@ def check_params(optim: Any, module: ZeroDDP) -> None:
         for p in group["params"]:
             if not module.chunk_manager.holds(p):
                 raise ValueError(
-                    f"group {n} of {type(optim).__name__} holds a parameter of shape {tuple(p.shape)} that is in no chunk of the"
-                    " model; build the optimizer from the parameters of the model that GeminiDDP was given"
+                    f"group {n} of {type(optim).__name__} holds a parameter of shape {tuple(p.shape)} that is"
+                    " in no chunk of the model; build the optimizer from the parameters of the model that"
+                    " GeminiDDP was given"
                 )
     if (problem := whole_parameters_problem(optim, module.chunk_manager.ranks.size)) is not None:
         raise ValueError(problem)
     cut = next((p for group in optim.param_groups for p in group["params"] if is_cut(p)), None)
     if cut is not None and not is_elementwise(optim):
         raise ValueError(
-            f"{type(optim).__name__} needs whole parameters, but one of shape {tuple(full_shape(cut))} is cut over ranks by tensor"
-            f" parallelism; use an optimizer that works element by element, such as HybridAdam{or_say_so(optim)}"
+            f"{type(optim).__name__} needs whole parameters, but one of shape {tuple(full_shape(cut))} is cut"
+            " over ranks by tensor parallelism; use an optimizer that works element by element, such as"
+            f" HybridAdam{or_say_so(optim)}"
         )
     clips = isinstance(optim, FusedLAMB) and optim.defaults["max_grad_norm"]
     if clips and not module.gemini_manager.policy.rests_on_compute:
         raise ValueError(
-            f"{type(optim).__name__} clips by the norm of all gradients (max_grad_norm={clips}), but chunks that rest on the host are"
-            " updated one by one; give it max_grad_norm=0, and clipping_norm to the Gemini optimizer, or placement_policy='cuda'"
+            f"{type(optim).__name__} clips by the norm of all gradients (max_grad_norm={clips}), but chunks"
+            " that rest on the host are updated one by one; give it max_grad_norm=0, and clipping_norm to the"
+            " Gemini optimizer, or placement_policy='cuda'"
         )
 
 
 def make_pieces(optim: Optimizer, module: ZeroDDP) -> Places:
-    """A piece for every parameter of the optimizer that is trained."""
+    """Make a piece for every trained parameter of the optimizer."""
     chunks = module.chunk_manager
     layouts: dict[int, FlatLayout] = {}
     places: Places = {}
@@ -135,7 +138,9 @@ def is_large(value: Any) -> bool:
 
 
 class StateKinds:
-    """The states of ``optim`` that have a number for each element of a parameter."""
+    """Knows which states of ``optim`` have a number for each element of a parameter, also before they are
+    made.
+    """
 
     def __init__(self, optim: Optimizer) -> None:
         self.optim = optim
@@ -143,7 +148,9 @@ class StateKinds:
         self._probed: dict[tuple[int, torch.dtype], Fields] = {}
 
     def of(self, piece: Piece) -> Fields:
-        """Names and dtypes; empty where states are no such thing."""
+        """Return the names and dtypes of these states; empty if the optimizer does not work element by
+        element.
+        """
         value, optim = piece.value, self.optim
         known = {n: v for n, v in optim.state.get(value, {}).items() if is_large(v)}
         number = self._groups[id(value)]
@@ -162,13 +169,13 @@ class StateKinds:
         return tuple(found)
 
     def nbytes(self, piece: Piece) -> int:
-        """Bytes of the states of ``piece``; of an optimizer that is not ours, what Adam has."""
+        """Return the bytes of the states of ``piece``; for an optimizer that is not ours, those of Adam."""
         if not isinstance(self.optim, MultiTensorOptimizer):
             return piece.value.numel() * 2 * piece.value.dtype.itemsize
         return piece.value.numel() * sum(dtype.itemsize for _, dtype in self.of(piece))
 
     def sort(self, pieces: Iterable[Piece]) -> dict[Fields, list[Piece]]:
-        """The pieces that have such states, by their kinds."""
+        """Group the pieces that have such states by their kinds."""
         found: dict[Fields, list[Piece]] = {}
         for piece in pieces:
             if fields := self.of(piece):
@@ -176,7 +183,9 @@ class StateKinds:
         return found
 
     def splits(self, value: Tensor) -> bool:
-        """Whether the optimizer keeps only the digits that the parameter lacks, and no master."""
+        """Whether the optimizer keeps only the digits that a half-precision parameter lacks, and no master
+        weight.
+        """
         return (
             isinstance(self.optim, MultiTensorOptimizer)
             and value.dtype in HALVES
@@ -187,7 +196,7 @@ class StateKinds:
         return tuple(("tail", torch.int16) if name == MASTER else (name, dtype) for name, dtype in fields)
 
     def _probe(self, number: int, dtype: torch.dtype) -> Fields:
-        """What the optimizer makes for a parameter of one element."""
+        """Let a copy of the optimizer make the states of a parameter of one element."""
         if (number, dtype) not in self._probed:
             dummy = nn.Parameter(torch.zeros(1, dtype=dtype))
             dummy.grad = torch.zeros(1, dtype=dtype)
@@ -200,46 +209,47 @@ class StateKinds:
 
 
 class StateBytes:
-    """States of ``optim`` that lie in the memory of a tier, by chunk."""
+    """Counts the bytes of optimizer states in memory, chunk by chunk, in the tier where the chunk rests."""
 
     def __init__(
         self, model: ZeroDDP, optim: Optimizer, chunk_pieces: ChunkPieces, disk: DiskStates | None
     ) -> None:
         self.model, self.chunks = model, model.chunk_manager
         self.optim, self.chunk_pieces, self.disk = optim, chunk_pieces, disk
-        self.away: set[int] = (
-            set()
-        )  # chunks of which something rests on a disk, on some rank: they do not move
+        # chunks with something on a disk, on some rank: they are not promoted
+        self.on_disk: set[int] = set()
         self._counted: dict[int, int] = {}
         self._kinds = StateKinds(optim)
 
     def of(self, chunk: Chunk) -> int:
-        """What has been counted."""
+        """Return the bytes that are counted for ``chunk``."""
         return self._counted.get(chunk.index, 0)
 
     def room(self) -> int:
-        """Bytes of the host that nobody else will need."""
+        """Return the bytes of the host that are free for states and snapshots."""
         return self.chunks.host_room() - self.model.gradients.memory.host.missing_bytes
 
     def count(self, chunk: Chunk, coming: int = 0) -> None:
-        """Count the states of ``chunk``, and those that are ``coming``, if there are more than before."""
+        """Count the states of ``chunk``, and ``coming`` bytes more, if that is more than before."""
         now = self._bytes(chunk) + coming
         if now > self.of(chunk):
             self._set(chunk, now)
 
     def forget(self, chunk: Chunk) -> None:
-        """The states of ``chunk`` are replaced by others."""
+        """Count no states of ``chunk``: others will replace them."""
         assert chunk.home is not None
         chunk.home.give(self._counted.pop(chunk.index, 0))
 
     def expected(self) -> dict[int, int]:
-        """Bytes of the states of every chunk when all of them have been made, the same on all ranks: the most of any."""
+        """Return the bytes of the states of every chunk when all have been made: the most of any rank, the
+        same on all.
+        """
         chunks = self.chunks.chunks
         found = self._most([self._expected_of(chunk) for chunk in chunks])
         return {chunk.index: nbytes for chunk, nbytes in zip(chunks, found, strict=True)}
 
     def coming(self, chunk: Chunk) -> int:
-        """Bytes of states of ``chunk`` that have not been made yet."""
+        """Return the bytes of states of ``chunk`` that have not been made yet."""
         return max(self._expected_of(chunk) - self.of(chunk), 0)
 
     def _expected_of(self, chunk: Chunk) -> int:
@@ -248,14 +258,14 @@ class StateBytes:
         return masters + sum(map(self._kinds.nbytes, pieces))
 
     def agree(self) -> None:
-        """Count the same on all ranks, the most of any: what is brought and let go must not differ."""
+        """Count the same on all ranks, the most of any: ranks must fetch and evict the same chunks."""
         every, disk = self.chunks.chunks, self.disk
         if disk is None and self.chunks.ranks.size == 1:
             return
         self.model.gemini_manager.worker.wait_all()
         if disk is not None:
             flags = self._most([int(disk.has(chunk)) for chunk in every])
-            self.away = {chunk.index for chunk, flag in zip(every, flags, strict=True) if flag}
+            self.on_disk = {chunk.index for chunk, flag in zip(every, flags, strict=True) if flag}
         for chunk, most in zip(every, self._most([self.of(chunk) for chunk in every]), strict=True):
             if disk is None or not disk.has(chunk):
                 self._set(chunk, most)

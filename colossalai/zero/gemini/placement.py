@@ -1,15 +1,16 @@
-"""Where chunks rest, and how much of the compute tier they may fill.
+"""Placement policies: where chunks rest, and how much of the compute tier they may fill.
 
 | policy | home of a chunk | wholes on the compute tier |
 |---|---|---|
 | ``cuda`` | compute | as many as the tier takes |
 | ``cpu`` | host | those in use, and a few ahead |
 | ``const`` | host | up to a fixed number of bytes |
-| ``auto`` | compute for as many as fit beside what the first step measured, host for the others | as many as fit beside it |
+| ``auto`` | compute for as many as fit beside what the first step measured, else host | as many as fit |
 
 A chunk's optimizer states lie at its home, and it is updated there.
 
-How much memory of the compute device a training step needs beside model data: activations, temporary tensors.
+A step needs memory of the compute device beside model data, for activations and temporary tensors.
+``MemStatsCollector`` measures it in the first step.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ MB = 1024**2
 
 
 class PlacementPolicy:
-    """``rests_on_compute``: where chunks rest from the beginning."""
+    """Says where chunks rest from the beginning, and how many wholes stay on the compute tier."""
 
     name: ClassVar[str]
     rests_on_compute: ClassVar[bool] = False
     measures: ClassVar[bool] = False  # chunks move to the compute tier after the first step, as many as fit
 
     def limit(self) -> int:
-        """Bytes of whole chunks to keep on the compute tier although nobody uses them now."""
+        """Return the bytes of whole chunks to keep on the compute tier while they are not in use."""
         return 0
 
     def warmup_limit(self, capacity: int) -> int:
-        """The same for the first step, on a compute tier of ``capacity`` bytes."""
+        """Return the same for the first step, on a compute tier of ``capacity`` bytes."""
         return UNLIMITED
 
     @classmethod
@@ -61,7 +62,8 @@ class CUDAPlacementPolicy(PlacementPolicy):
 class AutoPlacementPolicy(PlacementPolicy):
     """Keeps as many chunks on the compute tier as fit beside what the first step measured.
 
-    In the first step it is not known what activations need: they are left ``_warmup_non_model_data_ratio`` of the device.
+    In the first step it is not known what activations need: they are left ``_warmup_non_model_data_ratio`` of
+    the device.
     """
 
     name = "auto"
@@ -84,7 +86,7 @@ class AutoPlacementPolicy(PlacementPolicy):
 
     @classmethod
     def set_steady_cuda_cap_ratio(cls, ratio: float) -> None:
-        """The share of the device that is used at all."""
+        """Set the share of the device that is used after the first step."""
         cls._steady_cuda_cap_ratio = _share("steady_cuda_cap_ratio", ratio)
 
 
@@ -97,7 +99,7 @@ class ConstPlacementPolicy(PlacementPolicy):
 
     @classmethod
     def set_const_memory_boundary(cls, cuda_memory_mb: float) -> None:
-        """Whole chunks keep to this many MB of the compute tier."""
+        """Limit whole chunks to this many MB of the compute tier."""
         if not (isinstance(cuda_memory_mb, int | float) and cuda_memory_mb > 0):
             raise ValueError(
                 f"set_const_memory_boundary needs a number of MB above 0, got {cuda_memory_mb!r}"
@@ -118,7 +120,7 @@ POLICIES: dict[str, type[PlacementPolicy]] = {
 
 
 class PlacementPolicyFactory:
-    """Policies by their names."""
+    """Finds policies by their names."""
 
     @staticmethod
     def create(policy_name: str) -> type[PlacementPolicy]:
@@ -141,8 +143,8 @@ class PlacementPolicyFactory:
 class MemStats:
     """What the first step measured, in bytes.
 
-    Between two sampling moments (a module begins) the device's peak is known; what lies above the model data of that time is not
-    model data.
+    Between two sampling moments (a module begins) the device's peak is known; what exceeds the model data of
+    that time is not model data.
     """
 
     non_model: int = 0
@@ -163,7 +165,7 @@ class MemStats:
 
 
 class MemStatsCollector:
-    """Writes into ``memstats`` what the compute tier of ``chunk_manager`` needs beside its chunks, from ``start_collection`` on."""
+    """Measures, into ``memstats``, what a step needs on the compute tier beside chunks."""
 
     def __init__(self, chunk_manager: ChunkManager, memstats: MemStats | None = None) -> None:
         self.chunk_manager, self.memstats = chunk_manager, memstats or MemStats()
@@ -174,22 +176,22 @@ class MemStatsCollector:
         self.record_model_data_volume()
 
     def finish_collection(self) -> None:
-        """The last sampling moment."""
+        """Take the last sample."""
         self.sample_overall_data()
         self.is_collecting = False
 
     def record_model_data_volume(self) -> None:
-        """What model data takes now is what a period begins with."""
+        """Note how much model data there is at the begin of a period."""
         if self.is_collecting:
             self.memstats.restart(self.chunk_manager.compute)
 
     def sample_overall_data(self) -> None:
-        """A sampling moment: the most memory since the last one, without model data, is what a step needs beside it."""
+        """Take a sample: the most memory since the last one, without model data."""
         if self.is_collecting:
             self.memstats.sample(self.chunk_manager.compute)
 
     def margin(self) -> int:
-        """Bytes of the compute tier that neither model data nor what was measured beside it takes."""
+        """Return the bytes of the compute tier that model data and what was measured leave free."""
         compute = self.chunk_manager.compute
         total = compute.limit
         if compute.device.type == "cuda":

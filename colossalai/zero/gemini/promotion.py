@@ -1,4 +1,6 @@
-"""Chunks that move to the compute device, with their states, when it is known what the activations leave free."""
+"""Promotion: chunks move to the compute device, with their states, when it is known what the activations
+leave free.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from colossalai.zero.pieces import Piece
 
 
 class Promotion:
-    """Where the chunks of ``model`` rest; ``margin`` is the share of what is free that they get, ``auto`` gives all of it."""
+    """Moves chunks of ``model`` to the compute tier; ``margin`` is the share of what is free that they get
+    (``auto``: all of it).
+    """
 
     def __init__(
         self,
@@ -32,7 +36,7 @@ class Promotion:
         self._expected: dict[int, int] = {}
 
     def promote(self) -> None:
-        """Let as many chunks as fit rest on the compute device."""
+        """Move as many chunks as fit to the compute device."""
         share = 1.0 if self.manager.policy.measures else self.margin
         if not share or self.manager.policy.rests_on_compute:
             return
@@ -43,7 +47,7 @@ class Promotion:
             (
                 c
                 for c in self.chunks.chunks
-                if c.home is self.chunks.host and c.index not in self.state_bytes.away
+                if c.home is self.chunks.host and c.index not in self.state_bytes.on_disk
             ),
             key=lambda c: (self.manager.trace.first_use(c.index), c.index),
         )
@@ -62,12 +66,14 @@ class Promotion:
             self.model._hooks.refresh()
 
     def _cost(self, chunk: Chunk) -> int:
-        """Bytes that ``chunk`` takes of the compute tier when it rests there: weights, gradients, states, also those to come."""
+        """Return the bytes that ``chunk`` takes of the compute tier when it rests there: weights, gradients,
+        all states.
+        """
         states = max(self.state_bytes.of(chunk), self._expected[chunk.index])
         return chunk.shard_nbytes * (2 if chunk.trained else 1) + states
 
     def _window(self) -> int:
-        """Bytes for the chunks that come and go."""
+        """Return the bytes for chunks that come and go, and for gradients on their way."""
         largest = max(c.nbytes for c in self.chunks.chunks)
         return (self.manager.prefetch + 2 + IN_FLIGHT + 1) * largest
 
@@ -82,7 +88,7 @@ class Promotion:
 
     @torch.no_grad()
     def move(self, chunk: Chunk, tier: Tier) -> None:
-        """Let ``chunk`` rest in ``tier``, with its states."""
+        """Move ``chunk`` to ``tier``, with its states."""
         old = chunk.home
         assert old is not None
         states = self.state_bytes.of(chunk)

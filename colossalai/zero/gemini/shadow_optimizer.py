@@ -1,7 +1,8 @@
-"""A second hold on the user's optimizer, for updates on another thread than the script's.
+"""A shadow of the user's optimizer, for updates on another thread than the script's.
 
-Jobs step some parameters with the options of an earlier moment, while the script may read and change the groups.  So they step *shadows*:
-parameters with the memory of the pieces, but gradients of their own, in groups of their own.
+Jobs step some parameters with the options of an earlier moment, while the script may read and change the
+groups.  So they step *shadows*: parameters with the memory of the pieces, but gradients of their own, in
+groups of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HOOKS = (
 
 
 def group_options(optim: Optimizer) -> list[dict[str, Any]]:
-    """The options of all groups as they are now: a scheduler may change them before a job runs."""
+    """Copy the options of all groups: a scheduler may change them before a job runs."""
     return [
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
         for group in optim.param_groups
@@ -38,7 +39,7 @@ def group_options(optim: Optimizer) -> list[dict[str, Any]]:
 
 
 def stateless_copy(optim: Optimizer) -> Optimizer:
-    """Another object for the same optimizer, with no parameters yet, no states and no hooks."""
+    """Return a copy of ``optim`` without parameters, states and hooks."""
     copy = object.__new__(type(optim))
     # a scheduler may have put a `step` of its own there
     copy.__dict__.update({k: v for k, v in optim.__dict__.items() if k not in ("step", "_versions")})
@@ -49,7 +50,9 @@ def stateless_copy(optim: Optimizer) -> Optimizer:
 
 
 class ShadowOptimizer:
-    """Steps shadows of pieces of ``optim``."""
+    """Steps shadows of the pieces of ``optim``: parameters with the same memory, and their own gradients and
+    groups.
+    """
 
     def __init__(self, optim: Optimizer) -> None:
         self.optim, self.inner = optim, stateless_copy(optim)
@@ -60,18 +63,19 @@ class ShadowOptimizer:
         return self.inner.state
 
     def param(self, piece: Piece) -> nn.Parameter:
+        """Return the shadow of ``piece``."""
         if piece not in self._params:
             self._params[piece] = nn.Parameter(piece.value.detach())
         return self._params[piece]
 
     def with_states(self, piece: Piece) -> nn.Parameter:
-        """The shadow of ``piece``, with the states of the piece."""
+        """Return the shadow of ``piece``, with the states of the piece."""
         shadow = self.param(piece)
         self.state[shadow] = self.optim.state[piece.value]
         return shadow
 
     def show(self, piece: Piece, weight: Tensor) -> None:
-        """The weights of ``piece`` are here now."""
+        """Let ``piece`` and its shadow have their values in ``weight``."""
         piece.weight = piece.value.data = weight
         if piece in self._params:
             self._params[piece].data = weight
@@ -79,10 +83,11 @@ class ShadowOptimizer:
     def forget(self, piece: Piece) -> None:
         self.state.pop(self._params.pop(piece, piece.value), None)
 
-    # Whether the digits that an optimizer keeps beside half-precision weights belong to the weights as they are
+    # Whether the digits that an optimizer keeps beside half-precision weights belong to the weights as they
+    # are
 
     def is_followed(self, piece: Piece) -> bool:
-        """Nobody else wrote to ``piece`` since its last update."""
+        """Return whether only updates wrote to ``piece`` since its last update."""
         shadow, inner = self._params.get(piece), self.inner
         if shadow is None or not isinstance(inner, MultiTensorOptimizer):
             return False
@@ -95,7 +100,9 @@ class ShadowOptimizer:
 
     @contextmanager
     def steady(self, pieces: Iterable[Piece]) -> Iterator[None]:
-        """Inside, we write weights together with their digits, so those of ``pieces`` stay with their weights."""
+        """Inside, we write weights together with their digits, so those of ``pieces`` stay with their
+        weights.
+        """
         followed = [piece for piece in pieces if self.is_followed(piece)]
         yield
         for piece in followed:
@@ -136,7 +143,7 @@ class ShadowOptimizer:
 
     @torch.no_grad()
     def step_part(self, parts: Sequence[tuple[int, nn.Parameter]], options: Options, factor: float) -> None:
-        """``step`` for shadows that live for this step only; their states are left to the caller."""
+        """Step shadows that live for this step only; the caller takes their states."""
         self.step(parts, options, factor)
         for _, shadow in parts:
             shadow.grad = None

@@ -1,19 +1,20 @@
-"""HostUpdates on trial: begun in the backward pass, before it is known what clipping or the loss scale will say.
+"""Speculative updates: begun in the backward pass, before the step decides about clipping and the loss scale.
 
-Most steps are not clipped and do not overflow.  So the host, which has nothing else to do in the backward pass, updates chunks whose
-gradients have come as if this step were one of these, and keeps what they were before.  When the norm of all gradients is known, the
-updates stand; or, in a bad step, they are taken back and done again with the right factor, or not at all.  What is taken back is what
-was, to the last bit.
+Most steps are not clipped and do not overflow.  So the host, which has nothing else to do in the backward
+pass, updates chunks whose gradients have come as if this step were such a step, and keeps a snapshot of
+weights and states.  When the norm of all gradients is known, the step accepts the updates; or it rolls them
+back and does them again with the right factor, or not at all.  A rollback restores everything to the last
+bit.
 
-An update that the step finds still waiting is an ordinary one from then on.  Somebody who looks at the weights or at the gradients between the
-backward pass and the step takes all trials back first: to him nothing has happened yet.  So does the backward pass itself with a chunk
-whose weights it needs again.
+An update that has not begun when the step comes is an ordinary one from then on.  A script that reads the
+weights or the gradients between the backward pass and the step must see them as if no update had begun: all
+speculative updates are rolled back first.  The backward pass does so too with a chunk whose weights it needs
+again.
 
-[Note: what is not tried]
-A chunk without states, or with weights that were loaded: its first update makes states for them.  With a loss scale, a chunk of float32
-(weights of batch norm): torch's kernel leaves divided gradients behind, which could not be divided again.
-
-What a chunk was before an update: its weights and optimizer states, to go back to.
+[Note: what is not speculative]
+A chunk without states, or with weights that were loaded: its first update makes states for them.  With a loss
+scale, a chunk of float32 (weights of batch norm): torch's kernel leaves divided gradients behind, which could
+not be divided again.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ from colossalai.zero.gemini.tiers import OutOfCapacity, Tier
 
 
 class SnapshotBuffers:
-    """Buffers of ``most`` bytes in all, in the memory of ``tier``, as long as ``room()`` has so many; used again and again.
+    """Buffers for snapshots, which are reused: ``most`` bytes in all, in the memory of ``tier``, while
+    ``room()`` has as many.
 
-    One thread gets them, any may put them back.
+    One thread calls ``get``, any thread may call ``put``.
     """
 
     def __init__(self, tier: Tier, most: int, room: Callable[[], int]) -> None:
@@ -52,7 +54,7 @@ class SnapshotBuffers:
         self._lock = threading.Lock()
 
     def get(self, nbytes: int) -> Tensor | None:
-        """A buffer of at least ``nbytes``; None if there is none left."""
+        """Return a buffer of at least ``nbytes``, or None if there is none left."""
         with self._lock:
             fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
             if fitting:
@@ -66,7 +68,7 @@ class SnapshotBuffers:
                 return None
             self.made += nbytes
         try:
-            self.tier.take(nbytes, "what updates in the backward pass may have to go back to")
+            self.tier.take(nbytes, "snapshots of updates in the backward pass")
         except OutOfCapacity:  # an update took the room meanwhile
             with self._lock:
                 self.made -= nbytes
@@ -78,7 +80,7 @@ class SnapshotBuffers:
             self._free.append(buffer)
 
     def release(self) -> None:
-        """Somebody needs the memory: give back what is not in use."""
+        """Free the buffers that are not in use: their memory is needed elsewhere."""
         with self._lock:
             free, self._free = self._free, []
             self.made -= sum(buffer.nbytes for buffer in free)
@@ -86,20 +88,23 @@ class SnapshotBuffers:
             self.tier.give(buffer.nbytes)
 
 
-class Snapshot:
-    """Memory in ``buffer`` for what ``tensors`` and the entries of ``states`` are before an update, which writes the copies (``kept``)."""
+class ChunkSnapshot:
+    """A snapshot, in ``buffer``, of ``tensors`` and of the entries of ``states`` before an update.
+
+    The update itself writes the copies of large tensors (``copies``), in the same pass over memory.
+    """
 
     def __init__(
         self, buffer: Tensor, tensors: Sequence[Tensor], states: Iterable[MutableMapping[str, Any]]
     ) -> None:
         self._entries = [(state, dict(state)) for state in states]
         held = [v for _, entries in self._entries for v in entries.values() if torch.is_tensor(v)]
-        self.kept = TensorSnapshot(buffer, (*tensors, *held))
-        self.kept.copy([tensor for tensor in held if not is_large(tensor)])  # counters of steps go up first
+        self.copies = TensorSnapshot(buffer, (*tensors, *held))
+        self.copies.copy([tensor for tensor in held if not is_large(tensor)])  # counters of steps go up first
 
     def restore(self) -> None:
-        """Write everything back."""
-        self.kept.restore()
+        """Restore everything."""
+        self.copies.restore()
         for state, entries in self._entries:
             state.clear()
             state.update(entries)
@@ -110,6 +115,8 @@ STEP_BYTES = 4  # the number of steps, which every state has
 
 
 class UpdateState(Enum):
+    """The states of a speculative update."""
+
     PENDING = "the optimizer's step has not decided yet"
     ACCEPTED = "the step confirmed the update"
     ORDINARY = "the step came before the update began, which is an ordinary one now"
@@ -118,26 +125,26 @@ class UpdateState(Enum):
 
 @dataclass
 class SpeculativeUpdate:
-    """The update of ``chunk`` with ``factor``, which may turn out to be another."""
+    """An update of ``chunk`` with the expected ``options`` and ``factor``."""
 
     chunk: Chunk
     options: Options
     factor: float
     seen: PendingGradients
-    """Its gradients, which are not handed over yet."""
+    """The gradients, which still belong to the chunk."""
     parts: int
-    """How many summands they had."""
+    """How many summands the gradients had."""
     buffer: Tensor
-    snapshot: Snapshot | None = None
+    snapshot: ChunkSnapshot | None = None
     taken: PendingGradients | None = None
-    """Its gradients, handed over by the step."""
+    """The gradients, released by the step."""
     is_begun: bool = False
     is_done: bool = False
     state: UpdateState = UpdateState.PENDING
 
 
 class SpeculativeUpdates:
-    """Those of one step; ``share`` of the weights and states on the host may be kept at the same time."""
+    """The speculative updates of a step; snapshots may take ``share`` of what the host holds."""
 
     def __init__(self, updates: HostUpdates, share: float) -> None:
         self.updates, self.share = updates, share
@@ -152,11 +159,11 @@ class SpeculativeUpdates:
 
     @property
     def has_pending(self) -> bool:
-        """Whether something has been tried that no step has judged."""
+        """Whether there are updates about which no step has decided."""
         return bool(self._pending)
 
     def begin(self, chunk: Chunk, options: Options, factor: float) -> None:
-        """Update ``chunk`` with the gradients that it has now, if it can be taken back."""
+        """Begin to update ``chunk`` with the gradients that it has now, if there is memory for a snapshot."""
         seen = self.gradients.of[chunk.index].peek()
         if chunk.index in self._pending or seen is None or not self._is_eligible(chunk, seen, factor):
             return
@@ -164,15 +171,15 @@ class SpeculativeUpdates:
         if buffer is None:
             return
         parts = self.gradients.of[chunk.index].parts
-        trial = SpeculativeUpdate(chunk, options, factor, seen, parts, buffer)
-        self._pending[chunk.index] = trial
+        update = SpeculativeUpdate(chunk, options, factor, seen, parts, buffer)
+        self._pending[chunk.index] = update
         priority = self.manager.trace.first_use(chunk.index)
         self.manager.worker.submit(
-            chunk.index, priority, chunk.name, partial(self._run, trial), seen.has_arrived
+            chunk.index, priority, chunk.name, partial(self._run, update), seen.has_arrived
         )
 
     def _is_eligible(self, chunk: Chunk, seen: PendingGradients, factor: float) -> bool:
-        """[Note: what is not tried]"""
+        """Whether ``chunk`` can be updated so, see [Note: what is not speculative]."""
         if factor != 1.0 and chunk.dtype == torch.float32:
             return False
         state, shadow = self.updates.optim.state, self.updates.shadow
@@ -198,7 +205,7 @@ class SpeculativeUpdates:
         return [chunk for chunk in every if chunk.home is self.chunks.host]
 
     def _bytes(self, chunk: Chunk) -> int:
-        """Of its weights and states, each where a copy may begin."""
+        """Return the bytes of a snapshot of ``chunk``: weights and states, each aligned."""
         total = 0
         for piece in self.updates.chunk_pieces.pieces(chunk):
             dtypes = [piece.value.dtype, *(dtype for _, dtype in self._kinds.of(piece))]
@@ -207,116 +214,123 @@ class SpeculativeUpdates:
         return total
 
     def _room(self) -> int:
-        """Bytes of the host that nobody else will need: not for states that have not been made yet."""
+        """Return the free bytes of the host without those for states that have not been made yet."""
         state_bytes = self.updates.state_bytes
         return state_bytes.room() - sum(map(state_bytes.coming, self._hosted()))
 
     def make_room(self) -> None:
-        """The host has no room for something that must be there."""
-        if not self.manager.worker.is_current_thread:  # which cannot wait for itself
+        """Free snapshots: the host has no room for something that must be there."""
+        if not self.manager.worker.is_current_thread:  # the worker cannot wait for itself
             self.roll_back()
         self.buffers.release()
 
     # The update
 
     @torch.no_grad()
-    def _run(self, trial: SpeculativeUpdate) -> None:
-        """The job."""
+    def _run(self, update: SpeculativeUpdate) -> None:
+        """Do the job of ``update``, on the thread of the worker."""
         with self._lock:
-            if trial.state is UpdateState.CANCELLED:
+            if update.state is UpdateState.CANCELLED:
                 return
-            trial.is_begun = trial.state is UpdateState.PENDING
-        updates, chunk = self.updates, trial.chunk
-        if not trial.is_begun:
-            assert trial.taken is not None
-            updates.run(chunk, trial.taken, trial.options, trial.factor)
+            update.is_begun = update.state is UpdateState.PENDING
+        updates, chunk = self.updates, update.chunk
+        if not update.is_begun:
+            assert update.taken is not None
+            updates.run(chunk, update.taken, update.options, update.factor)
             return
-        shard, used = trial.seen.shard, trial.seen.used
+        shard, used = update.seen.shard, update.seen.used
         assert shard is not None
-        trial.seen.wait()
+        update.seen.wait()
         self.gradients.of[chunk.index].settle()
         self.manager.timeline.note("try", chunk)
         pieces = updates.stepped(chunk, used)
         values, states = [p.value for p in pieces], [updates.optim.state[p.value] for p in pieces]
-        trial.snapshot = Snapshot(trial.buffer, values, states)
-        kept = trial.snapshot.kept if self._keeps else None
-        if kept is None:
-            trial.snapshot.kept.copy()
-        updates.apply(chunk, shard, used, trial.options, trial.factor, kept)
+        update.snapshot = ChunkSnapshot(update.buffer, values, states)
+        copies = update.snapshot.copies if self._keeps else None
+        if copies is None:
+            update.snapshot.copies.copy()
+        updates.apply(chunk, shard, used, update.options, update.factor, copies)
         with self._lock:
-            trial.is_done = True
-            if trial.state is UpdateState.ACCEPTED:
-                self._close(trial)
+            update.is_done = True
+            if update.state is UpdateState.ACCEPTED:
+                self._close(update)
 
-    def _close(self, trial: SpeculativeUpdate) -> None:
-        """Nobody will go back."""
-        assert trial.taken is not None
-        assert trial.taken.shard is not None
-        self.gradients.memory.put(trial.taken.shard)
-        self.buffers.put(trial.buffer)
-        trial.snapshot = None
+    def _close(self, update: SpeculativeUpdate) -> None:
+        """Free the snapshot and the gradients: the update will not be rolled back."""
+        assert update.taken is not None
+        assert update.taken.shard is not None
+        self.gradients.memory.put(update.taken.shard)
+        self.buffers.put(update.buffer)
+        update.snapshot = None
 
-    # The verdict
+    # The decision
 
     def decide(self, options: Options, factor: float) -> set[int]:
-        """The step is to be made with these: returns the chunks whose update is done or under way; others have none."""
+        """Accept the updates that were made as the step needs them, and roll back the others.
+
+        Returns the numbers of the chunks whose update is done or on its way.
+        """
         decided: set[int] = set()
-        for index, trial in self._pending.items():
+        for index, update in self._pending.items():
             with self._lock:
-                if not trial.is_begun:
-                    trial.state, trial.options, trial.factor = UpdateState.ORDINARY, options, factor
-                    self.buffers.put(trial.buffer)
+                if not update.is_begun:
+                    update.state, update.options, update.factor = UpdateState.ORDINARY, options, factor
+                    self.buffers.put(update.buffer)
                 elif (
-                    trial.factor == factor
-                    and same_options(trial.options, options)
-                    and self._is_complete(trial)
+                    update.factor == factor
+                    and same_options(update.options, options)
+                    and self._is_complete(update)
                 ):
-                    trial.state = UpdateState.ACCEPTED
+                    update.state = UpdateState.ACCEPTED
                 else:
                     continue
-                trial.taken = self.gradients.of[trial.chunk.index].release()
-                if trial.is_done:
-                    self._close(trial)
+                update.taken = self.gradients.of[update.chunk.index].release()
+                if update.is_done:
+                    self._close(update)
             decided.add(index)
-        self._pending = {i: trial for i, trial in self._pending.items() if i not in decided}
+        self._pending = {i: update for i, update in self._pending.items() if i not in decided}
         self.roll_back()
         return decided
 
-    def _is_complete(self, trial: SpeculativeUpdate) -> bool:
-        """Whether no more gradients came for the chunk after its trial had been asked for."""
-        return self.gradients.of[trial.chunk.index].parts == trial.parts
+    def _is_complete(self, update: SpeculativeUpdate) -> bool:
+        """Whether no more gradients came for the chunk after the update had been asked for."""
+        return self.gradients.of[update.chunk.index].parts == update.parts
 
     def roll_back(self) -> None:
-        """Let everything be as if no update had begun."""
-        trials, self._pending = list(self._pending.values()), {}
-        self._roll_back(trials)
+        """Roll back all updates about which no step has decided."""
+        pending, self._pending = list(self._pending.values()), {}
+        self._roll_back(pending)
 
     def roll_back_chunk(self, chunk: Chunk) -> None:
-        """The backward pass needs the weights of ``chunk`` again."""
+        """Roll back the update of ``chunk``: the backward pass needs its weights again."""
         if chunk.index in self._pending:
             self._roll_back([self._pending.pop(chunk.index)])
 
-    def _roll_back(self, trials: list[SpeculativeUpdate]) -> None:
-        for trial in trials:
+    def _roll_back(self, pending: list[SpeculativeUpdate]) -> None:
+        for update in pending:
             with self._lock:
-                if not trial.is_begun:
-                    trial.state = UpdateState.CANCELLED
-        for trial in trials:
-            self.manager.worker.wait(trial.chunk.index)
-            if trial.snapshot is not None:
-                self._restore(trial)
-            self.buffers.put(trial.buffer)
+                if not update.is_begun:
+                    update.state = UpdateState.CANCELLED
+        for update in pending:
+            self.manager.worker.wait(update.chunk.index)
+            if update.snapshot is not None:
+                self._restore(update)
+            self.buffers.put(update.buffer)
 
-    def _restore(self, trial: SpeculativeUpdate) -> None:
-        assert trial.snapshot is not None
-        self.manager.timeline.note("undo", trial.chunk)
-        with self.updates.shadow.steady(self.updates.chunk_pieces.pieces(trial.chunk)):
-            trial.snapshot.restore()
-        trial.snapshot = None
+    def _restore(self, update: SpeculativeUpdate) -> None:
+        assert update.snapshot is not None
+        self.manager.timeline.note("undo", update.chunk)
+        with self.updates.shadow.steady(self.updates.chunk_pieces.pieces(update.chunk)):
+            update.snapshot.restore()
+        update.snapshot = None
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """``method``, as long as somebody else holds its object: hooks of parameters, which no garbage collector sees into, hold tiers."""
+    """Return a function that calls ``method`` while its object lives.
+
+    Hooks of parameters, which the garbage collector cannot look into, refer to tiers: a strong reference
+    would be a leak.
+    """
     held = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -327,7 +341,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def can_roll_back(optim: Any) -> bool:
-    """Whether updates take a factor for the gradients, and leave them as they are [Note: what is not tried]."""
+    """Whether updates of ``optim`` take a factor for the gradients and leave these as they are."""
     return isinstance(optim, MultiTensorOptimizer) and optim.divides
 
 
@@ -344,5 +358,5 @@ def _equal(a: Any, b: Any) -> bool:
         return torch.is_tensor(a) and torch.is_tensor(b) and torch.equal(a, b)
     try:
         return bool(a == b)
-    except (ValueError, TypeError):  # an array of somebody
+    except (ValueError, TypeError):  # an array with its own idea of ==
         return False

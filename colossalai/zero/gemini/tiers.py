@@ -1,11 +1,12 @@
 """Memory tiers: the places where model data may lie, each with a capacity, and the copies between them.
 
-``compute`` is where modules run, ``host`` is the memory of the machine, ``disk`` takes what does not fit there.  Every byte of model data is taken from a tier before it is
-allocated and given back when it is freed, so a tier knows what it holds and refuses what would go beyond its capacity.  A machine
-without GPU has the same tiers: both are host memory then, and the capacity of ``compute`` is what the user says.
+``compute`` is where modules run, ``host`` is the memory of the machine, ``disk`` takes what does not fit
+there.  Every byte of model data is reserved in a tier before it is allocated and released when it is freed,
+so a tier knows what it holds and refuses what would go beyond its capacity.  A machine without GPU has the
+same tiers: compute and host are host memory then, and the user gives the capacity of ``compute``.
 
-Copies are asynchronous where there is a GPU: each direction has a stream of its own, host memory is pinned, and nobody waits on
-the CPU.  A ``PendingCopy`` is a copy under way; elsewhere it is done when it begins.
+Copies are asynchronous where there is a GPU: each direction has a stream of its own, host memory is pinned,
+and the CPU does not wait.  A ``PendingCopy`` is a copy on its way; without a GPU it is done when it begins.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class OutOfCapacity(RuntimeError):
 
 
 def check_capacity(tier: str, capacity: Any) -> None:
-    """Refuse what is no number of bytes."""
+    """Refuse a capacity that is not a number of bytes."""
     if capacity is not None and not (isinstance(capacity, int | float) and capacity > 0):
         raise ValueError(
             f"{tier}_capacity is a number of bytes above 0, or None for as much as there is; got {capacity!r}"
@@ -42,11 +43,11 @@ class Tier:
     name: str
     device: torch.device
     capacity: int | None = None
-    pinned: bool = False  # a GPU copies from and to it by itself
+    pinned: bool = False  # page-locked: a GPU copies from and to it without the CPU
     used: int = 0
     peak: int = 0
-    below: Tier | None = None  # what does not fit here might rest there
-    reclaim: Callable[[], None] | None = None  # frees what is here only for speed
+    below: Tier | None = None  # the tier that takes what does not fit here
+    reclaim: Callable[[], None] | None = None  # frees memory that is used for speed only
     _lock: Any = field(default_factory=threading.Lock, repr=False)  # updates run on a thread of their own
 
     def __post_init__(self) -> None:
@@ -70,8 +71,9 @@ class Tier:
                 return
         raise OutOfCapacity(
             f"{self} and has no room for {what}"
-            f" ({nbytes:,} bytes){self._elsewhere()}; give the tier more capacity, use smaller chunks (min_chunk_size_mb,"
-            " search_range_mb), or let more of the model rest elsewhere (placement_policy)"
+            f" ({nbytes:,} bytes){self._elsewhere()}; give the tier more capacity, use smaller chunks"
+            " (min_chunk_size_mb, search_range_mb), or let more of the model rest elsewhere"
+            " (placement_policy)"
         )
 
     def _takes(self, nbytes: int) -> bool:
@@ -98,7 +100,7 @@ class Tier:
         assert self.used >= 0, f"the {self.name} tier was given back more than was taken"
 
     def empty(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """A flat tensor in this tier; whoever drops it gives its bytes back."""
+        """Allocate a flat tensor in this tier; the caller gives its bytes back when it drops the tensor."""
         self.take(numel * dtype.itemsize, what)
         if self.pinned:
             return host_empty(numel, dtype, pinned=True)
@@ -106,25 +108,25 @@ class Tier:
 
 
 def nowhere(tiers: Sequence[Tier], what: str, nbytes: int) -> OutOfCapacity:
-    """The error for what fits into none of ``tiers``."""
+    """Return the error for something that fits into none of ``tiers``."""
     full = "; ".join(map(str, tiers))
     return OutOfCapacity(
-        f"no tier has room for {what} ({nbytes:,} bytes): {full}. Give one of them more capacity (host_capacity, disk_capacity),"
-        " or use smaller chunks (min_chunk_size_mb, search_range_mb)"
+        f"no tier has room for {what} ({nbytes:,} bytes): {full}. Give one of them more capacity"
+        " (host_capacity, disk_capacity), or use smaller chunks (min_chunk_size_mb, search_range_mb)"
     )
 
 
 @dataclass
 class PendingCopy:
-    """A copy that may still be under way; ``keep`` are tensors that must live until it is done."""
+    """A copy that may still be on its way; ``keep`` are tensors that must live until it is done."""
 
     event: Any = None
     work: Any = None  # a collective that follows the copy
     keep: list[Tensor] = field(default_factory=list)
-    needed: Any = None  # when the current stream came to wait for it, if somebody measures
+    needed: Any = None  # records when the current stream began to wait for the copy, if copies are timed
 
     def wait(self) -> None:
-        """Let the work that the current stream gets from now on see the result; the CPU goes on."""
+        """Let the current stream wait for the copy; the CPU goes on."""
         if self.needed is not None:
             self.needed.record()
         if self.work is not None:
@@ -141,7 +143,7 @@ class PendingCopy:
 
 
 class Copier:
-    """Copies between host and compute device, one stream for each direction."""
+    """Starts copies between host and compute device, with one stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -152,7 +154,7 @@ class Copier:
         self._measured: list[tuple[Any, Any, Any]] = []
 
     def start(self, target: Tensor, source: Tensor) -> PendingCopy:
-        """Copy after everything that the current stream was given before."""
+        """Start a copy, after everything that the current stream was given before."""
         if not self.is_async:
             target.copy_(source)
             return PendingCopy()
@@ -165,7 +167,7 @@ class Copier:
             if begin is not None:
                 begin.record(stream)
             target.copy_(source, non_blocking=True)
-            # whoever waits on the CPU sleeps
+            # blocking: a thread of the CPU that waits sleeps
             event = torch.cuda.Event(blocking=True, enable_timing=self.timed)
             event.record(stream)
         if begin is not None:
@@ -173,7 +175,9 @@ class Copier:
         return PendingCopy(event, keep=[target, source], needed=needed)
 
     def times(self) -> tuple[float, float]:
-        """Seconds of all copies since the last call, and seconds that computation waited for them; zeros if nobody measured."""
+        """Return the seconds of all copies since the last call, and those that computation waited for them;
+        zeros if not timed.
+        """
         measured, self._measured = self._measured, []
         copying = waiting = 0.0
         if measured:

@@ -1,7 +1,8 @@
-"""Where every chunk was during a step, what moved, and how much of the movement was hidden behind computation.
+"""The timeline of a step: where every chunk was, what moved, and how much computation hid of it.
 
-Events are noted by the clock of the host, always: they cost next to nothing.  How long copies take and how long computation waits for them
-only the device knows; with ``timeline.timed = True`` the steps that follow ask it.
+Events are noted by the clock of the host, always: they cost next to nothing.  How long copies take and how
+long computation waits for them only the device knows; with ``timeline.timed = True`` the steps that follow
+ask it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ INTERVALS = {"present": ("fetch", "drop"), "update": ("update", "updated")}
 
 @dataclass(frozen=True)
 class ChunkEvent:
-    """``kind``: fetch, drop, grads (sent home), update, updated, try (an update on trial) or undo; ``when`` in seconds since the step began."""
+    """An event in the life of a chunk; ``when`` in seconds since the step began.
+
+    ``kind``: fetch, drop (evicted), grads (reduced and sent home), update, updated, try (a speculative
+    update) or undo (its rollback).
+    """
 
     when: float
     kind: str
@@ -32,7 +37,11 @@ class ChunkEvent:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """One step.  ``copying`` and ``waiting`` are seconds of the device: of all copies, and of computation that waited for them."""
+    """The numbers of one step.
+
+    ``copying`` and ``waiting`` are seconds of the device: of all copies, and of computation that waited for
+    them.
+    """
 
     seconds: float
     bytes_up: int
@@ -45,28 +54,28 @@ class StepNumbers:
     blocked: float = 0.0
     """Seconds in which the script waited for an update."""
     tried: int = 0
-    """HostUpdates on trial in the backward pass."""
+    """Speculative updates in the backward pass."""
     undone: int = 0
-    """Of these, those that were taken back."""
+    """Speculative updates that were rolled back."""
 
     @property
     def hidden(self) -> float | None:
-        """The share of all copies that computation did not wait for; None if nobody measured."""
+        """The share of all copies that computation did not wait for; None if copies were not timed."""
         return None if not self.copying else max(0.0, 1 - self.waiting / self.copying)
 
     def __str__(self) -> str:
         shares = "not measured" if self.hidden is None else f"{self.hidden:.0%} hidden"
         tiers = ", ".join(f"{name} {nbytes / 2**20:,.1f} MB" for name, nbytes in self.peak.items())
-        trials = f" ({self.tried} on trial, {self.undone} of them taken back)" if self.tried else ""
+        extra = f" ({self.tried} speculative, {self.undone} of them rolled back)" if self.tried else ""
         return (
-            f"{self.seconds:.3f} s; {self.bytes_up / 2**20:,.1f} MB to the compute tier, {self.bytes_down / 2**20:,.1f} MB back ({shares});"
-            f" host updates {self.updating:.3f} s, of which the script waited {self.blocked:.3f} s{trials};"
-            f" most in use: {tiers}"
+            f"{self.seconds:.3f} s; {self.bytes_up / 2**20:,.1f} MB to the compute tier,"
+            f" {self.bytes_down / 2**20:,.1f} MB back ({shares}); host updates {self.updating:.3f} s, of"
+            f" which the script waited {self.blocked:.3f} s{extra}; most in use: {tiers}"
         )
 
 
 class Timeline:
-    """The events of the current step and of the one before, ``last``."""
+    """Notes the events of the current step, and keeps those of the one before (``last``)."""
 
     def __init__(self, chunks: ChunkManager) -> None:
         self.chunks = chunks
@@ -86,7 +95,7 @@ class Timeline:
         self.chunks.copier.timed = value
 
     def begin(self) -> None:
-        """A step begins, and the one before is over: its updates have been asked for."""
+        """Start a step, and sum up the one before, whose updates have been asked for."""
         now = perf_counter()
         if self._start is not None:
             self.last_numbers = self._numbers(now - self._start)
@@ -115,7 +124,7 @@ class Timeline:
         )
 
     def numbers(self) -> StepNumbers:
-        """Of the last whole step."""
+        """Return the numbers of the last whole step."""
         if self.last_numbers is None:
             raise RuntimeError(
                 "the timeline of a step is known when the next one has begun; train two steps first"
@@ -123,18 +132,21 @@ class Timeline:
         return self.last_numbers
 
     def intervals(self, kind: str) -> dict[int, list[Interval]]:
-        """When each chunk was ``"present"`` on the compute tier, or being ``"update"``d on the host, in the last whole step."""
+        """Return when, in the last step, each chunk was ``"present"`` on the compute tier or in an
+        ``"update"``.
+        """
         found: dict[int, list[Interval]] = {}
         for chunk, start, end in _intervals(self.last, kind, self.numbers().seconds):
             found.setdefault(chunk, []).append((start, end))
         return found
 
     def table(self) -> str:
-        """A line for each chunk: its home, how often and how long it was on the compute tier, when it was updated; then the sums."""
+        """Return a table: home, how often and how long on the compute tier, when updated; and sums."""
         present, updates = self.intervals("present"), self.intervals("update")
         seconds = self.numbers().seconds
         lines = [
-            f"{'chunk':>5} {'home':>8} {'MB':>8} {'fetched':>8} {'present':>8} {'updated at':>11}  first parameter"
+            f"{'chunk':>5} {'home':>8} {'MB':>8} {'fetched':>8} {'present':>8} {'updated at':>11}  first"
+            " parameter"
         ]
         for chunk in self.chunks.chunks:
             stays = chunk.resident
@@ -143,12 +155,15 @@ class Timeline:
             when = ", ".join(f"{a:.3f}-{b:.3f}" for a, b in updates.get(chunk.index, [])) or "-"
             home = chunk.home.name if chunk.home is not None else "-"
             lines.append(
-                f"{chunk.index:5} {home:>8} {chunk.nbytes / 2**20:8.2f} {len(times):8} {share:8.0%} {when:>11}  {chunk.slots[0].name}"
+                f"{chunk.index:5} {home:>8} {chunk.nbytes / 2**20:8.2f} {len(times):8} {share:8.0%}"
+                f" {when:>11}  {chunk.slots[0].name}"
             )
         return "\n".join([*lines, str(self.numbers())])
 
     def picture(self, path: str | Path) -> Path:
-        """Draw the last whole step: a row for each chunk, filled while it is on the compute tier, and while the host updates it."""
+        """Draw the last whole step: a row for each chunk, filled while it is on the compute tier and while
+        the host updates it.
+        """
         import matplotlib
 
         matplotlib.use("Agg")

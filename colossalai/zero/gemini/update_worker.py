@@ -1,7 +1,8 @@
-"""HostUpdates of chunks on a thread of their own, in the order in which the next step will need them.
+"""A thread that updates chunks on the host, in the order in which the next step will need them.
 
-A job waits until its gradient has arrived on the host, then updates the weights there.  Whoever needs the weights of a chunk waits for
-its job alone.  An error in a job is raised where somebody waits for it.
+A job waits until its gradients have arrived on the host, then updates the weights there.  A module that needs
+the weights of a chunk waits for the job of this chunk alone.  An error in a job is raised in the thread that
+waits for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Work = Callable[[], None]
-Ready = Callable[[], bool]  # also: whether it has begun to get what it needs
+Ready = Callable[[], bool]  # also of ``prepare``: whether it has begun to read what the job needs
 
 
 @dataclass(order=True)
@@ -37,7 +38,9 @@ def nothing() -> bool:
 
 
 class _WorkerState:
-    """What the thread holds on to; not the worker itself, so that the thread ends when nobody holds the worker."""
+    """The state that the thread refers to; not the worker itself, so that the thread ends when the worker is
+    freed.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -63,7 +66,7 @@ def _run(shared: _WorkerState) -> None:
         except BaseException as error:
             shared.error = (job.name, error)
         key = job.key
-        del job, following  # they hold the model, which may go as soon as nobody waits for them
+        del job, following  # they refer to the model, which may be freed as soon as no thread waits for them
         with shared.changed:
             shared.pending.discard(key)
             shared.changed.notify_all()
@@ -77,7 +80,9 @@ def _do(job: _Job, following: _Job | None) -> None:
 
 
 def _next(jobs: list[_Job]) -> _Job:
-    """The most urgent of those whose gradient has arrived; if none has, the one whose gradient was sent first."""
+    """Remove and return the most urgent job whose gradients have arrived; if none have, the one whose were
+    sent first.
+    """
     ready = [job for job in jobs if job.is_ready()]
     job = min(ready, key=_urgency) if ready else min(jobs, key=lambda waiting: waiting.number)
     jobs.remove(job)
@@ -85,12 +90,12 @@ def _next(jobs: list[_Job]) -> _Job:
 
 
 def _following(jobs: list[_Job]) -> _Job | None:
-    """The one that would be next if nothing came between."""
+    """Return the job that would be next if no other came."""
     return min((job for job in jobs if job.is_ready()), key=_urgency, default=None)
 
 
 def _urgency(job: _Job) -> tuple[bool, int, int]:
-    """What has been prepared holds a buffer: it goes first."""
+    """Sort jobs: one that has been prepared holds a buffer and goes first."""
     return not job.prepared, job.priority, job.key
 
 
@@ -105,7 +110,7 @@ _running: weakref.WeakSet[_WorkerState] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """At the end of the script; after it, C++ would end the whole process with a thread that comes back from CUDA."""
+    """End all threads when the script ends: one that returned from CUDA later would abort the process."""
     for shared in list(_running):
         _close(shared)
         if shared.thread is not None:
@@ -121,7 +126,7 @@ def _start(shared: _WorkerState) -> None:
 
 
 class UpdateWorker:
-    """One thread, started with the first job."""
+    """A thread for updates, started with the first job."""
 
     def __init__(self) -> None:
         self._shared = _WorkerState()
@@ -137,11 +142,11 @@ class UpdateWorker:
         is_ready: Ready = _at_once,
         prepare: Ready = nothing,
     ) -> None:
-        """Do ``work``; of several that wait and are ready, the one with the smallest ``priority`` is next.
+        """Queue ``work``; of the jobs that are ready, the one with the smallest ``priority`` is next.
 
-        ``prepare`` is called while the one before is being done, and says whether it could begin.
-
-        The script runs ahead of the device: what is not ready would keep the thread waiting while others could go on.
+        ``is_ready`` says whether the gradients have arrived: the script runs ahead of the device, and a job
+        that is not ready would keep the thread waiting while others could go on.  ``prepare`` is called while
+        the job before is being done, and returns whether it could begin.
         """
         self._check()
         if self._shared.thread is None:
@@ -155,14 +160,14 @@ class UpdateWorker:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether a job asks."""
+        """Whether the caller is a job."""
         return threading.current_thread() is self._shared.thread
 
     def is_done(self, key: int) -> bool:
         return key not in self._shared.pending
 
     def wait(self, key: int) -> None:
-        """Until the job of ``key`` is done."""
+        """Wait until the job of ``key`` is done."""
         if key in self._shared.pending:
             with self._shared.changed:
                 while key in self._shared.pending:
@@ -176,7 +181,7 @@ class UpdateWorker:
         self._check()
 
     def wait_any(self) -> bool:
-        """Until one more job is done; False if there is none."""
+        """Wait until one more job is done; return False if there is none."""
         with self._shared.changed:
             before = len(self._shared.pending)
             while self._shared.pending and len(self._shared.pending) >= before:

@@ -1,4 +1,6 @@
-"""What the tests of Gemini share: small models with everything that is difficult, and training beside the serial model."""
+"""What the tests of Gemini share: small models with everything that is difficult, and training beside the
+serial model.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen layer, an unused layer, attention that reads its child's parameters; ``reentrant`` checkpoints blocks."""
+    """Tied weights, a frozen layer, an unused layer, attention that reads its child's parameters;
+    ``reentrant`` checkpoints blocks.
+    """
 
     def __init__(self, reentrant: bool | None = None, blocks: int = BLOCKS) -> None:
         super().__init__()
@@ -116,8 +120,8 @@ class Case:
 
     def __str__(self) -> str:
         return (
-            f"{self.policy} {str(self.dtype)[6:]} share={self.share} accumulate={self.accumulate} clip={self.clip}"
-            f" reentrant={self.reentrant} early={self.early} nvme={self.nvme}"
+            f"{self.policy} {str(self.dtype)[6:]} share={self.share} accumulate={self.accumulate}"
+            f" clip={self.clip} reentrant={self.reentrant} early={self.early} nvme={self.nvme}"
         )
 
 
@@ -262,7 +266,8 @@ def course(case: Case, steps: int, **options: Any) -> Course:
 
 
 def compare(case: Case, steps: int = 4, **options: Any) -> Training:
-    """Train both, compare losses and weights: on one rank they are the same to the last bit, several add in another order.
+    """Train both, compare losses and weights: on one rank they are the same to the last bit, several add in
+    another order.
 
     In bf16 Adam would make whole steps of gradients that are nothing but the rounding of that order.
     """

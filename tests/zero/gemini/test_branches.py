@@ -1,4 +1,6 @@
-"""Branches that not all ranks take: the same result as in serial training where that is possible, one error everywhere where it is not."""
+"""Branches that not all ranks take: the same result as in serial training where that is possible, one error
+everywhere where it is not.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +175,8 @@ def check_three(rank: int, world_size: int, port: int, habit: str, is_right: boo
 @pytest.mark.parametrize(
     ("habit", "is_right", "options"),
     [
-        # weights of layers that one rank skips are there, or fetched ahead by all: its gradients come at the end
+        # weights of layers that one rank skips are there, or fetched ahead by all: its gradients come at the
+        # end
         ("skips", True, {"placement_policy": "cuda", "prefetch": 2}),
         ("skips the last", True, {"prefetch": 4, "min_chunk_size_mb": 0.002}),
         ("skips", True, {"strict_ddp_mode": True}),

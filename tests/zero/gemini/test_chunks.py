@@ -34,7 +34,10 @@ CPU = torch.device("cpu")
 def test_a_tier_counts_and_refuses() -> None:
     tier = Tier("compute", CPU, 100)
     tier.take(60, "weights")
-    message = r"the compute tier holds 60 of 100 bytes and has no room for gradients \(50 bytes\); give the tier more"
+    message = (
+        r"the compute tier holds 60 of 100 bytes and has no room for gradients \(50 bytes\); give the tier"
+        " more"
+    )
     with pytest.raises(OutOfCapacity, match=message):
         tier.take(50, "gradients")
     tier.give(20)

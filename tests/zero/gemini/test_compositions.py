@@ -44,7 +44,8 @@ class GeminiTensorRun(TensorRun):
 
     def __init__(self, task: Problem, mode: str, size: int, policy: str) -> None:
         launch({"parallel": {"tensor": {"mode": mode, "size": size}}})
-        model = nn.Sequential(*[to_tensor_parallel(layer) for layer in task.build()])  # type: ignore[attr-defined]
+        layers = task.build()  # type: ignore[attr-defined]
+        model = nn.Sequential(*map(to_tensor_parallel, layers))
         self.booster = Booster(device="cpu", plugin=plugin(policy))
         self.model, self.optimizer, *_ = self.booster.boost(model, task.optimizer(model.parameters()))
         self.names = {p: n for n, p in self.model.named_parameters()}
@@ -190,8 +191,8 @@ def test_split_backward_is_refused(schedule: str) -> None:
         )
 
 
-def check_trials(rank: int, world_size: int, port: int, schedule: str) -> None:
-    """Every micro-batch needs the weights again, and brings a gradient: trials are taken back in time."""
+def check_speculative(rank: int, world_size: int, port: int, schedule: str) -> None:
+    """Every micro-batch needs the weights again and brings a gradient: updates are rolled back in time."""
     launch(config(schedule, 2, 4))
     found, tried = [], []
     for early in (False, True):
@@ -207,7 +208,7 @@ def check_trials(rank: int, world_size: int, port: int, schedule: str) -> None:
             draws = torch.Generator().manual_seed(step)
             batch = torch.randn(8, 4, generator=draws), torch.randn(8, 4, generator=draws)
             booster.execute_pipeline(iter([batch]), stage, criterion, optimizer)
-            stage.gemini_manager.worker.wait_all()  # so that updates on trial have been made
+            stage.gemini_manager.worker.wait_all()  # so that speculative updates have been made
             optimizer.step()
             optimizer.zero_grad()
             tried[-1] += [event.kind for event in stage.gemini_manager.timeline.events].count("try")
@@ -217,5 +218,5 @@ def check_trials(rank: int, world_size: int, port: int, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_updates_on_trial_in_a_pipeline(schedule: str) -> None:
-    spawn(check_trials, 2, schedule=schedule)
+def test_speculative_updates_in_a_pipeline(schedule: str) -> None:
+    spawn(check_speculative, 2, schedule=schedule)

@@ -34,7 +34,9 @@ def shallow(reentrant: bool | None = None) -> Any:
 def small_host(
     folder: str, share: float, case: Case, ranks: int = 1, build: Any = net, **options: Any
 ) -> Case:
-    """``case`` with a host that has ``share`` of what the model needs there; few gradients wait there if they need not."""
+    """``case`` with a host that has ``share`` of what the model needs there; few gradients wait there if they
+    need not.
+    """
     needed = sum(p.numel() for p in build().parameters()) * BYTES[case.dtype] // ranks
     few = {"host_buffers": 2} if case.early else {}
     more = {"disk_dir": folder, "host_capacity": int(share * needed), **few, **options}
@@ -79,7 +81,9 @@ def _train(rank: int, world_size: int, port: int, folder: str, cases: list[Any],
 
 
 def cases_for(ranks: int) -> list[tuple[float, Case]]:
-    """Sums that ranks have not averaged yet (under ``no_sync``, or for want of room on the compute tier) wait on the host, whole."""
+    """Sums that ranks have not averaged yet (under ``no_sync``, or for want of room on the compute tier) wait
+    on the host, whole.
+    """
     return [(s, c) for s, c in GRID if ranks == 1 or (c.accumulate == 1 and c.share is None)]
 
 
@@ -126,7 +130,9 @@ def test_checkpoints_are_those_of_memory(tmp_path: Path, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("share", [None, 1 / 2])
 def test_states_are_loaded_chunk_by_chunk(tmp_path: Path, share: float | None) -> None:
-    """The optimizer before the model, in bf16: the digits that the weights lack are there, and the host never holds too much."""
+    """The optimizer before the model, in bf16: the digits that the weights lack are there, and the host never
+    holds too much.
+    """
     case = Case(dtype=torch.bfloat16)
     first = Training(case, shallow)
     weights, states = _weights_and_states(first, 2)
@@ -231,7 +237,8 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ScratchFile, "write", fails)
     with pytest.raises(
         OSError,
-        match=r"the (weights|gradients|optimizer states) of chunk \d+ .* could not be written .*Nothing is lost",
+        match=r"the (weights|gradients|optimizer states) of chunk \d+ .* could not be written .*Nothing is"
+        " lost",
     ):
         _all_of_a_step(run, 2)
     run.optimizer.zero_grad()

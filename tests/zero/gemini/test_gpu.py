@@ -20,7 +20,8 @@ pytestmark = pytest.mark.gpu
 def both(
     policy: str, dtype: torch.dtype, early: bool, reentrant: bool | None, **options: object
 ) -> GeminiDDP:
-    # in bf16 host and device round differently, and Adam would make whole steps of gradients that are nothing but rounding
+    # in bf16 host and device round differently, and Adam would make whole steps of gradients that are nothing
+    # but rounding
     optim = hybrid if dtype is torch.float32 else sgd
     model = net(reentrant)
     serial = copy.deepcopy(model).to("cuda", dtype)
@@ -99,7 +100,7 @@ def test_the_disk_tier_with_large_chunks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_updates_on_trial(dtype: torch.dtype) -> None:
+def test_speculative_updates(dtype: torch.dtype) -> None:
     assert loud(SCALES, dtype, True, device="cuda").undone > 0
     loud(SCALES, dtype, False, device="cuda")
 

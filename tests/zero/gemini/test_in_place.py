@@ -1,4 +1,6 @@
-"""Outputs of layers that somebody changes in place, looks at through views, puts away or hands on: the weights are there in the backward pass."""
+"""Outputs of layers that are changed in place, looked at through views, put away or handed on: the
+weights are there in the backward pass.
+"""
 
 from __future__ import annotations
 

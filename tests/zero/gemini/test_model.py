@@ -86,7 +86,10 @@ def test_evaluation_sees_the_last_update_and_leaves_nothing_behind() -> None:
 
 def test_the_module_that_needs_too_much_is_named() -> None:
     model = small(net(), compute_capacity=1000)
-    message = r"needs [\d,]+ bytes of weights at the same time \(chunk .*\), but the compute tier has a capacity of 1,000 bytes"
+    message = (
+        r"needs [\d,]+ bytes of weights at the same time \(chunk .*\), but the compute tier has a capacity"
+        " of 1,000 bytes"
+    )
     with pytest.raises(OutOfCapacity, match="attention.*" + message):
         model(batch(0))
     assert not any(chunk.users for chunk in model.chunk_manager.chunks)

@@ -1,4 +1,6 @@
-"""``GeminiOptimizer`` and its jobs: options of the right moment, loss scale, other optimizers, refusals; and tests that must fail."""
+"""``GeminiOptimizer`` and its jobs: options of the right moment, loss scale, other optimizers, refusals; and
+tests that must fail.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def test_fp16_skips_steps_that_overflow() -> None:
 
 @pytest.mark.parametrize("share", [2.0, 4.0])
 def test_auto_after_first_steps_that_overflow(share: float) -> None:
-    """Nobody has made states yet: chunks that move to the compute tier need room for them nevertheless."""
+    """No states have been made yet: chunks that move to the compute tier need room for them nevertheless."""
     losses = []
     for case in (Case("auto", torch.float16, share=share), Case("cpu", torch.float16)):
         run = Training(case)

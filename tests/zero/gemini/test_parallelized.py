@@ -1,4 +1,6 @@
-"""Existing models, cut by ``colossalai.nn.parallelize``, in chunks: equal to the serial model, also after a checkpoint."""
+"""Existing models, cut by ``colossalai.nn.parallelize``, in chunks: equal to the serial model, also after a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,9 @@ def test_2d(tmp_path: Path) -> None:
 
 
 def check_uneven(rank: int, world_size: int, port: int, folder: str) -> None:
-    """The vocabulary does not divide, so the ranks cut the table of positions, which all have, at different places."""
+    """The vocabulary does not divide, so the ranks cut the table of positions, which all have, at different
+    places.
+    """
     zoo.launch({"size": 2, "mode": "1d"})
     for kind, plugin in (("gemini", GeminiPlugin), ("zero", LowLevelZeroPlugin)):
         where = Path(folder, kind)

@@ -35,7 +35,9 @@ def _case(*at: int) -> Case:
 
 
 def _takes_turn(*at: int) -> bool:
-    """Each policy meets each size of the compute tier once: a Latin square with parts of a batch and checkpoints."""
+    """Each policy meets each size of the compute tier once: a Latin square with parts of a batch and
+    checkpoints.
+    """
     policy, _, share, accumulate, _, has_checkpoints, _ = at
     return DIMENSIONS[0][policy] == "cuda" or share == (policy + accumulate + 2 * has_checkpoints) % 4
 
@@ -72,14 +74,14 @@ def test_the_whole_grid(ranks: int, part: int) -> None:
     spawn(_train, ranks, cases=cases, steps=100, backend=shared_memory.NAME, timeout=3600)
 
 
-def _trial(*at: int) -> Case:
-    """HostUpdates in the backward pass on trial; with this norm about a quarter of the steps are clipped."""
+def _speculative(*at: int) -> Case:
+    """Speculative updates in the backward pass; with this norm about a quarter of the steps are clipped."""
     return replace(_case(*at), clip=0.3, early=True)
 
 
 ON_TRIAL = {
     is_whole: [
-        _trial(*at)
+        _speculative(*at)
         for at in PLACES
         if DIMENSIONS[0][at[0]] != "cuda"
         and (at[4], at[6]) == (0, 0)  # clipping has its own norm, nothing is on the disk
@@ -99,7 +101,7 @@ def _try(rank: int, world_size: int, port: int, cases: list[Case], steps: int, b
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_updates_on_trial(ranks: int) -> None:
+def test_speculative_updates(ranks: int) -> None:
     cases = sample_cases(ON_TRIAL[True], 4 if ranks == 1 else 2)
     spawn(_try, ranks, cases=cases, steps=6, backend="gloo", timeout=120)
 
@@ -107,7 +109,7 @@ def test_updates_on_trial(ranks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_all_updates_on_trial(ranks: int, part: int) -> None:
+def test_all_speculative_updates(ranks: int, part: int) -> None:
     cases = ON_TRIAL[ranks == 1][part::4]
     spawn(_try, ranks, cases=cases, steps=100, backend=shared_memory.NAME, timeout=3600)
 

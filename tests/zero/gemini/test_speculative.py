@@ -1,4 +1,6 @@
-"""HostUpdates on trial in the backward pass, with clipping and loss scale: they stand, or are taken back to the last bit."""
+"""Speculative updates in the backward pass, with clipping and loss scale: accepted, or rolled back to
+the last bit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import spawn
 from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
 from colossalai.zero.gemini.chunk_gradients import ChunkGradients
-from colossalai.zero.gemini.speculative import Snapshot, SpeculativeUpdates, same_options
+from colossalai.zero.gemini.speculative import ChunkSnapshot, SpeculativeUpdates, same_options
 from tests.zero.gemini.runs import SMALL, batch, hybrid, launch, loss_of
 from tests.zero.gemini.test_model import small
 from tests.zero.gemini.test_optimizer import Reader, adamw, tower
@@ -60,7 +62,7 @@ class Trained:
         loss = loss_of(self.model, own) * scale
         self.optimizer.backward(loss)
         if wait:
-            self.worker.wait_all()  # so that updates on trial have been made
+            self.worker.wait_all()  # so that speculative updates have been made
         return loss.detach()
 
     def step(self, words: Tensor, scale: float = 1.0, wait: bool = True) -> Tensor:
@@ -91,7 +93,9 @@ def assert_equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> None:
 
 
 def loud(scales: list[float], dtype: torch.dtype, wait: bool, **options: Any) -> Trained:
-    """Train on trial and beside it with updates that wait for the norm; both must be the same to the last bit."""
+    """Train with speculative updates and beside it with updates that wait for the norm; both must be the same
+    to the last bit.
+    """
     run, other = Trained(dtype, **options), Trained(dtype, undo_ratio=0.0, **options)
     for step, scale in enumerate(scales):
         got, expected = run.step(batch(step), scale, wait), other.step(batch(step), scale, wait)
@@ -131,7 +135,7 @@ def test_steps_that_overflow_are_taken_back() -> None:
 
 
 def test_without_going_back_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Snapshot, "restore", lambda self: None)
+    monkeypatch.setattr(ChunkSnapshot, "restore", lambda self: None)
     with pytest.raises(AssertionError):
         loud(SCALES, torch.bfloat16, True)
 
@@ -139,9 +143,9 @@ def test_without_going_back_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -
 def test_the_digits_beside_bf16_weights_are_taken_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     restore = SpeculativeUpdates._restore
 
-    def forgetful(trials: SpeculativeUpdates, trial: Any) -> None:
-        restore(trials, trial)
-        trials.updates.shadow.inner.versions.clear()  # type: ignore[attr-defined]
+    def forgetful(updates: SpeculativeUpdates, update: Any) -> None:
+        restore(updates, update)
+        updates.updates.shadow.inner.versions.clear()  # type: ignore[attr-defined]
 
     monkeypatch.setattr(SpeculativeUpdates, "_restore", forgetful)
     with pytest.raises(AssertionError):
@@ -171,7 +175,7 @@ def test_what_the_step_finds_waiting_is_updated_once() -> None:
     assert_equal(run.everything(), other.everything())
 
 
-def test_the_step_may_come_while_a_trial_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_may_come_while_a_speculative_update_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     run, other = Trained(), Trained(undo_ratio=0.0)
     began, hold = threading.Event(), threading.Event()
     settle = ChunkGradients.settle
@@ -252,7 +256,7 @@ BETWEEN = [by_norm, by_value, other_rate, look, forward, whole, forget, forget_t
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-def test_who_comes_between_the_backward_pass_and_the_step_sees_no_trial(
+def test_who_comes_between_the_backward_pass_and_the_step_sees_no_speculative_update(
     between: Callable[[Trained], None],
 ) -> None:
     run, other = Trained(), Trained(undo_ratio=0.0)
@@ -309,7 +313,9 @@ def test_after_loading_the_first_update_waits() -> None:
 
 
 class Winding(nn.Module):
-    """From some step on, a layer is used by several segments of activation checkpointing: gradients come in parts."""
+    """From some step on, a layer is used by several segments of activation checkpointing: gradients come in
+    parts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +331,7 @@ class Winding(nn.Module):
         return self.head(x)
 
 
-def test_gradients_that_come_after_a_trial_are_not_lost() -> None:
+def test_gradients_that_come_after_a_speculative_update_are_not_lost() -> None:
     run, other = Trained(build=Winding), Trained(undo_ratio=0.0, build=Winding)
     for step in range(6):
         for one in (run, other):
@@ -420,7 +426,7 @@ def test_after_loading_states_alone() -> None:
 
 
 def test_room_on_the_host_goes_to_those_who_need_it() -> None:
-    """Layers that are used for the first time get their gradients and states; trials get what is left."""
+    """Layers that are used for the first time get their gradients and states; snapshots get what is left."""
 
     def train(ratio: float, capacity: int | None) -> Trained:
         run = Trained(torch.float32, ratio, build=partial(Features, "used sometimes"), host_capacity=capacity)
@@ -436,7 +442,7 @@ def test_room_on_the_host_goes_to_those_who_need_it() -> None:
     assert_equal(tight.everything(), plain.everything())
 
 
-def test_clipping_by_hand_stops_trials() -> None:
+def test_clipping_by_hand_stops_speculative_updates() -> None:
     run = Trained()
     tried = []
     for step in range(5):
@@ -490,13 +496,13 @@ def test_the_host_holds_a_share_twice(ratio: float) -> None:
     for step in range(3):
         run.step(batch(step))
     run.model.settle()
-    trials = run.optimizer._speculative
-    assert trials is not None
+    speculative = run.optimizer._speculative
+    assert speculative is not None
     whole = sum(p.numel() for p in run.model.parameters()) * 12  # bf16 weights, their digits, two moments
-    assert trials.buffers.made <= 1.1 * ratio * whole  # with what is padded
+    assert speculative.buffers.made <= 1.1 * ratio * whole  # with what is padded
     assert run.tried > 0
     if ratio == 1.0:
-        assert trials.buffers.made >= whole
+        assert speculative.buffers.made >= whole
 
 
 def test_without_room_on_the_host_nothing_is_tried() -> None:
@@ -586,13 +592,13 @@ def test_a_model_that_nobody_holds_is_freed() -> None:
     assert model() is None
 
 
-def test_the_numbers_of_a_step_tell_of_trials() -> None:
+def test_the_numbers_of_a_step_tell_of_speculative_updates() -> None:
     run = Trained()
     for step in range(4):
         run.step(batch(step))
     numbers = run.model.gemini_manager.timeline.numbers()
     assert numbers.tried == 8
-    assert "(8 on trial, 0 of them taken back)" in str(numbers)
+    assert "(8 speculative, 0 of them rolled back)" in str(numbers)
 
 
 def test_options_are_compared() -> None:

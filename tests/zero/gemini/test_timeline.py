@@ -23,7 +23,7 @@ def test_a_step_is_seen(tmp_path: Path) -> None:
     assert numbers.bytes_up >= weights  # every chunk comes at least once
     assert numbers.bytes_down >= sum(c.shard_nbytes for c in chunks if c.trained) * 0.9
     assert 0 < numbers.updating <= numbers.seconds * 2
-    assert numbers.hidden is None  # without a device nobody measures
+    assert numbers.hidden is None  # without a device nothing is timed
     present = timeline.intervals("present")
     assert (
         present.keys()
