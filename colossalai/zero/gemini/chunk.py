@@ -232,7 +232,7 @@ class Chunk:
         A shard that rests ``on_disk`` has no memory: it shows NaN.
         """
         self.compute, self.home = compute, home
-        compute.take(self.nbytes, self.name)
+        compute.reserve(self.nbytes, self.name)
         self.flat = torch.zeros(self.size, dtype=self.dtype, device=compute.device)
         self.present = True
         for slot in self.slots:
@@ -263,7 +263,7 @@ class Chunk:
         """Allocate the whole, on the compute tier."""
         assert self.compute is not None
         assert not self.present, self.name
-        self.compute.take(self.nbytes, self.name)
+        self.compute.reserve(self.nbytes, self.name)
         self.flat.untyped_storage().resize_(self.nbytes)
         self.present = True
         for slot in self.slots:
@@ -286,7 +286,7 @@ class Chunk:
                 slot.to(TensorState.FREE)
         self.show()
         self.flat.untyped_storage().resize_(0)
-        self.compute.give(self.nbytes)
+        self.compute.release(self.nbytes)
 
     def keep_own(self) -> None:
         """Copy this rank's shard out of the whole."""

@@ -152,16 +152,16 @@ class GradientMemory:
         self.norm_type: float | None = None  # the norm to take of gradients before they leave for the host
         self._in_flight: deque[tuple[PendingCopy, int]] = deque()
 
-    def take(self, nbytes: int, what: str) -> None:
+    def reserve(self, nbytes: int, what: str) -> None:
         """Count ``nbytes`` of the compute tier, and make room for them."""
         self.make_room(nbytes, what)
-        self.chunks.compute.take(nbytes, what)
+        self.chunks.compute.reserve(nbytes, what)
 
     def whole_buffer(self, chunk: Chunk) -> Tensor:
         """Allocate a buffer for the gradients of the whole of ``chunk`` on the compute tier."""
         while len(self._in_flight) >= IN_FLIGHT:
             self.land()
-        self.take(chunk.nbytes, f"gradients of {chunk.name}")
+        self.reserve(chunk.nbytes, f"gradients of {chunk.name}")
         # elements that no gradient fills are averaged as well where ranks share the chunk
         make = torch.empty if chunk.ranks.size == 1 else torch.zeros
         return make(chunk.size, dtype=chunk.dtype, device=self.chunks.device)
@@ -198,7 +198,7 @@ class GradientMemory:
             return False
         copy, nbytes = self._in_flight.popleft()
         copy.wait()
-        self.chunks.compute.give(nbytes)
+        self.chunks.compute.release(nbytes)
         return True
 
     def put(self, shard: Tensor) -> None:
@@ -374,7 +374,7 @@ class ChunkGradients:
         if slot in self.direct:
             self.direct[slot].add_(grad.reshape(-1))
             return
-        self.memory.take(slot.numel * self.chunk.dtype.itemsize, f"the gradient of {slot.name}")
+        self.memory.reserve(slot.numel * self.chunk.dtype.itemsize, f"the gradient of {slot.name}")
         self.direct[slot] = grad.contiguous().view(-1)
 
     # Reduce
@@ -425,10 +425,10 @@ class ChunkGradients:
     def _sum_on_compute(self, own: Tensor, copy: PendingCopy) -> None:
         compute = self.chunks.compute
         copy.wait()
-        compute.give(self.chunk.nbytes)
+        compute.release(self.chunk.nbytes)
         with self.lock:
             if self.shard is None:
-                compute.take(self.chunk.shard_nbytes, f"gradients of {self.chunk.name}")
+                compute.reserve(self.chunk.shard_nbytes, f"gradients of {self.chunk.name}")
                 self.shard = own
             else:
                 self.shard.add_(own)
@@ -487,11 +487,11 @@ class ChunkGradients:
             if tier is self.chunks.compute:
                 self.local = buffer
                 return
-            tier.take(self.chunk.nbytes, f"gradients of {self.chunk.name}")
+            tier.reserve(self.chunk.nbytes, f"gradients of {self.chunk.name}")
             self.local = buffer.cpu()
         else:
             self.local.add_(buffer.to(self.local.device))
-        self.chunks.compute.give(self.chunk.nbytes)
+        self.chunks.compute.release(self.chunk.nbytes)
 
     def _take_local(self) -> None:
         local, self.local = self.local, None
@@ -502,7 +502,7 @@ class ChunkGradients:
             self.buffer.copy_(local)
         else:
             self.buffer.add_(local.to(self.chunks.device))
-        self.local_tier.give(self.chunk.nbytes)
+        self.local_tier.release(self.chunk.nbytes)
 
     # Settle and release
 
@@ -547,19 +547,19 @@ class ChunkGradients:
         """Drop all gradients: they have been used, or are not wanted."""
         chunk, compute = self.chunk, self.chunks.compute
         for slot in self.direct:
-            compute.give(slot.numel * chunk.dtype.itemsize)
+            compute.release(slot.numel * chunk.dtype.itemsize)
         self.direct.clear()
         if self.buffer is not None:
             self.buffer = None
-            compute.give(chunk.nbytes)
+            compute.release(chunk.nbytes)
         if self.local is not None and self.local_tier is not None:
             self.local = None
-            self.local_tier.give(chunk.nbytes)
+            self.local_tier.release(chunk.nbytes)
         self.settle()
         with self.lock:
             if self.shard is not None:
                 if chunk.home is compute:
-                    compute.give(chunk.shard_nbytes)
+                    compute.release(chunk.shard_nbytes)
                 else:
                     self.memory.host.put(self.shard)
                 self.shard, self.copy = None, PendingCopy()

@@ -183,7 +183,7 @@ class ChunkManager:
         chunks then.
         """
         tier = self.compute if tensor.device == self.device else self.host
-        tier.take(tensor.nbytes, f"a tensor of shape {tuple(tensor.shape)} beside the chunks")
+        tier.reserve(tensor.nbytes, f"a tensor of shape {tuple(tensor.shape)} beside the chunks")
 
     def close_all_groups(self) -> None:
         """End the registration: cut the last chunk of each dtype to what it holds."""
@@ -372,7 +372,7 @@ class ChunkManager:
         self._largest_moving = None
         if was is self.compute and chunk.ranks.size == 1:
             return  # the whole stays where it is, as any other
-        was.give(chunk.shard_nbytes)
+        was.release(chunk.shard_nbytes)
 
     def trans_tensor_state(self, tensor: nn.Parameter, state: TensorState) -> None:
         self.get_slot(tensor).to(state)

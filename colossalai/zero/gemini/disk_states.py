@@ -163,7 +163,7 @@ class DiskStates:
     def _take(self, slots: Sequence[StateSlot]) -> None:
         for slot in slots:
             if not slot.on_disk:
-                self.chunks.host.take(slot.nbytes, slot.what)
+                self.chunks.host.reserve(slot.nbytes, slot.what)
                 continue
             try:
                 self.shelf.room(slot.name, slot.nbytes, slot.what)
@@ -180,7 +180,7 @@ class DiskStates:
                 state[name] = fetched(value) if isinstance(value, Tensor) else value
         for slot in self.table.slots_of(self.table.slots):
             if not slot.on_disk:
-                self.chunks.host.give(slot.nbytes)
+                self.chunks.host.release(slot.nbytes)
         self.table.forget()
         for known in (self._piece_of, self._chunk_of, self._decided):
             known.clear()
@@ -207,10 +207,8 @@ class DiskStates:
             pending = self.shelf.read(weights_of(chunk), buffer[: chunk.shard_nbytes])
             self._loading[chunk.index] = buffer, pending
 
-    def bring(self, chunk: Chunk) -> Tensor | None:
-        """Read the weights of the pieces of ``chunk`` into a buffer that ``put`` takes back; None if they are
-        not on the disk.
-        """
+    def read_weights(self, chunk: Chunk) -> Tensor | None:
+        """Read the weights of ``chunk`` into a buffer for ``write_weights``; None if they are not on the disk."""
         self._seen = None
         if not self.chunks.is_on_disk(chunk):
             return None
@@ -222,8 +220,8 @@ class DiskStates:
         self._show(chunk, buffer[: chunk.shard_nbytes].view(chunk.dtype))
         return buffer
 
-    def put(self, chunk: Chunk, buffer: Tensor | None) -> None:
-        """Write back the weights that ``bring`` has read."""
+    def write_weights(self, chunk: Chunk, buffer: Tensor | None) -> None:
+        """Write back the weights that ``read_weights`` has read."""
         if buffer is None:
             return
         data = buffer[: chunk.shard_nbytes]
@@ -279,7 +277,7 @@ class DiskStates:
             states["tail"].copy_(tail)
             self.shadow.follows(self.shadow.param(self._piece_of[extent.parameter]))
 
-    def rest(self, piece: Piece, small: dict[str, Any]) -> None:
+    def show_states(self, piece: Piece, small: dict[str, Any]) -> None:
         """Let ``optim.state`` show the states of ``piece`` that are in slots as lazy tensors, and ``small``
         as it is.
         """
@@ -293,12 +291,12 @@ class DiskStates:
             },
         }
 
-    def lay_in(self, pieces: Sequence[Piece]) -> None:
+    def store_states(self, pieces: Sequence[Piece]) -> None:
         """Move loaded states of ``pieces`` into their slots."""
         some = [p for p in pieces if self.has_states(p)]
         self.run(some)
         for piece in some:
-            self.rest(piece, small_of(self.optim.state[piece.value]))
+            self.show_states(piece, small_of(self.optim.state[piece.value]))
 
     # Checkpoints
 

@@ -30,14 +30,14 @@ class DiskShelf(Shelf):
         """Count a row before it is written; it replaces an earlier one of this name."""
         old, new = self._sizes.get(name, 0), padded(nbytes)
         if new > old:
-            self.tier.take(new - old, what)
+            self.tier.reserve(new - old, what)
         else:
-            self.tier.give(old - new)
+            self.tier.release(old - new)
         self._sizes[name] = new
 
     def free(self, name: str) -> None:
         super().free(name)
-        self.tier.give(self._sizes.pop(name, 0))
+        self.tier.release(self._sizes.pop(name, 0))
 
     def finish(self) -> None:
         """Wait for all writes; raise, once, if some failed."""
@@ -68,7 +68,7 @@ class TierMemory:
         try:
             if self.pinned and self.tier.pinned:
                 return self.tier.empty(nbytes, torch.uint8, self.what)
-            self.tier.take(nbytes, self.what)
+            self.tier.reserve(nbytes, self.what)
         except OutOfCapacity:
             if must:
                 raise
@@ -76,7 +76,7 @@ class TierMemory:
         return aligned_empty(nbytes)
 
     def give(self, nbytes: int) -> None:
-        self.tier.give(nbytes)
+        self.tier.release(nbytes)
 
 
 class WeightReader:

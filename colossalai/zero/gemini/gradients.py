@@ -64,7 +64,7 @@ class TiedGradients:
     def keep(self, slot: ParamSlot) -> None:
         """Count, once, the gradient that the backward pass has left in ``slot.param.grad``."""
         if slot not in self._counted:
-            self._memory.take(self._nbytes(slot), f"the gradient of {slot.name}")
+            self._memory.reserve(self._nbytes(slot), f"the gradient of {slot.name}")
             self._counted.add(slot)
 
     def release(self) -> Iterator[tuple[Chunk, ParamSlot]]:
@@ -72,7 +72,7 @@ class TiedGradients:
         for slot, chunk in self.slots.items():
             if slot in self._counted:
                 self._counted.discard(slot)
-                self._memory.chunks.compute.give(self._nbytes(slot))
+                self._memory.chunks.compute.release(self._nbytes(slot))
             if own_grad(slot.param) is not None:
                 yield chunk, slot
 

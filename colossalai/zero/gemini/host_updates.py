@@ -98,11 +98,11 @@ class HostUpdates:
         else:
             assert kept is None
             disk.place(chunk, list(grads), self.state_bytes.room())
-            weights = disk.bring(chunk)
+            weights = disk.read_weights(chunk)
             ordinary = [m for m in chunk_pieces if not disk.has_states(m.piece)]
             self._in_memory(chunk, ordinary, grads, options, factor)
             _DiskUpdate(self, disk, chunk_pieces, grads, options, factor).run()
-            disk.put(chunk, weights)
+            disk.write_weights(chunk, weights)
 
     def _in_memory(
         self,
@@ -157,7 +157,7 @@ class _DiskUpdate:
         self.disk.run(list(self.groups), self._step)
         for piece in self.groups:
             self.shadow.follows(self.shadow.param(piece))
-            self.disk.rest(piece, self.after[piece])
+            self.disk.show_states(piece, self.after[piece])
 
     def _step(self, parts: list[StatePart]) -> None:
         shadows = [(self.groups[part.piece], self._shadow_of(part)) for part in parts]

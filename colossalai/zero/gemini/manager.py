@@ -347,7 +347,7 @@ class GeminiManager:
             if victim is not None:
                 self._evict(victim)
             elif not self.gradients.evict():
-                compute.take(nbytes, what)  # raises, with the reason
+                compute.reserve(nbytes, what)  # raises, with the reason
 
     def _needed_last(self) -> Chunk | None:
         movable = self.chunk_manager.get_cuda_movable_chunks()

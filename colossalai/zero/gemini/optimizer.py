@@ -139,7 +139,7 @@ class GeminiOptimizer(ShardedOptimizer):
         module.attach(self)
 
     def _build_parts(self, share: float | None, margin: float) -> None:
-        """Make what updates chunks on the host and on the disk (``share`` of the states), and promotes them."""
+        """Make what updates chunks on the host and on the disk (``share`` of states), and promotes them."""
         module, optim = self.model, self.optim
         self._chunk_pieces = pieces = ChunkPieces(optim, self.pieces, self._places)
         self._shadow = shadow = ShadowOptimizer(optim)
@@ -446,14 +446,14 @@ class GeminiOptimizer(ShardedOptimizer):
         self._forget_states()
         super().load_states(state_dict, strangers)
         for chunk in self.chunks.chunks:
-            self._lay_in(chunk, states)
+            self._place_states(chunk, states)
 
     def load_other_state(self, state: dict[str, Any]) -> None:
         """Take over the states that a checkpoint has put into the optimizer."""
         super().load_other_state(state)
         self._forget_states()
         for chunk in self.chunks.chunks:
-            self._lay_in(chunk, {})
+            self._place_states(chunk, {})
 
     def _forget_states(self) -> None:
         if self._disk is not None:
@@ -461,10 +461,10 @@ class GeminiOptimizer(ShardedOptimizer):
         for chunk in self.chunks.chunks:
             self._state_bytes.forget(chunk)
 
-    def _lay_in(self, chunk: Chunk, states: dict[int, Any]) -> None:
+    def _place_states(self, chunk: Chunk, states: dict[int, Any]) -> None:
         """Move loaded states of ``chunk``, and those of ``states``, to where they rest."""
         rests = self._disk if chunk.home is not self.chunks.compute else None
-        weights = None if rests is None else rests.bring(chunk)
+        weights = None if rests is None else rests.read_weights(chunk)
         pieces = self._chunk_pieces.pieces(chunk)
         install_states(
             self.optim, {p: cut for p in pieces if (cut := cut_state(states.get(self._numbers[p], {}), p))}
@@ -472,8 +472,8 @@ class GeminiOptimizer(ShardedOptimizer):
         if rests is not None:
             loaded = [p for p in pieces if self.optim.state.get(p.value)]
             rests.place(chunk, loaded, self._state_bytes.room())
-            rests.lay_in(loaded)
-            rests.put(chunk, weights)
+            rests.store_states(loaded)
+            rests.write_weights(chunk, weights)
         self._state_bytes.count(chunk)
 
     @torch.no_grad()
@@ -483,11 +483,11 @@ class GeminiOptimizer(ShardedOptimizer):
         piece = next((m.piece for m in self._chunk_pieces.of(chunk) if m.slot is slot), None)
         if piece is None or piece.is_empty:
             return False
-        buffer = None if self._disk is None else self._disk.bring(chunk)
+        buffer = None if self._disk is None else self._disk.read_weights(chunk)
         piece.weight.copy_(part.view(piece.weight.shape))
         piece.seen = -1
         if self._disk is not None:
-            self._disk.put(chunk, buffer)
+            self._disk.write_weights(chunk, buffer)
         return True
 
 

@@ -238,7 +238,7 @@ class StateBytes:
     def forget(self, chunk: Chunk) -> None:
         """Count no states of ``chunk``: others will replace them."""
         assert chunk.home is not None
-        chunk.home.give(self._counted.pop(chunk.index, 0))
+        chunk.home.release(self._counted.pop(chunk.index, 0))
 
     def expected(self) -> dict[int, int]:
         """Return the bytes of the states of every chunk when all have been made: the most of any rank, the
@@ -272,7 +272,7 @@ class StateBytes:
 
     def _set(self, chunk: Chunk, nbytes: int) -> None:
         assert chunk.home is not None
-        chunk.home.take(nbytes - self.of(chunk), f"optimizer states of {chunk.name}")
+        chunk.home.reserve(nbytes - self.of(chunk), f"optimizer states of {chunk.name}")
         self._counted[chunk.index] = nbytes
 
     def _most(self, numbers: list[int]) -> list[int]:

@@ -94,8 +94,8 @@ class Promotion:
         states = self.state_bytes.of(chunk)
         self.manager.mark_stale(chunk)
         self.chunks.move_chunk(chunk, tier)
-        tier.take(states, f"optimizer states of {chunk.name}")
-        old.give(states)
+        tier.reserve(states, f"optimizer states of {chunk.name}")
+        old.release(states)
         for _, piece, _ in self.chunk_pieces.of(chunk):
             self._follow(piece, chunk, tier)
 

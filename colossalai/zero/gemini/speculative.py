@@ -68,7 +68,7 @@ class SnapshotBuffers:
                 return None
             self.made += nbytes
         try:
-            self.tier.take(nbytes, "snapshots of updates in the backward pass")
+            self.tier.reserve(nbytes, "snapshots of updates in the backward pass")
         except OutOfCapacity:  # an update took the room meanwhile
             with self._lock:
                 self.made -= nbytes
@@ -85,7 +85,7 @@ class SnapshotBuffers:
             free, self._free = self._free, []
             self.made -= sum(buffer.nbytes for buffer in free)
         for buffer in free:
-            self.tier.give(buffer.nbytes)
+            self.tier.release(buffer.nbytes)
 
 
 class ChunkSnapshot:

@@ -61,13 +61,13 @@ class Tier:
     def free(self) -> int:
         return self.limit - self.used
 
-    def take(self, nbytes: int, what: str) -> None:
+    def reserve(self, nbytes: int, what: str) -> None:
         """Count ``nbytes`` for ``what``, which is about to be allocated."""
-        if self._takes(nbytes):
+        if self._try_reserve(nbytes):
             return
         if self.reclaim is not None:
             self.reclaim()
-            if self._takes(nbytes):
+            if self._try_reserve(nbytes):
                 return
         raise OutOfCapacity(
             f"{self} and has no room for {what}"
@@ -76,7 +76,7 @@ class Tier:
             " (placement_policy)"
         )
 
-    def _takes(self, nbytes: int) -> bool:
+    def _try_reserve(self, nbytes: int) -> bool:
         with self._lock:
             if nbytes > self.free:
                 return False
@@ -93,15 +93,15 @@ class Tier:
         most = f"{self.capacity:,} bytes" if self.capacity is not None else "any number of bytes"
         return f"the {self.name} tier holds {self.used:,} of {most}"
 
-    def give(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         """Count ``nbytes`` as free again."""
         with self._lock:
             self.used -= nbytes
-        assert self.used >= 0, f"the {self.name} tier was given back more than was taken"
+        assert self.used >= 0, f"the {self.name} tier released more than was reserved"
 
     def empty(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         """Allocate a flat tensor in this tier; the caller gives its bytes back when it drops the tensor."""
-        self.take(numel * dtype.itemsize, what)
+        self.reserve(numel * dtype.itemsize, what)
         if self.pinned:
             return host_empty(numel, dtype, pinned=True)
         return torch.empty(numel, dtype=dtype, device=self.device)

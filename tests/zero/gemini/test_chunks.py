@@ -33,15 +33,15 @@ CPU = torch.device("cpu")
 
 def test_a_tier_counts_and_refuses() -> None:
     tier = Tier("compute", CPU, 100)
-    tier.take(60, "weights")
+    tier.reserve(60, "weights")
     message = (
         r"the compute tier holds 60 of 100 bytes and has no room for gradients \(50 bytes\); give the tier"
         " more"
     )
     with pytest.raises(OutOfCapacity, match=message):
-        tier.take(50, "gradients")
-    tier.give(20)
-    tier.take(50, "gradients")
+        tier.reserve(50, "gradients")
+    tier.release(20)
+    tier.reserve(50, "gradients")
     assert (tier.used, tier.peak, tier.free) == (90, 90, 10)
 
 
