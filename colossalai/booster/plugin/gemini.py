@@ -140,8 +140,8 @@ class GeminiPlugin(HalfWeightPlugin):
         be rolled back.
         """
         options = self.optimizer_options
-        may_be_bad = self.precision == "fp16" or options["clipping_norm"] > 0
-        return bool(options["update_in_backward"]) and not may_be_bad
+        may_be_rejected = self.precision == "fp16" or options["clipping_norm"] > 0
+        return bool(options["update_in_backward"]) and not may_be_rejected
 
     def control_device(self) -> bool:
         return True

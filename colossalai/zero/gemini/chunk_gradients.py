@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,14 +265,16 @@ class ChunkGradients:
     the host, and leave the sum as it is.
 
     Two threads use this object: the one of the backward pass and the step calls everything, the update worker
-    calls ``settle`` for a speculative update.  ``lock`` guards the sum (``shard``, ``copy``,
+    calls ``settle`` for a speculative update.  ``lock`` guards changes of the sum (``shard``, ``copy``,
     ``summands``, ``rows``, ``norms``, ``parts``, ``used``); the rest belongs to the first thread.
     Invariants, whenever the lock is free:
 
     - every gradient since the last ``release`` or ``clear`` is in exactly one place: ``buffer``, ``local``,
       ``direct``, or the sum, which is ``shard`` + ``summands`` + ``rows``;
-    - ``summands`` is empty if ``shard`` is None, and so are ``rows`` if the chunk's home is the compute tier;
-    - ``arrived`` names the parameters in ``buffer``, ``used`` those in ``local``, ``direct`` and the sum;
+    - ``summands`` is empty if ``shard`` is None; both ``summands`` and ``rows`` are if the chunk's home is
+      the compute tier;
+    - ``arrived`` names the parameters whose gradients came since the last ``reduce``, ``used`` those before,
+      and those of which only other ranks have a gradient;
     - ``parts`` grows with every summand that goes to the host: equal numbers mean the same sum;
     - the lock is never held while waiting for a host buffer, which an update may hold that waits for the
       lock.
@@ -346,12 +348,20 @@ class ChunkGradients:
     def norm(self, slot: ParamSlot) -> Tensor | None:
         """The norm of ``piece``, if it is known."""
         if self.rows and self.norms is None:
-            self.norms = self._norms_on_disk()
+            norms = self._norms_on_disk()
+            with self.lock:
+                self.norms = norms
         return self.norms.get(slot) if self.norms is not None and slot in self.used else None
 
     def forget_norms(self) -> None:
         """Drop the known norms: the gradients have changed, or another norm is wanted."""
-        self.norms = None
+        with self.lock:
+            self.norms = None
+
+    def mark_used(self, slots: Iterable[ParamSlot]) -> None:
+        """Note that another rank has a gradient of ``slots``, which is zero on this one."""
+        with self.lock:
+            self.used.update(slots)
 
     # Add
 

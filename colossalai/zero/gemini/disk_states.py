@@ -208,7 +208,7 @@ class DiskStates:
             self._loading[chunk.index] = buffer, pending
 
     def read_weights(self, chunk: Chunk) -> Tensor | None:
-        """Read the weights of ``chunk`` into a buffer for ``write_weights``; None if they are not on the disk."""
+        """Read the weights of ``chunk`` into a buffer for ``write_weights``; None if not on the disk."""
         self._seen = None
         if not self.chunks.is_on_disk(chunk):
             return None

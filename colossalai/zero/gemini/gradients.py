@@ -271,7 +271,7 @@ class Gradients:
         self._masks = None
         marks = iter(flags.tolist())
         for state in self.of.values():
-            state.used.update(slot for slot in state.chunk.slots if next(marks))
+            state.mark_used([slot for slot in state.chunk.slots if next(marks)])
 
     @property
     def meeting(self) -> torch.device:

@@ -105,9 +105,9 @@ class GeminiOptimizer(ShardedOptimizer):
         check_params(optim, module)
         share = share_on_disk(optim, module)
         # a step that may be clipped or skipped: without memory for a way back, updates wait for it
-        may_be_bad = scaler is not None or clipping_norm > 0
-        self.update_in_backward = update_in_backward and not (may_be_bad and undo_ratio == 0)
-        is_speculative = self.update_in_backward and may_be_bad
+        may_be_rejected = scaler is not None or clipping_norm > 0
+        self.update_in_backward = update_in_backward and not (may_be_rejected and undo_ratio == 0)
+        is_speculative = self.update_in_backward and may_be_rejected
         if is_speculative:
             _check_speculative(optim, module, "a loss scale" if scaler is not None else "clipping")
         self._places = make_pieces(optim, module)
@@ -125,7 +125,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._build_parts(share, gpu_margin_mem_ratio)
         self._speculative = SpeculativeUpdates(self._updates, undo_ratio) if is_speculative else None
         self._by_hand = False  # the script has looked at the gradients of this step
-        self._expects_good = True  # that the next step will neither be clipped nor overflow
+        self._expects_acceptance = True  # that the next step will neither be clipped nor overflow
         self._early: set[int] = set()  # chunks whose update began in the backward pass
         self._early_options: Options | None = None
         self._promoted = self._has_updated = False
@@ -181,19 +181,19 @@ class GeminiOptimizer(ShardedOptimizer):
         state = gradients.of[chunk.index]
         if chunk.ranks.size > 1 and len(state.used) < len(state.trained):
             return  # other ranks may have the missing ones: known at the end
-        if self._speculative is not None and not self._expects_good:
+        if self._speculative is not None and not self._expects_acceptance:
             return
         if self._early_options is None:  # the first of this step
             self._early_options = group_options(self.optim)
             self.refresh_masters()
         if self._speculative is not None:
-            self._speculative.begin(chunk, self._early_options, self._good_factor())
+            self._speculative.begin(chunk, self._early_options, self._unclipped_factor())
             return
         self._early.add(chunk.index)
         self._early_used.update(state.used)
         self._updates.submit(chunk, self._early_options, 1.0)
 
-    def _good_factor(self) -> float:
+    def _unclipped_factor(self) -> float:
         """Return the factor of gradients that are not clipped."""
         factor = torch.tensor(1.0) if self._max_norm > 0 else 1.0
         return float(self.scaler.inv_scale * factor if self.is_scaled else factor)
@@ -377,7 +377,7 @@ class GeminiOptimizer(ShardedOptimizer):
             self._stepping = False
         self.manager.evict_all()
         if self.step_was_skipped:
-            self._expects_good = False
+            self._expects_acceptance = False
             self.zero_grad()
         else:
             self._used_up, self._used = has_grad, used
@@ -414,7 +414,7 @@ class GeminiOptimizer(ShardedOptimizer):
         result = super().update(None, factor)  # what rests on the compute device
         if hosted:
             now = float(self._factor if factor is None else factor)
-            self._expects_good = now == self._good_factor() and not self._by_hand
+            self._expects_acceptance = now == self._unclipped_factor() and not self._by_hand
             tried = self._speculative.decide(options, now) if self._speculative is not None else set()
             for chunk in sorted(hosted, key=lambda c: self.manager.trace.first_use(c.index)):
                 if chunk.index not in tried:
