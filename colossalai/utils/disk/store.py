@@ -71,7 +71,7 @@ class Regions:
 
 
 @dataclass
-class StoredTensor:
+class TensorOnDisk:
     """A tensor on the disk, and what is under way with it."""
 
     offset: int
@@ -110,7 +110,7 @@ class DiskStore:
         self.used = 0  # bytes of the disk
         self._file = ScratchFile(directory)
         self._mover = Mover(self._file, threads, request_bytes)
-        self._entries: dict[str, StoredTensor] = {}
+        self._entries: dict[str, TensorOnDisk] = {}
         self._regions = Regions()
         self._lock = threading.RLock()
         self._finalizer = weakref.finalize(self, self._mover.abandon)
@@ -192,10 +192,10 @@ class DiskStore:
         if self._finalizer.detach() is not None:
             self._mover.close()
 
-    def _new_entry(self, nbytes: int) -> StoredTensor:
+    def _new_entry(self, nbytes: int) -> TensorOnDisk:
         self.reserve(nbytes)
         self.used += padded(nbytes)
-        return StoredTensor(self._regions.take(padded(nbytes)), nbytes)
+        return TensorOnDisk(self._regions.take(padded(nbytes)), nbytes)
 
     def _check(self, what: str, name: str, tensor: Tensor) -> None:
         if not self._finalizer.alive:

@@ -275,7 +275,7 @@ class DiskStates:
             self.shelf.room(slot.name, slot.nbytes, slot.what)
         for (extent, states), tail in zip(slot.states(buffer), tails, strict=True):
             states["tail"].copy_(tail)
-            self.shadow.follows(self.shadow.param(self._piece_of[extent.parameter]))
+            self.shadow.mark_current(self.shadow.param(self._piece_of[extent.parameter]))
 
     def show_states(self, piece: Piece, small: dict[str, Any]) -> None:
         """Let ``optim.state`` show the states of ``piece`` that are in slots as lazy tensors, and ``small``
@@ -324,11 +324,6 @@ class DiskStates:
         if self.chunks.is_on_disk(chunk):
             return row(piece.in_shard(self.chunks.read_shard(chunk)))
         return row(piece.weight.detach())
-
-    def look_away(self) -> None:
-        """Free the memory of what was read."""
-        self._seen = None
-        self.pipeline.look_away()
 
 
 def small_of(state: dict[str, Any]) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class _DiskUpdate:
         self.groups = {m.piece: m.group for m in chunk_pieces if disk.has_states(m.piece)}
         self.before = {p: small_of(updates.optim.state.get(p.value, {})) for p in self.groups}
         self.after: dict[Piece, dict[str, Any]] = {}
-        self.followed = {p for p in self.groups if self.shadow.is_followed(p)}
+        self.current = {p for p in self.groups if self.shadow.master_is_current(p)}
         # an optimizer that is not ours makes its states itself
         ours = updates._is_ours
         self.made = {p for p in self.groups if ours or updates.optim.state.get(p.value)}
@@ -156,7 +156,7 @@ class _DiskUpdate:
             return
         self.disk.run(list(self.groups), self._step)
         for piece in self.groups:
-            self.shadow.follows(self.shadow.param(piece))
+            self.shadow.mark_current(self.shadow.param(piece))
             self.disk.show_states(piece, self.after[piece])
 
     def _step(self, parts: list[StatePart]) -> None:
@@ -176,6 +176,6 @@ class _DiskUpdate:
         shadow.grad = extent.of(row(self.grads[piece])).view(part.shape)
         views = {n: s.view(part.shape) for n, s in part.states.items()} if piece in self.made else {}
         self.shadow.state[shadow] = {**small_of(self.before[piece]), **views}
-        if part.is_in_line or piece in self.followed:
-            self.shadow.follows(shadow)
+        if part.is_in_line or piece in self.current:
+            self.shadow.mark_current(shadow)
         return shadow

@@ -101,7 +101,7 @@ class Promotion:
 
     def _follow(self, piece: Piece, chunk: Chunk, tier: Tier) -> None:
         optim = self.shadow.optim
-        shared, known = piece.is_shared, self.shadow.is_followed(piece)
+        shared, known = piece.is_shared, self.shadow.master_is_current(piece)
         self.shadow.forget(piece)
         piece.weight = piece.in_shard(chunk.shard) if not piece.is_empty else chunk.shard[:0]
         piece.value.data = piece.weight if shared else piece.value.data.to(tier.device)

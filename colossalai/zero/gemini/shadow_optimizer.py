@@ -83,30 +83,27 @@ class ShadowOptimizer:
     def forget(self, piece: Piece) -> None:
         self.state.pop(self._params.pop(piece, piece.value), None)
 
-    # Whether the digits that an optimizer keeps beside half-precision weights belong to the weights as they
-    # are
+    # Whether the masters, or tails, that an optimizer keeps belong to the weights as they are now
 
-    def is_followed(self, piece: Piece) -> bool:
+    def master_is_current(self, piece: Piece) -> bool:
         """Return whether only updates wrote to ``piece`` since its last update."""
         shadow, inner = self._params.get(piece), self.inner
         if shadow is None or not isinstance(inner, MultiTensorOptimizer):
             return False
         return inner.versions.get(shadow) == shadow._version
 
-    def follows(self, value: nn.Parameter) -> None:
-        """The digits of this shadow are those of its weights."""
+    def mark_current(self, value: nn.Parameter) -> None:
+        """Note that the master of this shadow belongs to its weights as they are now."""
         if isinstance(self.inner, MultiTensorOptimizer):
             self.inner.versions[value] = value._version
 
     @contextmanager
-    def steady(self, pieces: Iterable[Piece]) -> Iterator[None]:
-        """Inside, we write weights together with their digits, so those of ``pieces`` stay with their
-        weights.
-        """
-        followed = [piece for piece in pieces if self.is_followed(piece)]
+    def keep_current(self, pieces: Iterable[Piece]) -> Iterator[None]:
+        """Keep the masters of ``pieces`` current while a snapshot restores weights and masters together."""
+        current = [piece for piece in pieces if self.master_is_current(piece)]
         yield
-        for piece in followed:
-            self.follows(self._params[piece])
+        for piece in current:
+            self.mark_current(self._params[piece])
 
     # The step
 

@@ -187,7 +187,7 @@ class SpeculativeUpdates:
         for piece in pieces:
             if not state.get(piece.value):
                 return False
-            if piece.value.dtype in HALVES and not shadow.is_followed(piece):
+            if piece.value.dtype in HALVES and not shadow.master_is_current(piece):
                 return False
         return bool(pieces)  # other ranks may have all of it
 
@@ -320,7 +320,7 @@ class SpeculativeUpdates:
     def _restore(self, update: SpeculativeUpdate) -> None:
         assert update.snapshot is not None
         self.manager.timeline.note("undo", update.chunk)
-        with self.updates.shadow.steady(self.updates.chunk_pieces.pieces(update.chunk)):
+        with self.updates.shadow.keep_current(self.updates.chunk_pieces.pieces(update.chunk)):
             update.snapshot.restore()
         update.snapshot = None
 
