@@ -49,11 +49,15 @@ class Try:
     def __str__(self) -> str:
         return (
             f"{self.side:16}{self.depth:6}{self.parameters / 1e9:9.2f}"
-            f" B{'yes' if self.fits else 'no':>6}{self.gpu_gib:9.1f}{self.host_gib:10.1f}{self.start:9.1f}{self.step:9.1f}  {self.why}"
+            f" B{'yes' if self.fits else 'no':>6}{self.gpu_gib:9.1f}{self.host_gib:10.1f}"
+            f"{self.start:9.1f}{self.step:9.1f}  {self.why}"
         )
 
 
-HEAD = f"{'side':16}{'depth':>6}{'params':>11}{'fits':>6}{'GPU GiB':>9}{'host GiB':>10}{'start s':>9}{'step s':>9}"
+HEAD = (
+    f"{'side':16}{'depth':>6}{'params':>11}{'fits':>6}{'GPU GiB':>9}{'host GiB':>10}"
+    f"{'start s':>9}{'step s':>9}"
+)
 
 
 def available_gib() -> float:

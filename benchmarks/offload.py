@@ -246,12 +246,16 @@ def run_side(side: str, args: argparse.Namespace) -> Result:
 
 
 def show(results: list[Result]) -> str:
-    head = f"{'side':16}{'params':>10}{'s/step':>9}{'median':>9}{'start s':>9}{'first s':>9}{'GPU GiB':>9}{'host GiB':>10}{'last loss':>11}"
+    head = (
+        f"{'side':16}{'params':>10}{'s/step':>9}{'median':>9}{'start s':>9}{'first s':>9}"
+        f"{'GPU GiB':>9}{'host GiB':>10}{'last loss':>11}"
+    )
     lines = [head]
     for r in results:
         lines.append(
             f"{r.side:16}{r.parameters / 1e9:8.2f}"
-            f" B{r.seconds:9.3f}{r.middle:9.3f}{r.start:9.1f}{r.first:9.1f}{r.gpu_gib:9.2f}{r.host_gib:10.1f}{r.losses[-1]:11.4f}"
+            f" B{r.seconds:9.3f}{r.middle:9.3f}{r.start:9.1f}{r.first:9.1f}{r.gpu_gib:9.2f}"
+            f"{r.host_gib:10.1f}{r.losses[-1]:11.4f}"
         )
     lines += [f"\n{r.side}: {r.notes}" for r in results if r.notes]
     return "\n".join(lines)
@@ -282,7 +286,8 @@ def arguments() -> argparse.Namespace:
         "--undo-ratio",
         type=float,
         default=0.25,
-        help="with --clip: the share of weights and states on the host held twice, to update before the norm is known",
+        help="with --clip: the share of weights and states on the host held twice, to update before the"
+        " norm is known",
     )
     parser.add_argument(
         "--host-gib", type=float, default=110.0, help="of the host, for gemini-disk and the search"

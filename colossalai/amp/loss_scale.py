@@ -11,7 +11,9 @@ from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleOptions:
-    """How the loss scale of fp16 begins and moves; see ``DynamicGradScaler``, which refuses values that do not fit together."""
+    """How the loss scale of fp16 begins and moves; see ``DynamicGradScaler``, which refuses values that do
+    not fit together.
+    """
 
     initial_scale: float = 2**16
     min_scale: float | None = 1

@@ -1,9 +1,9 @@
 """Random numbers per parallel mode: a stream that is equal on all ranks (DATA) and one that differs (TENSOR).
 
-``SeedManager`` holds several random streams that take turns in torch's one default generator: each mode owns a
-generator state; ``set_mode`` stores the state of the mode that leaves and loads that of the mode that enters, so
-each stream goes on where it stopped.  The functions act on the one ``SeedManager`` of this process, which
-``colossalai.launch`` fills.
+``SeedManager`` holds several random streams that take turns in torch's one default generator: each mode owns
+a generator state; ``set_mode`` stores the state of the mode that leaves and loads that of the mode that
+enters, so each stream goes on where it stopped.  The functions act on the one ``SeedManager`` of this
+process, which ``colossalai.launch`` fills.
 """
 
 from __future__ import annotations

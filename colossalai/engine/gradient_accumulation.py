@@ -1,6 +1,7 @@
 """Gradient accumulation: several iterations make one step, equal to one step with their batches joined.
 
-The optimizer, the data loader, the learning-rate scheduler and the gradient handlers of a run take part in it.
+The optimizer, the data loader, the learning-rate scheduler and the gradient handlers of a run take part in
+it.
 """
 
 from __future__ import annotations

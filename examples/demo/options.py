@@ -50,7 +50,8 @@ def parse_arguments() -> tuple[argparse.Namespace, dict[str, Any]]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Train a small GPT on the source of Python's standard library, then let it write some Python."
+        description="Train a small GPT on the source of Python's standard library, then let it write some"
+        " Python."
     )
     add = parser.add_argument
     add("--steps", type=positive, help=f"optimizer steps (default: {TRAINING['steps']})")

@@ -336,7 +336,8 @@ WAYS: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "another head": (
         [{}, {"head": "large"}],
-        r"rank 0 reduces gradients of the model, with small.weight, small.bias; rank 1 .* large.weight, large.bias",
+        r"rank 0 reduces gradients of the model, with small.weight, small.bias;"
+        r" rank 1 .* large.weight, large.bias",
     ),
 }
 
@@ -419,7 +420,10 @@ def _train_writes(
 
 def _writes(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
-    words = r"the forward of FSDP{}, or the script after it, has changed one of its weights in place.* TorchDDPPlugin"
+    words = (
+        r"the forward of FSDP{}, or the script after it, has changed one of its weights in place"
+        r".* TorchDDPPlugin"
+    )
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
         booster = Booster("cpu", plugin=TorchFSDPPlugin(sharding_strategy=strategy))
         with pytest.raises(RuntimeError, match=words.format("Writes")):

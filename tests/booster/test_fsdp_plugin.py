@@ -346,7 +346,10 @@ def _dtypes(rank: int, world_size: int, port: int) -> None:
     booster = Booster("cpu", plugin=TorchFSDPPlugin())
     model = Tower()
     model.last.bfloat16()
-    words = r"gathers first.weight \(torch.float32\) and last.weight \(torch.bfloat16\) together.* auto_wrap_policy"
+    words = (
+        r"gathers first.weight \(torch.float32\) and last.weight \(torch.bfloat16\) together"
+        r".* auto_wrap_policy"
+    )
     with pytest.raises(ValueError, match=words):
         booster.boost(model)
     one = nn.Sequential(nn.Linear(6, 3), nn.Linear(1, 1, bias=False).half())

@@ -1,4 +1,6 @@
-"""``GeminiPlugin``: parity through the booster, checkpoints at other numbers of ranks and for serial runs, refusals."""
+"""``GeminiPlugin``: parity through the booster, checkpoints at other numbers of ranks and for serial runs,
+refusals.
+"""
 
 from __future__ import annotations
 

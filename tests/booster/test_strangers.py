@@ -61,7 +61,10 @@ def _too_early(rank: int, world_size: int, port: int) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         return parallelize(model, policy=policy), optimizer
 
-    match = rf"holds \d+ parameters that are not in the model \(Words\).* lacks \d+ of the model \(blocks.*{REPLACED}"
+    match = (
+        r"holds \d+ parameters that are not in the model \(Words\).*"
+        rf" lacks \d+ of the model \(blocks.*{REPLACED}"
+    )
     for plugin in PLUGINS:
         with pytest.raises(ValueError, match=match):
             _boost(plugin, *parts())

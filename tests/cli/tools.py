@@ -78,7 +78,8 @@ class Result:
         self.code, self.out, self.err, self.survivors = code, out, err, survivors
 
     def __repr__(self) -> str:
-        return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}\n--- left: {self.survivors}"
+        output = f"--- stdout\n{self.out}\n--- stderr\n{self.err}"
+        return f"exit code {self.code}\n{output}\n--- left: {self.survivors}"
 
 
 def run(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Result:

@@ -15,7 +15,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         tensor = self.parallel.get("tensor", {})
-        return f"{self.world_size}-pp{self.parallel.get('pipeline', 1)}-{tensor.get('mode')}{tensor.get('size', 1)}"
+        pipeline = self.parallel.get("pipeline", 1)
+        return f"{self.world_size}-pp{pipeline}-{tensor.get('mode')}{tensor.get('size', 1)}"
 
 
 SINGLES_4 = "(0)(1)(2)(3)"

@@ -1,8 +1,8 @@
 """The Python of the documents, one file of ``pages/`` for each page.
 
-A file holds every block of its page, in the same order, with nothing changed but the indentation, which the documents have
-lost; each has a name.  ``{{ autodoc:... }}`` are the objects that the page shows.  `test_inventory.py` compares the files
-with the documents, and makes sure that a test runs every block.
+A file holds every block of its page, in the same order, with nothing changed but the indentation, which the
+documents have lost; each has a name.  ``{{ autodoc:... }}`` are the objects that the page shows.
+`test_inventory.py` compares the files with the documents, and makes sure that a test runs every block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def objects_of(page: str) -> list[str]:
 def code(name: str, *changes: tuple[str, str]) -> str:
     """The block ``name``, such as ``'21.config'``, with these replacements of one piece of text by another.
 
-    A test says here what it changes in a documented block: a number that would take hours, a placeholder, a mistake.
+    A test says here what it changes in a documented block: a number that would take hours, a placeholder, a
+    mistake.
     """
     block = blocks(name[:2])[name]
     for old, new in changes:

@@ -12,7 +12,9 @@ PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text()
 
 
 def _readers() -> set[str]:
-    """The modules that import the global context, but for the one that defines it and the one that names it."""
+    """The modules that import the global context, but for the one that defines it and the one that names
+    it.
+    """
     found = set()
     for file in PACKAGE.rglob("*.py"):
         name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")

@@ -168,7 +168,8 @@ def check_by_hand(rank: int, world_size: int, port: int) -> None:
         ("        gemini_manager = GeminiManager(placement_policy, chunk_manager)\n", ""),
         (
             "        model = ZeroDDP",
-            "        gemini_manager = GeminiManager(placement_policy, chunk_manager)\n        model = ZeroDDP",
+            "        gemini_manager = GeminiManager(placement_policy, chunk_manager)\n"
+            "        model = ZeroDDP",
         ),
     )
     ids, mask = names["get_data"](ROWS, LENGTH, WORDS)

@@ -18,7 +18,10 @@ from tests.documents.scripts import run
 
 SMALLER = ("GPT2Config()", "GPT2Config(n_layer=2, n_embd=512, n_head=8, vocab_size=8192)")
 HELPERS = (code("40.loss"), code("40.helpers"))
-LINES = r"Model numel: 0\.010 B\n((?:\[\d\] loss: \d+\.\d{3}\n){3})Time: \d+\.\d{3} s\nMem usage: (\d+\.\d{3}) MB\n"
+LINES = (
+    r"Model numel: 0\.010 B\n((?:\[\d\] loss: \d+\.\d{3}\n){3})Time: \d+\.\d{3} s\nMem usage:"
+    r" (\d+\.\d{3}) MB\n"
+)
 
 
 def test_the_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,8 @@ def test_all_missing_variables_are_named_with_their_launcher(
     monkeypatch.setenv(names[-1], "")
     with pytest.raises(
         RuntimeError,
-        match=f"variables {names[0]}, {names[-1]} are not set; they come from {ORIGIN[launcher]}: start the script",
+        match=f"variables {names[0]}, {names[-1]} are not set; they come from {ORIGIN[launcher]}: start"
+        " the script",
     ):
         _launch_from(launcher)
 

@@ -19,7 +19,8 @@ LOOK_UP = """
 import pickle, sys
 from colossalai.mesh import Layout
 layout = pickle.loads(bytes.fromhex(sys.argv[1]))
-other = Layout((("dep", "row"), (), ("col",)), partial=frozenset({"a"}), spread=frozenset({"b"}), fused=(1, 1, 3))
+sums = dict(partial=frozenset({"a"}), spread=frozenset({"b"}))
+other = Layout((("dep", "row"), (), ("col",)), **sums, fused=(1, 1, 3))
 assert {other: 1}[layout] == 1
 """
 

@@ -255,7 +255,10 @@ ONE_RANK = ParallelConfig(pipeline=2, data=1)
 def test_config_values_that_are_no_numbers(key: str, wrong: Any) -> None:
     own = {"model": {"num_chunks": wrong}} if "." in key else {key: wrong}
     settings = config("1f1b", 2, 2) | SIZES | own
-    told = rf"config key '{key}' must be a positive integer, got {type(wrong).__name__} {re.escape(repr(wrong))}; "
+    told = (
+        f"config key '{key}' must be a positive integer, got {type(wrong).__name__}"
+        f" {re.escape(repr(wrong))}; "
+    )
     with pytest.raises(ConfigException, match=told):
         PipelineOptions.from_config(settings, ONE_RANK)
 

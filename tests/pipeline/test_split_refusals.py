@@ -316,7 +316,10 @@ def _moe(**options: Any) -> nn.Module:
 @pytest.mark.parametrize("name", ["output_router_logits", "output_hidden_states"])
 def test_outputs_of_all_blocks_are_refused(name: str) -> None:
     """They are collected on the last stage, from its own blocks alone; so is the loss of the routers."""
-    told = rf"MixtralForCausalLM cannot be a stage of a pipeline with config\.{name}=True.* set config\.{name}=False"
+    told = (
+        rf"MixtralForCausalLM cannot be a stage of a pipeline with config\.{name}=True.* set"
+        rf" config\.{name}=False"
+    )
     with pytest.raises(ValueError, match=told):
         split_model(_moe(**{name: True}), Placement(2), 0)
     split_model(_moe(**{name: True}), Placement(1), 0)  # it has all blocks

@@ -180,7 +180,10 @@ def check_ranks(rank: int, world_size: int, port: int) -> None:
     for maker in makers:
         model = nn.Linear(4 + rank % 2, 4)
         plugin = maker()
-        told = rf"{type(plugin).__name__} would divide or average a stage .* \[0, 1, 2, 3\], of which only \[(0, 2|1, 3)\]"
+        told = (
+            rf"{type(plugin).__name__} would divide or average a stage .* \[0, 1, 2, 3\], of which"
+            r" only \[(0, 2|1, 3)\]"
+        )
         with pytest.raises(ValueError, match=told):
             Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 

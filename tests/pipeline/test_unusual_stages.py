@@ -125,7 +125,10 @@ def check_zero(rank: int, world_size: int, port: int, level: int, kind: str) -> 
     if not gpc.is_initialized(ParallelMode.GLOBAL):
         launch(settings)
     gpc.load_config(settings)
-    told = r"cannot divide the model: there is an optimizer without parameters to train.*\(rank 1 of the pipeline\)"
+    told = (
+        r"cannot divide the model: there is an optimizer without parameters to train.*\(rank 1 of the"
+        r" pipeline\)"
+    )
     with pytest.raises(ConfigException, match=told):
         colossalai.initialize(
             _stages(kind, 1)[rank], lambda params: torch.optim.SGD(params, lr=0.1), verbose=False
@@ -145,7 +148,10 @@ def check_zero_plugin(rank: int, world_size: int, port: int, kind: str) -> None:
     gpc.load_config(settings)
     model = _stages(kind, 1)[rank]
     optimizer = torch.optim.SGD([{"params": list(model.parameters())}], lr=0.1)
-    told = r"cannot divide the model: there is an optimizer without parameters to train.*\(rank 1 of the pipeline\)"
+    told = (
+        r"cannot divide the model: there is an optimizer without parameters to train.*\(rank 1 of the"
+        r" pipeline\)"
+    )
     with pytest.raises(ValueError, match=told):
         Booster(device="cpu", plugin=LowLevelZeroPlugin(precision="fp32")).boost(model, optimizer)
 

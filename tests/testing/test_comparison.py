@@ -103,7 +103,10 @@ def check_groups(rank: int, world_size: int, port: int) -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 2 differs from rank 0: .*Mismatched elements: 2 / 2"):
         assert_equal_in_group(torch.full((2,), rank // 2))
     peers = (0, 1) if rank < 2 else (2, 3)
-    message = rf"rank {peers[1]} holds a tensor of shape \({peers[1] + 1},\) and torch.float32, but rank {peers[0]} one"
+    message = (
+        rf"rank {peers[1]} holds a tensor of shape \({peers[1] + 1},\) and torch.float32, but rank"
+        f" {peers[0]} one"
+    )
     with pytest.raises(AssertionError, match=message):
         assert_equal_in_group(torch.ones(rank + 1), mine)
 

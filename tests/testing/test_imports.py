@@ -35,7 +35,8 @@ import torch, torch.distributed.tensor
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torchvision", "timm", "transformers", "matplotlib", "apex", "flash_attn"):
+        optional = ("torchvision", "timm", "transformers", "matplotlib", "apex", "flash_attn")
+        if name.partition(".")[0] in optional:
             raise ModuleNotFoundError(f"No module named {name!r}: it is optional, import it where it is used")
 
 sys.meta_path.insert(0, Absent())

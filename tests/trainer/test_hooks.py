@@ -166,12 +166,14 @@ def test_timing_in_the_log() -> None:
     number = r"[\d.e+-]+"
     lines = [m for m in messages if m.startswith("[")]
     assert re.fullmatch(
-        rf"\[Epoch 1 / Train\]: Train-epoch: last = {number} s \| Train-step: last = {number} s, mean = {number} s"
+        rf"\[Epoch 1 / Train\]: Train-epoch: last = {number} s \| Train-step: last = {number} s, mean ="
+        f" {number} s"
         r" \| #steps/epoch = 2",
         lines[2],
     )
     assert re.fullmatch(
-        rf"\[Epoch 1 / Test\]: Test-epoch: last = {number} s \| Test-step: last = {number} s, mean = {number} s",
+        rf"\[Epoch 1 / Test\]: Test-epoch: last = {number} s \| Test-step: last = {number} s, mean ="
+        f" {number} s",
         lines[3],
     )
     assert len(hook._steps["Train-step"]) == 3, "the first of four does not count"

@@ -26,7 +26,8 @@ def image_parser(
     parser.add_argument(
         "--data",
         default=os.environ.get("DATA", "data"),
-        help="folder of CIFAR-10's python version; default: $DATA, or data. Without it, digits of scikit-learn or"
+        help="folder of CIFAR-10's python version; default: $DATA, or data. Without it, digits of"
+        " scikit-learn or"
         " synthetic images take its place",
     )
     return parser

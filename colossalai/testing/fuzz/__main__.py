@@ -52,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m colossalai.testing.fuzz",
         description="Train random models under random plans with random habits, reload them under other"
-        " plans, and compare everything with plain PyTorch.  A failure is made smaller and printed as a script.",
+        " plans, and compare everything with plain PyTorch.  A failure is made smaller and printed as a"
+        " script.",
     )
     parser.add_argument("--minutes", type=float, default=2.0, help="stop after so long (default: 2)")
     parser.add_argument("--cases", type=int, help="run so many cases instead, however long it takes")

@@ -56,7 +56,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="no training: play a step of each of --world_size ranks (default: as few as the plan needs) without memory,"
+        help="no training: play a step of each of --world_size ranks (default: as few as the plan needs)"
+        " without"
+        " memory,"
         " and print what each needs",
     )
     parser.add_argument(

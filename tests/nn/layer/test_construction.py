@@ -94,7 +94,8 @@ def test_sizes_that_do_not_divide() -> None:
         mesh, tp = Mesh({"l": 2, "j": 2, "i": 2}), mode_3d(2)
         with pytest.raises(
             ValueError,
-            match=r"Linear: out_features=102 is cut by j=2 x i=2 and j=2 and must be a multiple of 4; the nearest valid "
+            match="Linear: out_features=102 is cut by j=2 x i=2 and j=2 and must be a multiple of 4;"
+            " the nearest valid "
             "sizes are 100 and 104",
         ):
             col_nn.Linear(8, 102, role="expand", tp=tp, mesh=mesh)

@@ -105,7 +105,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "embedding_gemma2_text": ({}, r"module 'layers.\d.self_attn': it works whole, but fails"),
     "gemma3n_text": (
         {"activation_sparsity_pattern": [0.9, 0.9]},
-        r"module 'model.layers.0.mlp': it takes a std over features of which the plan leaves each rank a piece",
+        "module 'model.layers.0.mlp': it takes a std over features of which the plan leaves each rank a"
+        " piece",
     ),
     "mixtral": ({}, r"asks for style 'moe_tp_experts'"),
 }

@@ -36,7 +36,10 @@ def _meta(name: str, **options: Any) -> nn.Module:
 
 
 def test_heads_that_do_not_divide() -> None:
-    wanted = r"num_attention_heads=6 is cut by tp=4 into 4 parts.* nearest valid numbers are 4 and 8, or .* 1, 2, 3, 6"
+    wanted = (
+        "num_attention_heads=6 is cut by tp=4 into 4 parts.* nearest valid numbers are 4 and 8, or"
+        " .* 1, 2, 3, 6"
+    )
     with pytest.raises(ValueError, match=wanted):
         _cut(_meta("gpt2", n_head=6, n_embd=24))
     with pytest.raises(ValueError, match=r"num_key_value_heads=2 is cut by tp=4 .* numbers are 4, or"):
@@ -47,7 +50,10 @@ def test_heads_that_do_not_divide() -> None:
 def test_sizes_that_do_not_divide_leave_the_model_whole() -> None:
     model = _meta("bert", intermediate_size=30)
     before = {n: p.shape for n, p in model.named_parameters()}
-    wanted = r"BertForMaskedLM, module 'bert.encoder.layer.0.intermediate.dense': Linear: out_features=30 .* 28 and 32"
+    wanted = (
+        "BertForMaskedLM, module 'bert.encoder.layer.0.intermediate.dense': Linear:"
+        " out_features=30 .* 28 and 32"
+    )
     with pytest.raises(ValueError, match=wanted):
         _cut(model)
     assert before == {n: p.shape for n, p in model.named_parameters()}
@@ -213,7 +219,10 @@ def test_parameters_in_one_memory() -> None:
     model = zoo.build("llama")
     mlp = model.model.layers[0].mlp
     mlp.up_proj.weight = nn.Parameter(mlp.gate_proj.weight.detach())
-    words = r"LlamaForCausalLM: the parameters .*layers.0.mlp.gate_proj.weight and .*up_proj.weight lie in the same memory"
+    words = (
+        "LlamaForCausalLM: the parameters .*layers.0.mlp.gate_proj.weight and .*up_proj.weight lie"
+        " in the same memory"
+    )
     with pytest.raises(ValueError, match=words):
         _cut(model, sizes={"tp": 2})
     mlp.up_proj.weight = nn.Parameter(mlp.down_proj.weight.detach().t())

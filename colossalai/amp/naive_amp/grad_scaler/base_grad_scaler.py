@@ -1,7 +1,7 @@
 """``BaseGradScaler``: a number by which losses are multiplied, and a rule that changes it.
 
-The number is a plain float.  It meets a tensor only when a loss is multiplied by it, so a scaler belongs to no device
-and can be made before one is chosen.
+The number is a plain float.  It meets a tensor only when a loss is multiplied by it, so a scaler belongs to
+no device and can be made before one is chosen.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ class DynamicGradScaler(BaseGradScaler):
         growth_interval: how many good steps in a row it takes to grow.
         min_scale: the scale never becomes smaller than this.
         max_scale: nor larger than this.
-        hysteresis: the scale backs off at this overflow since it last grew and at every one after it; those before are
-            forgiven, as single bad batches are.
+        hysteresis: the scale backs off at this overflow since it last grew and at every one after it; those
+            before are forgiven, as single bad batches are.
         verbose: log every change of the scale, on rank 0.
     """
 
@@ -85,6 +85,8 @@ class DynamicGradScaler(BaseGradScaler):
 
 
 def dynamic_scaler(arguments: Mapping[str, Any]) -> DynamicGradScaler:
-    """The scaler of an optimizer or plugin that takes the arguments of ``DynamicGradScaler`` beside others, under the same names."""
+    """The scaler of an optimizer or plugin that takes the arguments of ``DynamicGradScaler`` beside others,
+    under the same names.
+    """
     names = inspect.signature(DynamicGradScaler).parameters
     return DynamicGradScaler(**{name: arguments[name] for name in names})

@@ -50,7 +50,9 @@ def _model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add(
         "--model_name_or_path",
-        help="a folder with a checkpoint in safetensors; with -s a name such as facebook/opt-125m, of which the size counts",
+        help="a folder with a checkpoint in safetensors; with -s a name such as facebook/opt-125m, of"
+        " which the"
+        " size counts",
     )
     add("--config_name", help="a size such as 125m, or a folder with a config.json: train from scratch")
     add(
