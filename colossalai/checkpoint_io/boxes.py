@@ -1,8 +1,9 @@
 """Boxes: the rectangles that tensors are cut into, and what two of them have in common.
 
-However a plan cuts a tensor, what a rank holds of it is a few boxes: one for a slice, one for each block of a fused weight, and at
-most ``2n - 1`` for a range of the flattened tensor of ``n`` dims (ZeRO, Gemini).  So a checkpoint stores boxes, and a rank that
-loads it under another plan takes from each stored box what it has in common with its own.
+However a plan cuts a tensor, what a rank holds of it is a few boxes: one for a slice, one for each block of a
+fused weight, and at most ``2n - 1`` for a range of the flattened tensor of ``n`` dims (ZeRO, Gemini).  So a
+checkpoint stores boxes, and a rank that loads it under another plan takes from each stored box what it has in
+common with its own.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class Box:
             offsets[dim], ends[dim] = inner.offsets[dim], inner.ends[dim]
 
     def run_within(self, outer: Box) -> int | None:
-        """Where the elements of this box begin in a tensor that holds ``outer``, if they lie there one after the other; else None."""
+        """Return where this box begins in a tensor that holds ``outer``.
+
+        None if its elements are not consecutive there.
+        """
         start, stride, is_cut = 0, 1, False
         for a, base, n, size in zip(
             self.offsets[::-1], outer.offsets[::-1], self.sizes[::-1], outer.sizes[::-1], strict=True
@@ -137,7 +141,8 @@ def disjoint(held: Mapping[Box, Sequence[int]]) -> dict[Box, list[int]]:
 def boxes_of_ranges(ranges: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Box, Box]]:
     """The boxes of a tensor that for every dim has some (start, length) ranges, one after the other.
 
-    Each comes with its place in the local tensor, in which the ranges lie without gaps.  Empty ones are left out.
+    Each comes with its place in the local tensor, in which the ranges lie without gaps.  Empty ones are left
+    out.
     """
     per_dim = []
     for dim in ranges:
@@ -157,9 +162,10 @@ def boxes_of_ranges(ranges: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[B
 
 
 def boxes_of_flat(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Box, int]]:
-    """The elements ``[start, end)`` of a flattened tensor of ``shape`` as boxes, each with its place in the range.
+    """Cut the elements ``[start, end)`` of a flattened tensor into boxes, each with its place in the range.
 
-    There are at most ``2n - 1``: rest of a row, rest of a matrix, ..., whole matrices, begin of a matrix, begin of a row.
+    There are at most ``2n - 1``: rest of a row, rest of a matrix, ..., whole matrices, begin of a matrix,
+    begin of a row.
     """
     total = math.prod(shape)
     if not 0 <= start <= end <= total:
@@ -175,7 +181,7 @@ def boxes_of_flat(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[
 
 
 def _longest(shape: Shape, start: int, end: int) -> Box:
-    """The largest box that begins at the element ``start`` and whose elements follow each other up to ``end`` at most."""
+    """Return the largest box that begins at ``start`` and whose elements are consecutive up to ``end``."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     offsets, rest = [], start
     for stride in strides:

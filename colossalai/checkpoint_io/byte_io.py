@@ -1,7 +1,9 @@
 """Bytes between tensors and files, a strip at a time.
 
-A strip is read, summed and written while it is in the cache.  What is on a GPU passes through a strip of pinned memory that every
-thread has for itself: so a save needs no host memory for whole tensors, and no pages that the system must first make.
+A strip is read, summed and written while it is in the cache.  What is on a GPU passes through a strip of
+pinned memory that every
+thread has for itself: so a save needs no host memory for whole tensors, and no pages that the system must
+first make.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def _room(device: torch.device) -> Tensor:
 
 
 def wait_for_devices() -> None:
-    """Wait for all that the caller has asked of its GPU: other threads, on other streams, may then read and write."""
+    """Wait for the work of this process on its GPU, so that other threads and streams may read and write."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

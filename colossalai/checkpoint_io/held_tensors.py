@@ -1,7 +1,7 @@
-"""What a rank holds, as the serial model knows it: ``HeldTensor``, a named tensor, of which some boxes are here.
+"""``HeldTensor``: a tensor of the serial model, and the boxes of it that this rank holds.
 
-The tensors in an entry are views into the memory of the model or optimizer, turned as the serial model stores them.  Saving reads
-them, loading writes into them; nobody else needs to know how a plan lays things out.
+The tensors in it are views into the memory of the model or optimizer, in the orientation of the serial model.
+Saving reads them, loading writes into them; no other module needs to know how a plan lays tensors out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from colossalai.mesh.parameter import SHARED_MARK
 
 @dataclass(eq=False)
 class HeldBox:
-    """The elements ``box`` of a tensor; ``tensor`` is a view of them, or a function that computes them (to save)."""
+    """The elements ``box`` of a tensor.
+
+    ``tensor`` is a view of them, or, to save, a function that computes them.
+    """
 
     box: Box
     tensor: Tensor | Callable[[], Tensor]
@@ -62,7 +65,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def is_piece(param: Tensor) -> bool:
-    """Whether ``param`` is something else than the tensor of the serial model: a part of it, or it turned around."""
+    """Whether ``param`` is a part of the serial model's tensor, or its transpose."""
     return is_dtensor(param) or bool(placement(param).sharded) or getattr(param, "transposed", False)
 
 
@@ -73,7 +76,7 @@ def serial_shape(param: Tensor) -> Shape:
 
 
 def pieces_of(like: Tensor, value: Tensor, mesh: Mesh | None, name: str) -> list[HeldBox]:
-    """The boxes of ``value``, which lies as the parameter ``like`` does: itself, a gradient, an optimizer's state."""
+    """Return the boxes of ``value``, which is laid out like the parameter ``like``: a gradient, a state."""
     return [
         HeldBox(box, _turned(_local(value), like)[place.within(whole_of(like))])
         for box, place in _places(like, mesh, name)
@@ -121,14 +124,14 @@ def whole_piece(tensor: Tensor) -> list[HeldBox]:
 
 @torch.no_grad()
 def fill(pieces: Iterable[HeldBox], box: Box, values: Tensor) -> None:
-    """Copy to ``pieces`` what they have in common with ``values``, the elements ``box`` of the same tensor."""
+    """Copy to ``pieces`` their part of ``values``, the elements ``box`` of the same tensor."""
     for piece in pieces:
         if (common := piece.box.common(box)) is not None:
             piece.view()[common.within(piece.box)].copy_(values[common.within(box)])
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether several elements are one and the same number in memory (``expand``), so that nothing can be loaded into it."""
+    """Whether several elements share one memory (``expand``), so that the tensor cannot be loaded."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -145,7 +148,7 @@ def shared_mark(param: Tensor) -> tuple[int, int] | None:
 
 
 def _places(like: Tensor, mesh: Mesh | None, name: str) -> Sequence[tuple[Box, Box]]:
-    """For each box that this rank holds of the parameter ``like``: where it lies in the serial tensor, and in the local one."""
+    """Return the boxes of the parameter ``like`` here: their places in the serial and in the local tensor."""
     if is_dtensor(like):
         return _places_of_dtensor(like)
     layout = placement(like)
@@ -154,7 +157,8 @@ def _places(like: Tensor, mesh: Mesh | None, name: str) -> Sequence[tuple[Box, B
     if not layout.sharded:
         if getattr(like, "is_tensor_parallel", False) and getattr(like, "num_partitions", 2) > 1:
             raise ValueError(
-                f"{name} is marked as one of several pieces (is_tensor_parallel), but nothing says which piece of what it"
+                f"{name} is marked as one of several pieces (is_tensor_parallel), but nothing says which"
+                " piece of what it"
                 " is; tell with colossalai.mesh.place(parameter, layout, full_shape)"
             )
         box = whole_of(like)

@@ -1,6 +1,7 @@
-"""Values that are no large tensors (learning rates, counters, loss scales, random states) as JSON and back, exactly.
+"""Encode small values (learning rates, counters, loss scales, random states) as JSON, and decode them.
 
-JSON has no tuples, no keys but strings and no tensors; these are written as an object with one key that begins with ``$``.
+JSON has no tuples, no keys but strings and no tensors; these are written as an object with one key that
+begins with ``$``.
 Nothing that is read can run code: unknown objects are refused on both ways.
 """
 
@@ -117,7 +118,8 @@ def _base(value: Any) -> Any:
 
 def _refused(value: Any, where: str) -> TypeError:
     return TypeError(
-        f"{where} is a {type(value).__name__}, and a checkpoint holds numbers, strings, tensors and lists, tuples, sets and"
+        f"{where} is a {type(value).__name__}, and a checkpoint holds numbers, strings, tensors and lists,"
+        " tuples, sets and"
         " dicts of them"
     )
 

@@ -81,7 +81,7 @@ class ParameterNames:
         return self._names.get(id(param))
 
     def agree(self, ranks: JobRanks) -> ParameterNames:
-        """Give a parameter that several stages share the name that it has on the first of them; every rank calls this."""
+        """Give a parameter that stages share its name on the first of them; every rank calls this."""
         if self.stage is None:
             return self
         firsts: dict[tuple[int, int], tuple[int, str]] = {}
@@ -104,7 +104,10 @@ def stage_of_mesh(mesh: Mesh | None) -> int | None:
 
 
 class ModelState:
-    """A model for a checkpoint.  ``section`` is the first word of the names under which its tensors are stored."""
+    """A model for a checkpoint.
+
+    ``section`` is the first word of the names under which its tensors are stored.
+    """
 
     def __init__(self, model: nn.Module, section: str = "model") -> None:
         self.section = section
@@ -128,7 +131,8 @@ class ModelState:
         own = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
         if lost := [name for name, tensor in state.items() if id(tensor) not in own]:
             raise ValueError(
-                f"the state_dict of {type(self.module).__name__} computes {lost[0]} instead of giving the tensor that the model"
+                f"the state_dict of {type(self.module).__name__} computes {lost[0]} instead of giving the"
+                " tensor that the model"
                 " uses (a state_dict hook does so), so nothing could be loaded into it"
             )
         return state
@@ -183,7 +187,7 @@ class ModelState:
         return wants, missing
 
     def _targets(self, entry: HeldTensor, name: str) -> list[HeldBox]:
-        """Where the elements of ``entry`` are read to; what rests on a disk gets there when all is read (``loaded``)."""
+        """Return the memory that ``entry`` is read to; ``loaded`` moves what belongs on a disk there."""
         holding = self._named[entry.name]
         if not is_lazy(holding.value):
             return entry.pieces
@@ -194,7 +198,7 @@ class ModelState:
     def _finest(
         self, source: StoredTensor, entry: HeldTensor, manifest: Manifest, section: str
     ) -> StoredTensor:
-        """The fp32 masters of a weight that was stored in half precision, for a model that is not in the same one."""
+        """Choose the fp32 master of a half-precision weight, if the model has another dtype."""
         if source.dtype not in HALF or entry.dtype == source.dtype:
             return source
         name = source.name.removeprefix(f"{self.section}/")

@@ -1,6 +1,7 @@
-"""The states of an optimizer by the names of the parameters in the serial model, and what of a checkpoint goes into them.
+"""Collect the states of an optimizer by the names of its parameters, and load them from a checkpoint.
 
-A state that has the shape of its parameter lies as the parameter does; any other is a number, or belongs to a whole parameter.
+A state that has the shape of its parameter lies as the parameter does; any other is a number, or belongs to a
+whole parameter.
 Groups are known by their parameters: a pipeline stage has some of each group, and under another plan others.
 """
 
@@ -61,8 +62,10 @@ class OptimizerState:
         name = self.model.name(holding.param)
         if name is None:
             raise ValueError(
-                f"the optimizer ({type(self.raw).__name__}) holds a parameter of shape {tuple(holding.param.shape)} that is not"
-                " in the model, so its state has no name in a checkpoint; put the module that has it, such as a criterion, inside the model"
+                f"the optimizer ({type(self.raw).__name__}) holds a parameter of shape"
+                f" {tuple(holding.param.shape)} that is not"
+                " in the model, so its state has no name in a checkpoint; put the module that has it, such as"
+                " a criterion, inside the model"
             )
         return name
 
@@ -104,7 +107,8 @@ class OptimizerState:
             return HeldTensor(full, serial_shape(holding.param), value.dtype, pieces, shared, stage)
         if value.numel() != 1 and (is_cut(holding.param) or holding.end is not None):
             raise ValueError(
-                f"{full} has shape {tuple(value.shape)}: it is neither a number nor like the parameter, {tuple(holding.value.shape)},"
+                f"{full} has shape {tuple(value.shape)}: it is neither a number nor like the parameter,"
+                f" {tuple(holding.value.shape)},"
                 " which is cut over ranks, so nothing says what it is a part of"
             )
         return HeldTensor(full, tuple(value.shape), value.dtype, whole_piece(value), shared, stage)
@@ -153,13 +157,15 @@ class OptimizerState:
     # Loading
 
     def fresh(self) -> StoredOptimizer:
-        """What a checkpoint would hold of this optimizer before its first step: its own options, and no states."""
+        """Describe this optimizer as it is before its first step: its own options, and no states."""
         return replace(self.stored(), states={}, stepped=[])
 
     def wants(
         self, manifest: Manifest, saved: StoredOptimizer, strict: bool = True
     ) -> tuple[list[Want], Callable[[], None]]:
-        """What is to be read, and what puts it into the optimizer when it was; nothing of it is changed before.
+        """Return what is read from a checkpoint, and a function that then puts it into the optimizer.
+
+        Before that function is called, nothing of the optimizer is changed.
 
         Without ``strict``, parameters that the saved optimizer does not know start without states.
         """
@@ -186,7 +192,8 @@ class OptimizerState:
         kind, own = saved.kind, type(self.raw).__name__
         if kind not in (None, own) and (saved.family or FAMILIES.get(str(kind), kind)) != self._family:
             raise RuntimeError(
-                f"the saved states are those of {kind}, and the optimizer is {own}, which keeps others. Boost the model with {kind}; or"
+                f"the saved states are those of {kind}, and the optimizer is {own}, which keeps others. Boost"
+                f" the model with {kind}; or"
                 f" take the weights alone, with colossalai ckpt convert and booster.load_model"
             )
 
@@ -204,14 +211,15 @@ class OptimizerState:
         own = {self.stored_name(name, manifest) for name, _ in self.holdings}
         if strict and (lost := sorted((had & own) - has)):
             raise RuntimeError(
-                f"it lacks the optimizer states of {', '.join(lost[:6])}, which had some when it was saved; strict=False starts without"
+                f"it lacks the optimizer states of {', '.join(lost[:6])}, which had some when it was saved;"
+                " strict=False starts without"
                 " states for them"
             )
 
     def _sources(
         self, holding: Holding, key: str, stored: States, manifest: Manifest
     ) -> dict[str, StoredTensor]:
-        """The stored states of a parameter; if it needs an fp32 master and none is stored, then the weight is the master."""
+        """Find the stored states of a parameter; for a master that is not stored, its weight."""
         if holding.is_empty:
             return {}
         found = dict(stored.get(key, {}))
@@ -228,7 +236,7 @@ class OptimizerState:
         return Want(source, whole_piece(target))
 
     def _target(self, holding: Holding, state: str, source: StoredTensor) -> Tensor | None:
-        """Where a stored state goes: a tensor of the optimizer, or a new one; None if this plan has no use for it."""
+        """Return the tensor that a stored state is read to; None if this plan has no use for it."""
         value = holding.value
         if state == MASTER:
             if holding.is_master:
@@ -239,7 +247,8 @@ class OptimizerState:
         if source.shape != serial_shape(holding.param):
             if source.shape and (is_cut(holding.param) or holding.end is not None):
                 raise RuntimeError(
-                    f"{source.name} has shape {source.shape}, and its parameter {serial_shape(holding.param)} is cut over ranks"
+                    f"{source.name} has shape {source.shape}, and its parameter {serial_shape(holding.param)}"
+                    " is cut over ranks"
                     " here, so nothing says what part of it is needed"
                 )
             return torch.empty(source.shape, dtype=source.dtype, device=self._device(holding, source))
@@ -269,7 +278,8 @@ class OptimizerState:
             stored = [home.get(self.stored_name(name, manifest)) for name in names]
             if strict and None in stored:
                 raise RuntimeError(
-                    f"the saved optimizer does not know {names[stored.index(None)]}, which is in group {i} of the optimizer;"
+                    f"the saved optimizer does not know {names[stored.index(None)]}, which is in group {i} of"
+                    " the optimizer;"
                     " strict=False starts without a state for it"
                 )
             chosen = {number for number in stored if number is not None}
@@ -279,8 +289,10 @@ class OptimizerState:
             if any(encode(other) != encode(options[0]) for other in options[1:]):
                 apart = next(n for n, number in zip(names, stored, strict=True) if number != stored[0])
                 raise RuntimeError(
-                    f"group {i} of the optimizer holds {names[0]} and {apart}, which were saved in groups with different options"
-                    f" ({options[0]} and {options[1]}); put the parameters into the same groups as when they were saved"
+                    f"group {i} of the optimizer holds {names[0]} and {apart}, which were saved in groups"
+                    " with different options"
+                    f" ({options[0]} and {options[1]}); put the parameters into the same groups as when they"
+                    " were saved"
                 )
             found.append(self._checked(i, own, options[0] if options else {}))
         return found
@@ -289,7 +301,8 @@ class OptimizerState:
         has, needs = ([name for name in KIND if name in group] for group in (options, own))
         if options and has != needs:
             raise RuntimeError(
-                f"the saved state is of another kind of optimizer: the options of its group {i} are {', '.join(options)}; but"
+                f"the saved state is of another kind of optimizer: the options of its group {i} are"
+                f" {', '.join(options)}; but"
                 f" {type(self.raw).__name__} has {', '.join(needs) or 'none of these'}"
             )
         return {key: value for key, value in options.items() if key not in MEANS}

@@ -1,6 +1,7 @@
 """The ranks of a job when they save or load: what they tell each other, and how all of them fail if one does.
 
-Messages go over a group of their own, by gloo: so a save in the background never mixes with the communication of training.
+Messages go over a group of their own, by gloo: so a save in the background never mixes with the communication
+of training.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class JobRanks:
 
 
 class FromFirst(Mapping[str, Any]):
-    """The mapping that the first of ``ranks`` has, on all of them, which must read the same values in the same order."""
+    """A mapping of the first rank, on all ranks, which must read the same values in the same order."""
 
     def __init__(self, ranks: JobRanks, own: Mapping[str, Any]) -> None:
         self._ranks, self._own = ranks, own

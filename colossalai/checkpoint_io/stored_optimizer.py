@@ -1,9 +1,11 @@
-"""``StoredOptimizer``: the one form in which the state of an optimizer is stored, by the names of the parameters.
+"""``StoredOptimizer``: the one stored form of an optimizer's state, by the names of the parameters.
 
-A run keeps it in its manifest; tensors are boxes there, and only the other values are here.  A file of its own has torch's
-form: states and groups by the numbers of the parameters, which follow from the names, and the names beside them.  So
-plain PyTorch loads the file, and a pipeline stage, which numbers its own parameters only, finds these by name.  A file
-without names (of an optimizer that was never boosted, or of an older version) knows its parameters by number.
+A run keeps it in its manifest; tensors are boxes there, and only the other values are here.  A file of its
+own has torch's
+form: states and groups by the numbers of the parameters, which follow from the names, and the names beside
+    them.  So plain PyTorch loads the file, and a pipeline stage, which numbers its own parameters only, finds
+    these by name.  A file without names (of an optimizer that was never boosted, or of an older version)
+    knows its parameters by number.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class StoredOptimizer:
     def merge(cls, parts: Sequence[StoredOptimizer]) -> StoredOptimizer:
         """The optimizer of the whole model from what each rank tells of its part.
 
-        Groups of the same place and the same options are one; its parameters follow the order of the pipeline stages.
+        Groups of the same place and the same options are one; its parameters follow the order of the pipeline
+        stages.
         """
         first = parts[0]
         groups: list[tuple[int, StoredGroup, Any]] = []

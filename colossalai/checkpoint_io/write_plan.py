@@ -1,12 +1,13 @@
-"""Who writes what: each rank tells what it holds, and all come to the same plan.
+"""Plan which rank writes which boxes: each rank tells what it holds, and all compute the same plan.
 
-Nobody needs to know why a box is on several ranks (data parallelism, an axis that does not cut it, tied stages): whoever has the
-least to write so far writes it; of buffers, whose copies may differ, the first rank that has it.  The same look finds what would make a
-checkpoint wrong, before anything is written.
+The plan does not ask why a box is on several ranks (data parallelism, an axis that does not cut it, tied
+stages): of the ranks that hold it, the one with the least to write so far writes it; of buffers, whose copies
+may differ, the first rank.  The same comparison finds what would make a checkpoint wrong, before anything is
+written.
 
 [Note: what stages share]
-Pipeline stages may share a parameter, under different names.  The first rank that holds it names it, and its states too, of which that rank may
-hold none: under ZeRO each owns a slice of a parameter, or nothing of it.
+Pipeline stages may share a parameter, under different names.  The first rank that holds it names it, and its
+states too, of which that rank may hold none: under ZeRO each owns a slice of a parameter, or nothing of it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from colossalai.checkpoint_io.held_tensors import HeldTensor
 
 
 class TensorOutline(NamedTuple):
-    """An entry without its values, as it travels."""
+    """A held tensor without its values, as ranks send it to each other."""
 
     name: str
     shape: Shape
@@ -100,7 +101,8 @@ def make_write_plan(held: Sequence[Sequence[TensorOutline]]) -> WritePlan:
                 holders.setdefault(box, []).append(rank)
     load = [0] * len(held)
     for name, (first, _, held_boxes) in found.items():
-        # ranks may cut what they all hold at different places: a replicated weight lies in chunks of Gemini behind pieces of different sizes
+        # ranks may cut what they all hold at different places: a replicated weight lies in chunks of Gemini
+        # behind pieces of different sizes
         holders = disjoint(held_boxes)
         _check_cover(name, first.shape, list(holders))
         writers = {
@@ -133,15 +135,18 @@ def _lightest(ranks: list[int], load: list[int], box: Box, dtype: torch.dtype) -
 def _check_same(name: str, first: TensorOutline, first_rank: int, other: TensorOutline, rank: int) -> None:
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         raise ValueError(
-            f"{name} is {first.dtype} of shape {first.shape} on rank {first_rank} and {other.dtype} of shape {other.shape} on"
+            f"{name} is {first.dtype} of shape {first.shape} on rank {first_rank} and {other.dtype} of shape"
+            f" {other.shape} on"
             f" rank {rank}; one name is one tensor"
         )
     apart = None not in (first.stage, other.stage) and first.stage != other.stage
     if apart and (first.shared is None or first.shared != other.shared):
         raise ValueError(
-            f"the pipeline stages {first.stage} and {other.stage} (ranks {first_rank} and {rank}) both have a parameter {name},"
+            f"the pipeline stages {first.stage} and {other.stage} (ranks {first_rank} and {rank}) both have a"
+            f" parameter {name},"
             " and do not share it: so their names are not those of the whole model. Build the stages with"
-            " PipelinableContext or build_pipeline_model, or give the stage a method serial_name(name) that returns the"
+            " PipelinableContext or build_pipeline_model, or give the stage a method serial_name(name) that"
+            " returns the"
             " name in the whole model; share tied parameters by PipelineSharedModuleWrapper"
         )
 
@@ -152,6 +157,7 @@ def _check_cover(name: str, shape: Shape, boxes: list[Box]) -> None:
     outside = [box for box in boxes if any(end > size for end, size in zip(box.ends, shape, strict=True))]
     if outside or count != total:
         raise ValueError(
-            f"the ranks hold {count} of the {total} elements of {name} (shape {shape}) in {len(boxes)} boxes; all must be there"
+            f"the ranks hold {count} of the {total} elements of {name} (shape {shape}) in {len(boxes)} boxes;"
+            " all must be there"
             f"{f', and {outside[0]} is outside' if outside else ''}"
         )

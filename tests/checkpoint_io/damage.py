@@ -1,4 +1,7 @@
-"""Ways in which a checkpoint is damaged, or made to do harm.  Each takes a folder and random numbers, and tells what it touched."""
+"""Ways in which a checkpoint is damaged, or made to do harm.
+
+Each takes a folder and random numbers, and tells what it touched.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +164,7 @@ def edit_json(folder: Path, draw: random.Random) -> list[str]:
 
 
 def forge(folder: Path, draw: random.Random) -> list[str]:
-    """What a manifest says about files and tensors becomes something else, and its checksum is made to agree."""
+    """What a manifest says about files and tensors becomes something else, and its checksum agrees."""
     path = folder / MANIFEST
     if not path.is_file():
         return edit_json(folder, draw)
@@ -213,7 +216,7 @@ def mark_of(folder: Path) -> Path:
 
 
 def hostile(folder: Path, draw: random.Random) -> list[str]:
-    """A pickle with a bomb in the place of a data file: bare, or in an archive as ``torch.save`` writes them."""
+    """A pickle with a bomb in the place of a data file: bare, or in an archive of ``torch.save``."""
     path = draw.choice(data_files(folder))
     bomb = pickle.dumps({"weight": Bomb(str(mark_of(folder)))}, protocol=2)
     if draw.random() < 0.4:

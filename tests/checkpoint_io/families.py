@@ -1,4 +1,4 @@
-"""Plan families for the tests of checkpoints: one small model, trained under each of them to the same losses."""
+"""Plan families for the tests of checkpoints: one small model, trained under each to the same losses."""
 
 from __future__ import annotations
 

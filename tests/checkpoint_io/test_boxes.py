@@ -1,4 +1,6 @@
-"""Rectangles: what two have in common, ranges of flat tensors as rectangles, and pieces of tensors under layouts."""
+"""Rectangles: what two have in common, ranges of flat tensors as rectangles, and pieces of tensors under
+layouts.
+"""
 
 from __future__ import annotations
 

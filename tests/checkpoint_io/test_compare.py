@@ -1,4 +1,6 @@
-"""A checkpoint that does not fit: the model stays as it was where that can be known, and the error leads the right way."""
+"""A checkpoint that does not fit: the model stays as it was where that can be known, and the error leads the
+right way.
+"""
 
 from __future__ import annotations
 

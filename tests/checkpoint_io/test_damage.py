@@ -1,4 +1,5 @@
-"""A thousand damaged checkpoints: each is refused with an error that names the file, or gives exactly what was saved.
+"""A thousand damaged checkpoints: each is refused with an error that names the file, or gives exactly what
+was saved.
 
 Nothing in a checkpoint is executed, and a run that refuses its checkpoint is as it was.
 """

@@ -1,4 +1,6 @@
-"""docs/checkpoints.md promises that its Python runs, and goes on after a crash; the page of an example, the numbers it shows."""
+"""docs/checkpoints.md promises that its Python runs, and goes on after a crash; the page of an example, the
+numbers it shows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""save_model, save_optimizer and their counterparts under plans that cut tensors: files of the serial model, and back."""
+"""save_model, save_optimizer and their counterparts under plans that cut tensors: files of the serial model,
+and back.
+"""
 
 from __future__ import annotations
 

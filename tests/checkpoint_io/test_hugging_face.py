@@ -1,4 +1,6 @@
-"""Models of transformers under tensor parallelism, pipelines and Gemini: from their files, trained, saved, and back in transformers."""
+"""Models of transformers under tensor parallelism, pipelines and Gemini: from their files, trained, saved,
+and back in transformers.
+"""
 
 from __future__ import annotations
 

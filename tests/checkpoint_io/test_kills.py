@@ -1,8 +1,8 @@
-"""SIGKILL at random moments while checkpoints are written: there is always one that loads, and it is never an older one
-than the last that was reported as complete.
+"""SIGKILL at random moments while checkpoints are written: there is always one that loads, and it is never an
+older one than the last that was reported as complete.
 
-Each trial is a job that goes on where the killed one before it left off, on the same folders, so that what dead jobs left behind
-piles up for the next.
+Each trial is a job that goes on where the killed one before it left off, on the same folders, so that what
+dead jobs left behind piles up for the next.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Any plan's checkpoint under any other plan: same weights and states, bit for bit, and the losses of an undisturbed run."""
+"""Any plan's checkpoint under any other plan: same weights and states, bit for bit, and the losses of an
+undisturbed run.
+"""
 
 from __future__ import annotations
 

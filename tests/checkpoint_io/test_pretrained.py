@@ -1,4 +1,6 @@
-"""Pretrained weights go into a cut model piece by piece: nothing else is read, and what does not fit is named."""
+"""Pretrained weights go into a cut model piece by piece: nothing else is read, and what does not fit is
+named.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""booster.save and booster.load on several ranks: one failure is everybody's, tied stages, random states, positions in the data."""
+"""booster.save and booster.load on several ranks: one failure is everybody's, tied stages, random states,
+positions in the data.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +204,9 @@ def _statistics(rank: int, world_size: int, port: int, folder: Path) -> dict[str
 
 
 def test_statistics_that_differ_are_those_of_the_first_rank(tmp_path: Path) -> None:
-    """Ranks share the writing of what they hold alike; a mixture of their statistics would belong to no model."""
+    """Ranks share the writing of what they hold alike; a mixture of their statistics would belong to no
+    model.
+    """
     first, second = spawn(_statistics, 2, folder=tmp_path)
     assert not torch.equal(first["running_mean"], second["running_mean"])
     booster = Booster("cpu")

@@ -1,4 +1,6 @@
-"""booster.save and booster.load on one process: everything a run needs, atomic, in the background, and what is refused."""
+"""booster.save and booster.load on one process: everything a run needs, atomic, in the background, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, steps: int, ba
 
 
 def _rest(run: Job, steps: int) -> list[float]:
-    """A loop that begins a new pass would leave the present one: the loader goes on by itself only when it was loaded."""
+    """A loop that begins a new pass would leave the present one: the loader goes on by itself only when it
+    was loaded.
+    """
     state = run.loader.state_dict()
     run.loader.load_state_dict(state)
     return run.train(steps)

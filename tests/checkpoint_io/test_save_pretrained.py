@@ -1,4 +1,6 @@
-"""``save_pretrained`` of boosted models: what is written is the whole model as it is trained, under every plan."""
+"""``save_pretrained`` of boosted models: what is written is the whole model as it is trained, under every
+plan.
+"""
 
 from __future__ import annotations
 

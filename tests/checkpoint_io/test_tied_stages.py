@@ -32,7 +32,9 @@ WORDS, WIDTH = 16, 8
 
 
 class Words(nn.Module):
-    """The table is the first parameter of the first stage and the last of the last, so their replicas cut it differently."""
+    """The table is the first parameter of the first stage and the last of the last, so their replicas cut it
+    differently.
+    """
 
     def __init__(self) -> None:
         super().__init__()

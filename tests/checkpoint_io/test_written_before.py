@@ -1,4 +1,6 @@
-"""Checkpoints that commit 4947fa0 wrote, loaded by the present code into the serial model and under other plans."""
+"""Checkpoints that commit 4947fa0 wrote, loaded by the present code into the serial model and under other
+plans.
+"""
 
 from __future__ import annotations
 

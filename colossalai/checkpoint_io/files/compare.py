@@ -31,7 +31,8 @@ def check_shapes(module: nn.Module, state: Mapping[str, Any], path: Path) -> Non
         if isinstance(value, Tensor) and _differ(value, own.get(name))
     ]
     faults += [
-        f"{name} is a buffer made by expand, several of whose elements are one in memory; give the model a copy, with .clone()"
+        f"{name} is a buffer made by expand, several of whose elements are one in memory; give the model a"
+        " copy, with .clone()"
         for name in state
         if _is_buffer(own.get(name)) and is_expanded(own[name])
     ]
@@ -70,7 +71,8 @@ def report_names(
         )
     if none_fits:
         warnings.warn(
-            f"nothing was loaded from {checkpoint}: none of its {len(unexpected)} names is one of the {total} of"
+            f"nothing was loaded from {checkpoint}: none of its {len(unexpected)} names is one of the {total}"
+            " of"
             f" {type(module).__name__}.{prefix}",
             stacklevel=2,
         )
@@ -88,7 +90,8 @@ def _difference(missing: Sequence[str], unexpected: Sequence[str]) -> str:
             prefix = name.removesuffix(shorter[0])
             if prefix != name and {prefix + short for short in shorter} == set(longer):
                 return (
-                    f" The names differ only in that those of {where} begin with {prefix!r}, and those of {other} do not:"
+                    f" The names differ only in that those of {where} begin with {prefix!r}, and those of"
+                    f" {other} do not:"
                     " load into the part of the model, or rename them"
                 )
     return ""

@@ -1,6 +1,7 @@
-"""Whole tensors from the pieces of all ranks, one at a time, on the first rank, and each rank's part of a file.
+"""Gather whole tensors from the pieces of all ranks, one at a time, on the first rank; load a rank's part.
 
-Checkpoints of runs never need this; files in the layout of Hugging Face, and files of one piece, hold whole tensors.
+Checkpoints of runs never need this; files in the layout of Hugging Face, and files of one piece, hold whole
+tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ Part = tuple[dict[str, Tensor | None], float]
 
 
 class Gathering:
-    """The tensors that all ranks hold together.  Every rank makes one, and asks for the same tensors in the same order."""
+    """The tensors that all ranks hold together.
+
+    Every rank makes one, and asks for the same tensors in the same order.
+    """
 
     def __init__(self, collect: Callable[[], Sequence[HeldTensor]], ranks: JobRanks) -> None:
         self.ranks = ranks
@@ -81,7 +85,7 @@ class Gathering:
         return whole(logical.shape).numel * logical.dtype.itemsize / MB
 
     def parts(self, max_size: float) -> Iterator[Part]:
-        """All tensors in parts of at most ``max_size`` MB, with their sizes; those under several names are in one part."""
+        """Gather all tensors in parts of at most ``max_size`` MB; tied names stay together."""
         units = [([name, *self._aliases.get(name, [])], self.size(name)) for name in self.plan.tensors]
         for names, size in plan_shards(units, max_size):
             found = {name: self.whole(name) for name in names if name in self.plan.tensors}
@@ -168,8 +172,10 @@ class OptimizerParts:
 def _check_stages(names: ParameterNames) -> None:
     if names.are_numbers and names.stage is not None:
         raise ValueError(
-            "an optimizer file without the names of a model numbers the parameters of the whole model, but each stage of a"
-            " pipeline counts its own; boost the optimizer together with its model, or save the run with booster.save"
+            "an optimizer file without the names of a model numbers the parameters of the whole model, but"
+            " each stage of a"
+            " pipeline counts its own; boost the optimizer together with its model, or save the run with"
+            " booster.save"
         )
 
 
@@ -194,11 +200,11 @@ def _gathered_parts(
 class OwnOptimizer:
     """An optimizer that is loaded from a file: what of the serial optimizer's state is for this rank.
 
-    Parameters are found by their names, if file and optimizer have both and they differ; else by their numbers.
+    Parameters are found by their names, if file and optimizer have both and they differ; else by their
+    numbers.
 
-    Args:
-        by_names: find them by names also where the numbers would do, and pass over parameters that are not here.
-        ties: further names of stored parameters.
+    Args: by_names: find them by names also where the numbers would do, and pass over parameters that are not
+    here. ties: further names of stored parameters.
     """
 
     def __init__(
@@ -215,8 +221,10 @@ class OwnOptimizer:
         self.by_names = stored.has_names and not names.are_numbers and (by_names or self._differs(names))
         if names.stage is not None and not self.by_names:
             raise ValueError(
-                "the file knows its parameters by their numbers in the whole model, and each stage of a pipeline counts its own;"
-                " save it once more by booster.save_optimizer of the boosted optimizer, which adds their names"
+                "the file knows its parameters by their numbers in the whole model, and each stage of a"
+                " pipeline counts its own;"
+                " save it once more by booster.save_optimizer of the boosted optimizer, which adds their"
+                " names"
             )
         flat = [self.state.stored_name(name, self._manifest) for name, _ in self.state.holdings]
         self._stored_names = set(stored.numbers)
@@ -225,7 +233,11 @@ class OwnOptimizer:
         self._targets = dict(zip(self._sources, params, strict=False))
 
     def _differs(self, names: ParameterNames) -> bool:
-        """Whether groups of the same sizes hold the same parameters in another order; a stage has a part of them."""
+        """Whether the parameters must be found by name.
+
+        They must on a pipeline stage, which has a part of them, and where groups of the same sizes hold them
+        in another order.
+        """
         own = [group for _, group in self.state.groups()]
         stored = [group.params for group in self.stored.groups]
         alike = {n for group in own for n in group} == {n for group in stored for n in group}

@@ -1,9 +1,10 @@
 """Models and optimizers in files of whole tensors: one file, or a folder that Hugging Face opens.
 
-``CheckpointIO`` is what a training script can ask for.  ``GeneralCheckpointIO`` writes what one process holds.
-``GatheredCheckpointIO`` brings one tensor at a time together from all ranks, and only the rank that writes keeps it, on its CPU:
-all of the file that is being written, never more.  Loading reads the files on every rank, and each keeps its own part.  So a
-checkpoint does not know by how many ranks it was written, or under which plan.
+``CheckpointIO`` is what a training script can ask for.  ``GeneralCheckpointIO`` writes what one process
+holds. ``GatheredCheckpointIO`` brings one tensor at a time together from all ranks, and only the rank that
+writes keeps it, on its CPU: all of the file that is being written, never more.  Loading reads the files on
+every rank, and each keeps its own part.  So a checkpoint does not know by how many ranks it was written, or
+under which plan.
 """
 
 from __future__ import annotations
@@ -52,16 +53,17 @@ from colossalai.utils.parallel import launched_mesh
 T = TypeVar("T")
 State = dict[str, Any]
 Shards = Iterable[tuple[dict[Any, Any], float]]
-# The attribute of a parameter of an optimizer that is a slice of one of the model; its ``fit`` cuts a loaded value.
+# The attribute of a parameter of an optimizer that is a slice of one of the model; its ``fit`` cuts a loaded
+# value.
 PIECE = "zero_piece"
 
 
 class CheckpointIO(ABC):
     """Save and load models, optimizers and learning-rate schedulers.
 
-    The public methods check their arguments and find the files; a subclass writes and reads them.  ``shard=False``
-    means one file of the given name, ``shard=True`` a folder with an index.  On loading, the path may be either, and
-    the format is recognized.
+    The public methods check their arguments and find the files; a subclass writes and reads them.
+    ``shard=False`` means one file of the given name, ``shard=True`` a folder with an index.  On loading, the
+    path may be either, and the format is recognized.
     """
 
     def save_model(
@@ -76,12 +78,11 @@ class CheckpointIO(ABC):
     ) -> None:
         """Save the weights of ``model``.
 
-        Args:
-            checkpoint: a file, or with ``shard`` a folder, which is made if it does not exist.
-            shard: write several files of at most ``size_per_shard`` MB and an index.
-            gather_dtensor: let a plan that cuts tensors store whole ones.
-            variant: a word that goes into the names of the files in a folder.
-            use_safetensors: safetensors instead of torch's own format; also if a single file is named ``*.safetensors``.
+        Args: checkpoint: a file, or with ``shard`` a folder, which is made if it does not exist. shard: write
+        several files of at most ``size_per_shard`` MB and an index. gather_dtensor: let a plan that cuts
+        tensors store whole ones. variant: a word that goes into the names of the files in a folder.
+        use_safetensors: safetensors instead of torch's own format; also if a single file is named
+        ``*.safetensors``.
         """
         path = _target("save_model", checkpoint, shard, size_per_shard, variant)
         if shard:
@@ -91,7 +92,10 @@ class CheckpointIO(ABC):
             self.save_unsharded_model(model, path, gather_dtensor, use_safetensors or by_name)
 
     def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> nn.Module:
-        """Load weights into ``model`` and return it.  Not ``strict``: missing and unknown tensors are passed over."""
+        """Load weights into ``model`` and return it.
+
+        Not ``strict``: missing and unknown tensors are passed over.
+        """
         path = find_checkpoint(checkpoint, FileKind.MODEL)
         is_index, _ = has_index_file(path)
         (self.load_sharded_model if is_index else self.load_unsharded_model)(model, path, strict)
@@ -106,7 +110,10 @@ class CheckpointIO(ABC):
         prefix: str | None = None,
         size_per_shard: float = 1024,
     ) -> None:
-        """Save the states and parameter groups of ``optimizer``; ``prefix`` is what ``variant`` is for a model."""
+        """Save the states and parameter groups of ``optimizer``.
+
+        ``prefix`` is what ``variant`` is for a model.
+        """
         path = _target("save_optimizer", checkpoint, shard, size_per_shard, prefix)
         if shard:
             self.save_sharded_optimizer(optimizer, path, gather_dtensor, prefix, size_per_shard)
@@ -223,7 +230,7 @@ class GeneralCheckpointIO(CheckpointIO):
         return names_of(optimizer)
 
     def names(self, module: nn.Module) -> LocalNames:
-        """What the tensors of ``module`` are called in files, and which names of files are not for this rank."""
+        """The names of the tensors of ``module`` in files, and the names that are not for this rank."""
         return LocalNames.of(module)
 
     def fit(self, value: Any, target: Tensor | None) -> Any:
@@ -301,7 +308,8 @@ class GeneralCheckpointIO(CheckpointIO):
         groups_file = index.param_groups_file()
         if groups_file is None:
             raise RuntimeError(
-                f"{index_file_path} is not the index of an optimizer checkpoint: its metadata names no param_groups"
+                f"{index_file_path} is not the index of an optimizer checkpoint: its metadata names no"
+                " param_groups"
             )
         for _ in survey_shards(index):  # refuses what is damaged before much is read
             pass
@@ -314,7 +322,10 @@ class GeneralCheckpointIO(CheckpointIO):
     def load_weights(
         self, model: nn.Module, parts: Iterable[tuple[Path, State]], checkpoint: Path, strict: bool
     ) -> None:
-        """Load part by part; what no part has is missing, unless the model ties it to something that was loaded."""
+        """Load the weights part by part.
+
+        A tensor that no part has is missing, unless the model ties it to one that was loaded.
+        """
         module = user_module(model)
         own, names = module.state_dict(keep_vars=True), self.names(module)
         missing, unexpected = list(own), []
@@ -343,7 +354,7 @@ class GeneralCheckpointIO(CheckpointIO):
         opened: Callable[[], tuple[StoredOptimizer, Iterable[NumberedStates]]],
         checkpoint: Path,
     ) -> None:
-        """Load what ``opened`` finds in a file: all but the states, and these by the numbers of parameters, in parts."""
+        """Load the optimizer that ``opened`` reads from a file: its groups, and its states in parts."""
         names = self.parameter_names(optimizer)
 
         def prepare() -> State:
@@ -360,11 +371,12 @@ class GeneralCheckpointIO(CheckpointIO):
 
 
 class GatheredCheckpointIO(GeneralCheckpointIO):
-    """Save the tensors of all ranks, which may be cut over them, as those of the serial model; load each rank's part.
+    """Save the tensors of all ranks as those of the serial model, and load each rank's part of them.
 
-    Saving is a collective: every rank must call it, and if the one that writes fails (a full disk), all raise, so that none
-    waits for it in the next collective.  So is loading into the stages of a pipeline; elsewhere every rank loads for itself.
-    ``group`` holds the ranks that take part, by default all; its first rank is the one that writes.
+    Saving is a collective: every rank must call it, and if the one that writes fails (a full disk), all
+    raise, so that none waits for it in the next collective.  So is loading into the stages of a pipeline;
+    elsewhere every rank loads for itself. ``group`` holds the ranks that take part, by default all; its first
+    rank is the one that writes.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -377,12 +389,13 @@ class GatheredCheckpointIO(GeneralCheckpointIO):
     def check_gathering(self, gather_dtensor: bool) -> None:
         if not gather_dtensor:
             raise ValueError(
-                "gather_dtensor=False asks for a checkpoint of cut tensors, but this plan stores whole ones; leave it out, or"
+                "gather_dtensor=False asks for a checkpoint of cut tensors, but this plan stores whole ones;"
+                " leave it out, or"
                 " use booster.save"
             )
 
     def run_write(self, write: Callable[[], None], parts: Iterable[Any] = ()) -> None:
-        """Let ``write`` take the parts one by one on the rank that writes, while the others help to gather each.
+        """Call ``write`` on the rank that writes; all ranks go through ``parts``, which it takes one by one.
 
         If it fails, the rest is still gathered there, since the other ranks do not know yet.
         """
@@ -397,7 +410,7 @@ class GatheredCheckpointIO(GeneralCheckpointIO):
         self.ranks.agree(failure, what="write the checkpoint")
 
     def model_parts(self, model: nn.Module, size_per_shard: float) -> Iterator[tuple[State, float]]:
-        """The state dict of the serial model; what modules add to it (``get_extra_state``) is in the last part."""
+        """Gather the state dict of the serial model; the last part has the extra states of modules."""
         gathering = Gathering(lambda: ModelState(model).entries(), self.ranks)
         extra: State = {}
         for theirs in reversed(self.ranks.gather(ModelState(model).extra)):
@@ -405,14 +418,17 @@ class GatheredCheckpointIO(GeneralCheckpointIO):
         return _with_extra(gathering, extra, size_per_shard)
 
     def optimizer_parts(self, optimizer: Optimizer, model: nn.Module | None = None) -> OptimizerParts:
-        """The state of the serial optimizer; ``model`` names its parameters, by default the one it was boosted with."""
+        """Gather the state of the serial optimizer.
+
+        ``model`` names its parameters, by default the one that it was boosted with.
+        """
         return OptimizerParts.gathered(optimizer, names_of(optimizer, model), self.ranks)
 
     def parameter_names(self, optimizer: Optimizer) -> ParameterNames:
         return names_of(optimizer).agree(self.ranks)
 
     def names(self, module: nn.Module) -> LocalNames:
-        """As the stages of a pipeline together know them: each gets the tensors it shares with others under all their names."""
+        """The names that all stages of a pipeline know; a shared tensor has the names of all its stages."""
         found = super().names(module)
         if not _has_stages():
             return found
@@ -426,7 +442,10 @@ class GatheredCheckpointIO(GeneralCheckpointIO):
         return found
 
     def fit(self, value: Any, target: Any) -> Any:
-        """Cut a whole tensor like ``target``; one of another shape is left to the error that follows, or is a count."""
+        """Cut a whole tensor like ``target``.
+
+        A tensor of another shape is returned as it is: a count, or a misfit that is refused later.
+        """
         if (piece := getattr(target, PIECE, None)) is not None:
             return piece.fit(self.fit(value, piece.param))
         if not isinstance(target, Tensor) or not isinstance(value, Tensor) or value.shape == ():
@@ -463,7 +482,7 @@ ReplicatedCheckpointIO = (
 
 
 def whole_state(parts: Iterable[tuple[State, float]], model: nn.Module) -> State:
-    """The state dict of all ``parts``, with the versions of the modules of ``model``, which torch looks up there."""
+    """Join ``parts`` to one state dict, with the versions of the modules of ``model``, which torch reads."""
     state: State = OrderedDict()
     for part, _ in parts:
         state |= part

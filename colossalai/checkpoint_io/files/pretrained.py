@@ -1,10 +1,11 @@
 """Weights of a whole model read into a model that is cut: every rank reads its own pieces, and nothing else.
 
-A safetensors file tells where each tensor lies and is mapped into memory, so only the piece that is copied is read from
-it; at no time does a rank hold more of a tensor than its piece.  The model may be on the meta device: it gets its memory here.
+A safetensors file tells where each tensor lies and is mapped into memory, so only the piece that is copied is
+read from it; at no time does a rank hold more of a tensor than its piece.  The model may be on the meta
+device: it gets its memory here.
 
-A model may also be a stage of a pipeline, or several.  A stage knows the names of the whole model, so what belongs to other
-stages is passed over, and a weight that is tied to one of theirs is read under either name.
+A model may also be a stage of a pipeline, or several.  A stage knows the names of the whole model, so what
+belongs to other stages is passed over, and a weight that is tied to one of theirs is read under either name.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def load_pretrained(
 ) -> M:
     """Fill ``model`` with the weights in ``path`` and return it.
 
-    ``path`` is a safetensors file, or a folder as ``save_pretrained`` writes it: ``model.safetensors``, or shards with an
-    index.  ``model`` may be what ``colossalai.pipeline.split_model`` returns.  What is on the meta device gets memory on ``device``, by default the current one.  With ``strict=False``
-    tensors that only one side has are passed over; those on the meta device must be there.  ``mesh`` is that on which the
+    ``path`` is a safetensors file, or a folder as ``save_pretrained`` writes it: ``model.safetensors``, or
+    shards with an index.  ``model`` may be what ``colossalai.pipeline.split_model`` returns.  What is on the
+    meta device gets memory on ``device``, by default the current one.  With ``strict=False`` tensors that
+    only one side has are passed over; those on the meta device must be there.  ``mesh`` is that on which the
     model was cut, and found without being given.
 
     All is compared before anything is read; nothing is communicated.
@@ -72,10 +74,10 @@ def load_pretrained(
 def read_pretrained(
     model: nn.Module, path: str | Path, *, strict: bool = True, mesh: Mesh | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stored values of ``model`` by their names in it, one after the other: this rank's piece where the model is cut.
+    """Yield the stored values of ``model``, one tensor at a time: this rank's piece where the model is cut.
 
-    For models that keep their weights in a way of their own, such as ``GeminiDDP`` (give its ``unwrap()``): at no time is
-    there more than one tensor.  A tied weight comes once.  Otherwise as ``load_pretrained``.
+    For models that keep their weights in a way of their own, such as ``GeminiDDP`` (give its ``unwrap()``):
+    at no time is there more than one tensor.  A tied weight comes once.  Otherwise as ``load_pretrained``.
     """
     path = Path(path)
     own = dict(model.state_dict(keep_vars=True))
@@ -227,19 +229,20 @@ def _write(model: nn.Module, target: Tensor, value: Tensor, device: torch.device
 
 
 def _fill_buffers(model: nn.Module, device: torch.device) -> None:
-    """Compute the buffers on meta that files do not have, such as tables of positions, as transformers does."""
+    """Compute the buffers on meta that no file has (tables of positions), as transformers does."""
     for path, module in model.named_modules():
         lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         left = _computed(model, module, lost, device)
         if left:
             raise RuntimeError(
-                f"the buffer {f'{path}.{left[0]}'.lstrip('.')!r} is on the meta device, in no file, and nothing computes it; "
+                f"the buffer {f'{path}.{left[0]}'.lstrip('.')!r} is on the meta device, in no file, and"
+                " nothing computes it; "
                 "build the model with its buffers on a real device"
             )
 
 
 def _computed(model: nn.Module, module: nn.Module, names: list[str], device: torch.device) -> list[str]:
-    """Fill the buffers ``names`` of ``module`` by the model's own function; returns those that it left alone."""
+    """Fill the buffers ``names`` of ``module`` by the model's function; returns those that it left alone."""
     compute = getattr(model, "_init_weights", None)
     if not names or compute is None or list(module.parameters(recurse=False)):
         return names
@@ -282,7 +285,10 @@ def save_pretrained(model: ModelWrapper, save_directory: Any, **options: Any) ->
 
 
 def _check_whole(state: Mapping[str, Any], wanted: Iterable[tuple[Any, ...]]) -> None:
-    """Refuse a state that lacks a weight of the model; each of ``wanted`` has its names, and its shape in the serial model."""
+    """Refuse a state that lacks a weight of the model.
+
+    Each of ``wanted`` has the names of a weight, and its shape in the serial model.
+    """
     lost = {
         names[-1].removeprefix("/"): None
         for *names, shape in wanted
@@ -290,8 +296,10 @@ def _check_whole(state: Mapping[str, Any], wanted: Iterable[tuple[Any, ...]]) ->
     }
     if lost:
         raise ValueError(
-            f"save_pretrained(..., state_dict=...): {len(lost)} weights of the model are not in the state_dict of the first rank, or"
-            f" only pieces of them (the first: {next(iter(lost))}). Leave out state_dict, and the whole model is written; another dtype is given"
+            f"save_pretrained(..., state_dict=...): {len(lost)} weights of the model are not in the"
+            " state_dict of the first rank, or"
+            f" only pieces of them (the first: {next(iter(lost))}). Leave out state_dict, and the whole model"
+            " is written; another dtype is given"
             " when it is loaded (from_pretrained(..., dtype=...))"
         )
 
@@ -304,7 +312,8 @@ def push_to_hub(model: ModelWrapper, *args: Any, **options: Any) -> Any:
     """Refuse for a model that is spread, since the model's own method looks at what one process holds."""
     if is_spread(model):
         raise RuntimeError(
-            f"push_to_hub would upload what this process holds of the model, which {type(model).__name__} has spread; call"
+            f"push_to_hub would upload what this process holds of the model, which {type(model).__name__} has"
+            " spread; call"
             " model.save_pretrained(folder, push_to_hub=True, repo_id=...) on every rank"
         )
     user: Any = model.unwrap()

@@ -1,12 +1,14 @@
-"""The names of the files of a checkpoint, which tensor goes to which shard, and how a folder of shards replaces an older one.
+"""Name the files of a checkpoint, cut a state dict into shards, and replace a folder of shards safely.
 
 The names are those of Hugging Face: ``pytorch_model.bin`` or ``model.safetensors`` for one file,
-``pytorch_model.bin.index.json`` beside ``pytorch_model-00001.bin``, ... for a folder.  A variant goes before the suffix:
-``pytorch_model.fp16.bin``.  The index is JSON: ``{"metadata": {"total_size": bytes}, "weight_map": {tensor name: file name}}``;
-for an optimizer the names are the numbers of its parameters, and the metadata also names the file with its ``param_groups``.
+``pytorch_model.bin.index.json`` beside ``pytorch_model-00001.bin``, ... for a folder.  A variant goes before
+the suffix: ``pytorch_model.fp16.bin``.  The index is JSON: ``{"metadata": {"total_size": bytes},
+"weight_map": {tensor name: file name}}``; for an optimizer the names are the numbers of its parameters, and
+the metadata also names the file with its ``param_groups``.
 
-A shard is written under a name that the folder's present index does not use; then the new index takes the place of the
-old one, in one step; then the old shards go.  Whenever the machine stops, the folder holds one complete checkpoint.
+A shard is written under a name that the folder's present index does not use; then the new index takes the
+place of the old one, in one step; then the old shards go.  Whenever the machine stops, the folder holds one
+complete checkpoint.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def shard_checkpoint(
 ) -> Iterator[tuple[dict[Any, Any], float]]:
     """Cut a state dict, in order, into shards of at most ``max_shard_size`` MB; yield each with its size.
 
-    An entry may be a tensor or a dict of them (an optimizer's state of one parameter).  One that is larger than a shard
-    is a shard of its own, and tied tensors go together.
+    An entry may be a tensor or a dict of them (an optimizer's state of one parameter).  One that is larger
+    than a shard is a shard of its own, and tied tensors go together.
     """
     units: dict[Any, list[Any]] = {}  # names that must not be separated
     for name, value in state_dict.items():
@@ -79,7 +81,7 @@ def size_of(value: Any) -> float:
 
 
 class ShardedWriter:
-    """Writes the shards of one checkpoint and publishes them; ``with`` removes them again if that is not reached."""
+    """Write the shards of one checkpoint and publish them; ``with`` removes what was not published."""
 
     def __init__(self, folder: Path, weights_name: str, index_name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +141,7 @@ def read_shards(index: CheckpointIndexFile) -> Iterator[tuple[Path, dict[Any, An
 
 
 def survey_shards(index: CheckpointIndexFile) -> Iterator[tuple[Path, dict[Any, Any]]]:
-    """The shards one by one, for a look at names and shapes; one that lacks what the index promises is an error."""
+    """Yield names and shapes of each shard; a shard that lacks a tensor of the index is an error."""
     for file_name in index.get_checkpoint_filenames():
         path = Path(file_name)
         state = survey_file(path)
@@ -154,7 +156,7 @@ def _files_of(index_path: Path) -> set[str]:
     """The files that belong to the checkpoint of an existing index."""
     try:
         index = CheckpointIndexFile.from_file(index_path)
-    except RuntimeError:  # none, or one that nobody could load either
+    except RuntimeError:  # there is none, or it is damaged
         return set()
     return {*index.weight_map.values(), *filter(None, [index.param_groups_file()])}
 
@@ -187,7 +189,8 @@ class CheckpointIndexFile:
         metadata = content.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise RuntimeError(
-                f"{path} is not the index of a sharded checkpoint: its 'metadata' is no object but {metadata!r}"
+                f"{path} is not the index of a sharded checkpoint: its 'metadata' is no object but"
+                f" {metadata!r}"
             )
         homes = weight_map | {key: metadata[key] for key in [PARAM_GROUPS] if key in metadata}
         for name, file_name in homes.items():
@@ -314,7 +317,8 @@ def _refuse_run(path: Path, kind: FileKind) -> None:
     """The folder of a whole run, or of several, is for another call."""
     if any(path.glob(RUN)) or any(path.glob(f"*/{RUN}")):
         raise ValueError(
-            f"{path} is a checkpoint of booster.save, which booster.load({str(path)!r}) reads; load_{kind.name.lower()} reads files of"
+            f"{path} is a checkpoint of booster.save, which booster.load({str(path)!r}) reads;"
+            f" load_{kind.name.lower()} reads files of"
             " whole tensors. `colossalai ckpt convert` makes these of it"
         )
 

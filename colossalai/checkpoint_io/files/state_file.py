@@ -1,10 +1,10 @@
 """One checkpoint file: written whole or not at all, and read without running anything that is in it.
 
-A file appears under its name only when all of it is on disk, so a crash never leaves half a file behind.  On loading,
-the first bytes tell safetensors from torch's own format; the name does not matter.
+A file appears under its name only when all of it is on disk, so a crash never leaves half a file behind.  On
+loading, the first bytes tell safetensors from torch's own format; the name does not matter.
 
-Both formats are read with checksums.  Torch's is a zip archive, which has them, though torch does not look at them; safetensors
-has none, so ours lie in its metadata, where other libraries pass them over.
+Both formats are read with checksums.  Torch's is a zip archive, which has them, though torch does not look at
+them; safetensors has none, so ours lie in its metadata, where other libraries pass them over.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def load_shard_state_dict(checkpoint_file: str | Path) -> StateDict:
 
 
 def survey_file(path: Path) -> StateDict:
-    """Like ``load_shard_state_dict``, but values are left on the disk as far as the format allows: for a look at them."""
+    """Read names and shapes of a file; values stay on the disk as far as the format allows."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint file {path}")
     if not is_safetensors(path):
@@ -98,7 +98,8 @@ def survey_file(path: Path) -> StateDict:
 
 def unreadable(path: Path, error: Exception) -> RuntimeError:
     return RuntimeError(
-        f"{path} is not a checkpoint that can be read (damaged, cut short, or holding objects that are neither"
+        f"{path} is not a checkpoint that can be read (damaged, cut short, or holding objects that are"
+        " neither"
         f" tensors nor plain values): {error}"
     )
 
@@ -110,7 +111,7 @@ def _unwritable(path: Path, error: Exception) -> OSError:
 
 
 def same_memory(tensor: Tensor) -> tuple[Any, ...] | None:
-    """A key that two tensors share if they are one and the same (tied weights); None if there is nothing to share."""
+    """Return a key that tensors in the same memory share (tied weights); None for a tensor without memory."""
     if tensor.numel() == 0 or tensor.layout != torch.strided:
         return None
     storage = tensor.untyped_storage().data_ptr()
@@ -131,7 +132,8 @@ def _stand_alone(state_dict: Mapping[Any, Any], path: Path) -> OrderedDict[Any, 
             return value
         if type(value).__name__ == "DTensor":  # by name: importing the class takes longer than most saves
             raise TypeError(
-                f"cannot write {name} to {path}: it is a part of a tensor cut over several ranks; save it with the"
+                f"cannot write {name} to {path}: it is a part of a tensor cut over several ranks; save it"
+                " with the"
                 " checkpoint IO of the plugin that cut it"
             )
         if value.is_meta:
@@ -160,7 +162,10 @@ def _write_torch(state: Mapping[Any, Any], draft: Path, path: Path) -> None:
 
 
 def _write_safetensors(state: Mapping[str, Any], draft: Path, path: Path) -> None:
-    """The format stores each tensor once; the names of tied tensors go to the metadata as ``other name: stored name``."""
+    """Write safetensors, where a tied tensor is stored once.
+
+    The metadata have its other names, as ``other name: stored name``.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -170,7 +175,8 @@ def _write_safetensors(state: Mapping[str, Any], draft: Path, path: Path) -> Non
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"cannot write {name} to {path}: safetensors hold tensors only, and it is a {type(value).__name__};"
+                f"cannot write {name} to {path}: safetensors hold tensors only, and it is a"
+                f" {type(value).__name__};"
                 " save with use_safetensors=False"
             )
         key = same_memory(value)
@@ -252,7 +258,7 @@ def sums_as_text(sums: Mapping[str, int]) -> str:
 
 
 def read_checksums(metadata: Mapping[str, str] | None) -> dict[str, int] | None:
-    """The sums in the metadata of a safetensors file; None if whoever wrote it wrote none."""
+    """The sums in the metadata of a safetensors file; None in a file without sums."""
     text = (metadata or {}).get(CHECKSUMS)
     if text is None:
         return None
@@ -301,7 +307,7 @@ def damaged_records(path: Path) -> Iterator[str]:
 
 
 def _tensor_in(path: Path, info: zipfile.ZipInfo, infos: list[zipfile.ZipInfo]) -> str:
-    """The name of the tensor that a record holds: mapped into memory, tensors lie in the order of their records."""
+    """Return the name of the tensor in a record: mapped tensors lie in the order of their records."""
     records = sorted((i.header_offset, i.filename) for i in infos if "/data/" in i.filename and i.file_size)
     names = [name for _, name in records]
     try:

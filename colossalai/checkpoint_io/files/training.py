@@ -33,7 +33,9 @@ def save_checkpoint(
     lr_scheduler: Any = None,
     **kwargs: Any,
 ) -> None:
-    """Write one file of the whole model, whatever the plan; in a distributed job every rank calls this and rank 0 writes.
+    """Write one file of the whole model, whatever the plan.
+
+    In a distributed job every rank calls this, and rank 0 writes.
 
     Further keywords (plain values and tensors) are kept in the file beside the rest.
     """
@@ -48,7 +50,7 @@ def save_checkpoint(
 
 
 def _whole_optimizer(optimizer: Optimizer, model: nn.Module, io: GatheredCheckpointIO) -> dict[str, Any]:
-    """The state dict of the serial optimizer, whole on the rank that writes, with the names of its parameters."""
+    """Gather the state dict of the serial optimizer, with the names of its parameters."""
     state = io.optimizer_parts(optimizer, model)
     return state.file(state.parts(float("inf")))
 
@@ -60,14 +62,15 @@ def load_checkpoint(
     lr_scheduler: Any = None,
     strict: bool = True,
 ) -> int:
-    """Load what ``save_checkpoint`` wrote into the objects that are given; returns the epoch it was written in.
+    """Load what ``save_checkpoint`` wrote; returns the epoch in which it was written.
 
     Not ``strict``: missing and unknown weights are passed over.
     """
     state = load_training(file, model, optimizer, lr_scheduler, strict)
     if (seen := state.get(STEP_IN_EPOCH)) is not None:
         get_dist_logger().warning(
-            f"{file} was written within epoch {state['epoch']}, after {seen} of its batches; the epoch that is returned"
+            f"{file} was written within epoch {state['epoch']}, after {seen} of its batches; the epoch that"
+            " is returned"
             " does not say so. trainer.resume(file, lr_scheduler) goes on with the next batch",
             ranks=[0],
         )
@@ -87,7 +90,8 @@ def load_training(
     absent = [name for name, part in wanted.items() if part is not None and name not in state]
     if "epoch" not in state or absent:
         raise RuntimeError(
-            f"{file} is not a checkpoint with {', '.join(absent) or 'an epoch'}; it holds {', '.join(map(str, state))}"
+            f"{file} is not a checkpoint with {', '.join(absent) or 'an epoch'}; it holds"
+            f" {', '.join(map(str, state))}"
         )
     module, io = user_module(model), GatheredCheckpointIO()
     check_shapes(module, state["model"], Path(file))
@@ -116,7 +120,7 @@ def load_training(
 def _own_optimizer(
     optimizer: Optimizer, model: nn.Module, file: dict[str, Any], io: GatheredCheckpointIO
 ) -> dict[str, Any]:
-    """The state in ``file`` with the numbers that the parameters have on this rank, each cut as its parameter is."""
+    """Renumber and cut the optimizer in ``file`` as the parameters of this rank are."""
     # older versions wrote the names beside the optimizer
     stored, parts = StoredOptimizer.open_state_dict(file["optimizer"], file.get(NAMES))
     names = names_of(optimizer, model).agree(io.ranks)

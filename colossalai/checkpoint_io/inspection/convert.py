@@ -1,7 +1,7 @@
-"""The weights of a checkpoint in another form: for Hugging Face, as one file, for ``booster.load``; also in another dtype.
+"""Convert the weights of a checkpoint: for Hugging Face, to one file, for ``booster.load``, to another dtype.
 
-One tensor at a time is in memory, twice read: once for its checksum, which lies before the values, and once to be written.
-What is written appears under its name when it is complete.
+One tensor at a time is in memory, twice read: once for its checksum, which lies before the values, and once
+to be written. What is written appears under its name when it is complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from colossalai.checkpoint_io.stored_optimizer import StoredOptimizer
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one model: their names, shapes and dtypes as they are to be written, and how each is read."""
+    """The weights of one model: names, shapes and dtypes as they are written, and a function to read each."""
 
     blocks: list[TensorToWrite]
     ties: dict[str, str]
@@ -56,7 +56,8 @@ class Weights:
 def weights_of(view: View, dtype: torch.dtype | None = None, section: str = "model") -> Weights:
     """The weights in a checkpoint; with ``dtype`` those that are floating-point numbers are converted.
 
-    Of a run that trained in half precision, the optimizer has the exact weights; they are taken for a wider ``dtype``.
+    Of a run that trained in half precision, the optimizer has the exact weights; they are taken for a wider
+    ``dtype``.
     """
     if view.kind in ("optimizer", "values"):
         raise ValueError(f"{view.path} holds no weights: it is a checkpoint of kind {view.kind!r}")
@@ -105,7 +106,7 @@ def _block(view: View, item: Item, name: str, dtype: torch.dtype | None) -> Tens
 def write_hugging_face(
     weights: Weights, folder: Path, size_per_shard: float = 5120, advance: Advance = lambda n: None
 ) -> None:
-    """A folder that ``from_pretrained`` opens if a ``config.json`` is beside: ``model.safetensors``, or shards and an index."""
+    """Write a folder that ``from_pretrained`` opens beside a ``config.json``: a file, or shards."""
     weights_name, index_name = get_base_filenames(use_safetensors=True, kind=FileKind.MODEL)
     by_name = {block.key: block for block in weights.blocks}
     units = [([block.key], block.nbytes / MB) for block in weights.blocks]
@@ -124,7 +125,10 @@ def write_hugging_face(
 
 
 def write_one_file(weights: Weights, path: Path, advance: Advance = lambda n: None) -> None:
-    """One file.  By its name it is safetensors, or else of ``torch.save``, for which all tensors must fit into memory."""
+    """One file.
+
+    By its name it is safetensors, or else of ``torch.save``, for which all tensors must fit into memory.
+    """
     if path.suffix == ".safetensors":
         _write_safetensors(path, weights.blocks, weights.ties, advance)
         return

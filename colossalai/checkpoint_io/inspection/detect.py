@@ -37,7 +37,8 @@ def find_forms(path: Path) -> list[Path]:
     runs = checkpoints(path) or [p for p in sorted(path.iterdir()) if is_checkpoint(p)]
     if not runs:
         raise FileNotFoundError(
-            f"{path} holds no checkpoint: no {MANIFEST} of booster.save in it or in the folders below it, no {' or '.join(names)},"
+            f"{path} holds no checkpoint: no {MANIFEST} of booster.save in it or in the folders below it, no"
+            f" {' or '.join(names)},"
             " no index of shards"
         )
     return runs

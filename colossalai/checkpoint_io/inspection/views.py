@@ -85,7 +85,10 @@ class View(ABC):
     @property
     @abstractmethod
     def kind(self) -> str:
-        """What it is of: ``run``, ``training`` (of ``colossalai.utils``), ``model``, ``optimizer`` or ``values``."""
+        """The kind of checkpoint: ``run``, ``training``, ``model``, ``optimizer`` or ``values``.
+
+        ``training`` is a file of ``colossalai.utils.save_checkpoint``.
+        """
 
     def prefix(self, section: str) -> str:
         """What stands before the names of the weights of a model."""
@@ -260,7 +263,7 @@ class FileView(View):
 
 
 class ShardsView(View):
-    """A folder with an index, as Hugging Face has them: weights, or with a file of groups an optimizer's states."""
+    """A folder with an index, as Hugging Face has them: weights, or states and groups of an optimizer."""
 
     form = "shards with an index"
 
@@ -339,7 +342,7 @@ def _items(file: StateFile) -> list[Item]:
 
 
 class RunView(View):
-    """Everything that a run needs to go on: ``facts`` has the plan it was written under and what the script added."""
+    """A checkpoint of a run; ``facts`` has the plan that wrote it, and what the script added."""
 
     form = "a run (booster.save)"
     has_checksums = True
@@ -409,8 +412,8 @@ class RunView(View):
 
     def _absent_ranks(self) -> Iterator[Fault]:
         """Every rank stores its random state; one that has none was lost."""
-        said = self.manifest.values.get(RANDOM)
-        for rank in range(said.get("world", 0) if isinstance(said, dict) else 0):
+        saved = self.manifest.values.get(RANDOM)
+        for rank in range(saved.get("world", 0) if isinstance(saved, dict) else 0):
             if f"{RANDOM}/{rank}" not in self.manifest.tensors:
                 yield Fault(
                     self.path / MANIFEST, "the random state of this rank is missing", f"{RANDOM}/{rank}"

@@ -1,10 +1,11 @@
 """One data file of a checkpoint: a safetensors file, written tensor by tensor and read in place.
 
-``safetensors`` itself would want all tensors of a file in memory at once to write them.  The format is a few lines: the
-length of a JSON header, the header, the bytes.  What lies in one run is read to where it is wanted; for anything else the file is
-mapped into memory, so that just the rows that are copied are read from the disk.  Every tensor has a CRC-32, which finds any damage
-of up to 32 bits in a row for sure, and runs on several threads at once (1.7 GB/s each on the machine we measured; cryptographic
-hashes are six times slower and not needed).
+``safetensors`` itself would want all tensors of a file in memory at once to write them.  The format is a few
+lines: the length of a JSON header, the header, the bytes.  What lies in one run is read to where it is
+wanted; for anything else the file is mapped into memory, so that just the rows that are copied are read from
+the disk.  Every tensor has a CRC-32, which finds any damage of up to 32 bits in a row for sure, and runs on
+several threads at once (1.7 GB/s each on the machine we measured; cryptographic hashes are six times slower
+and not needed).
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def _write_tensor(file: Any, block: TensorToWrite) -> int:
     tensor = block.read()
     if tuple(tensor.shape) != block.shape or tensor.dtype != block.dtype:
         raise RuntimeError(
-            f"{block.key} changed while it was saved: it is {tensor.dtype} of shape {tuple(tensor.shape)} now, and was"
+            f"{block.key} changed while it was saved: it is {tensor.dtype} of shape {tuple(tensor.shape)}"
+            " now, and was"
             f" {block.dtype} of shape {block.shape}"
         )
     crc, started = 0, file.tell()
@@ -135,7 +137,7 @@ class StoredFile:
             )
 
     def read(self, key: str, dtype: torch.dtype, shape: Shape, first: int, target: Tensor) -> None:
-        """Fill ``target``, contiguous and of ``dtype``, with elements of the tensor ``key`` that lie in a run from ``first`` on."""
+        """Fill ``target``, contiguous and of ``dtype``, with consecutive elements of the tensor ``key``."""
         start, _ = self._find(key, dtype, shape)
         with self._named_errors(key):
             read_into(self._file.fileno(), start + first * dtype.itemsize, target)
@@ -163,12 +165,14 @@ class StoredFile:
             raise RuntimeError(f"{self.path} has a damaged header for {key}: {found!r}") from error
         if not fits:
             raise RuntimeError(
-                f"{self.path} holds {key} as {found['dtype']} of shape {tuple(found['shape'])}; the manifest says"
+                f"{self.path} holds {key} as {found['dtype']} of shape {tuple(found['shape'])}; the manifest"
+                " says"
                 f" {name_of(dtype)} of shape {shape}"
             )
         if start < 0 or end - start != nbytes or self._start + end > len(self._map):
             raise RuntimeError(
-                f"{self.path} is cut short or damaged: {key} is said to lie at {start} to {end} of {len(self._map) - self._start}"
+                f"{self.path} is cut short or damaged: {key} is said to lie at {start} to {end} of"
+                f" {len(self._map) - self._start}"
                 f" bytes, and has {nbytes}"
             )
         return self._start + start, nbytes

@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: every tensor with its shape, dtype and the boxes it is stored in, and all other values.
+"""The manifest of a checkpoint: its tensors with shape, dtype and stored boxes, and all other values.
 
-A folder is a checkpoint if it holds ``manifest.json``.  A save writes data files under new names, and the manifest last, in one
-step; so whenever a machine stops, the folder has the new checkpoint or the one from before, and a folder without a manifest has
-none.  (Renaming a folder would not do: it cannot take the place of one that is not empty.)  What no manifest names is removed by
-the next save.
+A folder is a checkpoint if it holds ``manifest.json``.  A save writes data files under new names, and the
+manifest last, in one step; so whenever a machine stops, the folder has the new checkpoint or the one from
+before, and a folder without a manifest has none.  (Renaming a folder would not do: it cannot take the place
+of one that is not empty.)  What no manifest names is removed by the next save.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DATA_FILE = re.compile(r"[0-9a-f]{8}-\d{5}-\d{5}\.safetensors")
 
 
 def data_file(save: str, rank: int, index: int) -> str:
-    """The name of a data file; ``save`` is a word of eight hex digits that no other save in the folder has."""
+    """The name of a data file; ``save`` is a word of eight hex digits that is unique in the folder."""
     return f"{save}-{rank:05d}-{index:05d}.safetensors"
 
 
@@ -77,8 +77,8 @@ def block_key(name: str, shape: Shape, box: Box) -> str:
 class Manifest:
     """What ``manifest.json`` says.
 
-    ``number`` counts the checkpoints of the folder around this one: the latest has the highest.  ``plan`` says how the job that wrote
-    it was laid out, for people.  ``ties`` are further names of stored tensors.
+    ``number`` counts the checkpoints of the folder around this one: the latest has the highest.  ``plan``
+    says how the job that wrote it was laid out, for people.  ``ties`` are further names of stored tensors.
     """
 
     tensors: dict[str, StoredTensor]
@@ -152,7 +152,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise RuntimeError(f"{path} is not the manifest of a colossalai checkpoint")
     if content.get("version") != VERSION:
         raise RuntimeError(
-            f"{path} has version {content.get('version')!r} of the format, and this colossalai ({__version__}) reads version"
+            f"{path} has version {content.get('version')!r} of the format, and this colossalai"
+            f" ({__version__}) reads version"
             f" {VERSION}; it was written by colossalai {content.get('library')}"
         )
     written = content.pop("crc32", None)
@@ -182,25 +183,25 @@ def _parse(content: dict[str, Any], path: Path) -> Manifest:
         for file in files:
             if Path(file).name != file:
                 raise ValueError(f"{file!r} is not the name of a file beside it")
-        tensors = {name: _parse_tensor(name, said, files) for name, said in content["tensors"].items()}
+        tensors = {name: _parse_tensor(name, saved, files) for name, saved in content["tensors"].items()}
         return Manifest(tensors, **{key: content[key] for key in _TYPES if key != "tensors"})
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise RuntimeError(f"{path} is not a complete manifest: {error!r}") from error
 
 
-def _parse_tensor(name: str, said: dict[str, Any], files: list[str]) -> StoredTensor:
+def _parse_tensor(name: str, saved: dict[str, Any], files: list[str]) -> StoredTensor:
     try:
-        shape = tuple(said["shape"])
+        shape = tuple(saved["shape"])
         boxes = [
             StoredBox(Box(tuple(offsets), tuple(sizes)), files[number], crc)
-            for offsets, sizes, number, crc in said["boxes"]
+            for offsets, sizes, number, crc in saved["boxes"]
         ]
         if any(type(n) is not int for n in (*shape, *(stored.crc for stored in boxes))):
             raise TypeError("its shape and its checksums must be whole numbers")
         check_cover(shape, [stored.box for stored in boxes])
-        return StoredTensor(name, shape, dtype_of(said["dtype"]), boxes)
+        return StoredTensor(name, shape, dtype_of(saved["dtype"]), boxes)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ValueError(f"{name} is {_shortened(said)}: {error}") from error
+        raise ValueError(f"{name} is {_shortened(saved)}: {error}") from error
 
 
 def _shortened(value: Any) -> str:
@@ -226,7 +227,10 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def checkpoints(root: str | Path) -> list[Path]:
-    """The complete checkpoints among the folders in ``root``, oldest first.  One whose manifest is damaged is passed over."""
+    """The complete checkpoints among the folders in ``root``, oldest first.
+
+    One whose manifest is damaged is passed over.
+    """
     return _checkpoints(root)[0]
 
 
@@ -243,9 +247,10 @@ def _checkpoints(root: str | Path) -> tuple[list[Path], list[str]]:
 
 
 def latest(root: str | Path) -> Path | None:
-    """The checkpoint that was saved last, among the folders in ``root``, or ``root`` itself; None if there is none.
+    """Find the checkpoint that was saved last in ``root``, or ``root`` itself; None if there is none.
 
-    One whose manifest is damaged is passed over with a warning: otherwise a run would begin anew, or further back, without a word.
+    One whose manifest is damaged is passed over with a warning: otherwise a run would begin anew, or further
+    back, without a word.
     """
     if is_checkpoint(Path(root)):
         return Path(root)
@@ -256,7 +261,7 @@ def latest(root: str | Path) -> Path | None:
 
 
 def left_behind(folder: Path, keep: set[str]) -> list[Path]:
-    """The data files and drafts in ``folder`` that do not belong to ``keep``: replaced, or of a save that was interrupted."""
+    """List data files and drafts in ``folder`` that are not in ``keep``: replaced, or interrupted."""
     drafts = folder.glob(f".{MANIFEST}.*.tmp")
     data = (p for p in folder.glob("*.safetensors") if _DATA_FILE.fullmatch(p.name) and p.name not in keep)
     return [*drafts, *data]

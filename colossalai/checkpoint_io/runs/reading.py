@@ -1,6 +1,7 @@
-"""Reading a checkpoint: each rank takes from the stored boxes what its own have in common with them, and nothing else.
+"""Read a checkpoint: each rank copies what stored boxes and its own boxes have in common.
 
-First everything is compared and summed, on all ranks; the first byte of a model changes only when all of them are content.
+First everything is compared and summed, on all ranks; the first byte of a model changes only when all of them
+are content.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class RunReader:
             for piece in want.pieces:
                 if is_expanded(piece.view()):
                     raise RuntimeError(
-                        f"{want.source.name} cannot be loaded: in the model, several of its elements are one in memory (it was made"
+                        f"{want.source.name} cannot be loaded: in the model, several of its elements are one"
+                        " in memory (it was made"
                         " by expand); give the model a copy, with .clone()"
                     )
                 found = 0
@@ -57,7 +59,8 @@ class RunReader:
                         self._tensor(want.source, stored)
                 if found != piece.box.numel:
                     raise RuntimeError(
-                        f"{self.folder} has {found} of the {piece.box.numel} elements of {want.source.name} that are needed"
+                        f"{self.folder} has {found} of the {piece.box.numel} elements of {want.source.name}"
+                        " that are needed"
                         f" ({piece.box})"
                     )
 
@@ -81,9 +84,10 @@ class RunReader:
             list(pool.map(check, mine))
 
     def unnamed(self) -> Iterator[tuple[Path, str]]:
-        """What this save wrote and the manifest does not name: tensors in its files, and (without a name) whole files.
+        """List what this save wrote and the manifest does not name: tensors, and (without a key) whole files.
 
-        Other saves, which were interrupted, may have left files in the folder; their names begin with other words.
+        Other saves, which were interrupted, may have left files in the folder; their names begin with other
+        words.
         """
         named: dict[str, set[str]] = {}
         for tensor in self.manifest.tensors.values():
@@ -96,7 +100,7 @@ class RunReader:
         yield from ((path, "") for path in left if save_of(path.name) in words)
 
     def fill(self, wants: Sequence[Want]) -> None:
-        """Copy what is wanted to where it is wanted, on several threads; what goes to one place, in the order of ``wants``."""
+        """Copy stored values to where they are wanted, on several threads; in order if to the same place."""
         copies: dict[Any, list[Callable[[], None]]] = {}
         for want in wants:
             for piece in want.pieces:

@@ -1,4 +1,4 @@
-"""Everything that a run needs to go on: models, optimizers, schedulers, random states, the position in the data."""
+"""Collect and load all that a run needs: models, optimizers, schedulers, random states, data position."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class BoostedRun:
 
 @dataclass
 class RunState:
-    """Several runs (a generator and a discriminator), usually one; ``plan`` is told to people who look at the checkpoint."""
+    """Several runs (a generator and a discriminator), usually one.
+
+    ``plan`` is for people who look at the checkpoint.
+    """
 
     runs: Sequence[BoostedRun]
     plan: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +108,8 @@ class RunState:
     def load(self, path: str | Path, *, strict: bool = True, verify: bool = True) -> dict[str, Any]:
         """Load the checkpoint at ``path``, or the latest one in that folder; returns its ``extra``.
 
-        Every rank calls this.  Nothing is changed before all ranks have found that everything fits and is undamaged.
+        Every rank calls this.  Nothing is changed before all ranks have found that everything fits and is
+        undamaged.
         """
         ranks = JobRanks()
         folder = self._agreed(ranks, lambda: _find(path) if ranks.rank == 0 else None)[0]
@@ -147,7 +151,7 @@ class _Loading:
             wants, missing = self._named(model.wants, self.manifest, _section("optimizer", i))
             self.wants += wants
             self.missing += missing
-            extra = decode(self._said(model.section).get("extra", {}), f"{model.section} extra state")
+            extra = decode(self._saved(model.section).get("extra", {}), f"{model.section} extra state")
             self.afterwards.append(partial(model.loaded, extra))
             if run.optimizer is not None:
                 self._prepare_optimizer(run.optimizer, model, _section("optimizer", i))
@@ -161,14 +165,16 @@ class _Loading:
         stored = sum(key.startswith("model") for key in self.manifest.values)
         if stored != len(self.runs):
             raise RuntimeError(
-                f"{self.reader.folder} was saved by a booster that had boosted {stored} models, and this one has boosted"
+                f"{self.reader.folder} was saved by a booster that had boosted {stored} models, and this one"
+                " has boosted"
                 f" {len(self.runs)}; use a booster for the models that belong together"
             )
 
     def _prepare_optimizer(self, optimizer: Optimizer, model: ModelState, section: str) -> None:
         if section not in self.manifest.values and self.strict:
             raise RuntimeError(
-                f"{self.reader.folder} holds no {section}: it was saved by a booster that had boosted none. Pass strict=False to"
+                f"{self.reader.folder} holds no {section}: it was saved by a booster that had boosted none."
+                " Pass strict=False to"
                 " start with an optimizer without states"
             )
         state = OptimizerState(optimizer, model.parameter_names, section)
@@ -190,15 +196,15 @@ class _Loading:
         self.afterwards.append(lambda: part.load_state_dict(state))
 
     def _prepare_random(self) -> None:
-        said = self._said(RANDOM)
+        saved = self._saved(RANDOM)
         own = self.manifest.find(f"{RANDOM}/{self.ranks.rank}")
         now = {"world": self.ranks.size, "mesh": _axes(), "device": random_device()}
-        if own is not None and all(said.get(key) == value for key, value in now.items()):
+        if own is not None and all(saved.get(key) == value for key, value in now.items()):
             room = torch.empty(own.shape, dtype=own.dtype)
             self.wants.append(Want(own, [HeldBox(stored.box, room) for stored in own.boxes]))
             self.afterwards.append(lambda: restore_random_state(room))
-        elif "seed" in said:
-            self.afterwards.append(lambda: restart_random_state(said["seed"]))
+        elif "seed" in saved:
+            self.afterwards.append(lambda: restart_random_state(saved["seed"]))
 
     def check_names(self, known: Sequence[Sequence[str]]) -> None:
         """Refuse names that only one side has."""
@@ -210,7 +216,8 @@ class _Loading:
         stored = [n for n in self.manifest.tensors if n.startswith(sections)]
         if not self.strict and self.missing and stored and len(unknown) == len(stored):
             raise RuntimeError(
-                f"nothing of {self.reader.folder} fits the model: it has {_some(stored)}; the model {_some(self.missing)}. Nothing"
+                f"nothing of {self.reader.folder} fits the model: it has {_some(stored)}; the model"
+                f" {_some(self.missing)}. Nothing"
                 " was changed"
             )
         if self.strict and (self.missing or unknown):
@@ -229,7 +236,7 @@ class _Loading:
         for step in self.afterwards:
             step()
 
-    def _said(self, section: str) -> dict[str, Any]:
+    def _saved(self, section: str) -> dict[str, Any]:
         found = self.manifest.values.get(section, {})
         return found if isinstance(found, dict) else {}
 
@@ -245,7 +252,8 @@ def _find(path: str | Path) -> Path:
     found = latest(path)
     if found is None:
         raise FileNotFoundError(
-            f"there is no checkpoint at {path}, and none in the folders below it (a save that was interrupted leaves none)"
+            f"there is no checkpoint at {path}, and none in the folders below it (a save that was interrupted"
+            " leaves none)"
         )
     return found
 
@@ -258,7 +266,8 @@ def _state_of(kind: str, part: Any) -> Any:
     if hasattr(part, "state_dict"):
         return part.state_dict()
     get_dist_logger().warning_once(
-        f"the position in the data is not saved: {type(part).__name__} cannot tell it. Use plugin.prepare_dataloader,"
+        f"the position in the data is not saved: {type(part).__name__} cannot tell it. Use"
+        " plugin.prepare_dataloader,"
         " colossalai.utils.get_dataloader or another loader with state_dict and load_state_dict",
         ranks=[0],
     )

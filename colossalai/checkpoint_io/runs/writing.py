@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its own files, then one step that makes it the checkpoint of the folder."""
+"""Write a checkpoint: every rank its own files, then the manifest, which makes them a checkpoint."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ Record = dict[tuple[str, Box], tuple[str, int]]
 
 @dataclass
 class Contents:
-    """What one rank has to save.  ``values`` are rank 0's; ``merged`` is what every rank tells about its part of them."""
+    """What one rank has to save.
+
+    ``values`` are rank 0's; ``merged`` is what every rank tells about its part of them.
+    """
 
     entries: list[HeldTensor]
     values: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +84,10 @@ Merge = Callable[[dict[str, Any], Sequence[dict[str, Any]]], dict[str, Any]]
 
 
 class Save:
-    """A save that was begun.  ``wait`` returns when it is complete, or raises on all ranks what went wrong on one."""
+    """A save that was begun.
+
+    ``wait`` returns when it is complete, or raises on all ranks what went wrong on one.
+    """
 
     def __init__(self, path: Path, thread: threading.Thread | None = None) -> None:
         self.path = path
@@ -112,7 +118,10 @@ def _end_of_others() -> None:
 
 
 class Writer:
-    """The saves of one job, one after the other.  It keeps the host memory that saves in the background copy into."""
+    """The saves of one job, one after the other.
+
+    It keeps the host memory that saves in the background copy into.
+    """
 
     def __init__(self) -> None:
         self._pending: Save | None = None
@@ -201,7 +210,7 @@ def _plan(
     size_per_shard: float,
     lock: Lock,
 ) -> Draft:
-    """Agree with all ranks on what is written by whom; nothing is written before everything is known to be right."""
+    """Agree with all ranks who writes what; nothing is written before all checks have passed."""
     ranks = JobRanks()
     contents, failure = Contents([]), None
     try:
@@ -233,7 +242,8 @@ def _prepare(folder: Path, plan: WritePlan, lock: Lock) -> tuple[str, int]:
     if needed > free:
         raise OSError(
             errno.ENOSPC,
-            f"no room for the checkpoint: it needs {size_text(needed)}, and {existing} has {size_text(free)} free; nothing was"
+            f"no room for the checkpoint: it needs {size_text(needed)}, and {existing} has {size_text(free)}"
+            " free; nothing was"
             " written",
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -291,7 +301,10 @@ def _places(blocks: Sequence[TensorToWrite]) -> tuple[dict[str, int], int]:
 
 
 def _host_memory(nbytes: int) -> Tensor:
-    """Room for copies.  To be pinned, memory must be touched first; without a GPU, the copy itself is the first to touch it."""
+    """Room for copies.
+
+    To be pinned, memory must be touched first; without a GPU, the copy itself is the first to touch it.
+    """
     if torch.cuda.is_available():
         return host_empty(nbytes, torch.uint8)
     return torch.empty(nbytes, dtype=torch.uint8)
@@ -380,7 +393,7 @@ def _publish(draft: Draft, records: Sequence[Record]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, but nothing that others put into its folder: first it is none any more, then its files go."""
+    """Remove a checkpoint, but no files of others in its folder: the manifest first, then the data files."""
     (folder / MANIFEST).unlink(missing_ok=True)
     sync(folder)
     for path in (*left_behind(folder, set()), folder / LOCK):

@@ -1,9 +1,11 @@
-"""Wrote the checkpoints in this folder, with the code of commit 4947fa0; the tests load them with the present code.
+"""Wrote the checkpoints in this folder, with the code of commit 4947fa0; the tests load them with the present
+code.
 
     git worktree add --detach /tmp/old 4947fa0
     PYTHONPATH=/tmp/old python tests/checkpoint_io/written_at_4947fa0/write.py
 
-Only names that 4947fa0 has are used here.  The folder ``expected`` holds what the code of that commit loads from each
+Only names that 4947fa0 has are used here.  The folder ``expected`` holds what the code of that commit loads
+from each
 checkpoint into the serial model: weights, and optimizer states as ``optimizer/<parameter>/<state>``.
 """
 
