@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import math
 import os
@@ -121,7 +120,7 @@ class Demo:
     def train(self, stop: StopRequest) -> bool:
         """Train until the schedule ends (True) or Ctrl-C is pressed (False)."""
         start, first = time.monotonic(), self.step
-        batches = endless(self.train_loader, first)
+        batches = endless(self.train_loader)
         validate_every = math.ceil((self.args.steps - first) / VALIDATIONS)
         with Progress(first, self.args.steps, active=self.is_master) as progress:
             if first == 0:
@@ -176,9 +175,7 @@ class Demo:
 
     def save(self) -> None:
         folder = self.checkpoint
-        self.booster.save_model(self.model, folder / "model", shard=True, use_safetensors=True)
-        self.booster.save_optimizer(self.optimizer, folder / "optimizer", shard=True)
-        self.booster.save_lr_scheduler(self.scheduler, folder / "lr_scheduler.bin")
+        self.booster.save(folder, {"step": self.step})
         if self.is_master:
             self.tokenizer.save(folder / "tokenizer.json")
             options = {
@@ -189,9 +186,7 @@ class Demo:
         dist.barrier()
 
     def load(self) -> None:
-        self.booster.load_model(self.model, self.checkpoint / "model")
-        self.booster.load_optimizer(self.optimizer, self.checkpoint / "optimizer")
-        self.booster.load_lr_scheduler(self.scheduler, self.checkpoint / "lr_scheduler.bin")
+        self.booster.load(self.checkpoint)
         self.say(f"going on from step {self.step} of {self.checkpoint}")
 
     def finish(self, finished: bool) -> None:
@@ -262,12 +257,10 @@ def load_tokenizer(out: Path) -> Tokenizer:
     return Tokenizer.load(out / "checkpoint" / "tokenizer.json")
 
 
-def endless(loader: DataLoader, first: int) -> Iterator[Tensor]:
-    """Epoch after epoch, each in its own order, beginning with batch number ``first``."""
-    for epoch in itertools.count(first // len(loader)):
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        skipped = max(0, first - epoch * len(loader))
-        yield from itertools.islice(loader, skipped, None)
+def endless(loader: DataLoader) -> Iterator[Tensor]:
+    """Epoch after epoch, each in its own order; after ``booster.load`` from where the training stopped."""
+    while True:
+        yield from loader
 
 
 def sample(model: GPT, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
@@ -283,7 +276,9 @@ def sample_only(args: argparse.Namespace) -> None:
         torch.set_num_threads(1)  # one token at a time gives no work for more
         tokenizer = load_tokenizer(Path(args.out))
         model = build_model(args, tokenizer)
-        Booster(device="cpu").load_model(model, Path(args.out) / "checkpoint" / "model")
+        booster = Booster(device="cpu")
+        booster.boost(model)
+        booster.load(Path(args.out) / "checkpoint")
         print(sample(model, tokenizer, args.sample_only, args.seed))
 
 
