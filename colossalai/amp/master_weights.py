@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai._numeric import HALF_DTYPES
 from colossalai.amp._compat import changes, copy_all
 from colossalai.nn.optimizer.masters import UncountedWrites
 from colossalai.utils import copy_tensor_parallel_attributes
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -55,7 +54,7 @@ class MasterWeights:
         for group in self.optim.param_groups:
             params = group["params"]
             for i, weight in enumerate(params):
-                if weight.dtype in HALF and weight.requires_grad:
+                if weight.dtype in HALF_DTYPES and weight.requires_grad:
                     params[i] = self._master_of(weight, values.get(weight, weight))
 
     def _master_of(self, weight: Tensor, value: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossalai._numeric import HALF_DTYPES
 from colossalai.checkpoint_io.held_tensors import (
     HeldBox,
     HeldTensor,
@@ -25,7 +26,6 @@ from colossalai.nn.layer import ParallelLayer
 from colossalai.utils.lazy_tensor import fetch_later, is_lazy
 from colossalai.utils.parallel import launched_mesh
 
-HALF = (torch.float16, torch.bfloat16)
 EXTRA = "_extra_state"  # the name that torch gives to what ``get_extra_state`` of a module returns
 
 
@@ -199,7 +199,7 @@ class ModelState:
         self, source: StoredTensor, entry: HeldTensor, manifest: Manifest, section: str
     ) -> StoredTensor:
         """Choose the fp32 master of a half-precision weight, if the model has another dtype."""
-        if source.dtype not in HALF or entry.dtype == source.dtype:
+        if source.dtype not in HALF_DTYPES or entry.dtype == source.dtype:
             return source
         name = source.name.removeprefix(f"{self.section}/")
         master = manifest.find(f"{section}/{name}/master")

@@ -197,8 +197,8 @@ def _resolve(classes: tuple[tuple[str, str], ...]) -> type[BaseException]:
     return BaseException
 
 
-# Below the ports that Linux gives to connections by itself (32768 and above): of those, one that is free now is
-# soon taken by a connection of another test.
+# Below the ports that Linux gives to connections by itself (32768 and above): of those, one that is free now
+# is soon taken by a connection of another test.
 _PORTS = (20000, 32000)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colossalai._numeric import ceil_div, round_up
 from colossalai.interface import Holding
 from colossalai.mesh import Layout, full_shape, place, placement
 from colossalai.utils import copy_tensor_parallel_attributes
@@ -81,9 +82,9 @@ def even_layout(sizes: Iterable[int], parts: int) -> FlatLayout:
     """Parameters one after another, cut into ``parts`` equal shards; the last is filled up."""
     sizes = tuple(sizes)
     offsets, total = _one_after_another(sizes)
-    per_rank = -(-total // parts)
+    per_rank = ceil_div(total, parts)
     # aligned shards only where that costs little: a model of a few numbers is cut as it is
-    shard = _aligned(per_rank, SHARD_ALIGNMENT) if per_rank >= 64 * SHARD_ALIGNMENT else per_rank
+    shard = round_up(per_rank, SHARD_ALIGNMENT) if per_rank >= 64 * SHARD_ALIGNMENT else per_rank
     return FlatLayout(sizes, offsets, parts, shard)
 
 
@@ -283,11 +284,7 @@ def _one_after_another(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """The offsets of tensors of these sizes, each aligned, and the end of the last."""
     offsets, end = [], 0
     for size in sizes:
-        start = _aligned(end, ALIGNMENT)
+        start = round_up(end, ALIGNMENT)
         offsets.append(start)
         end = start + size
     return tuple(offsets), end
-
-
-def _aligned(length: int, unit: int) -> int:
-    return -(-length // unit) * unit

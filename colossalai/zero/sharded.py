@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from colossalai._numeric import HALF_DTYPES
 from colossalai.amp._compat import changes, copy_all
 from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, ConstantGradScaler
 from colossalai.amp.scaled_optimizer import SCALER_KEY, ScaledOptimizer
@@ -37,7 +38,7 @@ from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh import Layout, Mesh, grad_norm, own_grad, place, placement, set_own_grad
 from colossalai.mesh._compat import multiply_all
 from colossalai.mesh.norm import check_clipping, clip_factor
-from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
+from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.nn.optimizer.masters import UncountedWrites
 from colossalai.utils.optimizer_state import check_state
@@ -52,7 +53,7 @@ def needs_masters(optimizer: Optimizer, dtype: torch.dtype) -> bool:
 
     Our optimizers keep the digits themselves.
     """
-    return dtype in HALVES and not isinstance(optimizer, MultiTensorOptimizer)
+    return dtype in HALF_DTYPES and not isinstance(optimizer, MultiTensorOptimizer)
 
 
 class ShardedOptimizer(ScaledOptimizer):

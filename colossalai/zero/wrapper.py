@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from colossalai.interface import OptimizerWrapper
 from colossalai.interface.strangers import strangers
+from colossalai.utils.parallel import data_parallel_group
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
 from colossalai.zero.low_level import LowLevelZeroOptimizer
-from colossalai.zero.low_level.optimizer import replicas
 from colossalai.zero.renormalizing import renormalizing_on
 
 # The attribute of a model that tells ``zero_optim_wrapper`` its stage.
@@ -39,7 +39,7 @@ def zero_model_wrapper(
         raise ValueError(
             f"zero_model_wrapper takes a gemini_config for stage 3 only, got one for stage {zero_stage}"
         )
-    group = replicas()
+    group = data_parallel_group()
     if group is not None and (problem := renormalizing_on(dist.get_world_size(group), model)) is not None:
         raise ValueError(problem)
     setattr(model, STAGE, zero_stage)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossalai._numeric import round_up
 from colossalai.checkpoint_io.boxes import Box
 from colossalai.checkpoint_io.byte_io import THREADS, size_text, wait_for_devices
 from colossalai.checkpoint_io.files.sharding import MB, plan_shards
@@ -296,7 +297,7 @@ def _places(blocks: Sequence[TensorToWrite]) -> tuple[dict[str, int], int]:
     places, end = {}, 0
     for block in blocks:
         places[block.key] = end
-        end += -(-block.nbytes // 64) * 64
+        end += round_up(block.nbytes, 64)
     return places, end
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai._numeric import HALF_DTYPES
 from colossalai.kernel import _compat
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
@@ -34,9 +35,8 @@ from colossalai.nn.optimizer.masters import UncountedWrites, current_master
 from colossalai.utils.lazy_tensor import fetch_later, is_lazy
 from colossalai.utils.optimizer_state import check_state
 
-HALVES = (torch.float16, torch.bfloat16)
 VARIANTS = ("amsgrad", "maximize")
-DTYPES = (torch.float32, torch.float64, *HALVES)
+DTYPES = (torch.float32, torch.float64, *HALF_DTYPES)
 
 
 @dataclass
@@ -144,7 +144,7 @@ class MultiTensorOptimizer(Optimizer):
                 self.update(batch, group)
         for _, parameters in groups:
             for parameter in parameters:
-                if parameter.grad is not None and parameter.dtype in HALVES:
+                if parameter.grad is not None and parameter.dtype in HALF_DTYPES:
                     self.versions[parameter] = parameter._version
 
     def prepare(self, batches: list[KernelBatch]) -> None:
@@ -173,7 +173,7 @@ class MultiTensorOptimizer(Optimizer):
             if batch is None:
                 batch = found[key] = KernelBatch(int(step))
             master = tail = None
-            if dtype in HALVES:
+            if dtype in HALF_DTYPES:
                 if self.extra(parameter) == "tail":
                     tail = part(state["tail"])
                 else:
@@ -189,7 +189,7 @@ class MultiTensorOptimizer(Optimizer):
         missing = [name for name in ("step", *names) if name not in state]
         if missing:
             self.start(parameter, state, missing)
-        if parameter.dtype in HALVES:
+        if parameter.dtype in HALF_DTYPES:
             self.refresh_master(parameter, state)
         return state
 
@@ -199,7 +199,7 @@ class MultiTensorOptimizer(Optimizer):
             state[name] = (
                 torch.tensor(0.0) if name == "step" else torch.zeros_like(parameter, dtype=wide(parameter))
             )
-        if parameter.dtype in HALVES and not {"master", "tail"} & state.keys():
+        if parameter.dtype in HALF_DTYPES and not {"master", "tail"} & state.keys():
             if self.extra(parameter) == "tail":  # the parameter is exact: nothing is missing
                 state["tail"] = torch.zeros_like(parameter, dtype=torch.int16)
             else:
@@ -350,7 +350,7 @@ class MultiTensorOptimizer(Optimizer):
                     state[name] = torch.as_tensor(value, dtype=torch.float32).cpu().clone()
                 elif torch.is_tensor(value) and value.shape == parameter.shape:
                     state[name] = torch.zeros_like(parameter, dtype=wide(parameter)).copy_(value)
-            if state and parameter.dtype in HALVES:
+            if state and parameter.dtype in HALF_DTYPES:
                 state.pop("tail", None)
                 state.setdefault("master", parameter.detach().to(wide(parameter)))
 
@@ -365,7 +365,7 @@ def _indices(param_groups: list[dict[str, Any]]) -> list[int]:
 
 def wide(parameter: Tensor) -> torch.dtype:
     """The dtype in which a parameter is updated."""
-    return torch.float32 if parameter.dtype in HALVES else parameter.dtype
+    return torch.float32 if parameter.dtype in HALF_DTYPES else parameter.dtype
 
 
 def is_dtensor(tensor: Tensor) -> bool:

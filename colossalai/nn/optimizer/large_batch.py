@@ -12,7 +12,7 @@ from torch import Tensor
 from colossalai.kernel import _compat
 from colossalai.kernel.lamb import LambLists, LambOptions, lamb_
 from colossalai.kernel.lars import LarsLists, LarsOptions, lars_
-from colossalai.mesh import grad_norm
+from colossalai.mesh import PIPELINE_AXIS, grad_norm
 from colossalai.nn.optimizer.base import KernelBatch, MultiTensorOptimizer, check_rates
 from colossalai.nn.optimizer.moments import INF, MomentsOptimizer
 from colossalai.registry import OPTIMIZERS
@@ -119,7 +119,9 @@ class FusedLAMB(_Lamb):
         if limit == 0:
             return
         mesh = launched_mesh()
-        if norm is None and mesh is not None and mesh.size.get("pp", 1) > 1:  # the other stages have the rest
+        if (
+            norm is None and mesh is not None and mesh.size.get(PIPELINE_AXIS, 1) > 1
+        ):  # the other stages have the rest
             norm = grad_norm((p for group in self.param_groups for p in group["params"]), mesh)
         if not batches:
             return

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossalai._numeric import HALF_DTYPES
 from colossalai.kernel import _compat
 from colossalai.kernel.lists import covers_its_memory, row
 from colossalai.kernel.split import join
-from colossalai.nn.optimizer.base import HALVES, KernelBatch, MultiTensorOptimizer, local, wide
+from colossalai.nn.optimizer.base import KernelBatch, MultiTensorOptimizer, local, wide
 from colossalai.nn.optimizer.masters import current_master
 from colossalai.nn.optimizer.offload import Extent, Fields, Offload, Part, StateSlot, begin
 from colossalai.utils.disk import aligned_empty
@@ -109,7 +110,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
             offload.run(offload.slots_of(jobs), lambda slot, buffer: self._update_slot(slot, buffer, jobs))
         finally:
             self._release(offload, chosen)
-            self.versions.update({p: p._version for p in chosen if p.dtype in HALVES})
+            self.versions.update({p: p._version for p in chosen if p.dtype in HALF_DTYPES})
 
     def _takes_part(self, parameter: Tensor) -> bool:
         """Whether the states of this parameter are in slots."""
@@ -158,7 +159,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
 
     def _fields(self, group: dict[str, Any], parameter: Tensor) -> Fields:
         fields = [(name, wide(parameter)) for name in self.state_names(group)]
-        if parameter.dtype in HALVES:
+        if parameter.dtype in HALF_DTYPES:
             extra = self.extra(parameter)
             fields.append((extra, torch.int16 if extra == "tail" else torch.float32))
         return fields
@@ -176,8 +177,8 @@ class NVMeOptimizer(MultiTensorOptimizer):
             weight, grad = local(p.detach()), local(p.grad)
             if grad.stride() != weight.stride():
                 grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
-            has_changed = p.dtype in HALVES and self.versions.get(p) != p._version
-            compares = self._compares and p.dtype in HALVES and self.extra(p) == "master"
+            has_changed = p.dtype in HALF_DTYPES and self.versions.get(p) != p._version
+            compares = self._compares and p.dtype in HALF_DTYPES and self.extra(p) == "master"
             jobs[p] = ParameterUpdate(group, int(step), row(weight), row(grad), has_changed, compares)
         return jobs
 
@@ -248,7 +249,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
         if offload is None or parameter not in offload.slots:
             return super().lazy_state(parameter)
         group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-        names = [*self.state_names(group), *(["master"] if parameter.dtype in HALVES else [])]
+        names = [*self.state_names(group), *(["master"] if parameter.dtype in HALF_DTYPES else [])]
 
         def read(name: str) -> Tensor:
             return local(self.portable_state(parameter)[name])
@@ -264,7 +265,11 @@ class NVMeOptimizer(MultiTensorOptimizer):
         return found
 
     def master(self, parameter: Tensor) -> Tensor:
-        if self._offload is None or parameter not in self._offload.slots or parameter.dtype not in HALVES:
+        if (
+            self._offload is None
+            or parameter not in self._offload.slots
+            or parameter.dtype not in HALF_DTYPES
+        ):
             return super().master(parameter)
         return local(self.portable_state(parameter)["master"])
 
@@ -292,7 +297,7 @@ class NVMeOptimizer(MultiTensorOptimizer):
                 [
                     p
                     for p in group["params"]
-                    if self.state.get(p) and p.dtype not in HALVES and self._takes_part(p)
+                    if self.state.get(p) and p.dtype not in HALF_DTYPES and self._takes_part(p)
                 ],
             )
             for group in self.param_groups

@@ -25,6 +25,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from colossalai._numeric import round_up
 from colossalai.kernel.split import tail_of
 from colossalai.nn.optimizer.base import local
 from colossalai.utils.disk import Buffers, Pending, Shelf, aligned_empty
@@ -86,7 +87,7 @@ class StateSlot:
         self.nbytes = 0
         for field, dtype in fields:
             self._runs[field] = (self.nbytes, dtype)
-            self.nbytes += -(-self.numel * dtype.itemsize // RUN) * RUN
+            self.nbytes += round_up(self.numel * dtype.itemsize, RUN)
 
     def has(self, field: str) -> bool:
         return field in self._runs

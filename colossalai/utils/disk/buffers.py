@@ -17,12 +17,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from colossalai._numeric import round_up
+
 ALIGNMENT = 4096  # bytes: the largest logical block of today's disks, and a page of memory
 
 
 def padded(nbytes: int) -> int:
     """``nbytes`` rounded up to whole blocks, and at least one."""
-    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+    return round_up(max(nbytes, 1), ALIGNMENT)
 
 
 def aligned_empty(numel: int, dtype: torch.dtype = torch.uint8, *, pin_memory: bool = False) -> Tensor:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colossalai._numeric import round_up
 from colossalai.mesh._compat import plain_torch
 from colossalai.zero.elsewhere import REASON
 from colossalai.zero.gemini.tiers import PendingCopy, Tier
@@ -304,13 +305,12 @@ def _reason(name: str) -> str:
 
 
 def aligned(position: int) -> int:
-    return -(-position // ALIGN) * ALIGN
+    return round_up(position, ALIGN)
 
 
 def padded(size: int, ranks: int) -> int:
     """Return the smallest size of a chunk of at least ``size`` elements."""
-    unit = ranks * ALIGN
-    return -(-max(size, 1) // unit) * unit
+    return round_up(max(size, 1), ranks * ALIGN)
 
 
 # A second group of the same ranks for each data-parallel group, whose threads and sockets would otherwise be

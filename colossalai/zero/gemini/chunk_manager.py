@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.logging import get_dist_logger
-from colossalai.mesh import Mesh
+from colossalai.mesh import DATA_AXIS, Mesh
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
 from colossalai.tensor import ProcessGroup
 from colossalai.utils.disk import Buffers
@@ -423,9 +423,9 @@ def default_device() -> torch.device:
 
 def data_ranks(mesh: Mesh | None, device: torch.device | None) -> ChunkRanks:
     """Return the data-parallel ranks of ``mesh``."""
-    if mesh is None or mesh.size.get("dp", 1) == 1:
+    if mesh is None or mesh.size.get(DATA_AXIS, 1) == 1:
         return ChunkRanks()
-    return group_ranks(mesh.group("dp"), device or default_device())
+    return group_ranks(mesh.group(DATA_AXIS), device or default_device())
 
 
 def init_chunk_manager(

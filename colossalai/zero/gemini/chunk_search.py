@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.mesh import Mesh
+from colossalai.mesh import DATA_AXIS, Mesh
 from colossalai.tensor import ColoTensor
 from colossalai.utils.parallel import launched_mesh
 from colossalai.zero.gemini.chunk import ALIGN, aligned, padded
@@ -105,7 +105,7 @@ def model_mesh(model: nn.Module) -> Mesh | None:
 
 def data_parallel_size(model: nn.Module) -> int:
     mesh = model_mesh(model)
-    return mesh.size.get("dp", 1) if mesh is not None else 1
+    return mesh.size.get(DATA_AXIS, 1) if mesh is not None else 1
 
 
 def classify_params_by_dp_degree(model: nn.Module) -> dict[int, list[nn.Parameter]]:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colossalai._numeric import HALF_DTYPES
 from colossalai.interface import OptimizerWrapper
 from colossalai.mesh import full_shape
-from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer, is_cut, wide
+from colossalai.nn.optimizer.base import MultiTensorOptimizer, is_cut, wide
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.utils.lazy_tensor import is_lazy
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
@@ -163,7 +164,7 @@ class StateKinds:
                 return tuple((n, v.dtype) for n, v in known.items())
             return self._probe(number, value.dtype)
         found = [(name, wide(value)) for name in optim.state_names(optim.param_groups[number])]
-        if value.dtype in HALVES:
+        if value.dtype in HALF_DTYPES:
             extra = MASTER if MASTER in known else optim.extra(value)
             found.append((extra, torch.int16 if extra == "tail" else torch.float32))
         return tuple(found)
@@ -188,7 +189,7 @@ class StateKinds:
         """
         return (
             isinstance(self.optim, MultiTensorOptimizer)
-            and value.dtype in HALVES
+            and value.dtype in HALF_DTYPES
             and self.optim.extra(value) == "tail"
         )
 

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossalai._numeric import HALF_DTYPES
 from colossalai.kernel.snapshot import TensorSnapshot, aligned
-from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
+from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.chunk_gradients import PendingGradients
 from colossalai.zero.gemini.host_updates import HostUpdates
@@ -187,7 +188,7 @@ class SpeculativeUpdates:
         for piece in pieces:
             if not state.get(piece.value):
                 return False
-            if piece.value.dtype in HALVES and not shadow.master_is_current(piece):
+            if piece.value.dtype in HALF_DTYPES and not shadow.master_is_current(piece):
                 return False
         return bool(pieces)  # other ranks may have all of it
 

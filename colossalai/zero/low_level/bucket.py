@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from colossalai._numeric import HALF_DTYPES
 from colossalai.mesh import own_grad, set_own_grad
-from colossalai.nn.optimizer.base import HALVES, MultiTensorOptimizer
+from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils.host_memory import HUGE, host_empty
 from colossalai.zero.pieces import (
     FlatLayout,
@@ -155,7 +156,7 @@ def _bucket(
         param.data = flat[layout.offsets[i] : layout.offsets[i] + sizes[i]].view(param.shape)
         param.data.copy_(before)
         piece = make_piece(param, layout, i, options.rank, flat, home=home)
-        if dtype in HALVES and before.dtype not in HALVES and not piece.is_empty:
+        if dtype in HALF_DTYPES and before.dtype not in HALF_DTYPES and not piece.is_empty:
             _keep_digits(optimizer, piece, before)
         pieces.append(piece)
     return Bucket(number, layout, params, pieces, flat, home)

@@ -18,12 +18,11 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, dynamic_scaler
-from colossalai.context import ParallelMode
-from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, own_grad
 from colossalai.utils import is_ddp_ignored
+from colossalai.utils.parallel import data_parallel_group
 from colossalai.zero.low_level.bucket import BucketOptions, make_buckets
 from colossalai.zero.low_level.reducer import Reducer
 from colossalai.zero.low_level.wire import start_gathering
@@ -84,7 +83,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     ) -> None:
         scaler = dynamic_scaler(locals())
         _check(optimizer, reduce_bucket_size, communication_dtype, forced_dtype)
-        group = process_group or replicas()
+        group = process_group or data_parallel_group()
         parts, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         options = BucketOptions(
@@ -230,16 +229,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             f" {len(self.buckets)} buckets; this rank steps {own:,} of them",
             ranks=[0],
         )
-
-
-def replicas() -> dist.ProcessGroup | None:
-    """The ranks with the same weights: the data-parallel ones of the launched job, or all.
-
-    None for a process alone.
-    """
-    if gpc.is_initialized(ParallelMode.DATA):
-        return gpc.get_group(ParallelMode.DATA)
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _scaler_for(params: Iterable[Tensor], scaler: BaseGradScaler) -> BaseGradScaler | None:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.mesh import DATA_AXIS
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
 from colossalai.mesh.collectives import Kind, note_transfer
 from colossalai.zero.pieces import FlatLayout
 
-AXIS = "dp"
 Wait = Callable[[], None]
 
 
@@ -75,7 +75,7 @@ def start_flags(
 
 
 def _note(kind: Kind, buffer: Tensor, group: dist.ProcessGroup) -> None:
-    note_transfer(kind, AXIS, dist.get_world_size(group), buffer.numel() * buffer.element_size())
+    note_transfer(kind, DATA_AXIS, dist.get_world_size(group), buffer.numel() * buffer.element_size())
 
 
 def _nothing() -> None:
