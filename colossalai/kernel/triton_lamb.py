@@ -96,7 +96,9 @@ def _total(squares, first, last, BLOCK: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def _weights_block(at, size, rows, numbers, HAS_HALF: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weights_block(  # type: ignore[no-untyped-def]
+    at, size, rows, numbers, HAS_HALF: tl.constexpr, MASKED: tl.constexpr
+):
     w_row, m_row, v_row, h_row = rows
     decay, rate, unbias, root, eps = numbers
     w = load(w_row, at, size, MASKED)

@@ -1,4 +1,6 @@
-"""One norm for all optimizers: that of the whole model, as a serial run would have it, however parameters are cut."""
+"""One norm for all optimizers: that of the whole model, as a serial run would
+have it, however parameters are cut.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,10 @@ def test_the_same_on_one_gpu() -> None:
 
 
 def _half(rank: int, world_size: int, port: int) -> None:
-    """Naive AMP: masters lie where their weights lie; a gradient that is nan on one rank is nan in the norm of all."""
+    """Naive AMP: masters lie where their weights lie.
+
+    A gradient that is nan on one rank is nan in the norm of all.
+    """
     config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
     colossalai.launch(config, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
     model = Mixed(gpc.mesh)

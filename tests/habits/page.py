@@ -5,6 +5,7 @@ of the rows.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -18,24 +19,28 @@ Table = dict[str, dict[str, Cell]]  # by plan and habit
 TABLE = Path(__file__).parent / "table.json"
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
 _LONGEST = 240
+_WRAPPER = textwrap.TextWrapper(110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 _MORE = " ..."  # of words that were made short
 
 HEAD = """# Habits
 
-What scripts do, and what comes of it under each plan. Every cell is computed: the habit runs on plain PyTorch with the joined batch and on
-2 ranks under the plan, and losses, weights at the end, and all that the script itself looked at are compared
-(`tests/habits`; `python -m tests.habits` prints this page again, and the tests compare it with what happens).
+What scripts do, and what comes of it under each plan. Every cell is computed: the habit runs on plain PyTorch
+with the joined batch and on 2 ranks under the plan, and losses, weights at the end, and all that the script
+itself looked at are compared (`tests/habits`; `python -m tests.habits` prints this page again, and the tests
+compare it with what happens).
 
-| cell | meaning |
-|---|---|
-| equal | losses, weights and what the script has seen are those of plain PyTorch |
-| piece | so they are, but a rank sees its own part: its piece of a weight that tensor parallelism has cut, or the layers of its stage; shapes and names say so |
-| refused | an error on every rank, ours or a clear one of torch's, whose words are below the table; where it begins with "on one rank", the others wait until that rank has ended the job |
-| - | the plan has no place for it: in a pipeline the schedule runs the model, micro-batch by micro-batch, so scripts do not call it |
+- **equal**: losses, weights and what the script has seen are those of plain PyTorch.
+- **piece**: so they are, but a rank sees its own part: its piece of a weight that tensor parallelism has cut,
+  or the layers of its stage; shapes and names say so.
+- **refused**: an error on every rank, ours or a clear one of torch's, whose words are below the table; where
+  it begins with "on one rank", the others wait until that rank has ended the job.
+- **-**: the plan has no place for it: in a pipeline the schedule runs the model, micro-batch by micro-batch,
+  so scripts do not call it.
 
-With `colossalai.initialize` and an `Engine` in the place of a `Booster` the answers are the same (there is no FSDP, nor saving by a booster).
-All runs are in float32; *Gemini* is `GeminiPlugin` with the placement policies `cpu`, `auto` and `cuda`, *tensor* is
-[`parallelize`](parallelize.md) in 1D, *pipeline* is [`split_model`](pipeline_stages.md) with two stages and two micro-batches.
+With `colossalai.initialize` and an `Engine` in the place of a `Booster` the answers are the same (there is no
+FSDP, nor saving by a booster). All runs are in float32; *Gemini* is `GeminiPlugin` with the placement
+policies `cpu`, `auto` and `cuda`, *tensor* is [`parallelize`](parallelize.md) in 1D, *pipeline* is
+[`split_model`](pipeline_stages.md) with two stages and two micro-batches.
 """
 
 
@@ -72,7 +77,10 @@ def _theme(theme: str, rows: list[Habit], table: Table) -> Iterator[str]:
     for row in rows:
         instead = f" Instead: {row.instead}." if row.instead else ""
         if said := list(_said({plan: table[plan][row.name] for plan in PLANS})):
-            yield f"- {_escaped(row.title)}: {'; '.join(said)}.{instead}"
+            text = f"- {_escaped(row.title)}: {'; '.join(said)}.{instead}"
+            yield from textwrap.wrap(
+                text, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
     yield ""
 
 

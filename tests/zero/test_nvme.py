@@ -1,4 +1,6 @@
-"""ZeRO with optimizer states on a disk: bit-equal to ZeRO with all of them in memory, whose parity others test."""
+"""ZeRO with optimizer states on a disk: bit-equal to ZeRO with all of them in
+memory, whose parity others test.
+"""
 
 from __future__ import annotations
 

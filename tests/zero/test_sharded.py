@@ -1,4 +1,6 @@
-"""The sharded optimizer over the simplest of plans: gradients are averaged whole, pieces are cut from them, weights are gathered."""
+"""The sharded optimizer over the simplest of plans: gradients are averaged
+whole, pieces are cut from them, weights are gathered.
+"""
 
 from collections.abc import Callable
 from typing import Any

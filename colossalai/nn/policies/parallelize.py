@@ -81,7 +81,8 @@ def parallelize(
     model.cut_as = tp, mesh  # type: ignore[assignment]
     model.cut_attentions = cut_attentions  # type: ignore[assignment]
     model.first_step = first_step(mesh)  # type: ignore[assignment]
-    model.cut_scores = None if whole_scores else compute_loss_from_pieces(model, mesh)  # type: ignore[assignment]
+    cut_scores = None if whole_scores else compute_loss_from_pieces(model, mesh)
+    model.cut_scores = cut_scores  # type: ignore[assignment]
     return model
 
 

@@ -100,7 +100,8 @@ for _name in ["transpose", "swapaxes", "swapdims", "t", "permute", "movedim", "m
     for _owner in (torch, Tensor):
         colo_op_impl(getattr(_owner, _name))(_permute(getattr(_owner, _name)))
 
-for _getter in (Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__):  # type: ignore[attr-defined]
+_TRANSPOSES = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
+for _getter in (each.__get__ for each in _TRANSPOSES):  # type: ignore[attr-defined]
     colo_op_impl(_getter)(_permute(_getter))
 
 

@@ -431,7 +431,9 @@ def test_a_model_on_the_gpu_as_on_the_cpu(name: str, dtype: torch.dtype) -> None
 
 
 def test_sgd_goes_on_with_a_momentum_that_torch_did_not_count() -> None:
-    """torch.optim.SGD has no count of steps; a state of a parameter that was never stepped gets none either."""
+    """torch.optim.SGD has no count of steps; a state of a parameter that was
+    never stepped gets none either.
+    """
     weight = torch.nn.Parameter(torch.ones(3))
     idle = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = optim.FusedSGD([weight, idle], lr=1.0, momentum=0.5, dampening=0.5)

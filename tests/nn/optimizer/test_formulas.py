@@ -95,7 +95,8 @@ def test_a_hundred_steps_follow_the_formula(name: str, formula: Any, options: di
     expected = _expected(formula, options)
     assert _distance(_train(kind, options, torch.float64), expected) < 1e-10
     assert _distance(_train(kind, options, torch.float32), expected) < 2e-5
-    # half-precision gradients and weights, but float32 masters: nothing is lost beyond the rounding of the input
+    # half-precision gradients and weights, but float32 masters: nothing is lost beyond the rounding of the
+    # input
     expected = _expected(formula, options, torch.bfloat16)
     assert _distance(_train(kind, options, torch.bfloat16), expected) < 2e-5
 

@@ -27,7 +27,10 @@ SHAPES = ((9000,), (70, 90), (5, 3), (1,), (3, 8, 10, 10), (41, 101), (2500,))
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So that these small parameters are cut, and some share a slot; many threads would only wait for each other."""
+    """So that these small parameters are cut, and some share a slot.
+
+    Many threads would only wait for each other.
+    """
     monkeypatch.setattr(offload, "LEAST", 1 << 14)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -236,7 +239,10 @@ def test_a_group_that_comes_later(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_that_others_change(dtype: torch.dtype, fraction: float, tmp_path: Path) -> None:
-    """A master starts again where its weight was changed, and only there; also if the weight misses the next step."""
+    """A master starts again where its weight was changed, and only there.
+
+    Also if the weight misses the next step.
+    """
     parameter = nn.Parameter(torch.zeros(3000, dtype=dtype))
     optimizer = optim.HybridAdam(
         [parameter], lr=1e-4, nvme_offload_fraction=fraction, nvme_offload_dir=tmp_path
@@ -286,7 +292,8 @@ def test_failed_writes_lose_nothing(
             patch.setattr(os, "pwritev", _Broken(os.pwritev, 1 << 16))
             with pytest.raises(
                 OSError,
-                match=r"\d+ bytes of optimizer states could not be written: cannot write \d+ bytes at offset \d+ .*Input/output"
+                match=r"\d+ bytes of optimizer states could not be written: cannot write \d+ bytes at offset"
+                r" \d+ .*Input/output"
                 r" error\. Nothing is lost: the step is complete, .* Save a checkpoint; the next step tries",
             ):
                 _train(parameters, optimizer, range(step, step + 1))

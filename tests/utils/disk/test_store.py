@@ -126,7 +126,10 @@ def test_a_capacity(tmp_path: Path) -> None:
 
 
 def test_short_transfers_go_on(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system may move less than it was asked for; in direct I/O also a part of a block, which must be repeated."""
+    """A system may move less than it was asked for.
+
+    In direct I/O also a part of a block, which must be repeated.
+    """
     lengths: list[int] = []
 
     def short(call: Callable[..., int]) -> Callable[..., int]:
@@ -161,7 +164,8 @@ def test_errors_surface_in_wait_and_the_tensor_is_still_there(
         for _ in range(2):  # every time it is asked
             with pytest.raises(
                 OSError,
-                match=rf"cannot write 8192 bytes at offset 8192 of the file \(of 16384 bytes\) .* in {tmp_path}: Input/output error",
+                match=rf"cannot write 8192 bytes at offset 8192 of the file \(of 16384 bytes\) .* in"
+                rf" {tmp_path}: Input/output error",
             ) as caught:
                 pending.wait()
             assert caught.value.errno == errno.EIO
@@ -183,7 +187,8 @@ def test_a_full_disk_is_known_before_anything_is_written(store: DiskStore, tmp_p
     store.write("kept", kept).wait()
     with pytest.raises(
         OSError,
-        match=rf"no room to offload to {tmp_path} \(File too large\): 2097152 bytes more are needed beside the 4096 of this file,"
+        match=rf"no room to offload to {tmp_path} \(File too large\): 2097152 bytes more are needed beside"
+        r" the 4096 of this file,"
         r" \d+ are available\. Free some, or offload less or elsewhere",
     ):
         store.write("t", _bytes(2 << 20))
@@ -291,7 +296,9 @@ def test_wrong_arguments(store: DiskStore, tmp_path: Path) -> None:
 
 
 def test_a_forgotten_store_gives_everything_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But nobody waits for that: the garbage collector may have interrupted someone whom the threads of the store wait for."""
+    """But nobody waits for that: the garbage collector may have interrupted
+    someone whom the threads of the store wait for.
+    """
     files, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
     store = DiskStore(tmp_path)
     begun, gate, write = threading.Event(), threading.Event(), os.pwritev

@@ -23,7 +23,9 @@ SAMPLES = 16
 
 
 class Net(nn.Module):
-    """Tied weights, sizes that nothing divides, a frozen and an unused parameter, and a block that is used twice."""
+    """Tied weights, sizes that nothing divides, a frozen and an unused
+    parameter, and a block that is used twice.
+    """
 
     def __init__(self, recompute: str = "") -> None:
         super().__init__()

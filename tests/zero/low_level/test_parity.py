@@ -13,8 +13,9 @@ from tests.zero.low_level.problems import Case, check_case, check_equal_to_memor
 def check_cases(rank: int, world_size: int, port: int, cases: Sequence[Case], backend: str = "gloo") -> None:
     launch(backend)
     for case in cases:
-        # In bf16 ranks add in another order, and Adam makes whole steps of gradients that are nothing but rounding: SGD has parity there,
-        # and states on a disk, which only Adam has, are compared with those in memory.
+        # In bf16 ranks add in another order, and Adam makes whole steps of gradients that are nothing but
+        # rounding: SGD has parity there, and states on a disk, which only Adam has, are compared with those
+        # in memory.
         by_bits = case.nvme and case.precision == "bf16" and world_size > 1
         try:
             (check_equal_to_memory if by_bits else check_case)(case)

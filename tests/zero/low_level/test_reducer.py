@@ -175,7 +175,8 @@ def test_memory_is_divided_by_the_ranks() -> None:
     model, unused, padding = (ranks[0][name] for name in ("model", "unused", "padding"))
     assert [r["left"] for r in ranks] == [0] * 4  # of stage 2 no gradient stays whole
     assert all(r["grads"] <= (model + padding) / 4 for r in ranks)
-    # two moments and a tail for every element, each on one rank; what is not used only has the digits that it lacks
+    # two moments and a tail for every element, each on one rank; what is not used only has the digits that it
+    # lacks
     assert sum(r["states"] for r in ranks) == 3 * (model - unused) + unused
     assert max(r["states"] for r in ranks) <= 3 * (model + padding) / 4
 
