@@ -13,20 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from colossalai.checkpoint_io import GatheredCheckpointIO
 from colossalai.checkpoint_io import save_pretrained as save_whole
+from colossalai.checkpoint_io.files.io import whole_state
+from colossalai.checkpoint_io.files.pretrained import write_pretrained
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.interface import ModelWrapper
-from colossalai.mesh import PIPELINE_AXIS
 from colossalai.mesh.deferred import Deferred
 from colossalai.nn.policies import POLICIES, Policy, parallelize
 from colossalai.nn.policies.depth import Depth, ModelParts, carried_depth, find_parts
 from colossalai.nn.policies.per_block import refuse_configured
 from colossalai.nn.policies.stage import Stage, StageShare, copy_above, take_stage
-from colossalai.nn.policies.wrap_forward import WholeOutputs, native_class, whole_state_dict
+from colossalai.nn.policies.wrap_forward import WholeOutputs
+from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.partition import partition_balanced, partition_uniform
 from colossalai.pipeline.schedule import make_timetable
@@ -270,23 +272,6 @@ def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> Non
                 f"save_pretrained writes what split_model returned, got a {type(stage).__name__}; call its"
                 " own save_pretrained"
             )
-    state = _state(stages)
-    if gpc.get_global_rank() == 0:
-        stage = stages[0]
-        assert isinstance(stage, Stage)
-        # one name of tied weights is on another stage
-        state = {name: state[same] for name in state for same in stage.share.names[name][:1]}
-        native_class(stage).save_pretrained(stage, folder, state_dict=state, **options)
-    dist.barrier()
-
-
-def _state(stages: list[nn.Module]) -> dict[str, Tensor]:
-    """The whole model's state on rank 0, something else on the others."""
-    keep = all(at == 0 for axis, at in gpc.mesh.coord.items() if axis != PIPELINE_AXIS)
-    state = {n: t for s in stages for n, t in whole_state_dict(s, gpc.mesh, keep=keep).items()}
-    if not keep or not gpc.is_initialized(ParallelMode.PIPELINE):
-        return state
-    parts: list[Any] = [None] * gpc.get_world_size(ParallelMode.PIPELINE)
-    group = gpc.get_cpu_group(ParallelMode.PIPELINE)
-    dist.gather_object(state, parts if gpc.get_global_rank() == 0 else None, group=group, group_dst=0)
-    return {name: tensor for part in parts for name, tensor in (part or {}).items()}
+    io = GatheredCheckpointIO()
+    parts = io.model_parts(with_chunks(model), float("inf"))
+    io.run_write(lambda: write_pretrained(model, folder, dict(whole_state(parts, model)), options), parts)

@@ -273,14 +273,14 @@ def save_pretrained(model: ModelWrapper, save_directory: Any, **options: Any) ->
 
         def write() -> None:
             _check_whole(state, [weight for weights in wanted for weight in weights])
-            _write_pretrained(user, save_directory, state, options)
+            write_pretrained(user, save_directory, state, options)
 
         io.run_write(write)
         return
     io = GatheredCheckpointIO()
     parts = io.model_parts(model, float("inf"))
     io.run_write(
-        lambda: _write_pretrained(user, save_directory, dict(whole_state(parts, model)), options), parts
+        lambda: write_pretrained(user, save_directory, dict(whole_state(parts, model)), options), parts
     )
 
 
@@ -328,7 +328,8 @@ def is_spread(model: ModelWrapper) -> bool:
     return has_stages or bool(model.holdings()) or any(map(is_dtensor, user.parameters()))
 
 
-def _write_pretrained(user: nn.Module, folder: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+def write_pretrained(user: nn.Module, folder: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """Write the whole ``state`` by the model's own ``save_pretrained``; ``user`` may be a list of its stages."""
     first: Any = user[0] if isinstance(user, nn.ModuleList) else user
     native = native_class(first)
     if "state_dict" in inspect.signature(native.save_pretrained).parameters:
