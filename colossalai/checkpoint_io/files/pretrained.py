@@ -329,7 +329,7 @@ def is_spread(model: ModelWrapper) -> bool:
 
 
 def write_pretrained(user: nn.Module, folder: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
-    """Write the whole ``state`` by the model's own ``save_pretrained``; ``user`` may be a list of its stages."""
+    """Write ``state`` by the model's own ``save_pretrained``; ``user`` may be a list of its stages."""
     first: Any = user[0] if isinstance(user, nn.ModuleList) else user
     native = native_class(first)
     if "state_dict" in inspect.signature(native.save_pretrained).parameters:
