@@ -203,8 +203,10 @@ class OwnOptimizer:
     Parameters are found by their names, if file and optimizer have both and they differ; else by their
     numbers.
 
-    Args: by_names: find them by names also where the numbers would do, and pass over parameters that are not
-    here. ties: further names of stored parameters.
+    Args:
+        by_names: find them by names also where the numbers would do, and pass over parameters that are not
+            here.
+        ties: further names of stored parameters.
     """
 
     def __init__(

@@ -78,11 +78,13 @@ class CheckpointIO(ABC):
     ) -> None:
         """Save the weights of ``model``.
 
-        Args: checkpoint: a file, or with ``shard`` a folder, which is made if it does not exist. shard: write
-        several files of at most ``size_per_shard`` MB and an index. gather_dtensor: let a plan that cuts
-        tensors store whole ones. variant: a word that goes into the names of the files in a folder.
-        use_safetensors: safetensors instead of torch's own format; also if a single file is named
-        ``*.safetensors``.
+        Args:
+            checkpoint: a file, or with ``shard`` a folder, which is made if it does not exist.
+            shard: write several files of at most ``size_per_shard`` MB and an index.
+            gather_dtensor: let a plan that cuts tensors store whole ones.
+            variant: a word that goes into the names of the files in a folder.
+            use_safetensors: safetensors instead of torch's own format; also if a single file is named
+                ``*.safetensors``.
         """
         path = _target("save_model", checkpoint, shard, size_per_shard, variant)
         if shard:
