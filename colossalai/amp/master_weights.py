@@ -4,10 +4,10 @@ A small update of a large fp16 weight is rounded away.  So the optimizer holds a
 fp32, its master, in the place that the weight had in its parameter group; the optimizer steps the master, and
 the weight is the master rounded.  Groups, their options and learning-rate schedulers do not notice.
 
-Scripts may write to the weights too: see [Note: which weights count] in ``colossalai.nn.optimizer.masters``.
-The digits that a model had before it was rounded are kept only if no script writes to it before the first
-step: replicas that began with different weights and got those of rank 0 must not differ in digits that only
-rank 0 has.
+Scripts may write to the weights too: see [Note: which weights count] in
+``colossalai.nn.optimizer.refresh_masters``. The digits that a model had before it was rounded are kept only
+if no script writes to it before the first step: replicas that began with different weights and got those of
+rank 0 must not differ in digits that only rank 0 has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
 from colossalai.amp._compat import changes, copy_all
-from colossalai.nn.optimizer.masters import UncountedWrites
+from colossalai.nn.optimizer.refresh_masters import UncountedWrites
 from colossalai.utils import copy_tensor_parallel_attributes
 
 

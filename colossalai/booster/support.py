@@ -22,7 +22,7 @@ from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper, user_module
-from colossalai.interface.strangers import strangers
+from colossalai.interface.foreign_parameters import strangers
 from colossalai.mesh import DATA_AXIS, placement
 from colossalai.mesh.parameter import overlapping
 from colossalai.nn.policies.stage import wrapped_elsewhere

@@ -1,7 +1,7 @@
 """``StoredOptimizer``: the one stored form of an optimizer's state, by the names of the parameters.
 
-A run keeps it in its manifest; tensors are boxes there, and only the other values are here.  A file of its own
-has torch's form: states and groups by the numbers of the parameters, which follow from the names, and the
+A run keeps it in its manifest; tensors are boxes there, and only the other values are here.  A file of its
+own has torch's form: states and groups by the numbers of the parameters, which follow from the names, and the
 names beside them.  So plain PyTorch loads the file, and a pipeline stage, which numbers its own parameters
 only, finds these by name.  A file without names (of an optimizer that was never boosted, or of an older
 version) knows its parameters by number.

@@ -30,7 +30,7 @@ from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.engine.gemini_section import read_gemini
 from colossalai.interface.batch import call_with, loss_of
 from colossalai.mesh.parameter import SHARED_GROUP
-from colossalai.zero.gemini.fill import check_shares
+from colossalai.zero.gemini.chunk_filling import check_shares
 
 HALF_BYTES, MASTER_AND_STATES_BYTES = 2, 12
 UNITS_WHOLE = 2  # the one that is computed and the one that is fetched

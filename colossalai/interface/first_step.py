@@ -13,7 +13,7 @@ from colossalai.core import global_context as gpc
 from colossalai.interface.optimizer import OptimizerWrapper
 from colossalai.mesh import PIPELINE_AXIS, Mesh
 from colossalai.mesh.agreement import FirstStep, SameSteps
-from colossalai.mesh.norm import tensor_axes
+from colossalai.mesh.gradient_norm import tensor_axes
 from colossalai.nn.policies.wrap_forward import WholeOutputs
 
 # The modes whose layers leave complete gradients after the backward pass; one of the user's own may complete

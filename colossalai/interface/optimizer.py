@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from colossalai.interface.clipping import register
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh, clip_grads
-from colossalai.mesh.norm import is_whole, own_part
+from colossalai.mesh.gradient_norm import is_whole, own_part
 from colossalai.utils.optimizer_state import check_state
 
 

@@ -9,6 +9,7 @@ This package imports nothing from the rest of ``colossalai``.
 """
 
 from colossalai.mesh.collectives import CommunicationLog, Transfer, count_communication
+from colossalai.mesh.gradient_norm import clip_grads, grad_norm, grad_zeros
 from colossalai.mesh.initial import (
     Constant,
     Distribution,
@@ -39,7 +40,6 @@ from colossalai.mesh.movement import (
     total,
     unshard,
 )
-from colossalai.mesh.norm import clip_grads, grad_norm, grad_zeros
 from colossalai.mesh.parameter import (
     full_shape,
     own_grad,

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from colossalai.mesh._compat import at_end_of_task
 from colossalai.mesh.backward import before_backward
+from colossalai.mesh.gradient_norm import piece_axes, tensor_axes
 from colossalai.mesh.mesh import Axes, Mesh, mesh_groups
-from colossalai.mesh.norm import piece_axes, tensor_axes
 from colossalai.mesh.parameter import own_grad
 
 SHOWN = 4

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colossalai.mesh import own_grad, set_own_grad
-from colossalai.mesh.norm import own_part
+from colossalai.mesh.gradient_norm import own_part
 
 BUCKET_BYTES = 25 * 2**20
 

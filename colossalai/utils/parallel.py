@@ -16,7 +16,7 @@ from colossalai.constants import IS_TENSOR_PARALLEL, TENSOR_PARALLEL_ATTRIBUTES
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, Mesh, full_shape, place, placement
-from colossalai.mesh.norm import piece_axes, tensor_axes
+from colossalai.mesh.gradient_norm import piece_axes, tensor_axes
 from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
 
 

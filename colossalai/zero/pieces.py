@@ -260,7 +260,7 @@ def piece_of(
         weight = weight.view(param.shape)
     value = (
         weight.data
-    )  # with a counter of changes of its own, see [Note: which weights count] in nn.optimizer.masters
+    )  # with a counter of changes of its own, see [Note: which weights count] in nn.optimizer.refresh_masters
     if home is not None:
         start, end = layout.piece(index, rank)
         begin = layout.offsets[index] + start - layout.bounds(rank)[0]

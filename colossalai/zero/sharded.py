@@ -37,12 +37,12 @@ from colossalai.interface.hooks import tell_of_local_hooks
 from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh import Layout, Mesh, grad_norm, own_grad, place, placement, set_own_grad
 from colossalai.mesh._compat import multiply_all
-from colossalai.mesh.norm import check_clipping, clip_factor
+from colossalai.mesh.gradient_norm import check_clipping, clip_factor
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.nn.optimizer.large_batch import FusedLAMB
-from colossalai.nn.optimizer.masters import UncountedWrites
+from colossalai.nn.optimizer.refresh_masters import UncountedWrites
 from colossalai.utils.optimizer_state import check_state
-from colossalai.zero.elsewhere import KeptGradients, PieceGradients, why_no_gradient
+from colossalai.zero.absent_tensors import KeptGradients, PieceGradients, why_no_gradient
 from colossalai.zero.pieces import Piece
 from colossalai.zero.refusals import StatesOfPieces, StepGuard, states_rest_elsewhere
 from colossalai.zero.states import cut_state, sliced_states, whole
@@ -126,7 +126,7 @@ class ShardedOptimizer(ScaledOptimizer):
                 number += 1
         assert not by_param, "a piece of a parameter that is in no group"
 
-    # Gradients, see the note in ``colossalai.zero.elsewhere``
+    # Gradients, see the note in ``colossalai.zero.absent_tensors``
 
     def keep_gradients(self) -> None:
         """Let the gradients of parameters and pieces be seen as this plan has them, from now on."""

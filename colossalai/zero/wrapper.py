@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.interface import OptimizerWrapper
-from colossalai.interface.strangers import strangers
+from colossalai.interface.foreign_parameters import strangers
 from colossalai.utils.parallel import data_parallel_group
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
 from colossalai.zero.low_level import LowLevelZeroOptimizer

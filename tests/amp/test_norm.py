@@ -20,7 +20,7 @@ from colossalai.booster import Booster
 from colossalai.core import global_context as gpc
 from colossalai.engine import Engine
 from colossalai.interface import OptimizerWrapper
-from colossalai.mesh import Layout, Mesh, grad_norm, norm, parameter, placement, shard
+from colossalai.mesh import Layout, Mesh, grad_norm, parameter, placement, shard
 from colossalai.testing import spawn
 
 # the pieces of a 1D layer, a parameter cut over the data axis, one cut over both, and a copy
@@ -107,7 +107,7 @@ def _norms(rank: int, world_size: int, port: int, device: str = "cpu") -> None:
         dist.all_reduce(everyone)
         assert not torch.isclose(alone, model.serial_norm(2.0)), name
         assert not torch.isclose(everyone.sqrt(), model.serial_norm(2.0)), name
-    norm.piece_axes = lambda *_: ()  # a norm that does not look where parameters lie is found out
+    gradient_norm.piece_axes = lambda *_: ()  # a norm that does not look where parameters lie is found out
     optimizer = OptimizerWrapper(torch.optim.SGD(model.parameters(), lr=0.1), gpc.mesh)
     assert not torch.isclose(optimizer.clip_grad_by_norm(1.0), model.serial_norm(2.0))
 

@@ -17,7 +17,7 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.nn.optimizer import FusedSGD, HybridAdam
-from colossalai.nn.optimizer.masters import UncountedWrites
+from colossalai.nn.optimizer.refresh_masters import UncountedWrites
 from colossalai.testing import spawn
 
 LIMIT = 0.1

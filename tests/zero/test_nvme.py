@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colossalai.nn.optimizer import HybridAdam, offload
+from colossalai.nn.optimizer import HybridAdam, nvme_pipeline
 from colossalai.testing import check_state_dict_equal, spawn
 from tests.zero.low_level.problems import (
     DTYPES,
@@ -45,7 +45,7 @@ def _train(case: Case, fraction: float, folder: str, state: Any = None) -> tuple
 
 def _check(rank: int, world_size: int, port: int, folder: str) -> None:
     launch()
-    offload.LEAST = 1 << 10
+    nvme_pipeline.LEAST = 1 << 10
     for case in CASES:
         weights, state, _ = _train(case, 0.0, folder)
         _, other_state, _ = _train(case, 0.0, folder, state)

@@ -19,7 +19,7 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.interface.nest import tensors
 from colossalai.interface.optimizer import check_clip_value, local_gradients
 from colossalai.mesh.backward import before_backward
-from colossalai.mesh.norm import own_part
+from colossalai.mesh.gradient_norm import own_part
 
 # Which modules of a model are gathered and freed as one unit.
 #

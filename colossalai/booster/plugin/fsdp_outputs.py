@@ -21,7 +21,7 @@ from colossalai.booster.plugin.fsdp_lockstep import fsdp_params
 from colossalai.interface.arguments import Copies
 from colossalai.interface.nest import tensors
 from colossalai.mesh.backward import Once, before_backward
-from colossalai.mesh.written import is_watched, sums_of_bits
+from colossalai.mesh.uncounted_writes import is_watched, sums_of_bits
 
 VERSION = "_colo_version"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from colossalai.zero.elsewhere import REASON, away_class
+from colossalai.zero.absent_tensors import REASON, away_class
 
 
 class CutParameter(DTensor):

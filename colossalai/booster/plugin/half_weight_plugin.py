@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from colossalai.booster.mixed_precision import MixedPrecision, is_plain, precision_name
 from colossalai.booster.plugin.dp import DPPluginBase
-from colossalai.mesh.norm import check_clipping
+from colossalai.mesh.gradient_norm import check_clipping
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 

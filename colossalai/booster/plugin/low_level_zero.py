@@ -20,13 +20,13 @@ from colossalai.booster.plugin.dp import check_backend, start_alike
 from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import user_module
+from colossalai.interface.foreign_parameters import strangers
 from colossalai.interface.nest import tensors
-from colossalai.interface.strangers import strangers
 from colossalai.mesh import own_grad, set_own_grad
 from colossalai.mesh.backward import before_backward
 from colossalai.utils import is_using_pp
 from colossalai.zero import LowLevelZeroOptimizer
-from colossalai.zero.elsewhere import KeptGradients
+from colossalai.zero.absent_tensors import KeptGradients
 
 
 class LowLevelZeroModel(CastModel):

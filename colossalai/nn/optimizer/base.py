@@ -7,7 +7,7 @@ parameter is bfloat16 and the optimizer ``splits``, the 16 bits that the paramet
 ``colossalai.kernel.split``).
 
 A script may write into a parameter between two steps, as loading a model does: see
-[Note: which weights count] in ``colossalai.nn.optimizer.masters``.
+[Note: which weights count] in ``colossalai.nn.optimizer.refresh_masters``.
 
 Parameters that are cut over ranks (``DTensor``) are updated in their local
 parts, if the update is element by element.
@@ -31,7 +31,7 @@ from colossalai._numeric import HALF_DTYPES
 from colossalai.kernel import _compat
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
-from colossalai.nn.optimizer.masters import UncountedWrites, current_master
+from colossalai.nn.optimizer.refresh_masters import UncountedWrites, current_master
 from colossalai.utils.lazy_tensor import fetch_later, is_lazy
 from colossalai.utils.optimizer_state import check_state
 

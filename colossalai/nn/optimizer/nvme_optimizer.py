@@ -27,8 +27,8 @@ from colossalai.kernel import _compat
 from colossalai.kernel.lists import covers_its_memory, row
 from colossalai.kernel.split import join
 from colossalai.nn.optimizer.base import KernelBatch, MultiTensorOptimizer, local, wide
-from colossalai.nn.optimizer.masters import current_master
-from colossalai.nn.optimizer.offload import Extent, Fields, Offload, Part, StateSlot, begin
+from colossalai.nn.optimizer.nvme_pipeline import Extent, Fields, Offload, Part, StateSlot, begin
+from colossalai.nn.optimizer.refresh_masters import current_master
 from colossalai.utils.disk import aligned_empty
 
 Groups = list[tuple[dict[str, Any], list[Tensor]]]

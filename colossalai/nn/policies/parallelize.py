@@ -21,8 +21,8 @@ from colossalai.mesh.parameter import overlapping
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
 from colossalai.nn.policies.causal_loss import check_causal, compute_loss_from_pieces
-from colossalai.nn.policies.hf_plan import carried_policy
 from colossalai.nn.policies.hugging_face import POLICIES
+from colossalai.nn.policies.model_own_plan import carried_policy
 from colossalai.nn.policies.policy import Policy
 from colossalai.nn.policies.rules import (
     Cut,

@@ -30,7 +30,7 @@ from colossalai.mesh import (
     use,
 )
 from colossalai.mesh.agreement import FirstStep
-from colossalai.mesh.norm import tensor_axes
+from colossalai.mesh.gradient_norm import tensor_axes
 from colossalai.nn.layer.batch import split_rows
 from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, at_rank

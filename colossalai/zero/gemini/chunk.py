@@ -10,10 +10,10 @@ pass.  So the whole of a chunk has one storage for ever, whose memory is freed a
 freed memory ends a process without a message; so a parameter whose chunk is not on the compute tier shows NaN
 instead, in its true shape.
 
-[Note: who may read a parameter]
-Modules read parameters while they compute, and scripts inside ``whole_parameters()``.  At all other times the
-class of a parameter that comes and goes refuses to be read or written (``colossalai.zero.elsewhere``), even
-if its chunk still is on the compute tier: what is read then would be gone when the backward pass needs it.
+[Note: who may read a parameter] Modules read parameters while they compute, and scripts inside
+``whole_parameters()``.  At all other times the class of a parameter that comes and goes refuses to be read or
+written (``colossalai.zero.absent_tensors``), even if its chunk still is on the compute tier: what is read
+then would be gone when the backward pass needs it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from colossalai._numeric import round_up
 from colossalai.mesh._compat import plain_torch
-from colossalai.zero.elsewhere import REASON
+from colossalai.zero.absent_tensors import REASON
 from colossalai.zero.gemini.tiers import PendingCopy, Tier
 from colossalai.zero.pieces import FlatLayout
 

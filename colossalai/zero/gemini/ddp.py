@@ -28,11 +28,9 @@ from colossalai.interface.arguments import Copies
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh, own_grad
 from colossalai.utils.lazy_tensor import lazy_tensor
-from colossalai.zero.elsewhere import KeptGradients, away_class, why_no_gradient
+from colossalai.zero.absent_tensors import KeptGradients, away_class, why_no_gradient
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
-from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks, init_chunk_manager
-from colossalai.zero.gemini.chunk_search import model_mesh
-from colossalai.zero.gemini.fill import (
+from colossalai.zero.gemini.chunk_filling import (
     ParameterGuard,
     Replaced,
     check_model,
@@ -42,13 +40,15 @@ from colossalai.zero.gemini.fill import (
     place_buffers,
     register,
 )
+from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks, init_chunk_manager
+from colossalai.zero.gemini.chunk_search import model_mesh
 from colossalai.zero.gemini.hooks import ModuleHooks, without_hooks
 from colossalai.zero.gemini.manager import ChunkOptimizer, GeminiManager
 from colossalai.zero.gemini.placement import MemStats, PlacementPolicyFactory
 
 
 class VisibleGradients:
-    """What a script sees as ``p.grad`` of a model in chunks, see ``colossalai.zero.elsewhere``."""
+    """What a script sees as ``p.grad`` of a model in chunks, see ``colossalai.zero.absent_tensors``."""
 
     def __init__(self, model: ZeroDDP) -> None:
         self._model, self._chunks = weakref.ref(model), model.chunk_manager

@@ -1,9 +1,9 @@
 """Optimizer states, and weights, of chunks that rest on the disk: how an update gets at them.
 
-States lie in slots (see ``colossalai.nn.optimizer.offload``) and stream through a few buffers of one size,
-however large the chunks are: while one slot is updated, the next are read and those before are written, also
-from one chunk to the next.  Weights that rest on the disk are read as a whole, since they are one row that
-modules need too.
+States lie in slots (see ``colossalai.nn.optimizer.nvme_pipeline``) and stream through a few buffers of one
+size, however large the chunks are: while one slot is updated, the next are read and those before are written,
+also from one chunk to the next.  Weights that rest on the disk are read as a whole, since they are one row
+that modules need too.
 
 While states are on the disk, ``optim.state`` has tensors with a shape and a dtype whose values are read when
 they are asked for (``colossalai.utils.lazy_tensor``), and weights show NaN.
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from colossalai.kernel.lists import row
 from colossalai.kernel.split import join, tail_of
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
-from colossalai.nn.optimizer.offload import (
+from colossalai.nn.optimizer.nvme_pipeline import (
     BUFFERS,
     DiskShare,
     Extent,

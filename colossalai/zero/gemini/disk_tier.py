@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from colossalai.nn.optimizer.offload import BUFFERS, GRAIN, RUN, slot_size
+from colossalai.nn.optimizer.nvme_pipeline import BUFFERS, GRAIN, RUN, slot_size
 from colossalai.utils.disk import Buffers, Pending, Shelf, aligned_empty, padded
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.tiers import OutOfCapacity, PendingCopy, Tier

@@ -36,9 +36,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from colossalai.mesh import own_grad
 from colossalai.mesh._compat import at_end_of_task, current_task
 from colossalai.mesh.backward import before_backward, when_known
-from colossalai.mesh.written import is_watched, sums_of_bits
+from colossalai.mesh.uncounted_writes import is_watched, sums_of_bits
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
-from colossalai.zero.gemini.fill import lost_write
+from colossalai.zero.gemini.chunk_filling import lost_write
 from colossalai.zero.gemini.manager import GeminiManager
 
 DEPTH = 4  # of objects in objects that are searched for tensors

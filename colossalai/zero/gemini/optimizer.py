@@ -28,15 +28,15 @@ from colossalai.amp.naive_amp.grad_scaler import dynamic_scaler
 from colossalai.interface.optimizer import local_gradients
 from colossalai.mesh import placement, set_own_grad
 from colossalai.mesh._compat import norms_of
-from colossalai.mesh.norm import counts_here
+from colossalai.mesh.gradient_norm import counts_here
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.utils.parallel import raised_together
-from colossalai.zero.elsewhere import KeptGradients
+from colossalai.zero.absent_tensors import KeptGradients
 from colossalai.zero.gemini.access_order import NEVER
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
+from colossalai.zero.gemini.chunk_filling import check_shares
 from colossalai.zero.gemini.ddp import ZeroDDP
 from colossalai.zero.gemini.disk_states import install_states, make_disk_states, share_on_disk
-from colossalai.zero.gemini.fill import check_shares
 from colossalai.zero.gemini.host_updates import HostUpdates
 from colossalai.zero.gemini.optimizer_states import ChunkPieces, StateBytes, check_params, like, make_pieces
 from colossalai.zero.gemini.promotion import Promotion

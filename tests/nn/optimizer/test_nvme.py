@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from colossalai.nn import optimizer as optim
-from colossalai.nn.optimizer import offload
+from colossalai.nn.optimizer import nvme_pipeline
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
 from colossalai.testing import check_state_dict_equal, parametrize_sample
 from tests.utils.disk.limits import small_files
@@ -31,7 +31,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     Many threads would only wait for each other.
     """
-    monkeypatch.setattr(offload, "LEAST", 1 << 14)
+    monkeypatch.setattr(nvme_pipeline, "LEAST", 1 << 14)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -128,7 +128,9 @@ def test_parameters_without_gradients_cause_no_transfers(tmp_path: Path) -> None
 
 def test_slots() -> None:
     parameters = [torch.empty(n) for n in (2500, 10, 1014, 5000, 3)]
-    found = [[(e.parameter.numel(), e.start, e.stop) for e in part] for part in offload.cut(parameters, 2048)]
+    found = [
+        [(e.parameter.numel(), e.start, e.stop) for e in part] for part in nvme_pipeline.cut(parameters, 2048)
+    ]
     assert found == [
         [(2500, 0, 2048)],
         [(2500, 2048, 2500), (10, 0, 10), (1014, 0, 1014)],
@@ -136,8 +138,8 @@ def test_slots() -> None:
         [(5000, 2048, 4096)],
         [(5000, 4096, 5000), (3, 0, 3)],
     ]
-    slot = offload.StateSlot(
-        "s", [offload.Extent(torch.empty(3), 0, 3)], [("a", torch.int16), ("b", torch.float64)]
+    slot = nvme_pipeline.StateSlot(
+        "s", [nvme_pipeline.Extent(torch.empty(3), 0, 3)], [("a", torch.int16), ("b", torch.float64)]
     )
     assert slot.nbytes == 128
     [(_, states)] = slot.states(torch.zeros(200, dtype=torch.uint8))

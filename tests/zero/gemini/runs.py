@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import colossalai
-from colossalai.mesh.norm import clip_factor
+from colossalai.mesh.gradient_norm import clip_factor
 from colossalai.nn.optimizer import FusedSGD, HybridAdam
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
 from colossalai.zero.states import sliced_states
