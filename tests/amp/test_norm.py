@@ -20,7 +20,7 @@ from colossalai.booster import Booster
 from colossalai.core import global_context as gpc
 from colossalai.engine import Engine
 from colossalai.interface import OptimizerWrapper
-from colossalai.mesh import Layout, Mesh, grad_norm, parameter, placement, shard
+from colossalai.mesh import Layout, Mesh, grad_norm, gradient_norm, parameter, placement, shard
 from colossalai.testing import spawn
 
 # the pieces of a 1D layer, a parameter cut over the data axis, one cut over both, and a copy
