@@ -36,6 +36,7 @@ class Restarts:
         self._notes, self._exits = notes, exits
         self._failed: Any = None  # the result of the attempt that has just failed
         self._pending: list[int] = []
+        self._handlers: dict[signal.Signals, Any] = {}  # torch's, while an attempt is ending
         self._said = ""
 
     def install(self) -> None:
@@ -79,17 +80,18 @@ class Restarts:
     def closing(self, close: Callable[[], None]) -> None:
         """Run ``close``, which ends the ranks.
 
-        An order to stop would only interrupt it and lose their exit codes.
-
-        If they are to start again it is obeyed afterwards; else all is ending anyway.
+        An order to stop would only interrupt it and lose their exit codes.  If the ranks are to start again
+        it is obeyed afterwards; else all is ending anyway.  Torch closes a failed attempt twice: when it sees
+        the failure, and before it starts the ranks again.
         """
-        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._handlers = self._handlers or {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
             signal.signal(number, lambda received, _: self._pending.append(received))
         close()
         if not self._said:
             return
         said, self._said = self._said, ""
+        handlers, self._handlers = self._handlers, {}
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for received in self._pending[:1]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from pathlib import Path
 
 import pytest
 
+from colossalai.cli._torchrun import Restarts
 from tests.cli.tools import ROOT, Command, Result, free_port, wait_until
 
 SCRIPT = Path(__file__).with_name("restarted.py")
@@ -94,3 +96,19 @@ def test_an_order_to_stop_while_ranks_are_ended_is_obeyed(tmp_path: Path) -> Non
     assert result.code == 128 + signal.SIGTERM, result
     assert not result.survivors
     assert "start 2 of rank" not in result.out
+
+
+def test_an_order_to_stop_between_two_closings_of_an_attempt_is_obeyed(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, lambda failed: [])
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        restarts.closing(lambda: os.kill(os.getpid(), signal.SIGTERM))  # torch has seen a failed rank
+        assert not heard
+        restarts._said = "restart 1 of 1"
+        restarts.closing(lambda: None)  # before all start again
+        assert heard == [signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
