@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
@@ -32,11 +32,11 @@ class LossScaleOptions:
         return cls(**{name: arguments[name] for name in LOSS_SCALE})
 
     def scaler(self, verbose: bool = False) -> DynamicGradScaler:
-        return DynamicGradScaler(**asdict(self), verbose=verbose)
+        return DynamicGradScaler(**self.arguments(), verbose=verbose)
 
     def arguments(self) -> dict[str, Any]:
         """Return the options by the names of the arguments that optimizers take."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in LOSS_SCALE}
 
 
 LOSS_SCALE = tuple(option.name for option in fields(LossScaleOptions))

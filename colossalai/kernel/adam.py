@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.kernel import _compat
+import colossalai.kernel._compat as _compat
+import colossalai.kernel.native.adam as native
 from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.kernel.lists import row
-from colossalai.kernel.native import adam as native
 from colossalai.kernel.probe import triton_works
 from colossalai.kernel.snapshot import TensorSnapshot
 from colossalai.kernel.split import join, split_

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colossalai.kernel import _compat
+import colossalai.kernel._compat as _compat
 from colossalai.kernel.lists import Lists
 from colossalai.kernel.probe import triton_works
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from colossalai.kernel import _compat
+import colossalai.kernel._compat as _compat
 from colossalai.kernel.lamb import choose, scale_each_
 from colossalai.kernel.lists import Lists
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from colossalai.kernel import _compat
+import colossalai.kernel._compat as _compat
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from colossalai.interface import ModelWrapper
-from colossalai.nn.policies.stage import Stage
+from colossalai.nn.policies.stage import ModelStage
 from colossalai.pipeline.stage import own_stage
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -54,7 +54,7 @@ def count_chunks(model: nn.Module) -> int:
 
 def _parameters(stage: nn.Module) -> list[inspect.Parameter]:
     own = inspect.signature(stage.forward).parameters.values()
-    if not isinstance(stage, Stage):
+    if not isinstance(stage, ModelStage):
         return list(own)
     # the signature is the model's; what a stage of it receives goes before
     return [inspect.Parameter("received", inspect.Parameter.VAR_POSITIONAL), *own]

@@ -26,7 +26,7 @@ from colossalai.mesh.deferred import Deferred
 from colossalai.nn.policies import POLICIES, Policy, parallelize
 from colossalai.nn.policies.depth import Depth, ModelParts, carried_depth, find_parts
 from colossalai.nn.policies.per_block import refuse_configured
-from colossalai.nn.policies.stage import Stage, StageShare, copy_above, take_stage
+from colossalai.nn.policies.stage import ModelStage, StageShare, copy_above, take_stage
 from colossalai.nn.policies.wrap_forward import WholeOutputs
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
@@ -129,7 +129,7 @@ def _find_depth(model: nn.Module, policy: Policy | None) -> Depth:
 
 def _check_whole(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, Stage):
+        if isinstance(module, ModelStage):
             verb = "is" if module is model else "holds"
             raise ValueError(
                 f"this {type(model).__name__} {verb} stage {module.share.index} of {module.share.stages}"
@@ -267,7 +267,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> Non
         return
     stages = list(model) if isinstance(model, nn.ModuleList) else [model]
     for stage in stages:
-        if not isinstance(stage, Stage):
+        if not isinstance(stage, ModelStage):
             raise TypeError(
                 f"save_pretrained writes what split_model returned, got a {type(stage).__name__}; call its"
                 " own save_pretrained"

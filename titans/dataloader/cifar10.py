@@ -37,7 +37,7 @@ class Images(NamedTuple):
     labels: Tensor
 
 
-class Source(NamedTuple):
+class CifarImages(NamedTuple):
     """What was found, in words, and its two parts."""
 
     name: str
@@ -75,18 +75,18 @@ def build_cifar(
     return train, get_dataloader(ImageDataset(*source.test, plain), **options)
 
 
-def load_cifar(root: str | Path) -> Source:
+def load_cifar(root: str | Path) -> CifarImages:
     """CIFAR-10 under ``root``, or a stand-in."""
     for folder in (Path(root) / FOLDER, Path(root)):
         if (folder / TEST_FILES[0]).is_file():
-            return Source(
+            return CifarImages(
                 f"CIFAR-10 in {folder}", _batches(folder, TRAIN_FILES), _batches(folder, TEST_FILES)
             )
     absent = f"there is no CIFAR-10 under {root}"
     if importlib.util.find_spec("sklearn") is not None:
-        return Source(f"scikit-learn's digits ({absent})", *_digits())
+        return CifarImages(f"scikit-learn's digits ({absent})", *_digits())
     name = f"synthetic images ({absent}, and no scikit-learn)"
-    return Source(name, _synthetic(4096, seed=0), _synthetic(1024, seed=1))
+    return CifarImages(name, _synthetic(4096, seed=0), _synthetic(1024, seed=1))
 
 
 class _ArraysOnly(pickle.Unpickler):

@@ -32,7 +32,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Images = Dataset[tuple[Tensor, int]]
 
 
-class Source(NamedTuple):
+class ImageNetFiles(NamedTuple):
     """What was found, in words, and the files of its two parts with their classes; no files if it is
     synthetic.
     """
@@ -67,15 +67,15 @@ def build_imagenet(
     )
 
 
-def find_imagenet(root: str | Path) -> Source:
+def find_imagenet(root: str | Path) -> ImageNetFiles:
     """The files under ``root``, or none if it has neither of the two folders."""
     train, test = Path(root) / "train", Path(root) / "val"
     if not train.is_dir() and not test.is_dir():
-        return Source(f"synthetic images (there are no folders train and val under {root})", [], [])
+        return ImageNetFiles(f"synthetic images (there are no folders train and val under {root})", [], [])
     classes = {folder.name: index for index, folder in enumerate(_folders(train))}
     if unknown := [folder.name for folder in _folders(test) if folder.name not in classes]:
         raise ValueError(f"{test} has the class {unknown[0]!r}, but {train} has no folder of that name")
-    return Source(f"the images in {root}", *(_files(part, classes) for part in (train, test)))
+    return ImageNetFiles(f"the images in {root}", *(_files(part, classes) for part in (train, test)))
 
 
 def _folders(part: Path) -> list[Path]:

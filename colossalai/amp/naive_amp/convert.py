@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colossalai.amp.loss_scale import LossScaleOptions
 from colossalai.amp.naive_amp.fp16_optimizer import NaiveAMPOptimizer
 from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 from colossalai.amp.naive_amp.naive_amp_model import NaiveAMPModel
@@ -15,39 +16,20 @@ from colossalai.utils import is_using_pp
 
 
 @dataclass(frozen=True, kw_only=True)
-class NaiveOptions:
+class NaiveOptions(LossScaleOptions):
     """The documented keys of ``fp16 = dict(mode=AMP_TYPE.NAIVE, ...)``.
 
     The documents' first scale, 2**32, is far beyond fp16: dozens of steps are skipped before one is made.
     """
 
     log_num_zeros_in_grad: bool = False
-    initial_scale: float = 2**16
-    min_scale: float | None = 1
-    growth_factor: float = 2
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    max_scale: float | None = 2**32
     verbose: bool | None = None
     clip_grad_norm: float = 0
     dp_process_group: Any = None
     mp_process_group: Any = None
 
-    def __post_init__(self) -> None:
-        self.scaler()
-
-    def scaler(self) -> DynamicGradScaler:
-        return DynamicGradScaler(
-            self.initial_scale,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            self.min_scale,
-            self.max_scale,
-            self.hysteresis,
-            bool(self.verbose),
-        )
+    def scaler(self, verbose: bool = False) -> DynamicGradScaler:
+        return super().scaler(verbose or bool(self.verbose))
 
 
 def naive_amp(

@@ -25,14 +25,14 @@ from colossalai.checkpoint_io.held_tensors import is_dtensor, serial_shape
 from colossalai.checkpoint_io.model_state import ModelState, mesh_of
 from colossalai.interface import ModelWrapper
 from colossalai.mesh import Layout, Mesh, local_slices, placement, serial_form
-from colossalai.nn.policies.stage import Stage
+from colossalai.nn.policies.stage import ModelStage
 from colossalai.nn.policies.wrap_forward import native_class
 from colossalai.utils import get_current_device
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class Source(NamedTuple):
+class PretrainedTensor(NamedTuple):
     """Where a tensor of the model is stored."""
 
     file: Path
@@ -91,7 +91,7 @@ def read_pretrained(
 def _stages(model: nn.Module) -> Sequence[nn.Module]:
     """The stages of one model that ``model`` is a list of; any other model itself."""
     inner = list(model) if isinstance(model, nn.ModuleList) else []
-    return inner if inner and all(isinstance(stage, Stage) for stage in inner) else [model]
+    return inner if inner and all(isinstance(stage, ModelStage) for stage in inner) else [model]
 
 
 def _stored(path: Path) -> dict[str, Path]:
@@ -110,11 +110,11 @@ def _stored(path: Path) -> dict[str, Path]:
 
 def _assign(
     model: nn.Module, own: dict[str, Tensor], stored: dict[str, Path]
-) -> tuple[dict[str, Source], list[str]]:
+) -> tuple[dict[str, PretrainedTensor], list[str]]:
     """What is stored for each name of the model, and the stored names that the model does not know."""
     known = _known(model, own)
     rename = _renaming(model, known)
-    sources: dict[str, Source] = {}
+    sources: dict[str, PretrainedTensor] = {}
     unknown = []
     for name, file in stored.items():
         to = name if name in known else rename(name)
@@ -122,13 +122,13 @@ def _assign(
             unknown.append(name)
         for target in known.get(to, ()):
             if target in own:
-                sources.setdefault(target, Source(file, name))
+                sources.setdefault(target, PretrainedTensor(file, name))
     return sources, unknown
 
 
 def _known(model: nn.Module, own: dict[str, Tensor]) -> Mapping[str, tuple[str, ...]]:
     """The names that a file may have, and for each those of the model's state that it fills."""
-    if isinstance(model, Stage):
+    if isinstance(model, ModelStage):
         return model.share.names
     # buffers that are not saved any more: older files have them
     return {**{name: () for name, _ in model.named_buffers()}, **{name: (name,) for name in own}}
@@ -151,7 +151,7 @@ def _check(
     model: nn.Module,
     path: Path,
     own: dict[str, Tensor],
-    sources: dict[str, Source],
+    sources: dict[str, PretrainedTensor],
     unknown: list[str],
     strict: bool,
 ) -> None:
@@ -175,7 +175,7 @@ def _check(
 
 
 def _pieces(
-    own: dict[str, Tensor], sources: dict[str, Source], mesh: Mesh | None
+    own: dict[str, Tensor], sources: dict[str, PretrainedTensor], mesh: Mesh | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Every tensor of the model that is stored, once, with this rank's piece of its values."""
     from safetensors import safe_open
@@ -324,7 +324,7 @@ def is_spread(model: ModelWrapper) -> bool:
     """Whether this process holds less than ``model.unwrap()`` would write."""
     user = model.unwrap()
     stages = list(user) if isinstance(user, nn.ModuleList) else [user]
-    has_stages = any(isinstance(stage, Stage) for stage in stages)
+    has_stages = any(isinstance(stage, ModelStage) for stage in stages)
     return has_stages or bool(model.holdings()) or any(map(is_dtensor, user.parameters()))
 
 

@@ -93,7 +93,7 @@ class Perceptron(nn.Module):
         return self.layers(x).float().square().mean()
 
 
-class GPT(nn.Module):
+class BenchmarkGPT(nn.Module):
     """Causal blocks between an embedding and a tied head; the output is the loss of the next token."""
 
     def __init__(self, shape: ModelSizes) -> None:
@@ -154,6 +154,6 @@ class Model:
 
 MODELS = {
     "mlp": Model(Perceptron, _features, features=True),
-    "gpt": Model(GPT, _tokens),
+    "gpt": Model(BenchmarkGPT, _tokens),
     "vit": Model(ViT, _images),
 }

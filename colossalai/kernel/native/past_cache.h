@@ -1,4 +1,4 @@
-/* Copies that nobody will read soon: they go past the cache, where a plain copy would first read the memory that it overwrites. */
+/* Copies that no thread will read soon: they go past the cache, where a plain copy would first read the memory that it overwrites. */
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX__

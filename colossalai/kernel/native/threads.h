@@ -1,5 +1,5 @@
 /* Many parts of a work, on threads of their own: threads of Python would wait for the interpreter between two parts, which a training
- * script keeps busy.  Whoever is free takes the next part; a thread that cannot be started leaves more to the others. */
+ * script keeps busy.  A thread that is free takes the next part; a thread that cannot be started leaves more to the others. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>

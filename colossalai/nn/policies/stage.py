@@ -173,7 +173,7 @@ class StageShare:
         return self.index == self.stages - 1
 
 
-class Stage(ForwardWrapper):
+class ModelStage(ForwardWrapper):
     """The model itself: it begins with the hidden states it is given and ends where its blocks end."""
 
     share: StageShare
@@ -233,7 +233,7 @@ def take_stage(model: nn.Module, parts: ModelParts, share: StageShare) -> nn.Mod
         if isinstance(stand_in, BlockBefore):
             stand_in.carries = parts.carries
         home._modules[name] = stand_in
-    wrap_forward(model, Stage)
+    wrap_forward(model, ModelStage)
     model.share = share  # type: ignore[assignment]
     if share.is_last and share.stages > 1:
         refuse_collected(model)
@@ -269,7 +269,7 @@ def wrapped_elsewhere(model: nn.Module) -> str | None:
     nothing.
     """
     for stage in model.modules():
-        if not isinstance(stage, Stage):
+        if not isinstance(stage, ModelStage):
             continue
         for name, module in stage.named_modules():
             if isinstance(module, StandIn) and name.replace("._checkpoint_wrapped_module", "") != module.path:

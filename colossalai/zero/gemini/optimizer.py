@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colossalai.amp.naive_amp.grad_scaler import dynamic_scaler
+from colossalai.amp.loss_scale import LossScaleOptions
 from colossalai.interface.optimizer import local_gradients
 from colossalai.mesh import placement, set_own_grad
 from colossalai.mesh._compat import norms_of
@@ -101,7 +101,8 @@ class GeminiOptimizer(ShardedOptimizer):
         _check_model(module)
         check_shares(gpu_margin_mem_ratio=gpu_margin_mem_ratio, undo_ratio=undo_ratio)
         self.model, self.chunks, self.manager = module, module.chunk_manager, module.gemini_manager
-        scaler = dynamic_scaler(locals()) if module.dtype is torch.float16 else None
+        in_fp16 = module.dtype is torch.float16
+        scaler = LossScaleOptions.of(locals()).scaler(verbose) if in_fp16 else None
         check_params(optim, module)
         share = share_on_disk(optim, module)
         # a step that may be clipped or skipped: without memory for a way back, updates wait for it

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler, dynamic_scaler
+from colossalai.amp.loss_scale import LossScaleOptions
+from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler
 from colossalai.interface import OptimizerWrapper
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, own_grad
@@ -81,7 +82,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         norm_type: float = 2.0,
         keep_dtype: Iterable[Tensor] = (),
     ) -> None:
-        scaler = dynamic_scaler(locals())
+        scaler = LossScaleOptions.of(locals()).scaler(verbose)
         _check(optimizer, reduce_bucket_size, communication_dtype, forced_dtype)
         group = process_group or data_parallel_group()
         parts, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from colossalai.amp.naive_amp.grad_scaler.base_grad_scaler import BaseGradScaler
@@ -82,11 +80,3 @@ class DynamicGradScaler(BaseGradScaler):
         if scale != self._scale:
             self.log(f"loss scale {self._scale:g} -> {scale:g} after {reason}")
         self._scale = scale
-
-
-def dynamic_scaler(arguments: Mapping[str, Any]) -> DynamicGradScaler:
-    """The scaler of an optimizer or plugin that takes the arguments of ``DynamicGradScaler`` beside others,
-    under the same names.
-    """
-    names = inspect.signature(DynamicGradScaler).parameters
-    return DynamicGradScaler(**{name: arguments[name] for name in names})
