@@ -48,8 +48,8 @@ class Features:
 
 
 def _check_combination(config: Mapping[str, Any]) -> None:
-    fp16, zero = config.get("fp16"), config.get("zero")
-    if fp16 is not None and zero is not None:
+    zero = config.get("zero")
+    if _mode(config.get("fp16")) is not None and zero is not None:
         raise ConfigException(
             "config has both 'fp16' and 'zero'; ZeRO does its own mixed precision, so keep one of them"
         )
@@ -67,23 +67,30 @@ def _check_combination(config: Mapping[str, Any]) -> None:
             )
 
 
-def _mode(fp16: Mapping[str, Any]) -> AMP_TYPE:
+def _mode(fp16: Mapping[str, Any] | None) -> AMP_TYPE | None:
+    """The mode that the section asks for; None for no mixed precision."""
+    if fp16 is None:
+        return None
     if "mode" not in fp16:
         raise ConfigException(
             "config section 'fp16' needs a mode, such as fp16 = dict(mode=AMP_TYPE.TORCH) (from"
             " colossalai.amp)"
         )
+    if fp16["mode"] is None:
+        return None
     try:
         return AMP_TYPE(fp16["mode"])
     except ValueError:
         known = ", ".join(str(mode) for mode in AMP_TYPE)
-        raise ConfigException(f"fp16 mode must be one of {known}, got {fp16['mode']!r}") from None
+        raise ConfigException(
+            f"fp16 mode must be one of {known}, or None for no mixed precision, got {fp16['mode']!r}"
+        ) from None
 
 
 def _precision(fp16: Mapping[str, Any] | None) -> MixedPrecision | None:
-    if fp16 is None:
-        return None
     mode = _mode(fp16)
+    if fp16 is None or mode is None:
+        return None
     options = {name: value for name, value in fp16.items() if name != "mode"}
     if not options.pop("enabled", True):
         return None

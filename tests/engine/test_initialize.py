@@ -152,6 +152,14 @@ def test_precision_by_its_section() -> None:
     assert Features.from_config({}).precision is None
 
 
+def test_without_a_mode_there_is_no_mixed_precision() -> None:
+    off = {"mode": None, "initial_scale": 4}  # a switch in a config leaves the other options
+    assert Features.from_config({"fp16": off}).precision is None
+    assert Features.from_config({"fp16": off, "zero": {"level": 2}}).zero == {"level": 2}
+    with pytest.raises(ConfigException, match="or None for no mixed precision, got 'fp8'"):
+        Features.from_config({"fp16": {"mode": "fp8"}})
+
+
 @pytest.mark.parametrize("mode", AMP_TYPE)
 def test_the_options_of_the_documents_are_accepted(mode: AMP_TYPE) -> None:
     precision = Features.from_config({"fp16": {"mode": mode, **DOCUMENTED[mode]}}).precision

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm
 
+from colossalai.context.fake_launch import fake_launch
 from titans.layer.attention import GPTSelfAttention, ViTSelfAttention
 from titans.layer.block import GPTBlock, ViTBlock
 from titans.layer.drop_path import DropPath
@@ -98,7 +99,7 @@ EXPECTED = {
     for size in (224, 384)
 } | {
     "vit_lite_depth7_patch4_32": parameters(256, 7, 4, 32, 10, 2),
-    "vit_tiny_patch4_32": parameters(192, 12, 4, 32, 10, 4),
+    "vit_tiny_patch4_32": parameters(512, 6, 4, 32, 10, 1),
 }
 
 
@@ -113,6 +114,15 @@ def test_published_counts_and_exports() -> None:
     assert EXPECTED["vit_base_patch16_224"] == 86_567_656
     assert EXPECTED["vit_large_patch16_224"] == 304_326_632
     assert set(vit.__all__) == {"VisionTransformer", *EXPECTED}
+
+
+def test_the_tiny_one_for_small_images_can_be_cut_among_two_ranks() -> None:
+    config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
+    with fake_launch(config, 1, 2):
+        model = vit.vit_tiny_patch4_32(depth=1)
+        model(images(2, 3, 32, 32)).sum().backward()
+    assert model.blocks[0].attn.query_key_value.weight.shape == (3 * 256, 512)
+    assert model.blocks[0].mlp.dense_1.weight.shape == (256, 512)
 
 
 def test_arguments_of_a_named_size_take_precedence() -> None:

@@ -153,9 +153,11 @@ _BASE = {"hidden_size": 768, "depth": 12, "num_heads": 12}
 _LARGE = {"hidden_size": 1024, "depth": 24, "num_heads": 16}
 # ViT-Lite of "Escaping the Big Data Paradigm with Compact Transformers", for CIFAR-10
 _LITE = {"hidden_size": 256, "depth": 7, "num_heads": 4, "mlp_ratio": 2, "num_classes": 10}
+# the one of the examples: wider and flatter than tiny, and its heads divide among 2, 4 or 8 ranks
+_TINY_CIFAR = {"hidden_size": 512, "depth": 6, "num_heads": 8, "mlp_ratio": 1, "num_classes": 10}
 
 vit_lite_depth7_patch4_32 = _named(_LITE, 4, 32)
-vit_tiny_patch4_32 = _named({**_TINY, "num_classes": 10}, 4, 32)
+vit_tiny_patch4_32 = _named(_TINY_CIFAR, 4, 32)
 vit_tiny_patch16_224 = _named(_TINY, 16, 224)
 vit_tiny_patch16_384 = _named(_TINY, 16, 384)
 vit_tiny_patch32_224 = _named(_TINY, 32, 224)
