@@ -77,7 +77,7 @@ class Link:
         self._ranks = mesh.ranks(PIPELINE_AXIS) if pipeline_size(mesh) > 1 else [mesh.rank]
         self._groups = _groups_of(mesh)
         # gloo refuses to send tensors of CUDA: they go through the memory of the host
-        staged = not self._groups or not _is_nccl(self._groups[0], device)
+        staged = not self._groups or not is_nccl(self._groups[0], device)
         self._wire = torch.device("cpu") if staged else device
         self._described: dict[Way, Description] = {}
         self._warned = False
@@ -298,7 +298,7 @@ def _groups_of(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
     if pipeline_size(mesh) == 1:
         return ()
     down = mesh.group(PIPELINE_AXIS)
-    if not _is_nccl(down, torch.device(mesh.device_type)):
+    if not is_nccl(down, torch.device(mesh.device_type)):
         return down, down
     if mesh not in _upstream_groups:
         for ranks in mesh_groups(mesh.size, (PIPELINE_AXIS,)):
@@ -308,7 +308,7 @@ def _groups_of(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
     return down, _upstream_groups[mesh]
 
 
-def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+def is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cuda" and "nccl" in group._get_backend(device).name().lower()
 
 

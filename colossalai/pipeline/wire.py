@@ -1,7 +1,8 @@
 """A nest of tensors as it travels between stages: a description, and the bytes of its tensors.
 
 A nest is a tensor, or tuples, lists and dicts of them in any depth; a None among them stays one (no mask, no
-cache).  A gradient has the nest of what it belongs to, with None where there is no gradient.
+cache), and so does any other value, which travels in the description.  A gradient has the nest of what it
+belongs to, with None where there is no gradient.
 """
 
 from __future__ import annotations
@@ -40,18 +41,21 @@ class Description:
     @classmethod
     def of(cls, nest: Any) -> tuple[Description, list[Tensor]]:
         tensors, spec = tree_flatten(nest)
-        leaves = [None if tensor is None else Leaf.of(tensor) for tensor in tensors]
-        return cls(tree_unflatten(leaves, spec)), [tensor for tensor in tensors if tensor is not None]
+        leaves = [Leaf.of(tensor) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+        return cls(tree_unflatten(leaves, spec)), [t for t in tensors if isinstance(t, Tensor)]
 
     @property
     def leaves(self) -> list[Leaf]:
-        return [leaf for leaf in tree_flatten(self.nest)[0] if leaf is not None]
+        return [leaf for leaf in tree_flatten(self.nest)[0] if isinstance(leaf, Leaf)]
 
     def rebuild(self, tensors: list[Tensor]) -> Any:
         """The nest of ``tensors``, which are new leaves of the autograd graph."""
         leaves, spec = tree_flatten(self.nest)
         left = iter(tensors)
-        found = [None if leaf is None else next(left).requires_grad_(leaf.requires_grad) for leaf in leaves]
+        found = [
+            next(left).requires_grad_(leaf.requires_grad) if isinstance(leaf, Leaf) else leaf
+            for leaf in leaves
+        ]
         return tree_unflatten(found, spec)
 
     def to_bytes(self) -> bytes:
