@@ -13,12 +13,18 @@ from colossalai.core import global_context as gpc
 from colossalai.engine.schedule.base import BaseSchedule, StepResult
 from colossalai.interface.batch import DataProcess, split_batch
 from colossalai.pipeline.chunks import count_chunks
+from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import Pipeline
 from colossalai.registry import SCHEDULE
 from colossalai.utils.parallel import launched_mesh
 
 if TYPE_CHECKING:
     from colossalai.engine.engine import Engine
+
+
+def get_tensor_shape() -> tuple[int, ...] | None:
+    """Return the shape of what pipeline stages exchange, if the config of the launched job says it."""
+    return None if gpc.plan.pipeline == 1 else PipelineOptions.from_config(gpc.config, gpc.plan).tensor_shape
 
 
 @SCHEDULE.register_module
@@ -125,6 +131,11 @@ class PipelineSchedule(BaseSchedule):
         )
         wanted = return_output_label and self.has_loss
         return output, label if wanted else None, loss
+
+
+@SCHEDULE.register_module
+class PipelineScheduleV2(PipelineSchedule):
+    """``PipelineSchedule`` by the name it had where stages could exchange any objects: here, all can."""
 
 
 @SCHEDULE.register_module
