@@ -12,7 +12,18 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 
-from colossalai.testing._rank import DUMP_SIGNAL, Assignment, Message, Pipes, Raised, Returned, run_rank
+from colossalai.testing._progress import Pulse
+from colossalai.testing._rank import (
+    DUMP_SIGNAL,
+    PULSE,
+    SNAPSHOT,
+    Assignment,
+    Message,
+    Pipes,
+    Raised,
+    Returned,
+    run_rank,
+)
 from colossalai.utils.watchdog import RankSnapshot
 
 _TAIL = 40  # lines of output that are repeated when a rank dies or does not answer
@@ -23,6 +34,7 @@ class RankHandle:
         self.rank = assignment.rank
         self.outcome: Returned | Raised | None = None
         self.snapshot: RankSnapshot | None = None
+        self.pulse: Pulse | None = None
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self._control, control = context.Pipe()
         lifeline, self._lifeline = context.Pipe(duplex=False)
@@ -48,7 +60,16 @@ class RankHandle:
         """Request a snapshot; it arrives through ``pump``."""
         self.snapshot = None
         with contextlib.suppress(OSError):
-            self._control.send(None)
+            self._control.send(SNAPSHOT)
+
+    def ask_pulse(self) -> None:
+        """Request a pulse, which arrives in the same way."""
+        with contextlib.suppress(OSError):
+            self._control.send(PULSE)
+
+    @property
+    def is_done(self) -> bool:
+        return self.outcome is not None
 
     def dump(self) -> None:
         """Have the stacks written to the rank's stderr, which works even while it cannot answer."""
@@ -102,6 +123,8 @@ class RankHandle:
     def _take(self, message: Message) -> None:
         if isinstance(message, RankSnapshot):
             self.snapshot = message
+        elif isinstance(message, Pulse):
+            self.pulse = message
         else:
             self.outcome = message
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from colossalai.testing._progress import Pulse
 from colossalai.utils.watchdog import RankSnapshot, take_snapshot
 
 # Dumps the stacks to stderr from a signal handler written in C, which needs no interpreter lock.
@@ -57,7 +58,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Pipes:
-    control: Connection  # duplex: requests for a snapshot in, snapshots and the outcome out
+    control: Connection  # duplex: requests in; snapshots, pulses and the outcome out
     lifeline: Connection  # carries nothing; its other end is open as long as the parent lives
     stdout: Connection
     stderr: Connection
@@ -79,7 +80,10 @@ class Raised:
     when: float
 
 
-Message = Returned | Raised | RankSnapshot
+Message = Returned | Raised | RankSnapshot | Pulse
+
+# What a parent asks for.
+SNAPSHOT, PULSE = "snapshot", "pulse"
 
 
 def run_rank(pipes: Pipes, assignment: Assignment) -> None:
@@ -105,7 +109,11 @@ def run_rank(pipes: Pipes, assignment: Assignment) -> None:
 def _serve(control: Connection, lock: threading.Lock, outcome: list[Returned | Raised]) -> None:
     while True:
         try:
-            control.recv()
+            if control.recv() == PULSE:
+                pulse = Pulse.take()
+                with lock:
+                    control.send(pulse)
+                continue
             snapshot = take_snapshot(root=__file__)
             with lock:
                 control.send(snapshot.leave() if outcome else snapshot)

@@ -24,6 +24,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from colossalai.testing._handle import RankHandle, ask_all, pump
+from colossalai.testing._progress import Progress
 from colossalai.testing._rank import IMPATIENT, Assignment, Raised, Returned
 from colossalai.utils.watchdog import explain
 
@@ -51,8 +52,9 @@ def spawn(
     """Call ``func(rank=..., world_size=..., port=..., **kwargs)`` on ``nprocs`` ranks; return their results.
 
     ``func`` must be a function of a module (or a ``functools.partial`` of one).  When a rank raises or dies,
-    or when the ranks are not done after ``timeout`` seconds, all are killed and ``RankError`` tells which
-    rank, why, and where the others were.  What ranks print appears on this process's stdout and stderr.
+    or when no rank gets on for ``timeout`` seconds (none uses the CPU: they wait for each other), all are
+    killed and ``RankError`` tells which rank, why, and where the others were.  What ranks print appears on
+    this process's stdout and stderr.
     """
     __tracebackhide__ = True
     if nprocs < 1:
@@ -132,16 +134,16 @@ def _environment(**values: str) -> Iterator[None]:
 
 def _supervise(ranks: list[RankHandle], timeout: float) -> list[Any]:
     __tracebackhide__ = True
-    deadline = time.monotonic() + timeout
-    patience = deadline
+    progress = Progress(ranks, timeout)
+    patience = float("inf")
     while any(rank.outcome is None for rank in ranks):
-        pump(ranks, patience - time.monotonic())
+        pump(ranks, min(patience, progress.next_look) - time.monotonic())
         failed = [rank for rank in ranks if isinstance(rank.outcome, Raised)]
         if any(not rank.failure.echo for rank in failed):
             break
         if failed:
             patience = min(patience, time.monotonic() + _GRACE)
-        if time.monotonic() >= patience:
+        if time.monotonic() >= patience or progress.has_stopped():
             break
     if failed := [rank for rank in ranks if isinstance(rank.outcome, Raised)]:
         raise _failure(ranks, min(failed, key=lambda rank: (rank.failure.echo, rank.failure.when)))
@@ -179,7 +181,7 @@ def _stuck(ranks: list[RankHandle], timeout: float) -> RankError:
         f"\n\nrank {rank.rank}, the end of its output:\n" + "\n".join(rank.tail) for rank in mute
     )
     return RankError(
-        f"{len(stuck)} of {len(ranks)} ranks did not finish within {timeout:g} s\n{text}",
+        f"{len(stuck)} of {len(ranks)} ranks did not finish, and made no progress for {timeout:g} s\n{text}",
         rank=stuck[0].rank,
         cause_type=TimeoutError,
         traceback=text,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import inspect
 import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import torch.distributed as dist
 
 from colossalai.mesh import Mesh
 from colossalai.testing import RankError, spawn
+from colossalai.testing._progress import Pulse
 
 TIMEOUT = 5.0
 
@@ -22,10 +26,11 @@ def _reduce_in_thread() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def stuck(rank: int, world_size: int, port: int) -> None:
+def stuck(rank: int, world_size: int, port: int, folder: Path) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=f"tcp://127.0.0.1:{port}")
     tp = Mesh({"dp": world_size // 2, "tp": 2}).group("tp")
     x = torch.ones(1)
+    (folder / str(rank)).write_text(str(time.monotonic()))
     if rank == 1:
         dist.all_reduce(x)
     elif rank == 2:
@@ -53,16 +58,17 @@ def line_of(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def error() -> RankError:
-    start = time.monotonic()
+def error(tmp_path_factory: pytest.TempPathFactory) -> RankError:
+    folder = tmp_path_factory.mktemp("stuck")
     with pytest.raises(RankError) as caught:
-        spawn(stuck, 8, timeout=TIMEOUT)
-    assert time.monotonic() - start < TIMEOUT + 15, "the report itself must not take long"
+        spawn(stuck, 8, timeout=TIMEOUT, folder=folder)
+    since = max(float(path.read_text()) for path in folder.iterdir())
+    assert time.monotonic() - since < TIMEOUT + 15, "the report itself must not take long"
     return caught.value
 
 
 def test_the_error_says_how_many_and_is_a_timeout(error: RankError) -> None:
-    assert str(error).startswith("7 of 8 ranks did not finish within 5 s\n")
+    assert str(error).startswith("7 of 8 ranks did not finish, and made no progress for 5 s\n")
     assert (error.rank, error.cause_type) == (1, TimeoutError)
 
 
@@ -117,6 +123,34 @@ def test_a_rank_that_cannot_answer_shows_its_stack_all_the_same(error: RankError
     assert re.search(r'(?s)rank 6, the end of its output:.*test_stuck\.py", line \d+ in stuck', str(error)), (
         error
     )
+
+
+def compute_for(rank: int, world_size: int, port: int, seconds: float) -> int:
+    """One rank computes, then a process that it starts; the other rank waits for it."""
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=f"tcp://127.0.0.1:{port}")
+    end = time.monotonic() + seconds
+    steps = torch.zeros(1)
+    while rank == 0 and time.monotonic() < end:
+        steps += torch.randn(64, 64).mean() * 0 + 1
+    if rank == 0:
+        code = f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
+        subprocess.run([sys.executable, "-c", code], check=True)
+    dist.all_reduce(steps)
+    return int(steps)
+
+
+def test_ranks_that_get_on_may_take_longer() -> None:
+    counts = spawn(compute_for, 2, timeout=2, seconds=3)
+    assert counts[0] == counts[1] > 1
+
+
+def test_what_counts_as_progress() -> None:
+    start = Pulse(when=0, cpu=5, place=None)
+    assert Pulse(10, 5.2, None).shows_progress_since(start)
+    assert not Pulse(10, 5.05, None).shows_progress_since(start), "it polls now and then"
+    on_cuda = Pulse(0, 5, place=1)
+    assert not Pulse(10, 14, 1).shows_progress_since(on_cuda), "waiting for CUDA uses the CPU"
+    assert Pulse(10, 14, 2).shows_progress_since(on_cuda)
 
 
 def wait_for_rank_0(rank: int, world_size: int, port: int) -> None:
