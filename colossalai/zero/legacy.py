@@ -9,6 +9,8 @@ from colossalai.zero.sharded_v2 import (
     ShardedOptimizerV2,
     ZeroInitContext,
     convert_to_zero_v2,
+    no_shard_zero_context,
+    no_shard_zero_decrator,
 )
 
 __all__ = [
@@ -18,4 +20,6 @@ __all__ = [
     "TensorShardStrategy",
     "ZeroInitContext",
     "convert_to_zero_v2",
+    "no_shard_zero_context",
+    "no_shard_zero_decrator",
 ]

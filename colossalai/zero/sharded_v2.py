@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -78,6 +79,19 @@ class ZeroInitContext:
             made = {id(p): p.numel() for ref in self._made if (p := ref()) is not None}
             self.model_numel_tensor += sum(made.values())
         self._made.clear()
+
+
+@contextmanager
+def no_shard_zero_context(is_replicated: bool = True) -> Iterator[None]:
+    """Stands for a block inside ``ZeroInitContext`` whose weights stay whole.
+
+    ``ShardedModelV2`` lays all weights in chunks, also those that are built inside; what they compute is the
+    same, so this changes nothing.
+    """
+    yield
+
+
+no_shard_zero_decrator = no_shard_zero_context  # spelled as in the documents; it decorates functions, too
 
 
 class ShardedModelV2(GeminiDDP):

@@ -22,6 +22,7 @@ from colossalai.checkpoint_io.utils import (
     get_base_filenames,
     get_shard_filename,
     has_index_file,
+    is_safetensors_available,
     shard_checkpoint,
 )
 from colossalai.testing import check_state_dict_equal
@@ -310,3 +311,15 @@ def _naive(make: Any, seed: int = 0) -> tuple[nn.Module, Any]:
 def _same(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert a.keys() == b.keys()
     check_state_dict_equal(a, b)
+
+
+def test_an_index_of_tensors_in_pieces_is_told() -> None:
+    index = CheckpointIndexFile("somewhere")
+    index.append_weight_map("weight", "model-00001.safetensors")
+    assert not index.contains_dtensor()
+    index.assert_no_dtensor_checkpoint()
+    index.append_weight_map("table", "model-00002.*.safetensors")
+    assert index.contains_dtensor()
+    with pytest.raises(ValueError, match="somewhere has tensors in pieces, one file for each rank"):
+        index.assert_no_dtensor_checkpoint()
+    assert is_safetensors_available()

@@ -1,13 +1,166 @@
-"""What of the documented names is left: missing ones with the issue that brings them, other parameters with
+"""What is left of the documented names: missing ones with the issue that brings them, other parameters with
 the reason, and words of the list that are no names.
 """
 
 from __future__ import annotations
 
-# name, or module with all in it -> (issue, reason)
-MISSING: dict[str, tuple[str, str]] = {}
+
+def _all(module: str, names: str, issue: str, reason: str) -> dict[str, tuple[str, str]]:
+    return {f"{module}.{name}": (issue, reason) for name in names.split()}
+
+
+# Work that is under way.  Delete the entries of a branch when it is merged: the test fails until then.
+AT_MERGE: dict[str, tuple[str, str]] = {
+    **_all("colossalai.nn.parallel", "ColoDDP", "branch colo", "issue 19"),
+    "colossalai.utils.checkpoint_io": ("branch colo", "issue 19"),
+    **_all("colossalai.zero.gemini.ChunkManager", "fake_release_chunk", "branch colo", "issue 19"),
+    **_all("colossalai.kernel", "LayerNorm FusedScaleMaskSoftmax", "branch kernels", "issue 19"),
+    **_all("colossalai.kernel", "MultiHeadAttention", "branch kernels", "issue 19"),
+    "colossalai.kernel.jit": ("branch kernels", "issue 19"),
+    "colossalai.kernel.op_builder": ("branch kernels", "issue 19"),
+    # colossalai.lazy has the context; these documented places of it are still to be made
+    "colossalai.utils.model.lazy_init_context": ("branch lazy", "issue 20"),
+    **_all("colossalai.utils.model.experimental", "LazyInitContext", "branch lazy", "issue 20"),
+}
+DIFFERENT_AT_MERGE: dict[str, tuple[str, str]] = {
+    "colossalai.nn.VocabParallelClassifier1D": (
+        "gather_output is not number 6; weight_initializer is not number 7; bias_initializer is not number 8",
+        "branch layers",
+    ),
+    **{
+        f"colossalai.nn.PatchEmbedding{mode}": (
+            "flatten is not number 5; dtype is not number 6",
+            "branch layers",
+        )
+        for mode in ("2D", "2p5D", "3D")
+    },
+    "colossalai.zero.gemini.ChunkManager.register_tensor": (
+        "no group_type; no config_key; no cpu_offload; no pin_memory; needs name; needs dtype",
+        "branch colo",
+    ),
+    "colossalai.zero.gemini.ChunkManager.move_chunk": ("no device; no force_copy; needs tier", "branch colo"),
+    "colossalai.zero.gemini.Chunk": (
+        "no chunk_size; no process_group; no init_device; no cpu_shard_init; no keep_gathered; no pin_memory;"
+        " needs index; needs size; needs ranks",
+        "branch colo",
+    ),
+}
+
+_SEQUENCE = ("issue 21", "sequence parallelism")
+_EXPERTS = ("issue 22", "mixture of experts")
+_COSTS = ("issue 23", "costs, conversion of layouts, tracing")
+_AUTO = ("issue 24", "automatic parallelism")
+_CACHED = ("no issue", "tables of recommendation models, with a cache on the device; no page shows them")
+_OLDER = ("no issue", "moving parts of an older ZeRO-3; ours has the chunks of Gemini in their place")
+_EXPERT_LAYERS = (
+    "Experts FFNExperts TPExperts MoeExperts MoeLayer MoeModule MoeRouter Top1Router Top2Router"
+    " NormalNoiseGenerator UniformNoiseGenerator build_ffn_experts save_moe_model load_moe_model"
+    " MoeCrossEntropyLoss MoeLoss"
+)
+
+# name, or module with all that is in it -> (issue, reason)
+MISSING: dict[str, tuple[str, str]] = {
+    **AT_MERGE,
+    **_all("colossalai.nn", "TransformerSelfAttentionRing AttnMaskType RingQK RingAV", *_SEQUENCE),
+    **_all("colossalai.nn", _EXPERT_LAYERS, *_EXPERTS),
+    **_all("colossalai.nn.loss", "MoeCrossEntropyLoss MoeLoss", *_EXPERTS),
+    "colossalai.context.moe_context": _EXPERTS,
+    "colossalai.engine.gradient_handler.MoeGradientHandler": _EXPERTS,
+    "colossalai.tensor.sharding_spec": _COSTS,
+    "colossalai.tensor.shape_consistency": _COSTS,
+    "colossalai.tensor.comm_spec": _COSTS,
+    "colossalai.tensor.d_tensor.sharding_spec": _COSTS,
+    "colossalai.tensor.d_tensor.layout": _COSTS,
+    "colossalai.tensor.d_tensor.layout_converter": _COSTS,
+    "colossalai.tensor.d_tensor.d_tensor": _COSTS,
+    "colossalai.device": _COSTS,
+    "colossalai.device.device_mesh": _COSTS,
+    "colossalai.fx": _COSTS,
+    "colossalai.fx.passes": _COSTS,
+    "colossalai._analyzer.fx": _COSTS,
+    "colossalai._analyzer.fx.passes": _COSTS,
+    "colossalai._analyzer.fx.tracer.tracer": _COSTS,
+    "colossalai.auto_parallel.checkpoint": _COSTS,
+    "colossalai.auto_parallel.checkpoint.operation": _COSTS,
+    "colossalai.auto_parallel.offload.mem_optimize": _COSTS,
+    "colossalai.auto_parallel.tensor_shard.initialize": _AUTO,
+    "colossalai.auto_parallel.tensor_shard.options": _AUTO,
+    "colossalai.auto_parallel.tensor_shard.solver": _AUTO,
+    "colossalai.auto_parallel.tensor_shard.sharding_strategy": _AUTO,
+    "colossalai.pipeline.middleware": ("issue 23", "the graph of the parts of a model traced by fx"),
+    "colossalai.pipeline.middleware.adaptor": ("issue 23", "the graph of a model traced by fx"),
+    **_all(
+        "colossalai.nn.parallel.layers",
+        "CachedEmbeddingBag ParallelCachedEmbeddingBag ParallelCachedEmbeddingBagTablewise"
+        " ParallelCachedEmbeddingBagTablewiseSpiltCache CachedParamMgr LimitBuffIndexCopyer"
+        " TablewiseEmbeddingBagConfig EvictionStrategy",
+        *_CACHED,
+    ),
+    "colossalai.zero.legacy.gemini": _OLDER,
+    **_all(
+        "colossalai.utils.model.experimental",
+        "LazyTensor",
+        "no issue",
+        "parameters without memory are plain parameters on the meta device, not a class of their own",
+    ),
+}
+
+_BACKEND = ("backend=None", "None chooses: NCCL for CUDA tensors and gloo for those of the CPU")
+_SCALE = "2**32 is far beyond fp16: dozens of steps would be skipped before one is made"
+_PINNED = "copies between host and device overlap with computation only from pinned memory"
 
 # name -> (difference, reason)
-DIFFERENT: dict[str, tuple[str, str]] = {}
+DIFFERENT: dict[str, tuple[str, str]] = {
+    **DIFFERENT_AT_MERGE,
+    **{
+        f"colossalai.{name}": _BACKEND
+        for name in ("launch", "launch_from_slurm", "launch_from_openmpi", "launch_from_torch")
+    },
+    "colossalai.cluster.ProcessGroupManager.create_process_group": _BACKEND,
+    "colossalai.booster.Booster": ("device=None", "None is the current device, so a script runs on CPU too"),
+    "colossalai.booster.plugin.LowLevelZeroPlugin": (
+        "precision=None; initial_scale=65536",
+        f"without a precision, that of the booster is used, or fp16; {_SCALE}",
+    ),
+    "colossalai.booster.plugin.GeminiPlugin": (
+        "pin_memory=True; initial_scale=65536",
+        f"{_PINNED}; {_SCALE}",
+    ),
+    "colossalai.zero.GeminiDDP": ("pin_memory=True", _PINNED),
+    "colossalai.zero.ZeroDDP": ("pin_memory=True", _PINNED),
+    "colossalai.zero.ZeroOptimizer": ("initial_scale=65536", _SCALE),
+    "colossalai.zero.legacy.ShardedOptimizerV2": ("initial_scale=65536", _SCALE),
+    "colossalai.zero.LowLevelZeroOptimizer.backward": (
+        "retain_graph=None",
+        "None means the same, as in torch",
+    ),
+    "colossalai.zero.gemini.ChunkManager": (
+        "init_device is not number 2",
+        "the second place takes a device, or the process group of page 42",
+    ),
+    "colossalai.zero.gemini.ChunkManager.reduce_chunk": (
+        "needs grads",
+        "gradients lie beside a chunk, not in it, so that weights stay while they are reduced",
+    ),
+}
 
-PROSE: set[str] = set()
+# Words of the list that are no names: values, files, environment variables, parts of names.
+_PROSE = """
+    Auto COIN_CMD CPU CUDA Data Distributed Epoch Evaluation Found GLOBAL_BATCH_SIZE HIDDEN_SIZE
+    Initializer_ LEVEL LOCAL_RANK LR List MASTER_ADDR MASTER_PORT Model NUM_MICRO_BATCHES
+    OMPI_COMM_WORLD_RANK PULP_CBC_CMD Path Pipeline RANK Replica SEQ_LENGTH SLURM_NPROCS SLURM_PROCID
+    SPLIT_NODE SUM Skip SpiltCache TENSOR_SHAPE Tablewise Tensor Test Train WORLD_SIZE Your _2D_Col
+    _2D_Row _2p5D_ROW _3D_Input _Col _Dep _InputxWeight _LOCAL_RANK _Output _OutputxWeight _SIZE _Weight
+    _XZ __ _amp _by_partition _rank _v2 _with_kwargs apex auto behind benchmark bias_initializer bin
+    bound callable colo_get comm_actions compute compute_resharding_cost config_dict const convert_to_
+    cost cpu_group ctx cuDNN cudnn_benchmark cudnn_deterministic decorator deterministic dict dist dp
+    environment exec_func fan_out float float32 forward fp16_apex fp16_naive fp8 front gelu global
+    global_meta global_rank_to_process_groups_with_ group_size half in index initialized initializer int
+    is is_tensor_parallel json kw last line logical mb meta metrics naive nan no node num_local numpy
+    opt orig_cost_dict out overflow padding pipeline_rank pipeline_shared_module_pg
+    position_embed_initializer pre process python pytorch_model rank_ register_strategy relu safetensors
+    same sched seq_size sequence set_cpu_memory_capacity sharded source source_spec states step_metrics
+    steps str strategies_vector strategy swish target test test_dl the to torch torch_ddp total_size
+    tp_rank train_dl unsharded wasted
+"""
+PROSE: set[str] = set(_PROSE.split())

@@ -29,7 +29,7 @@ colossalai.core
         is_pipeline_last_stage(ignore_virtual=False) get_world_size(parallel_mode) get_group(parallel_mode)
         get_cpu_group(parallel_mode) get_ranks_in_group(parallel_mode)
         init_global_dist(rank, world_size, backend, host, port) check_sanity() init_parallel_groups()
-        is_initialized(parallel_mode) destroy() set_device(device_ordinal=None) set_seed(seed)
+        is_initialized(parallel_mode) destroy() set_device(ordinal=None) set_seed(seed)
         set_virtual_pipeline_parallel_size(size) set_virtual_pipeline_parallel_rank(rank)
 colossalai.context
     ParallelContext Config(config) ConfigException SingletonMeta
@@ -63,9 +63,7 @@ colossalai.global_variables
 colossalai.context.random
     add_seed(parallel_mode, seed, overwrite=False) get_seeds() get_states(copy=False) get_current_mode()
     set_mode(parallel_mode) set_seed_states(parallel_mode, state) sync_states() seed(parallel_mode)
-    with_seed(func, parallel_mode) moe_set_seed(seed) reset_seeds()
-colossalai.context.random.seed_manager
-    SeedManager
+    with_seed(func, parallel_mode) moe_set_seed(seed) reset_seeds() SeedManager
 colossalai.context.moe_context
     MoeParallelInfo(ep_size, dp_size)
     MoeContext
@@ -197,7 +195,8 @@ colossalai.nn
     TransformerSelfAttentionRing(hidden_size, num_attention_heads, attention_dropout, attention_mask_func,
         layer_number, apply_query_key_layer_scaling=False, convert_fp16_to_fp32_in_softmax=False,
         attn_mask_type=..., masked_softmax_fusion=True, fp16=False, bf16=False)
-    RingQK RingAV
+    AttnMaskType RingQK(sub_q, sub_k, batch_size, num_attention_heads, sub_seq_length)
+    RingAV(attention_score, sub_v, batch_size, num_attention_heads, attention_head_size, sub_seq_length)
     VanillaLinear VanillaClassifier VanillaLayerNorm VanillaPatchEmbedding DropPath(drop_prob=None)
     WrappedDropout(p=0.5, inplace=False, mode=None) WrappedDropPath(p=0.0, mode=None)
     PipelineSharedModuleWrapper(pipeline_ranks)
@@ -271,7 +270,7 @@ colossalai.nn.optimizer
         backward(loss) backward_by_grad(tensor, grad) clip_grad_norm(model, max_norm)
     FusedAdam(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adamw_mode=True,
         weight_decay=0.0, amsgrad=False, set_grad_none=True)
-        step(closure=None, grads=None, output_params=None, scale=None, grad_norms=None, div_scale=-1)
+        step(closure=None, *, div_scale=-1)
     FusedLAMB(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01,
         amsgrad=False, adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0,
         use_nvlamb=False)
@@ -431,7 +430,6 @@ colossalai.zero.gemini
         need_warmup is_warmup() memstats pre_iter(*args) post_iter() adjust_layout(chunks) default_device
         sample_overall_data() record_model_data_volume() chunk_manager cuda_margin_mem
         is_cuda_margin_mem_avail get_default_device(policy_name)
-colossalai.zero.gemini.chunk
     ChunkManager(chunk_configuration, init_device=None)
         register_tensor(tensor, group_type, config_key, cpu_offload=False, pin_memory=False)
         close_all_groups() access_chunk(chunk) release_chunk(chunk)
@@ -447,7 +445,6 @@ colossalai.zero.gemini.chunk
         filter_exlarge_params=True, strict_ddp_flag=False, memstas=None)
     init_chunk_manager(model, init_device=None, hidden_dim=None, verbose=False, **kwargs)
     classify_params_by_dp_degree
-colossalai.zero.gemini.placement_policy
     CPUPlacementPolicy CUDAPlacementPolicy
     AutoPlacementPolicy
         _warmup_non_model_data_ratio _steady_cuda_cap_ratio set_warmup_non_model_data_ratio(ratio)
@@ -650,13 +647,7 @@ colossalai.communication
     send_forward recv_forward send_backward recv_backward send_forward_recv_backward
     send_backward_recv_forward send_forward_recv_forward send_backward_recv_backward
     send_forward_backward_recv_forward_backward ring_forward(tensor_send_next, parallel_mode) send_obj_meta
-    recv_obj_meta
-colossalai.communication.p2p
-    send_forward recv_forward send_backward recv_backward
-colossalai.communication.ring
-    ring_forward
-colossalai.communication.utils
-    send_obj_meta recv_obj_meta split_tensor_into_1d_equal_chunks gather_split_1d_tensor
+    recv_obj_meta split_tensor_into_1d_equal_chunks gather_split_1d_tensor
 colossalai.communication.p2p_v2
     send_forward recv_forward send_backward recv_backward
 """,
@@ -695,7 +686,6 @@ colossalai.cluster
         create_process_group(name, ranks, backend='nccl') get(name) destroy(name) destroy_all()
     DeviceMeshManager
         create_device_mesh(name, device_mesh_info) get(name) destroy(name) destroy_all()
-colossalai.cluster.device_mesh_manager
     DeviceMeshInfo(physical_ids, mesh_shape=None)
 colossalai.testing
     assert_equal assert_not_equal assert_close assert_close_loose assert_equal_in_group

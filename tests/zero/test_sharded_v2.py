@@ -89,6 +89,16 @@ def test_the_context_leaves_nothing_behind() -> None:
     assert not vars(layer.weight)
 
 
+def test_blocks_whose_weights_stay_whole_change_nothing() -> None:
+    @legacy.no_shard_zero_decrator(is_replicated=True)
+    def build() -> nn.Module:
+        with legacy.no_shard_zero_context():
+            return nn.Linear(3, 3)
+
+    with ZeroInitContext("cpu", TensorShardStrategy()):
+        assert build().weight.is_meta
+
+
 def test_two_seeds() -> None:
     with ZeroInitContext("cpu", TensorShardStrategy(), seed=1):
         first = nn.Linear(2, 2)

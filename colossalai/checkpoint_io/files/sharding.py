@@ -232,6 +232,20 @@ class CheckpointIndexFile:
 
     get_checkpoint_fileanames = get_checkpoint_filenames  # as the documents spell it
 
+    def contains_dtensor(self) -> bool:
+        """Return whether a file name has a place for the numbers of ranks: tensors in pieces, which this
+        package neither writes to such files nor reads.
+        """
+        return any("*" in name for name in self.weight_map.values())
+
+    def assert_no_dtensor_checkpoint(self) -> None:
+        """Refuse an index of tensors in pieces."""
+        if self.contains_dtensor():
+            raise ValueError(
+                f"the checkpoint {self.root_path} has tensors in pieces, one file for each rank; merge them"
+                " with the program that wrote them"
+            )
+
     def param_groups_file(self) -> str | None:
         """The name of the file with an optimizer's parameter groups, if this is an optimizer's checkpoint."""
         return self.metadata.get(PARAM_GROUPS)

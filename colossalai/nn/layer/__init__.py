@@ -72,6 +72,7 @@ from colossalai.nn.layer.utils import (
     to_2tuple,
     to_hidden,
 )
+from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 
 __all__ = [
     "ACT2FN",
@@ -107,6 +108,7 @@ __all__ = [
     "PatchEmbedding2D",
     "PatchEmbedding2p5D",
     "PatchEmbedding3D",
+    "PipelineSharedModuleWrapper",
     "RMSNorm",
     "VanillaClassifier",
     "VanillaLayerNorm",

@@ -7,7 +7,8 @@ A layer is written once.  It reads where its inputs, weights and outputs lie fro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -145,6 +146,12 @@ class ParallelLayer(nn.Module):
         if not native.is_meta:
             self._load(param, native)
         setattr(self, name, param)
+
+    @classmethod
+    @contextmanager
+    def use_local_state_dict(cls) -> Iterator[None]:
+        """Inside the block, ``state_dict`` gives and takes this rank's pieces; as it always does here."""
+        yield
 
     def global_state_dict(self, prefix: str = "") -> dict[str, Tensor]:
         """The parameters of this layer as the serial model stores them, whole on every rank; all ranks must

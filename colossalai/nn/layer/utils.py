@@ -46,6 +46,18 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
+def _ntuple(n: int) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that makes a tuple of ``n`` equal items of one, and leaves a sequence of ``n`` as it is."""
+
+    def parse(value: Any) -> tuple[Any, ...]:
+        items = tuple(value) if isinstance(value, (tuple, list)) else (value,) * n
+        if len(items) != n:
+            raise ValueError(f"expected one value or {n}, got {value!r}")
+        return items
+
+    return parse
+
+
 def to_2tuple(value: int | tuple[int, int]) -> tuple[int, int]:
     """A number for both dims of an image, or a pair."""
     return (value, value) if isinstance(value, int) else (value[0], value[1])

@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,38 @@ from colossalai.zero.gemini.placement import MemStats, MemStatsCollector
 
 class ChunkMemStatsCollector(MemStatsCollector):
     """The documented name of ``MemStatsCollector``, which counts in chunks."""
+
+
+class StaticMemStatsCollector(ChunkMemStatsCollector):
+    """The documented name of a collector that is given ``memstats``, such as those of ``RuntimeMemTracer``,
+    and measures nothing more.
+    """
+
+    def start_collection(self) -> None:
+        """Keep what is known."""
+
+    def finish_collection(self) -> None:
+        """Keep what is known."""
+
+
+class OrderedParamGenerator:
+    """The parameters of a model in the order in which a step uses them, each as often as it is used."""
+
+    def __init__(self) -> None:
+        self.param_visited_order: list[nn.Parameter] = []
+
+    def append(self, param: nn.Parameter) -> None:
+        self.param_visited_order.append(param)
+
+    def generate(self) -> Iterator[nn.Parameter]:
+        """Go through the parameters in order, each at its first use."""
+        yield from dict.fromkeys(self.param_visited_order)
+
+    def is_empty(self) -> bool:
+        return not self.param_visited_order
+
+    def clear(self) -> None:
+        self.param_visited_order.clear()
 
 
 class RuntimeMemTracer(nn.Module):
@@ -66,6 +99,8 @@ __all__ = [
     "ChunkMemStatsCollector",
     "MemStats",
     "MemStatsCollector",
+    "OrderedParamGenerator",
     "RuntimeMemTracer",
+    "StaticMemStatsCollector",
     "SyncCudaMemoryMonitor",
 ]

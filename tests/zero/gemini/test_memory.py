@@ -10,7 +10,11 @@ from torch import nn
 
 from colossalai.mesh import own_grad
 from colossalai.zero.gemini import ChunkManager, ChunkMemStatsCollector, MemStats, OutOfCapacity
-from colossalai.zero.gemini.memory_tracer import RuntimeMemTracer
+from colossalai.zero.gemini.memory_tracer import (
+    OrderedParamGenerator,
+    RuntimeMemTracer,
+    StaticMemStatsCollector,
+)
 from colossalai.zero.gemini.placement import AutoPlacementPolicy
 from colossalai.zero.gemini.tiers import UNLIMITED
 from tests.zero.gemini.runs import Case, Training, batch, loss_of, net
@@ -104,6 +108,27 @@ def test_a_step_before_training() -> None:
     assert not any(name.startswith("unused") for name in order)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert all(own_grad(p) is None for p in model.parameters())
+
+
+def test_known_statistics_stay_as_they_are() -> None:
+    model = net()
+    tracer = RuntimeMemTracer(model, torch.float32)
+    tracer.backward(loss_of(tracer, batch(0)))
+    stats = tracer.memstats()
+    known = stats.samples
+    collector = StaticMemStatsCollector(tracer.traced.chunk_manager, stats)
+    collector.start_collection()
+    collector.sample_overall_data()
+    collector.finish_collection()
+    assert collector.memstats is stats
+    assert stats.samples == known
+    order = OrderedParamGenerator()
+    assert order.is_empty()
+    for param in tracer.parameters_in_runtime_order():
+        order.append(param)
+    assert len(set(order.generate())) == len(list(order.generate())) < len(order.param_visited_order)
+    order.clear()
+    assert order.is_empty()
 
 
 @pytest.mark.gpu

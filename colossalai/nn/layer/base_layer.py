@@ -1,0 +1,5 @@
+"""The documented place of ``ParallelLayer``."""
+
+from colossalai.nn.layer.base import ParallelLayer
+
+__all__ = ["ParallelLayer"]
