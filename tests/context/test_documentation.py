@@ -31,7 +31,7 @@ def _run(rank: int, world_size: int, port: int, page: str, config: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "blocks"), [("launch.md", 3), ("configuration.md", 5), ("parallel_context.md", 3)]
+    ("page", "blocks"), [("launch.md", 3), ("configuration.md", 5), ("parallel_context.md", 4)]
 )
 def test_a_page(page: str, blocks: int, tmp_path: Path) -> None:
     assert len(BLOCK.findall((DOCS / page).read_text())) == blocks
