@@ -35,5 +35,25 @@ def check_modes(rank: int, world_size: int, port: int) -> None:
                 assert not torch.equal(p, q), f"{mode} does not train"
 
 
+def check_without_a_mode(rank: int, world_size: int, port: int) -> None:
+    """The config of a switched-off mixed precision trains as one without the section."""
+    launch(port, {}, rank, world_size)
+    trained = []
+    for config in ({"fp16": {"mode": None, "initial_scale": 2.0**8}}, {}):
+        engine, batches, *_ = initialize(config, train_dataloader=loader(20, 2), model=mlp(rank))
+        for x, y in (on_device(*batch) for batch in batches):
+            engine.zero_grad()
+            engine.backward(engine.criterion(engine(x + rank), y))  # type: ignore[misc]
+            engine.step()
+        trained.append(list(engine.model.parameters()))
+    for p, q in zip(*trained, strict=True):
+        assert p.dtype is torch.float32
+        assert torch.equal(p, q)
+
+
+def test_no_mode_is_no_mixed_precision() -> None:
+    spawn(check_without_a_mode, 2)
+
+
 def test_every_mode_trains_and_keeps_the_replicas_alike() -> None:
     spawn(check_modes, 2)
