@@ -18,11 +18,17 @@ AT_MERGE: dict[str, tuple[str, str]] = {
     **_all("colossalai.kernel", "MultiHeadAttention", "branch kernels", "issue 19"),
     "colossalai.kernel.jit": ("branch kernels", "issue 19"),
     "colossalai.kernel.op_builder": ("branch kernels", "issue 19"),
-    # colossalai.lazy has the context; these documented places of it are still to be made
-    "colossalai.utils.model.lazy_init_context": ("branch lazy", "issue 20"),
-    **_all("colossalai.utils.model.experimental", "LazyInitContext", "branch lazy", "issue 20"),
+    "colossalai.utils.profiler": ("branch kernels", "issue 19"),
+    "colossalai.utils.rank_recorder": ("branch kernels", "issue 19"),
+    "colossalai.utils.multi_tensor_apply": ("branch kernels", "issue 19"),
+    "colossalai.utils.model.lazy_init_context": ("branch kernels", "issue 19"),
+    "colossalai.utils.model.experimental": ("branch kernels", "issue 19"),
 }
 DIFFERENT_AT_MERGE: dict[str, tuple[str, str]] = {
+    "colossalai.amp.naive_amp.NaiveAMPOptimizer": (
+        "no optim; needs optimizer; needs grad_scaler",
+        "branch kernels",
+    ),
     "colossalai.nn.VocabParallelClassifier1D": (
         "gather_output is not number 6; weight_initializer is not number 7; bias_initializer is not number 8",
         "branch layers",
@@ -97,12 +103,6 @@ MISSING: dict[str, tuple[str, str]] = {
         *_CACHED,
     ),
     "colossalai.zero.legacy.gemini": _OLDER,
-    **_all(
-        "colossalai.utils.model.experimental",
-        "LazyTensor",
-        "no issue",
-        "parameters without memory are plain parameters on the meta device, not a class of their own",
-    ),
 }
 
 _BACKEND = ("backend=None", "None chooses: NCCL for CUDA tensors and gloo for those of the CPU")
