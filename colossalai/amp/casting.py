@@ -61,9 +61,21 @@ class CastModel(ModelWrapper):
         return self._cast[0] is not None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        dtype, output_dtype = self._cast
-        passed = (args, kwargs) if dtype is None else cast_floats((args, kwargs), dtype)
-        copies = Copies((args, kwargs), passed)
-        output = self.module(*passed[0], **passed[1])
-        copies.hand_back()
-        return output if output_dtype is None else cast_floats(output, output_dtype)
+        return call_cast(self.module, args, kwargs, *self._cast)
+
+
+def call_cast(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype | None,
+    output_dtype: torch.dtype | None,
+) -> Any:
+    """``function(*args, **kwargs)``, with floating-point arguments cast to ``dtype`` and results to
+    ``output_dtype``; ``None`` leaves them.
+    """
+    passed = (args, kwargs) if dtype is None else cast_floats((args, kwargs), dtype)
+    copies = Copies((args, kwargs), passed)
+    output = function(*passed[0], **passed[1])
+    copies.hand_back()
+    return output if output_dtype is None else cast_floats(output, output_dtype)

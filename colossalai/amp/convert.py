@@ -39,11 +39,13 @@ def convert_to_naive_amp(
 def convert_to_apex_amp(
     model: nn.Module, optimizer: Optimizer | None, amp_config: AmpConfig = None
 ) -> tuple[nn.Module, Optimizer | None]:
-    """One of the levels O0 to O3; ``amp_config`` holds the fields of ``ApexOptions``."""
-    amp_model, optimizer, _ = apex_amp(
-        model, optimizer, None, _options(ApexOptions, amp_config, AMP_TYPE.APEX)
-    )
-    return amp_model, optimizer
+    """One of the levels O0 to O3; ``amp_config`` holds the fields of ``ApexOptions``.
+
+    The model itself is changed and returned, so that its parameters keep their names also below
+    ``DistributedDataParallel``.
+    """
+    model, optimizer, _ = convert_to_amp(model, optimizer, None, AMP_TYPE.APEX, amp_config)
+    return model, optimizer
 
 
 def convert_to_amp(
@@ -55,7 +57,7 @@ def convert_to_amp(
 ) -> tuple[nn.Module, Optimizer | None, Criterion | None]:
     """Model, optimizer and criterion in the mixed precision ``mode``.
 
-    Train with ``optimizer.backward(loss)``.
+    Train with ``optimizer.backward(loss)``; ``optimizer.clip_grad_norm(model, max_norm)`` clips.
 
     Args:
         mode: also by its value, as in a config: ``"torch"``.
@@ -71,7 +73,7 @@ def convert_to_amp(
     if mode is AMP_TYPE.NAIVE:
         return *convert_to_naive_amp(model, optimizer, amp_config), criterion
     options = _options(ApexOptions, amp_config, AMP_TYPE.APEX)
-    return apex_amp(model, optimizer, criterion, options)
+    return apex_amp(model, optimizer, criterion, options, in_place=True)
 
 
 def _options(kind: type[Options], config: AmpConfig, mode: AMP_TYPE) -> Options:

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.amp.report import SkipReport
-from colossalai.interface import OptimizerWrapper
+from colossalai.interface import ColossalaiOptimizer
 from colossalai.mesh import Mesh
 from colossalai.utils.parallel import launched_mesh
 
 SCALER_KEY = "grad_scaler"
 
 
-class ScaledOptimizer(OptimizerWrapper):
+class ScaledOptimizer(ColossalaiOptimizer):
     """An optimizer that unscales gradients once: when they are clipped, or else when it steps.
 
     Args:

@@ -7,6 +7,7 @@ built on the optimizer before it was boosted or on the wrapper after.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -300,5 +301,7 @@ class ColossalaiOptimizer(OptimizerWrapper):
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """``clip_grad_by_norm`` of what the optimizer trains; it knows its parameters, ``model`` is not
         asked.
+
+        0 clips nothing, as ``clip_grad_norm = 0`` in a config; the norm is returned all the same.
         """
-        return self.clip_grad_by_norm(max_norm)
+        return self.clip_grad_by_norm(math.inf if max_norm == 0 else max_norm)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
-from colossalai.interface import ColossalaiOptimizer
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
 from colossalai.zero.shard_utils import BaseShardStrategy
 
@@ -142,7 +141,7 @@ class ShardedModelV2(GeminiDDP):
         super().__init__(module, placement_policy=tensor_placement_policy, dtype=dtype, **options)
 
 
-class ShardedOptimizerV2(GeminiOptimizer, ColossalaiOptimizer):
+class ShardedOptimizerV2(GeminiOptimizer):
     """``GeminiOptimizer`` under its older name; ``options`` are its own."""
 
     def __init__(

@@ -28,6 +28,24 @@ def test_every_mode_trains(mode: AMP_TYPE) -> None:
 
 
 @pytest.mark.parametrize("mode", AMP_TYPE)
+@pytest.mark.parametrize("max_norm", [0.05, 100.0, 0])
+def test_every_mode_clips(mode: AMP_TYPE, max_norm: float) -> None:
+    model, plain = mlp(), mlp()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+    amp_model, optimizer, _ = convert_to_amp(model, optimizers[0], None, mode)
+    x, y = batch()
+    optimizer.backward(nn.functional.cross_entropy(amp_model(x).float(), y))  # type: ignore[union-attr]
+    nn.functional.cross_entropy(plain(x), y).backward()
+    norm = optimizer.clip_grad_norm(amp_model, max_norm)  # type: ignore[union-attr]
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm or float("inf"))
+    torch.testing.assert_close(norm, expected, rtol=0.01, atol=0)
+    optimizer.step()  # type: ignore[union-attr]
+    optimizers[1].step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.float(), q, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", AMP_TYPE)
 def test_a_model_may_come_alone(mode: AMP_TYPE) -> None:
     amp_model, optimizer, criterion = convert_to_amp(mlp(), None, None, mode)
     assert (optimizer, criterion) == (None, None)

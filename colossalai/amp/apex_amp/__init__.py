@@ -4,6 +4,7 @@ Apex is not needed.
 """
 
 from colossalai.amp.apex_amp.apex_amp import apex_amp
+from colossalai.amp.apex_amp.optimizer import ApexAMPOptimizer
 from colossalai.amp.apex_amp.options import LEVELS, ApexOptions, Properties
 
-__all__ = ["LEVELS", "ApexOptions", "Properties", "apex_amp"]
+__all__ = ["LEVELS", "ApexAMPOptimizer", "ApexOptions", "Properties", "apex_amp"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,19 +106,22 @@ class FP16Optimizer(ScaledOptimizer):
             self.masters.take_gradients()
 
     def unscale(self) -> Tensor:
-        parameters = self.parameters()
+        return maximum_over(self._multiply(self.parameters(), self.scaler.inv_scale), self._groups)
+
+    def _multiply(self, parameters: Sequence[Tensor], factor: float) -> Tensor:
+        """Multiply the gradients of ``parameters`` by ``factor``; returns 1 if one of them is inf or nan."""
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in parameters:
             if p.grad is not None:
                 values = p.grad._values() if p.grad.is_sparse else p.grad
                 by_kind.setdefault((values.device, values.dtype), []).append(values)
-        home = parameters[0].device if parameters else torch.device("cpu")
+        home = next((p.device for p in self.parameters()), torch.device("cpu"))
         overflow = torch.zeros((), device=home)
         for (device, _), grads in by_kind.items():
             found = torch.zeros((), device=device)
-            unscale_and_check(grads, found, torch.full((), self.scaler.inv_scale, device=device))
+            unscale_and_check(grads, found, torch.full((), factor, device=device))
             overflow = torch.maximum(overflow, found.to(home))
-        return maximum_over(overflow, self._groups)
+        return overflow
 
     def update_scale(self, overflowed: bool) -> None:
         self.scaler.update(overflowed)
