@@ -1,23 +1,30 @@
 """Activation checkpointing: keep only the inputs of a function, and run it again in the backward pass.
 
-torch does the checkpointing; this adds three things.  The inputs can wait for the backward pass in host
+torch does the checkpointing; this adds four things.  The inputs can wait for the backward pass in host
 memory. The results of matrix products and attention, which are most of the work, can be kept, so that only
-what is cheap runs again.  And every random stream that the function may draw from is put back where it was,
-so that dropout drops the same elements in the second run: torch's own streams, one per parallel mode of
-``colossalai.context.random``, those of ``colossalai.mesh.RandomStream``, and whatever else was given to
-``register_random_state``.
+what is cheap runs again.  A function may write into its inputs.  And every random stream that the function
+may draw from is put back where it was, so that dropout drops the same elements in the second run: torch's own
+streams, one per parallel mode of ``colossalai.context.random``, those of ``colossalai.mesh.RandomStream``,
+and whatever else was given to ``register_random_state``.
+
+[Note: functions that write into their inputs] The second run needs the inputs as they were, so they must be
+copied before the first, when it is not known whether they will be written to.  A copy costs little beside a
+block of a model, but not nothing: so a module that has left its inputs alone once is trusted from then on,
+and torch refuses the backward pass if it writes to them later.  Functions that are made anew for every call
+are never known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -41,11 +48,12 @@ def checkpoint(
     With ``activation_offload``, the tensors among ``args`` wait for the backward pass in host memory.
     ``use_reentrant`` chooses torch's implementation.  The reentrant one sees only tensors that are arguments
     themselves; where one inside a list or dict needs a gradient, or none of the arguments does (the
-    parameters may), it would lose gradients, so the other one is used.
+    parameters may), it would lose gradients, so the other one is used.  With the other one, the function may
+    change its arguments in place [Note: functions that write into their inputs].
 
     With ``keep_products``, the results of matrix products, convolutions and attention are kept, and only the
     rest (norms, activations, dropout) is computed again: a transformer block then keeps about 60 % of what it
-    would, for almost no time.
+    would, for almost no time.  Torch then refuses functions that change their arguments.
     """
     if not callable(function):
         raise TypeError(f"checkpoint runs a function or module, got {type(function).__name__}")
@@ -66,9 +74,14 @@ def checkpoint(
     if torch.compiler.is_compiling():  # the compiler repeats random numbers itself
         return torch_checkpoint(function, *args, **{**options, "use_reentrant": False})
     offload = saved_tensors_hooks(_to_host, _to_device) if activation_offload else nullcontext()
+    # _SameRandomNumbers preserves the random state, of more streams than torch does
+    options["preserve_rng_state"] = False
+    run: Callable[..., Any] = _SameRandomNumbers(function)
+    if not options["use_reentrant"] and not keep_products and not _leaves_inputs_alone(function):
+        run = _SameInputs(function, run, args)
+        args = run.kept
     with offload:
-        # _SameRandomNumbers preserves the random state, of more streams than torch does
-        return torch_checkpoint(_SameRandomNumbers(function), *args, preserve_rng_state=False, **options)
+        return torch_checkpoint(run, *args, **options)
 
 
 def register_random_state(get_state: GetState, set_state: SetState) -> None:
@@ -98,6 +111,72 @@ class _SameRandomNumbers:
             return self._function(*args)
         finally:
             _set_states(now)
+
+
+class _SameInputs:
+    """A function whose first call gets ``args``, and every later one copies of what they were before.
+
+    ``kept`` are these copies; torch saves them, and gives them to the later calls.
+    """
+
+    def __init__(self, function: Callable[..., Any], run: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._function, self._run = function, run
+        self._given: tuple[Any, ...] | None = args
+        self._writes = True
+        self.kept: tuple[Any, ...] = tree_map_only(torch.Tensor, _copy, args)
+
+    def __call__(self, *kept: Any) -> Any:
+        if self._given is None:
+            return self._run(*(tree_map_only(torch.Tensor, _writable, kept) if self._writes else kept))
+        given, self._given, self.kept = self._given, None, ()
+        before = [tensor._version for tensor in _writable_leaves(given)]
+        result = self._run(*given)
+        self._writes = before != [tensor._version for tensor in _writable_leaves(given)]
+        owner, method = _owner(self._function)
+        if owner is not None and not self._writes:
+            _alone.setdefault(owner, set()).add(method)
+        return result
+
+
+def _may_be_written(tensor: torch.Tensor) -> bool:
+    # autograd refuses to change a leaf that needs a gradient; of a class of tensors we know nothing
+    is_fixed = tensor.is_leaf and tensor.requires_grad
+    return type(tensor) is torch.Tensor and not is_fixed and not tensor.is_inference()
+
+
+def _writable_leaves(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and _may_be_written(leaf)]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if not _may_be_written(tensor):
+        return tensor
+    # where there are no values, the memory itself is kept, which `dry_run` counts
+    copy = tensor.data if tensor.device.type == "meta" else tensor.detach().clone()
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _writable(kept: torch.Tensor) -> torch.Tensor:
+    """A copy for one more run; not a leaf, which autograd would not let it change."""
+    return kept if isinstance(kept, torch.nn.Parameter) else kept.clone()
+
+
+def _owner(function: Callable[..., Any]) -> tuple[torch.nn.Module | None, Any]:
+    """The module that lives from call to call, and its method, if ``function`` is one."""
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, torch.nn.Module):
+        return function, None
+    owner = getattr(function, "__self__", None)
+    return (owner if isinstance(owner, torch.nn.Module) else None), getattr(function, "__func__", None)
+
+
+def _leaves_inputs_alone(function: Callable[..., Any]) -> bool:
+    owner, method = _owner(function)
+    return owner is not None and method in _alone.get(owner, ())
+
+
+_alone: WeakKeyDictionary[torch.nn.Module, set[Any]] = WeakKeyDictionary()
 
 
 @cache

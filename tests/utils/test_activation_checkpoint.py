@@ -325,3 +325,70 @@ def test_it_compiles_in_one_piece() -> None:
             each(x.requires_grad_()).square().sum().backward()
             gradients.append([p.grad for p in block.parameters()])
         torch.testing.assert_close(*gradients)
+
+
+class _Writes(nn.Module):
+    """Begins with an operation in place on its input, and goes on with dropout."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.write, self.block = write, _block()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        self.write(x)
+        mask += 1
+        return self.block(x) * mask
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "relu": torch.relu_,
+    "not idempotent": lambda x: x.mul_(3).add_(1),
+    "dropout": lambda x: nn.functional.dropout(x, 0.5, inplace=True),
+    "element": lambda x: x.__setitem__(0, 2.0),
+    "view": lambda x: x.view(-1)[3:].neg_(),
+}
+
+
+@OFFLOAD
+@pytest.mark.parametrize("write", WRITES)
+def test_a_function_may_write_into_its_inputs(write: str, offload: bool) -> None:
+    found = []
+    for checkpointed in (False, True):
+        module = _Writes(WRITES[write]).to(get_current_device())
+        x = torch.linspace(-1, 1, 30, device=get_current_device()).view(5, 6).requires_grad_()
+        mask = torch.ones(6, device=x.device)
+        torch.manual_seed(2)
+        for _ in range(2):  # in the second pass the module is known
+            h = x * 2
+            y = checkpoint(module, offload, h, mask, use_reentrant=False) if checkpointed else module(h, mask)
+            y.square().sum().backward(retain_graph=True)
+            torch.rand(1)
+            y.sum().backward()  # a third run begins with the same inputs
+        found.append([y, h, mask, torch.rand(3), x.grad, *(p.grad for p in module.parameters())])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_a_module_that_leaves_its_inputs_alone_costs_no_copies() -> None:
+    block = _block()
+    x = torch.ones(5, 6, device=get_current_device(), requires_grad=True)
+    copies = []
+    for step in range(3):
+        h = x * 2
+        with _Count() as forward:
+            y = checkpoint(block.forward, False, h, use_reentrant=False)
+        copies.append(forward.calls.get("clone", 0))
+        with _Count() as backward:
+            y.sum().backward()
+        assert "clone" not in backward.calls, step
+    assert copies == [1, 0, 0]
+
+
+def test_a_module_that_writes_later_is_refused() -> None:
+    module = _Writes(lambda x: None)
+    x = torch.ones(5, 6, requires_grad=True)
+    checkpoint(module.block, False, x * 2, use_reentrant=False).sum().backward()
+    module.block[0].register_forward_pre_hook(lambda layer, args: (args[0].mul_(2),))
+    y = checkpoint(module.block, False, x * 2, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -32,10 +33,7 @@ class CheckpointModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.checkpoint and self.training):
             return self._forward(*args, **kwargs)
-
-        def run(*given: Any) -> Any:
-            return self._forward(*given, **kwargs)
-
+        run = partial(self._forward, **kwargs)
         return checkpointed(run, self._offload, *args, use_reentrant=False)
 
 

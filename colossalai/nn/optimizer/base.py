@@ -291,7 +291,11 @@ class MultiTensorOptimizer(Optimizer):
         super().zero_grad(default if set_to_none is None else set_to_none)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        own = {**self.__dict__, **state}.get("defaults", {})
+        has_option = "differentiable" in own
         super().__setstate__(state)
+        if not has_option:  # torch adds it, and groups would no longer be those that were saved
+            self.defaults.pop("differentiable", None)
         for group in self.param_groups:  # a state of the optimizer of torch lacks some of our options
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

@@ -22,7 +22,7 @@ from colossalai.nn import Lamb
 from colossalai.nn import optimizer as optim
 from colossalai.nn.lr_scheduler import CosineAnnealingLR
 from colossalai.registry import OPTIMIZERS
-from colossalai.testing import spawn
+from colossalai.testing import check_state_dict_equal, spawn
 
 KINDS: dict[str, dict[str, Any]] = {
     "FusedAdam": {"lr": 1e-2, "weight_decay": 0.1},
@@ -170,6 +170,23 @@ def test_states_go_from_torch_to_us_and_back(name: str) -> None:
     for step in range(6, 9):
         _step(model, theirs, step), _step(ours, optimizer, step)
     torch.testing.assert_close(_weights(ours), _weights(model))
+
+
+@each
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loaded_state_is_the_one_that_was_saved(name: str, dtype: torch.dtype) -> None:
+    model, other = _model(dtype), _model(dtype)
+    optimizer, fresh = _make(name, model.parameters()), _make(name, other.parameters())
+    _step(model, optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(saved)
+    check_state_dict_equal(fresh.state_dict(), saved)
+    assert fresh.state_dict()["param_groups"] == saved["param_groups"]
+    fresh.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=dtype))]})
+    assert fresh.param_groups[0].keys() == fresh.param_groups[1].keys() == saved["param_groups"][0].keys()
+    again = copy.deepcopy(optimizer)
+    assert again.state_dict()["param_groups"] == saved["param_groups"]
 
 
 def test_a_state_of_sgd_without_momentum() -> None:
