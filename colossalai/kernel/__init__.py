@@ -1,5 +1,6 @@
 """Optimizer steps on many tensors at once, each with a fast way where there is one and plain PyTorch
-everywhere.
+everywhere; and a few modules that are documented here (``LayerNorm``, ``FusedScaleMaskSoftmax``,
+``MultiHeadAttention``), by PyTorch's fused operations.
 
 Nothing is compiled, and Triton is not imported, before a kernel is used.
 """
@@ -8,8 +9,14 @@ from __future__ import annotations
 
 import torch
 
+from colossalai.kernel import jit, op_builder
+from colossalai.kernel.layer_norm import MixedFusedLayerNorm
+from colossalai.kernel.multi_head_attention import MultiHeadAttention
 from colossalai.kernel.native.adam import native_works
 from colossalai.kernel.probe import triton_works
+from colossalai.kernel.scaled_softmax import AttnMaskType, FusedScaleMaskSoftmax
+
+LayerNorm = MixedFusedLayerNorm
 
 
 def implementations() -> dict[str, str]:
@@ -25,4 +32,13 @@ def implementations() -> dict[str, str]:
     }
 
 
-__all__ = ["implementations"]
+__all__ = [
+    "AttnMaskType",
+    "FusedScaleMaskSoftmax",
+    "LayerNorm",
+    "MixedFusedLayerNorm",
+    "MultiHeadAttention",
+    "implementations",
+    "jit",
+    "op_builder",
+]
