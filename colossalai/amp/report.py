@@ -33,9 +33,9 @@ class SkipReport:
                 else ""
             )
             self._warn(
-                f"a gradient overflowed at loss scale {scale:g}: this step is skipped, the next loss scale is"
-                f" {next_scale:g}{why}. Now and then this is normal; it is reported again only if it does"
-                " not end"
+                f"Found overflow. Skip step: a gradient overflowed at loss scale {scale:g}: this step is"
+                f" skipped, the next loss scale is {next_scale:g}{why}. Now and then this is normal; it is"
+                " reported again only if it does not end"
             )
         elif self.in_a_row == self._next_summary:
             self._next_summary *= 10

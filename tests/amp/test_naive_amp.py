@@ -234,8 +234,8 @@ def test_skipped_steps_are_reported_once_and_again_when_they_persist() -> None:
     told = [line for line in lines if "skipped" in line]
     assert len(told) == 3
     assert told[0].startswith(
-        "a gradient overflowed at loss scale 65536: this step is skipped, the next loss scale is 65536 still"
-        " (it falls at a later overflow: see hysteresis"
+        "Found overflow. Skip step: a gradient overflowed at loss scale 65536: this step is skipped, the next"
+        " loss scale is 65536 still (it falls at a later overflow: see hysteresis"
     )
     assert told[1].startswith("10 steps in a row were skipped (10 in all), the loss scale is now 128")
     assert told[2].startswith("100 steps in a row were skipped (100 in all), the loss scale is now 1.")

@@ -11,7 +11,8 @@ from torch import nn
 
 import colossalai.amp
 from colossalai.amp import AMP_TYPE
-from colossalai.amp.naive_amp import FP16Optimizer, NaiveAMPOptimizer
+from colossalai.amp.apex_amp import ApexAMPOptimizer
+from colossalai.amp.naive_amp import NaiveAMPOptimizer
 from colossalai.amp.torch_amp import TorchAMPOptimizer
 from colossalai.booster.mixed_precision import PRECISIONS
 from colossalai.core import global_context as gpc
@@ -30,7 +31,7 @@ def check_minimum(rank: int, world_size: int, port: int) -> list[type]:
 
 def test_the_minimum_for_each_mode() -> None:
     (optimizers,) = spawn(check_minimum, 1)
-    assert optimizers == [TorchAMPOptimizer, NaiveAMPOptimizer, FP16Optimizer]
+    assert optimizers == [TorchAMPOptimizer, NaiveAMPOptimizer, ApexAMPOptimizer]
 
 
 def test_amp_without_initialize() -> None:

@@ -228,4 +228,7 @@ class FP16Optimizer(ScaledOptimizer):
 
 
 class NaiveAMPOptimizer(FP16Optimizer):
-    """The optimizer of naive AMP: ``FP16Optimizer`` by its documented name."""
+    """The optimizer of naive AMP: ``FP16Optimizer`` by its documented name, and with its arguments."""
+
+    def __init__(self, optim: Optimizer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optim, *args, **kwargs)
