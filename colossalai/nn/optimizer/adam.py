@@ -99,6 +99,26 @@ class FusedAdam(_Adam):
             params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, set_grad_none=set_grad_none
         )
 
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: None = None,
+        output_params: None = None,
+        scale: None = None,
+        grad_norms: None = None,
+        div_scale: float = -1,
+    ) -> Any:
+        """``step`` of the other Adams.  The arguments between are those of an Apex that took gradients from
+        outside; they are refused.
+        """
+        given = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
+        if named := [name for name, value in given.items() if value is not None]:
+            raise RuntimeError(
+                f"FusedAdam.step takes no {', '.join(named)}: it steps the gradients in p.grad. A loss scale"
+                " goes into div_scale, or to colossalai.amp"
+            )
+        return super().step(closure, div_scale)
+
 
 @OPTIMIZERS.register_module
 class HybridAdam(_Adam, NVMeOptimizer):

@@ -486,3 +486,15 @@ def _clip_stages(rank: int, world_size: int, port: int) -> None:
 
 def test_clipping_inside_of_lamb_sees_all_stages_of_a_pipeline() -> None:
     spawn(_clip_stages, 2)
+
+
+def test_fused_adam_takes_the_arguments_of_apex() -> None:
+    models = _model(), _model()
+    optimizers = _make("FusedAdam", models[0].parameters()), _make("HybridAdam", models[1].parameters())
+    for model in models:
+        model(torch.ones(4, 6)).sum().backward()
+    optimizers[0].step(None, None, None, None, None, 2.0)
+    optimizers[1].step(None, 2.0)  # type: ignore[call-arg]
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    with pytest.raises(RuntimeError, match=r"takes no grads, scale: it steps the gradients in p\.grad"):
+        optimizers[0].step(grads=[], scale=2.0)  # type: ignore[call-arg]
