@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from contextlib import nullcontext
 from typing import Any
 
@@ -166,6 +168,22 @@ def test_a_replaced_forward_is_kept() -> None:
     assert amp_model is not model
     assert amp_model(batch()[0]).dtype is HALF
     assert amp_model(batch()[0]).shape == (8, 16)
+
+
+def test_a_model_is_converted_to_one_level() -> None:
+    """Also for a second optimizer, and in copies."""
+    amp_model, _, model = _converted(opt_level="O1")
+    again, optimizer = convert_to_apex_amp(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert again is amp_model
+    _passes(again, optimizer, 1)
+    optimizer.step()
+    assert copy.deepcopy(again)(batch()[0]).dtype is HALF
+    assert pickle.loads(pickle.dumps(again))(batch()[0]).dtype is HALF
+    with pytest.raises(
+        ValueError, match=r"Sequential computes in a level of Apex already .* once"
+    ):
+        convert_to_apex_amp(model, None, {"opt_level": "O2"})
+    assert model[0].weight.dtype is SINGLE
 
 
 def _under_ddp(rank: int, world_size: int, port: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,21 +34,15 @@ def apex_amp(
     if not options.enabled:
         return model, None if optimizer is None else ColossalaiOptimizer(optimizer), criterion
     properties = options.properties()
+    level = _level_of(model, properties, options.cast_model_outputs)
+    _check_once(model, level)
     exact: dict[Tensor, Tensor] = {}
-    cast: tuple[torch.dtype | None, torch.dtype | None] = (None, options.cast_model_outputs)
-    autocast = (device_type_of(model), torch.float16) if properties.patch_torch_functions else None
-    if autocast is None and (dtype := properties.cast_model_type) is not None:
+    if (dtype := level.cast[0]) is not None:
         keep = is_batch_norm if properties.keep_batchnorm_fp32 else lambda module: False
         exact = cast_model(model, dtype, keep)
-        cast = (dtype, options.cast_model_outputs or torch.float32)
-    if autocast is not None and criterion is not None:
-        criterion = autocast_criterion(criterion, *autocast)
-    if in_place and has_own_forward(model):
-        wrap_forward(model, ApexForward)
-        model.apex_amp = (autocast, cast)  # type: ignore[assignment]
-    else:
-        model = AutocastModel(model, *autocast) if autocast else model
-        model = CastModel(model, *cast) if cast != (None, None) or not autocast else model
+    if level.autocast is not None and criterion is not None:
+        criterion = autocast_criterion(criterion, *level.autocast)
+    model = _computes_in(model, level, in_place)
     if optimizer is not None:
         optimizer = ApexAMPOptimizer(
             optimizer,
@@ -61,15 +55,52 @@ def apex_amp(
     return model, optimizer, criterion
 
 
+class CallLevel(NamedTuple):
+    """How a model of a level is called."""
+
+    autocast: tuple[str, torch.dtype] | None
+    cast: tuple[torch.dtype | None, torch.dtype | None]  # of inputs and outputs
+
+
+def _level_of(model: nn.Module, properties: Properties, output_type: torch.dtype | None) -> CallLevel:
+    if properties.patch_torch_functions:
+        return CallLevel((device_type_of(model), torch.float16), (None, output_type))
+    dtype = properties.cast_model_type
+    return CallLevel(None, (dtype, output_type if dtype is None else output_type or torch.float32))
+
+
 class ApexForward(ForwardWrapper):
     """A model that computes in a level of Apex without a wrapper around it."""
 
-    apex_amp: tuple[tuple[str, torch.dtype] | None, tuple[torch.dtype | None, torch.dtype | None]]
+    apex_amp: CallLevel
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         autocast, cast = self.apex_amp
         with torch.autocast(*autocast) if autocast else nullcontext():
             return call_cast(forward, args, kwargs, *cast)
+
+
+def _check_once(model: nn.Module, level: CallLevel) -> None:
+    before = getattr(model, "apex_amp", level)
+    if isinstance(model, ApexForward) and before != level:
+        raise ValueError(
+            f"this {type(model).__name__} computes in a level of Apex already ({before}), and is to be"
+            f" converted to another ({level}); convert a model once, or a second time with the same options"
+            " for another optimizer"
+        )
+
+
+def _computes_in(model: nn.Module, level: CallLevel, in_place: bool) -> nn.Module:
+    if isinstance(model, ApexForward):
+        return model
+    if in_place and has_own_forward(model):
+        wrap_forward(model, ApexForward)
+        model.apex_amp = level  # type: ignore[assignment]
+        return model
+    if level.autocast is not None:
+        model = AutocastModel(model, *level.autocast)
+        return model if level.cast == (None, None) else CastModel(model, *level.cast)
+    return CastModel(model, *level.cast)
 
 
 def has_own_forward(model: nn.Module) -> bool:
