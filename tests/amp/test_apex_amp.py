@@ -179,9 +179,7 @@ def test_a_model_is_converted_to_one_level() -> None:
     optimizer.step()
     assert copy.deepcopy(again)(batch()[0]).dtype is HALF
     assert pickle.loads(pickle.dumps(again))(batch()[0]).dtype is HALF
-    with pytest.raises(
-        ValueError, match=r"Sequential computes in a level of Apex already .* once"
-    ):
+    with pytest.raises(ValueError, match=r"Sequential computes in a level of Apex already .* once"):
         convert_to_apex_amp(model, None, {"opt_level": "O2"})
     assert model[0].weight.dtype is SINGLE
 
