@@ -14,21 +14,8 @@ AT_MERGE: dict[str, tuple[str, str]] = {
     **_all("colossalai.nn.parallel", "ColoDDP", "branch colo", "issue 19"),
     "colossalai.utils.checkpoint_io": ("branch colo", "issue 19"),
     **_all("colossalai.zero.gemini.ChunkManager", "fake_release_chunk", "branch colo", "issue 19"),
-    **_all("colossalai.kernel", "LayerNorm FusedScaleMaskSoftmax", "branch kernels", "issue 19"),
-    **_all("colossalai.kernel", "MultiHeadAttention", "branch kernels", "issue 19"),
-    "colossalai.kernel.jit": ("branch kernels", "issue 19"),
-    "colossalai.kernel.op_builder": ("branch kernels", "issue 19"),
-    "colossalai.utils.profiler": ("branch kernels", "issue 19"),
-    "colossalai.utils.rank_recorder": ("branch kernels", "issue 19"),
-    "colossalai.utils.multi_tensor_apply": ("branch kernels", "issue 19"),
-    "colossalai.utils.model.lazy_init_context": ("branch kernels", "issue 19"),
-    "colossalai.utils.model.experimental": ("branch kernels", "issue 19"),
 }
 DIFFERENT_AT_MERGE: dict[str, tuple[str, str]] = {
-    "colossalai.amp.naive_amp.NaiveAMPOptimizer": (
-        "no optim; needs optimizer; needs grad_scaler",
-        "branch kernels",
-    ),
     "colossalai.nn.VocabParallelClassifier1D": (
         "gather_output is not number 6; weight_initializer is not number 7; bias_initializer is not number 8",
         "branch layers",
