@@ -1,4 +1,4 @@
-"""The disk as third tier: rows of bytes that its tier counts, and weights that are read ahead."""
+"""The disk as third tier: rows of bytes, and the weights that are read ahead."""
 
 from __future__ import annotations
 
