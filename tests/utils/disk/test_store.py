@@ -284,7 +284,7 @@ def test_without_preallocation(store: DiskStore, monkeypatch: pytest.MonkeyPatch
 
 def test_wrong_arguments(store: DiskStore, tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"missing is no directory, so nothing can be offloaded there; create it"
+        ValueError, match=r"missing is not a directory, so nothing can be offloaded there; create it"
     ):
         DiskStore(tmp_path / "missing")
     with pytest.raises(
