@@ -1,4 +1,4 @@
-"""Skipped steps, told once: that they began, and again only when they do not end."""
+"""Warnings about skipped steps: one when the first step is skipped, and more only if they do not end."""
 
 from __future__ import annotations
 

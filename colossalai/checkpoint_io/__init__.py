@@ -1,4 +1,4 @@
-"""Checkpoints that know nothing of the plan that wrote them.
+"""Checkpoints that do not depend on the plan that wrote them.
 
 - ``runs``: what ``booster.save`` writes and ``booster.load`` reads: boxes of tensors in data files, and a
   manifest.

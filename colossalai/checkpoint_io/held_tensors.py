@@ -142,7 +142,7 @@ def whole_of(param: Tensor) -> Box:
 
 
 def shared_mark(param: Tensor) -> tuple[int, int] | None:
-    """What tells a parameter that several pipeline stages share from all others, on every rank alike."""
+    """Return the mark of a parameter that several pipeline stages share, the same on all its ranks."""
     mark: tuple[int, int] | None = getattr(param, SHARED_MARK, None)
     return mark
 

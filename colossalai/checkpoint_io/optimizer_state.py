@@ -150,7 +150,7 @@ class OptimizerState:
 
     @property
     def _family(self) -> str:
-        """What a subclass of an optimizer that we know is, too."""
+        """Return the known class that a subclass belongs to."""
         names = [cls.__name__ for cls in type(self.raw).__mro__]
         return next((FAMILIES[name] for name in names if name in FAMILIES), names[0])
 

@@ -10,9 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -30,37 +28,23 @@ class JobRanks:
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if alone else dist.get_rank(group)
         self.size = 1 if alone else dist.get_world_size(group)
-        self._group = None if self.size == 1 else group or _own_group(background)
-
-    def send_to_first(self, tensor: Tensor) -> None:
-        """Give rank 0 a tensor; it calls ``receive`` for it."""
-        dist.send(tensor.detach().to(self._wire).contiguous(), group=self._group, group_dst=0)
-
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
-        """What the rank ``source`` sends, on the CPU."""
-        room = torch.empty(shape, dtype=dtype, device=self._wire)
-        dist.recv(room, group=self._group, group_src=source)
-        return room.cpu()
-
-    @property
-    def _wire(self) -> str:
-        """Where tensors must be to travel: on the CPU wherever the group can reach that."""
-        return "cpu" if "cpu" in str(dist.get_backend_config(self._group)) else "cuda"
+        self.group = None if self.size == 1 else group or _own_group(background)
+        """The group that messages travel in; None if this process is alone."""
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, on all ranks."""
-        if self._group is None:
+        if self.group is None:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
+        dist.all_gather_object(found, value, group=self.group)
         return found
 
     def from_first(self, value: T) -> T:
         """The value of rank 0, on all ranks."""
-        if self._group is None:
+        if self.group is None:
             return value
         sent = [value]
-        dist.broadcast_object_list(sent, group=self._group, group_src=0)
+        dist.broadcast_object_list(sent, group=self.group, group_src=0)
         return sent[0]
 
     def agree(self, failure: BaseException | None, value: Any = None, what: str = "save") -> list[Any]:

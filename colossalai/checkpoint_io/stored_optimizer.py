@@ -170,7 +170,7 @@ class StoredOptimizer:
     def open_state_dict(
         cls, state_dict: Mapping[str, Any], names: Sequence[Sequence[str]] | None = None
     ) -> tuple[StoredOptimizer, list[NumberedStates]]:
-        """What a state dict holds but for the states, and these, for ``add``."""
+        """Return a state dict without its states, and the states, which ``add`` takes."""
         beside = [key for key, value in state_dict.items() if key != "state" and _is_by_parameter(value)]
         rest = {key: value for key, value in state_dict.items() if key != "state" and key not in beside}
         found = cls.from_groups_file(rest, names)

@@ -20,7 +20,7 @@ _PLAIN_MARKS = {True: "OK", False: "x", None: "N/A"}  # for a terminal that cann
     "--installation",
     is_flag=True,
     expose_value=False,  # there is only one report so far
-    help="Report on the installation; also what happens without it.",
+    help="Report on the installation (the default).",
 )
 def check() -> None:
     """Show what is installed here, whether it fits together, and how to get what is missing.

@@ -1,4 +1,4 @@
-"""``colossalai ckpt``: what is in a checkpoint, whether it is sound, and the same in another form."""
+"""``colossalai ckpt``: shows, verifies and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -119,9 +119,11 @@ def verify(path: Path) -> None:
     default=5120,
     show_default=True,
     metavar="MB",
-    help="The most MB of a file in a folder.",
+    help="The largest size of a file in a folder.",
 )
-@click.option("--section", default="model", show_default=True, help="Which model of a run with several.")
+@click.option(
+    "--section", default="model", show_default=True, help="The name of the model, if a run has several."
+)
 def convert(
     source: Path,
     target: Path,
@@ -138,7 +140,7 @@ def convert(
     file all of them.
 
     \b
-    What a run has learned, for transformers:
+    The weights of a run, for transformers:
       colossalai ckpt convert checkpoints mymodel --dtype bf16 --config gpt2
     \b
     Weights of Hugging Face as a checkpoint for booster.load:

@@ -124,7 +124,7 @@ def describe(failures: list[RankFailure]) -> str:
     if cause.kind != "died":
         lines += ["", cause.traceback.rstrip() or cause.summary]
     if cause.exitcode == -signal.SIGKILL:
-        lines.append("SIGKILL cannot be caught; often it is the system short of memory (see `dmesg`).")
+        lines.append("SIGKILL cannot be caught; often the system is short of memory (see `dmesg`).")
     if others:
         lines += [
             "",

@@ -143,7 +143,7 @@ def _is_by_custom_a_hyper_parameter(key: str, value: Any) -> bool:
 
 
 def _say_that_it_does_nothing(key: str, meant: str) -> None:
-    if FEATURES[meant] is not _ANYTHING:  # MODEL = "vit" is everybody's
+    if FEATURES[meant] is not _ANYTHING:  # MODEL = "vit" is a common hyper-parameter
         get_dist_logger().warning_once(
             f"config key {key!r} is a hyper-parameter, by its capitals, and switches nothing on; the feature"
             f" is {meant!r}",

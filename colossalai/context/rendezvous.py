@@ -223,7 +223,7 @@ class Rendezvous:
 
 
 def _sign_in(store: Store, rank: int) -> str:
-    """What ``rank`` signed in with, or nothing when it has not come or has left."""
+    """Return what ``rank`` has reported; nothing if it has not come, or has left."""
     return store.get(f"rank/{rank}").decode() if store.check([f"rank/{rank}"]) else ""
 
 

@@ -1,4 +1,4 @@
-"""All ranks of a job, played one after the other in a single process without memory.
+"""All ranks of a job, run one after the other in a single process, with tensors that have no memory.
 
 Ranks that differ only in their data do the same; of tensor-parallel ranks with pieces of the same sizes one
 is played for all, and of stages with the same layers.

@@ -1,4 +1,4 @@
-"""A pipeline stage without neighbours: what they would send has the right shape and comes at once."""
+"""A pipeline stage without neighbours: what they would send arrives at once, in the right shape."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from colossalai.booster import Booster
 from colossalai.engine.gradient_accumulation import GradAccumGradientHandler
 from colossalai.engine.gradient_handler import BaseGradientHandler
 from colossalai.engine.ophooks import BaseOpHook, attach
@@ -67,6 +68,8 @@ class Engine:
             self.add_hook(hook)
         self.verbose = verbose
         self.training = True
+        self.booster: Booster | None = None
+        """What ``initialize`` has boosted the model with: ``engine.booster.save(path)`` saves the run."""
         self._watch = LossWatch()
         self._schedule = schedule or NonPipelineSchedule()
         self._schedule.pre_processing(self)

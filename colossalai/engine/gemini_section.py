@@ -1,5 +1,5 @@
-"""The section ``zero`` of a config where it means ZeRO-3: Gemini, whose options come in three ways of
-writing.
+"""The section ``zero`` of a config where it means ZeRO-3: Gemini, whose options can be written in
+three ways.
 
 ``zero = dict(model_config=dict(tensor_placement_policy="cpu", ...), optimizer_config=dict(initial_scale=2**5,
 ...))``; ``zero = dict(level=3, offload_optimizer_config=dict(device="nvme", nvme_path="..."),

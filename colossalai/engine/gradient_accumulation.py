@@ -129,8 +129,16 @@ def has_length(dataloader: Any) -> bool:
     return True
 
 
-def batch_sizes(dataloader: Any) -> Callable[[int], int] | None:
-    """The samples in a batch by its number; None where only reading them would tell."""
+def _batches_left(dataloader: Any, behind: int) -> int:
+    """The batches of a pass without its first ``behind`` samples."""
+    return len(dataloader) - behind // dataloader.batch_size if behind else len(dataloader)
+
+
+def batch_sizes(dataloader: Any, behind: int = 0) -> Callable[[int], int] | None:
+    """The samples in a batch by its number, in a pass without its first ``behind`` samples.
+
+    None where only reading them would tell.
+    """
     if isinstance(dataloader, (list, tuple)):
         sizes = [batch_size(batch) for batch in dataloader]
         return sizes.__getitem__ if all(sizes) else None
@@ -138,7 +146,7 @@ def batch_sizes(dataloader: Any) -> Callable[[int], int] | None:
     if type(sampler) is not BatchSampler:  # a subclass may cut in its own way
         return None
     try:
-        samples = len(sampler.sampler)  # type: ignore[arg-type]
+        samples = len(sampler.sampler) - behind  # type: ignore[arg-type]
     except TypeError:
         return None
     return lambda index: min(sampler.batch_size, samples - index * sampler.batch_size)
@@ -174,8 +182,10 @@ class GradAccumDataloader:
         return self._counted(self.dataloader) if has_length(self.dataloader) else self._read_ahead()
 
     def _counted(self, dataloader: Any) -> Iterator[Any]:
-        length, size_of, first = len(dataloader), batch_sizes(dataloader), 0
-        for index, batch in enumerate(dataloader):
+        batches = iter(dataloader)
+        behind = getattr(dataloader, "samples_behind", 0)  # of a pass that a checkpoint resumes
+        length, size_of, first = _batches_left(dataloader, behind), batch_sizes(dataloader, behind), 0
+        for index, batch in enumerate(batches):
             following = range(index, min(index + self.progress.accumulate_size, length))
             self.progress.announce(length - index, [size_of(i) for i in following] if size_of else ())
             if size_of is None:

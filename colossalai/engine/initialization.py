@@ -89,6 +89,7 @@ def initialize(
         verbose,
         schedule,
     )
+    engine.booster = booster
     return engine, train_dataloader, test_dataloader, lr_scheduler
 
 

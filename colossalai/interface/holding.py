@@ -1,4 +1,4 @@
-"""``Holding``: what a tensor that a plan keeps is of a parameter of the model.
+"""``Holding``: a tensor that a plan keeps, and the elements of a parameter of the model that it holds.
 
 A plan may put something else in the place of a parameter: fp32 masters, or a slice of the flattened parameter
 (ZeRO, Gemini).  A checkpoint asks for this, and for nothing else, to know which elements of the model it is

@@ -1,4 +1,4 @@
-"""Hooks that scripts hang on parameters."""
+"""Hooks that scripts register on parameters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Losses on their way into the backward pass: those that cannot go are refused, those that are nan
-reported.
-"""
+"""Checks of a loss before its backward pass: one without gradient is refused, one that is nan is reported."""
 
 from __future__ import annotations
 

@@ -47,6 +47,7 @@ from colossalai.mesh.parameter import (
     place,
     placement,
     serial_form,
+    serial_tensor,
     set_own_grad,
     use,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "route",
     "scatter",
     "serial_form",
+    "serial_tensor",
     "set_init",
     "set_own_grad",
     "shard",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from colossalai.mesh.layout import Layout, replicated, shard
 from colossalai.mesh.mesh import Mesh
-from colossalai.mesh.movement import redistribute
+from colossalai.mesh.movement import redistribute, unshard
 
 # The attribute of a parameter that several pipeline stages hold: the group of the ranks that hold the same
 # piece of it.
@@ -88,6 +88,14 @@ def serial_form(whole: Tensor, param: Tensor) -> Tensor:
     It is its own inverse: a tensor of the serial model becomes one that ``placement(param)`` cuts.
     """
     return whole.t() if getattr(param, "transposed", False) else whole
+
+
+def serial_tensor(piece: Tensor, param: Tensor, mesh: Mesh) -> Tensor:
+    """Put together, on every rank, the serial model's tensor that ``piece`` is a part of; not differentiable.
+
+    ``piece`` is laid out like ``param``: its value, gradient or optimizer state.  All ranks must call this.
+    """
+    return serial_form(unshard(piece, placement(param), mesh, tuple(full_shape(param))), param)
 
 
 def parameter(full: Tensor, layout: Layout, mesh: Mesh, *, uneven: bool = False) -> nn.Parameter:

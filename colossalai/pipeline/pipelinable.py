@@ -273,7 +273,7 @@ def _outermost(made: list[nn.Module]) -> nn.Module:
     if len(outer) != 1:
         names = ", ".join(type(module).__name__ for module in outer) or "none"
         raise RuntimeError(
-            f"a PipelinableContext needs one model to be built inside, got {len(outer)}: {names}; build what"
-            " is no part of it outside"
+            f"a PipelinableContext needs one model to be built inside, got {len(outer)}: {names}; build"
+            " other modules outside of the block"
         )
     return outer[0]

@@ -68,8 +68,8 @@ def count_samples(data: Any, label: Any = None) -> int:
     rivals = [length for length in votes if length > 1 and votes[length] == votes[size]]
     if len(rivals) > 1:
         raise ValueError(
-            "the number of samples is not clear, for tensors of the batch have as many rows as this:"
-            f" {_rows(data, label)}. A tensor for all samples has one row, or none"
+            "the number of samples is not clear, because the tensors of the batch have different numbers of"
+            f" rows: {_rows(data, label)}. A tensor for all samples must have one row, or no dims"
         )
     return size
 

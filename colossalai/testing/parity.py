@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from colossalai.mesh import Mesh, full_shape, grad_norm, placement, serial_form, unshard
+from colossalai.mesh import Mesh, grad_norm, serial_tensor
 from colossalai.testing._spawn import spawn
 
 
@@ -147,8 +147,7 @@ class PlacedRun:
         self.optimizer.zero_grad()
 
     def _whole(self, piece: Tensor, param: Tensor) -> Tensor:
-        whole = unshard(piece, placement(param), self.mesh, tuple(full_shape(param)))
-        return serial_form(whole, param).clone()
+        return serial_tensor(piece, param, self.mesh).clone()
 
 
 def check_plan(problem: Problem, plan: Plan, *, tolerance: Tolerance = FP32) -> None:

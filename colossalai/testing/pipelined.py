@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import colossalai
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.mesh import full_shape, grad_norm, placement, serial_form, unshard
+from colossalai.mesh import grad_norm, serial_tensor
 from colossalai.pipeline.stage import Placement, Shape
 from colossalai.testing.boosted import _part as part_of
 from colossalai.testing.parity import Problem
@@ -81,8 +81,7 @@ class PipelineRun:
         self.engine.optimizer.zero_grad()
 
     def _whole(self, piece: Tensor, param: Tensor) -> Tensor:
-        whole = unshard(piece.detach(), placement(param), gpc.mesh, tuple(full_shape(param)))
-        return serial_form(whole, param).clone()
+        return serial_tensor(piece, param, gpc.mesh).clone()
 
     def _everywhere(self, items: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """The tensors of all stages, on every rank."""

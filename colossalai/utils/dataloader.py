@@ -101,12 +101,16 @@ class PositionedDataLoader(DataLoader):
     _to_skip = 0  # batches that the next pass leaves out
     _epoch = 0  # the number of the present pass
     _is_in_pass = False
+    samples_behind = 0
+    """This rank's samples of the present pass that were handed out before the pass was resumed."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         own = self._own_sampler()
         self._skipped = own.first_sample if own is not None else 0
         self._epoch = own.epoch if own is not None else self._epoch
         skip, self._to_skip, self._batches = self._to_skip, 0, 0
+        own_skipped = self._skipped // own.num_replicas if own is not None else 0
+        self.samples_behind = own_skipped + skip * (self.batch_size or 1)
         self._is_in_pass = True
         batches = super().__iter__()
         return self._counted(batches, skip)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.checkpoint_io.assembly import assemble
+from colossalai.checkpoint_io.boxes import Box
 from colossalai.utils.lazy_tensor import fetched
 from colossalai.zero.pieces import Piece
 
@@ -41,23 +43,21 @@ class SlicedTensor(Tensor):
         return made
 
     def full_tensor(self) -> Tensor:
-        """All of it, on the CPU of every rank of the group; each of them must ask."""
-        whole = torch.empty(self.shape.numel(), dtype=self.dtype)
-        me = dist.get_rank(self.group) if self.group is not None else 0
-        home = _wire_device(self.group)
-        for rank, start, end in self.sources:
-            if self.group is None or dist.get_world_size(self.group) == 1:
-                assert self.local is not None
-                whole[start:end] = fetched(self.local).detach().reshape(-1)
-                continue
-            if rank == me:
-                assert self.local is not None
-                part = fetched(self.local).detach().reshape(-1).to(home).contiguous()
-            else:
-                part = torch.empty(end - start, dtype=self.dtype, device=home)
-            dist.broadcast(part, group=self.group, group_src=rank)
-            whole[start:end] = part
-        return whole.view(self.shape)
+        """Put the tensor together on the CPU of every rank of the group; each of them must ask."""
+        found = self.gathered(everywhere=True)
+        assert found is not None
+        return found
+
+    def gathered(self, *, everywhere: bool) -> Tensor | None:
+        """Put the tensor together on the CPU of the first rank, or ``everywhere``; None on the others."""
+        sources = [(Box((start,), (end - start,)), rank) for rank, start, end in self.sources]
+        numel = self.shape.numel()
+        found = assemble((numel,), self.dtype, sources, self._read, self.group, everywhere=everywhere)
+        return None if found is None else found.view(self.shape)
+
+    def _read(self, box: Box) -> Tensor:
+        assert self.local is not None, f"this rank should hold {box} of {self!r}"
+        return fetched(self.local).reshape(-1)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -72,13 +72,6 @@ class SlicedTensor(Tensor):
             f"{func} was called with a tensor that lies in slices on several ranks; put it together with"
             " full_tensor() on all of them first"
         )
-
-
-def _wire_device(group: dist.ProcessGroup | None) -> str:
-    """Where tensors must be to travel in ``group``: on the CPU wherever it can reach that."""
-    if group is None:
-        return "cpu"
-    return "cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda"
 
 
 def sliced_states(

@@ -229,7 +229,7 @@ def test_the_index_file() -> None:
         ("{}", "is not the index of a sharded checkpoint: it has no object 'weight_map'"),
         (
             '{"weight_map": {}, "metadata": 3}',
-            "is not the index of a sharded checkpoint: its 'metadata' is no object but 3",
+            "is not the index of a sharded checkpoint: its 'metadata' is not an object but 3",
         ),
         ('{"weight_map": {"a": "../../etc/x"}}', "says that a is in '../../etc/x', which is not the name"),
         ('{"weight_map": {"a": 3}}', "says that a is in 3, which is not the name"),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from colossalai.engine.gradient_accumulation import accumulate_gradient
 from colossalai.testing import assert_close, spawn
+from colossalai.utils import get_dataloader
 from tests.engine.plans import data, initialize, launch, loader, logged, mlp, sgd
 from tests.engine.test_accumulation import CRITERION, Stream, serial
 
@@ -92,6 +95,35 @@ def test_batches_from_another_loader_are_reported_once() -> None:
     said = [message for message in messages if "Loop over the returned train_dataloader" in message]
     assert len(said) == 1
     assert "gradients of 2 iterations were accumulated, but none of their batches came from" in said[0]
+
+
+def _trained(folder: str, resume: bool, until: int | None, shuffle: bool) -> list[Tensor]:
+    batches = get_dataloader(data(SAMPLES), shuffle=shuffle, batch_size=BATCH)
+    engine, batches, *_ = initialize({"gradient_accumulation": GROUP}, train_dataloader=batches)
+    assert engine.booster is not None
+    if resume:
+        assert engine.booster.load(folder) == {"updates": 1}
+    for number, (x, y) in enumerate(chain.from_iterable(repeat(batches, 1 if until else 2)), start=1):
+        engine.zero_grad()
+        engine.backward(CRITERION(engine(x), y))
+        engine.step()
+        if number == until:
+            engine.booster.save(folder, {"updates": 1})
+            break
+    return [p.detach().clone() for p in engine.model.parameters()]
+
+
+def check_resumed(rank: int, world_size: int, port: int, folder: str) -> None:
+    launch(port)
+    for shuffle in (False, True):
+        expected = _trained(folder, False, None, shuffle)
+        _trained(folder, False, GROUP, shuffle)  # saved after one of the three groups of a pass
+        for p, q in zip(_trained(folder, True, None, shuffle), expected, strict=True):
+            assert torch.equal(p, q)
+
+
+def test_a_run_goes_on_within_a_pass_with_the_groups_that_are_left(tmp_path: Path) -> None:
+    spawn(check_resumed, 1, folder=str(tmp_path / "run"))
 
 
 def check_no_loader(rank: int, world_size: int, port: int) -> None:

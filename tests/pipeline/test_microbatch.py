@@ -48,7 +48,7 @@ def test_a_number_of_samples_that_is_not_clear() -> None:
     )
     with pytest.raises(ValueError, match=message):
         split_microbatches({"weights": torch.ones(5), "x": X}, torch.ones(7), 1)
-    with pytest.raises(ValueError, match=r"data\[0\] 5, data\[1\] 8\. A tensor for all samples has one row"):
+    with pytest.raises(ValueError, match=r"data\[0\] 5, data\[1\] 8\. A tensor for all samples must have"):
         count_samples((torch.ones(5), X))
 
 

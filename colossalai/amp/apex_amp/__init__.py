@@ -1,4 +1,4 @@
-"""The optimization levels O0 to O3 of NVIDIA Apex, made of what the other modes are made of.
+"""The optimization levels O0 to O3 of NVIDIA Apex, built from the parts of the other modes.
 
 Apex is not needed.
 """

@@ -12,7 +12,7 @@ LossScale = float | Literal["dynamic"]
 
 @dataclass(frozen=True, kw_only=True)
 class Properties:
-    """What a level does.
+    """The settings of a level.
 
     Attributes:
         cast_model_type: the dtype of weights and buffers; ``None`` leaves them as they are.

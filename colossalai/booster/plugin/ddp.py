@@ -166,7 +166,7 @@ class TorchDDPOptimizer(OptimizerWrapper):
                 f"optimizer.step() before all gradients are there: {len(missing)} parameters have got none in"
                 f" the backward pass ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)}), and DDP"
                 " averages when it has all. Pass TorchDDPPlugin(find_unused_parameters=True) if a part of"
-                " the model may take no part in a step, or freeze it before boost"
+                " the model may be unused in a step, or freeze it before boost"
             )
         for p in self._averaged():
             if p.grad is not None and not self._watch.knows(p):
@@ -197,7 +197,7 @@ class TorchDDPPlugin(DPPluginBase):
     Args:
         broadcast_buffers: at each forward pass, take the buffers of rank 0.
         bucket_cap_mb: gradients are averaged in buckets of this size, while the backward pass goes on.
-        find_unused_parameters: needed if a part of the model may take no part in a step.
+        find_unused_parameters: needed if a part of the model may be unused in a step.
         check_reduction: without effect in torch; a warning says so.
         gradient_as_bucket_view: let gradients be views of the buckets, which saves their memory.
         static_graph: promise that the same parameters are used in every step.

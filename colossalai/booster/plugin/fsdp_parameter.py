@@ -1,4 +1,4 @@
-"""``CutParameter``: a parameter under FSDP2, on which nothing that a user does is lost without a word.
+"""``CutParameter``: a parameter under FSDP2, where every write of a script works or raises an error.
 
 torch takes 2 seconds to import ``DTensor``, so this module is imported by the functions that need it.
 """

@@ -12,20 +12,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colossalai.checkpoint_io.assembly import assemble
 from colossalai.checkpoint_io.boxes import Box, whole
 from colossalai.checkpoint_io.files.sharding import MB, plan_shards, shard_checkpoint
 from colossalai.checkpoint_io.files.state_file import same_memory
-from colossalai.checkpoint_io.held_tensors import HeldBox, HeldTensor, fill, whole_piece
+from colossalai.checkpoint_io.held_tensors import HeldBox, HeldTensor
 from colossalai.checkpoint_io.model_state import ParameterNames
 from colossalai.checkpoint_io.optimizer_state import MASTER, OptimizerState, holdings_of
 from colossalai.checkpoint_io.ranks import JobRanks
 from colossalai.checkpoint_io.runs.manifest import Manifest
 from colossalai.checkpoint_io.stored_optimizer import NumberedStates, States, StoredGroup, StoredOptimizer
-from colossalai.checkpoint_io.write_plan import PlannedTensor, make_write_plan, outline
+from colossalai.checkpoint_io.write_plan import make_write_plan, outline
 from colossalai.interface import OptimizerWrapper
 from colossalai.interface.attached import attach, attached
 from colossalai.interface.holding import MASTERS_KEY
@@ -61,20 +61,10 @@ class Gathering:
     def whole(self, name: str) -> Tensor | None:
         """All of a tensor on the CPU of the first rank; None on the others, which send what it lacks."""
         logical = self.plan.tensors[name]
-        is_first = self.ranks.rank == 0
-        room = torch.empty(logical.shape, dtype=logical.dtype) if is_first else None
-        for box, holders in sorted(logical.holders.items()):
-            source = 0 if 0 in holders else holders[0]
-            if room is not None:
-                fill(whole_piece(room), box, self._taken(name, box, source, logical))
-            elif source == self.ranks.rank:
-                self.ranks.send_to_first(self._read(name, box))
-        return room
-
-    def _taken(self, name: str, box: Box, source: int, logical: PlannedTensor) -> Tensor:
-        if source == 0:
-            return self._read(name, box)
-        return self.ranks.receive(box.sizes, logical.dtype, source)
+        sources = [
+            (box, 0 if 0 in holders else holders[0]) for box, holders in sorted(logical.holders.items())
+        ]
+        return assemble(logical.shape, logical.dtype, sources, partial(self._read, name), self.ranks.group)
 
     def _read(self, name: str, box: Box) -> Tensor:
         return next(p for p in self._pieces[name] if p.box.holds(box)).read_part(box)

@@ -240,7 +240,7 @@ class GeneralCheckpointIO(CheckpointIO):
         return value
 
     def together(self, do: Callable[[], T], what: str) -> T:
-        """What ``do`` returns, if it fails on none of the ranks that ``what`` concerns."""
+        """Return what ``do`` returns; if it fails on one of the ranks that ``what`` concerns, all raise."""
         return do()
 
     # Saving

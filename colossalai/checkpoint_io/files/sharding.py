@@ -189,7 +189,7 @@ class CheckpointIndexFile:
         metadata = content.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise RuntimeError(
-                f"{path} is not the index of a sharded checkpoint: its 'metadata' is no object but"
+                f"{path} is not the index of a sharded checkpoint: its 'metadata' is not an object but"
                 f" {metadata!r}"
             )
         homes = weight_map | {key: metadata[key] for key in [PARAM_GROUPS] if key in metadata}

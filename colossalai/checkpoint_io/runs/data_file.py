@@ -184,7 +184,7 @@ class StoredFile:
                 raise ValueError(f"a header of {length} bytes in a file of {len(self._map)}")
             header = json.loads(self._map[8 : 8 + length])
             if not isinstance(header, dict):
-                raise ValueError("the header is no object")
+                raise ValueError("the header is not an object")
         except (ValueError, RecursionError) as error:
             raise RuntimeError(
                 f"{self.path} is not a safetensors file, or is damaged or cut short: {error}"

@@ -331,7 +331,7 @@ def restart_random_state(seed: int) -> None:
 
 
 def random_device() -> str:
-    """What the streams are drawn on: the states of one kind mean nothing to the other."""
+    """Return the kind of device whose generators make the streams; their states differ in form."""
     return "cuda" if _uses_cuda() else "cpu"
 
 

@@ -370,7 +370,7 @@ def _write_file(draft: Draft, name: str) -> dict[str, int]:
 
 
 def _publish(draft: Draft, records: Sequence[Record]) -> None:
-    """Rank 0: the manifest takes the place of the old one; then what it replaces goes."""
+    """Let rank 0 replace the manifest by the new one, and then remove the files that are no longer used."""
     stored: Record = {}
     for record in records:
         stored.update(record)

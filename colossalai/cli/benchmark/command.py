@@ -38,7 +38,11 @@ _NO_MATPLOTLIB = "matplotlib is not installed (pip install matplotlib)"
 @click.option("-p", "--profile_steps", type=_POSITIVE, default=50, help="Steps that are timed.")
 @click.option("-l", "--layers", type=_POSITIVE, default=2, help="MLPs, or transformer blocks.")
 @click.option(
-    "-m", "--model", type=click.Choice(["mlp", "gpt", "vit"]), default="mlp", help="What is measured."
+    "-m",
+    "--model",
+    type=click.Choice(["mlp", "gpt", "vit"]),
+    default="mlp",
+    help="The model that is measured.",
 )
 @click.option(
     "--device",
@@ -73,7 +77,7 @@ def benchmark(
     """Compare all tensor-parallel plans of this machine on a small model.
 
     Every mode (none, 1D, 2D, 2.5D with every depth, 3D) runs forward and backward on as many ranks as divide
-    --gpus, one plan after the other; the others of the devices are idle meanwhile. Times are averages over
+    --gpus, one plan after the other; the other devices are idle meanwhile. Times are averages over
     the timed steps, of the slowest rank; memory is that of the fullest rank; bytes are what each rank sends.
 
     \b

@@ -25,8 +25,8 @@ from colossalai.mesh import (
     place,
     placement,
     serial_form,
+    serial_tensor,
     shard,
-    unshard,
 )
 from colossalai.nn.init import Initializer
 from colossalai.nn.modes import TensorParallel, current, mode_serial, stream_position
@@ -161,7 +161,7 @@ class ParallelLayer(nn.Module):
         for name, p in self.named_parameters(prefix.rstrip(".")):
             value = p.detach()
             if not self.plain:
-                value = serial_form(unshard(value, placement(p), self.mesh, tuple(full_shape(p))), p)
+                value = serial_tensor(value, p, self.mesh)
             whole[name] = value.clone(memory_format=torch.contiguous_format)
         return whole
 

@@ -20,13 +20,10 @@ from colossalai.mesh import (
     Axes,
     Layout,
     Mesh,
-    full_shape,
-    placement,
     random_key,
     redistribute,
     replicated,
-    serial_form,
-    unshard,
+    serial_tensor,
     use,
 )
 from colossalai.mesh.agreement import FirstStep
@@ -359,7 +356,7 @@ def whole_state_dict(model: nn.Module, mesh: Mesh, *, keep: bool = True) -> dict
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in whole:
-            full = unshard(tensor, placement(tensor), mesh, tuple(full_shape(tensor)))
-            whole[id(tensor)] = serial_form(full, tensor).contiguous().cpu() if keep else full.new_empty(0)
+            full = serial_tensor(tensor, tensor, mesh)
+            whole[id(tensor)] = full.contiguous().cpu() if keep else full.new_empty(0)
         state[name] = whole[id(tensor)]
     return state if keep else {}

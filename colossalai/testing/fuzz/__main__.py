@@ -55,8 +55,10 @@ def _parser() -> argparse.ArgumentParser:
         " plans, and compare everything with plain PyTorch.  A failure is made smaller and printed as a"
         " script.",
     )
-    parser.add_argument("--minutes", type=float, default=2.0, help="stop after so long (default: 2)")
-    parser.add_argument("--cases", type=int, help="run so many cases instead, however long it takes")
+    parser.add_argument(
+        "--minutes", type=float, default=2.0, help="stop after this many minutes (default: 2)"
+    )
+    parser.add_argument("--cases", type=int, help="run this many cases, whatever time they take")
     parser.add_argument("--seed", type=int, default=0, help="which cases (default: 0)")
     parser.add_argument("--case", help="one case: SEED:INDEX, JSON, or a file with it")
     parser.add_argument("--script", action="store_true", help="print the script of --case and do not run it")
@@ -70,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "--limit", type=float, default=20.0, help="seconds without any work until a run counts as a hang"
     )
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make a failure smaller")
-    parser.add_argument("--failures", type=int, default=5, help="stop after so many failures")
+    parser.add_argument("--failures", type=int, default=5, help="stop after this many failures")
     parser.add_argument("--out", type=Path, help="a folder for the scripts of failures")
     return parser
 

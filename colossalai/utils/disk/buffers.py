@@ -1,5 +1,5 @@
 """Host memory for what goes to a disk and comes from it: aligned for direct
-I/O, in a few buffers that go round.
+I/O, in a few buffers that are used in turn.
 
 Direct I/O moves whole blocks between a disk and memory, and both must start at
 a multiple of the block's size.

@@ -39,7 +39,7 @@ class ScratchFile:
         self.directory = Path(tempfile.gettempdir() if directory is None else directory).absolute()
         if not self.directory.is_dir():
             raise ValueError(
-                f"{self.directory} is no directory, so nothing can be offloaded there; create it, or name"
+                f"{self.directory} is not a directory, so nothing can be offloaded there; create it, or name"
                 " another one"
             )
         if sys.platform != "linux":

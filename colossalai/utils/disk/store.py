@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from colossalai.utils.byte_count import ByteCount
 from colossalai.utils.disk.buffers import ALIGNMENT, padded
 from colossalai.utils.disk.scratch import Mover, Pending, ScratchFile
 
@@ -106,11 +107,11 @@ class DiskStore:
                 f"DiskStore needs request_bytes that are a positive multiple of {ALIGNMENT}; got"
                 f" {request_bytes}"
             )
-        self.capacity = capacity
-        self.used = 0  # bytes of the disk
+        self.count = ByteCount(capacity)
         self._file = ScratchFile(directory)
         self._mover = Mover(self._file, threads, request_bytes)
         self._entries: dict[str, TensorOnDisk] = {}
+        self._booked: dict[str, int] = {}
         self._regions = Regions()
         self._lock = threading.RLock()
         self._finalizer = weakref.finalize(self, self._mover.abandon)
@@ -133,6 +134,11 @@ class DiskStore:
     def bytes_read(self) -> int:
         return self._mover.bytes["read"]
 
+    @property
+    def used(self) -> int:
+        """The bytes of the disk that tensors take or have booked."""
+        return self.count.used
+
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
@@ -142,10 +148,26 @@ class DiskStore:
         """
         needed = sum(map(padded, sizes))
         with self._lock:
-            self._check_capacity(needed)
-            if grow := self._regions.missing(needed):
-                self._file.grow(grow)
-                self._regions.grow(grow)
+            if not self.count.fits(needed):
+                raise self._no_room(needed)
+            self._grow_to(needed)
+
+    def _grow_to(self, nbytes: int) -> None:
+        if grow := self._regions.missing(nbytes):
+            self._file.grow(grow)
+            self._regions.grow(grow)
+
+    def book(self, name: str, nbytes: int) -> bool:
+        """Count a tensor of ``nbytes`` that will be written; return False if the capacity is exceeded.
+
+        It takes the place of an earlier tensor of this name.
+        """
+        with self._lock:
+            before, needed = self._booked.get(name, 0), padded(nbytes)
+            if not self.count.take(needed - before):
+                return False
+            self._booked[name] = needed
+            return True
 
     def write(self, name: str, tensor: Tensor) -> Pending:
         """Begin to write ``tensor``, which must not change before ``wait`` has returned."""
@@ -153,10 +175,10 @@ class DiskStore:
         with self._lock:
             entry = self._entries.get(name)
             if entry is not None and entry.nbytes != tensor.nbytes:
-                self.free(name)
+                self._give_room(name)
                 entry = None
             if entry is None:
-                entry = self._entries[name] = self._new_entry(tensor.nbytes)
+                entry = self._entries[name] = self._new_entry(name, tensor.nbytes)
         entry.settle()
         entry.writing = self._mover.submit("write", tensor, entry.offset)
         return entry.writing
@@ -180,22 +202,33 @@ class DiskStore:
         return entry.reading[-1]
 
     def free(self, name: str) -> None:
-        """Forget a tensor; its room is used for others."""
+        """Forget a tensor, if it is written or booked; its room is used for others."""
         with self._lock:
-            entry = self._entries.pop(name)
-            entry.settle()
-            self._regions.give(entry.offset, padded(entry.nbytes))
-            self.used -= padded(entry.nbytes)
+            if name in self._entries:
+                self._give_room(name)
+            self.count.take(-self._booked.pop(name, 0))
+
+    def _give_room(self, name: str) -> None:
+        entry = self._entries.pop(name)
+        entry.settle()
+        self._regions.give(entry.offset, padded(entry.nbytes))
 
     def close(self) -> None:
         """Finish what is under way and give the disk back."""
         if self._finalizer.detach() is not None:
             self._mover.close()
 
-    def _new_entry(self, nbytes: int) -> TensorOnDisk:
-        self.reserve(nbytes)
-        self.used += padded(nbytes)
-        return TensorOnDisk(self._regions.take(padded(nbytes)), nbytes)
+    def _new_entry(self, name: str, nbytes: int) -> TensorOnDisk:
+        before, needed = self._booked.get(name, 0), padded(nbytes)
+        if not self.book(name, nbytes):
+            raise self._no_room(needed - before)
+        try:
+            self._grow_to(needed)
+        except OSError:
+            if before != needed:  # the caller has not booked it
+                self.free(name)
+            raise
+        return TensorOnDisk(self._regions.take(needed), nbytes)
 
     def _check(self, what: str, name: str, tensor: Tensor) -> None:
         if not self._finalizer.alive:
@@ -206,12 +239,11 @@ class DiskStore:
                 f" strides {tensor.stride()} for shape {tuple(tensor.shape)}"
             )
 
-    def _check_capacity(self, nbytes: int) -> None:
-        if self.capacity is not None and self.used + nbytes > self.capacity:
-            raise RuntimeError(
-                f"the disk tier in {self.directory} may hold {self.capacity} bytes: {self.used} are used and"
-                f" {nbytes} more are needed. Raise its capacity, or offload less"
-            )
+    def _no_room(self, nbytes: int) -> RuntimeError:
+        return RuntimeError(
+            f"the disk tier in {self.directory} may hold {self.count.capacity} bytes: {self.used} are used"
+            f" and {nbytes} more are needed. Raise its capacity, or offload less"
+        )
 
 
 class FailedWrite(NamedTuple):
@@ -254,10 +286,13 @@ class Writing:
 
 
 class Shelf:
-    """Rows in a file without a name in ``directory`` (None: the one for temporary files)."""
+    """Rows in a file without a name in ``directory`` (None: the one for temporary files).
 
-    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        self.store = DiskStore(directory)
+    ``capacity`` limits their bytes.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, capacity: int | None = None) -> None:
+        self.store = DiskStore(directory, capacity=capacity)
         self.kept: dict[str, Tensor] = {}
         self.failures: list[FailedWrite] = []
         self._writing: dict[str, Writing] = {}
@@ -287,8 +322,7 @@ class Shelf:
         if name in self._writing:
             self._writing.pop(name).finish()
         self.kept.pop(name, None)
-        if name in self.store:
-            self.store.free(name)
+        self.store.free(name)
 
     def finish(self) -> None:
         """Wait for all writes."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +21,8 @@ from colossalai.amp._compat import changes
 from colossalai.amp.casting import is_batch_norm
 from colossalai.mesh.initial import give_storage, initial_values
 from colossalai.mesh.mesh import Mesh
-from colossalai.zero.gemini.chunk import Chunk, ParamSlot
+from colossalai.utils.parallel import broadcast_from_first
+from colossalai.zero.gemini.chunk import Chunk, ChunkRanks, ParamSlot
 from colossalai.zero.gemini.chunk_manager import ChunkManager
 from colossalai.zero.gemini.tiers import Tier
 from colossalai.zero.pieces import IN_CHUNKS
@@ -187,15 +187,8 @@ def fill(
 
 def _close(chunk: Chunk, chunks: ChunkManager, alike: bool) -> None:
     """Take the first rank's values unless ``alike``, keep this rank's shard, and free the whole."""
-    ranks = chunk.ranks
-    if ranks.size > 1 and not alike:
-        source = dist.get_global_rank(ranks.gather, 0)
-        if ranks.staged:
-            values = chunk.flat.cpu()
-            dist.broadcast(values, src=source, group=ranks.gather)
-            chunk.flat.copy_(values)
-        else:
-            dist.broadcast(chunk.flat, src=source, group=ranks.gather)
+    if not alike:
+        chunk.flat.copy_(_first_ranks(chunk.flat, chunk.ranks))  # nothing is copied if it is the same memory
     chunks.keep_own(chunk)
     if chunk.resident:
         chunk.show()
@@ -213,13 +206,13 @@ def place_buffers(module: nn.Module, chunks: ChunkManager, dtype: torch.dtype) -
                 buffer.dtype is torch.float64 and dtype is torch.float32
             )  # in the serial model it stays
             wanted = dtype if buffer.is_floating_point() and not keeps else buffer.dtype
-            owner._buffers[name] = _first_ranks(buffer.to(chunks.device, wanted), chunks)
+            owner._buffers[name] = _first_ranks(buffer.to(chunks.device, wanted), chunks.ranks)
 
 
-def _first_ranks(buffer: Tensor, chunks: ChunkManager) -> Tensor:
-    ranks = chunks.ranks
+def _first_ranks(tensor: Tensor, ranks: ChunkRanks) -> Tensor:
+    """Return the values of the first rank, in the memory of ``tensor`` if that can be sent from there."""
     if ranks.size == 1:
-        return buffer
-    values = (buffer.cpu() if ranks.staged else buffer).contiguous()
-    dist.broadcast(values, src=dist.get_global_rank(ranks.gather, 0), group=ranks.gather)
-    return values.to(buffer.device)
+        return tensor
+    values = (tensor.cpu() if ranks.staged else tensor).contiguous()
+    broadcast_from_first([values], ranks.gather)
+    return values.to(tensor.device)

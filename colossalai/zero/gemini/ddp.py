@@ -11,8 +11,8 @@ import copy
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from itertools import chain
 from typing import Any, cast
@@ -45,6 +45,8 @@ from colossalai.zero.gemini.chunk_search import model_mesh
 from colossalai.zero.gemini.hooks import ModuleHooks, without_hooks
 from colossalai.zero.gemini.manager import ChunkOptimizer, GeminiManager
 from colossalai.zero.gemini.placement import MemStats, PlacementPolicyFactory
+from colossalai.zero.pieces import FlatLayout
+from colossalai.zero.states import SlicedTensor
 
 
 class VisibleGradients:
@@ -279,23 +281,18 @@ class ZeroDDP(ModelWrapper):
 
     @torch.no_grad()
     def whole_values(
-        self, dtype: torch.dtype | None = None, keep: bool = True
-    ) -> Generator[tuple[str, Tensor | None], None, None]:
-        """Yield the name and the values, on the CPU, of every parameter, chunk by chunk.
+        self, dtype: torch.dtype | None = None, everywhere: bool = True
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the name and the values, on the CPU of the first rank or ``everywhere``, of every parameter.
 
-        Without ``keep`` this rank only takes part in gathering.
+        The other ranks, which take part in gathering, get None for the values.
         """
-        self.settle()
-        self.gemini_manager.begin_look()
-        for chunk in self.chunk_manager.chunks:
-            user, moving = object(), [] if chunk.resident else [chunk]
-            self.gemini_manager.access(moving, [], user, chunk.name)
-            try:
-                for slot in chunk.slots:
-                    yield slot.name, slot.view.to("cpu", dtype or chunk.dtype, copy=True) if keep else None
-            finally:  # also if the caller stops early
-                self.gemini_manager.release(moving, [], user)
-        self.gemini_manager.evict_all()
+        for chunk, layout, index, own in self._own_parts():
+            slot = chunk.slots[index]
+            sources = layout.owners(index)
+            sliced = SlicedTensor(slot.shape, chunk.dtype, own, sources, chunk.ranks.gather)
+            whole = sliced.gathered(everywhere=everywhere)
+            yield slot.name, None if whole is None else whole.to(dtype or chunk.dtype)
 
     def state_dict(  # type: ignore[override]
         self,
@@ -310,10 +307,9 @@ class ZeroDDP(ModelWrapper):
         Every rank must call it.  ``dtype`` is that of the parameters by default.  Ranks that get nothing
         return an empty dict.
         """
-        keep = not only_rank_0 or self.chunk_manager.ranks.rank == 0
-        values = dict(self.whole_values(dtype, keep))
+        values = dict(self.whole_values(dtype, not only_rank_0))
         found: dict[str, Any] = OrderedDict() if destination is None else destination
-        if not keep:
+        if only_rank_0 and self.chunk_manager.ranks.rank:
             return found
         # a layer that the user has put into the model since has names of old, and values of its own
         named = self.unwrap().named_parameters()
@@ -336,21 +332,29 @@ class ZeroDDP(ModelWrapper):
         A part with one tensor may be larger.  Every rank must ask for all parts; ranks that keep nothing get
         empty ones.  Values are copies, whatever ``keep_vars`` says.
         """
-        keep = not only_rank_0 or self.chunk_manager.ranks.rank == 0
-        return state_shards(self, prefix, max_shard_size, keep, dtype)
+        return state_shards(self, prefix, max_shard_size, not only_rank_0, dtype)
 
     def holdings(self) -> list[Holding]:
+        found = []
+        for chunk, layout, index, own in self._own_parts():
+            start, end = layout.piece(index, chunk.ranks.rank)
+            found.append(
+                Holding(chunk.slots[index].param, chunk.shard[:0] if own is None else own, start, end)
+            )
+        return found
+
+    def _own_parts(self) -> Iterator[tuple[Chunk, FlatLayout, int, Tensor | None]]:
+        """Yield for every parameter its chunk, the layout of that, its number there, and this rank's part.
+
+        Every rank must call it, as all of them wait for each other first.
+        """
         self.settle()
         self.gemini_manager.begin_look()
         read = lru_cache(maxsize=1)(self.chunk_manager.read_shard)  # slots are asked for one after the other
-        found = []
         for chunk in self.chunk_manager.chunks:
             layout = chunk.layout()
             for index, slot in enumerate(chunk.slots):
-                own = self._own_part(chunk, slot, read)
-                start, end = layout.piece(index, chunk.ranks.rank)
-                found.append(Holding(slot.param, chunk.shard[:0] if own is None else own, start, end))
-        return found
+                yield chunk, layout, index, self._own_part(chunk, slot, read)
 
     def weights_loaded(self, elsewhere: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         for param, part in elsewhere:
@@ -502,20 +506,20 @@ class GeminiDDP(ZeroDDP):
 
 
 def state_shards(
-    model: ZeroDDP, prefix: str, max_shard_size: float, keep: bool, dtype: torch.dtype | None
+    model: ZeroDDP, prefix: str, max_shard_size: float, everywhere: bool, dtype: torch.dtype | None
 ) -> Iterator[OrderedDict[str, Any]]:
     """Gather weights and buffers in shards of at most ``max_shard_size`` MB.
 
-    A tensor under several names is in one shard.  Ranks without ``keep`` get as many shards, all empty.  No
-    rank holds more than a shard and the chunks that come and go.
+    A tensor under several names is in one shard.  Unless shards are wanted ``everywhere``, all ranks but the
+    first get as many, all empty.  No rank holds more than a shard.
     """
     if not max_shard_size > 0:
         raise ValueError(f"state_dict_shard needs max_shard_size in MB, above 0; got {max_shard_size!r}")
-    return _shards(model, prefix, max_shard_size, keep, dtype)
+    return _shards(model, prefix, max_shard_size, everywhere, dtype)
 
 
 def _shards(
-    model: ZeroDDP, prefix: str, max_shard_size: float, keep: bool, dtype: torch.dtype | None
+    model: ZeroDDP, prefix: str, max_shard_size: float, everywhere: bool, dtype: torch.dtype | None
 ) -> Iterator[OrderedDict[str, Any]]:
     names: dict[int, list[str]] = {}
     state = model.unwrap().state_dict(keep_vars=True)
@@ -527,13 +531,12 @@ def _shards(
     found = [names.get(id(slot.param), []) for _, slot in slots] + [names[key] for key in buffers]
     sizes = [slot.numel * (dtype or chunk.dtype).itemsize / MB for chunk, slot in slots]
     sizes += map(calculate_tensor_size, buffers.values())
-    # closed by us if the caller stops early: when Python would do so differs between its versions
-    with closing(model.whole_values(dtype, keep)) as gathered:
-        values = chain((value for _, value in gathered), (t.to("cpu", copy=True) for t in buffers.values()))
-        for numbers, _ in plan_shards((([i], size) for i, size in enumerate(sizes)), max_shard_size):
-            taken = [(found[i], next(values)) for i in numbers]
-            yield OrderedDict((name, value) for own, value in taken if keep for name in own)
-        next(values, None)  # the gathering lets the last chunk go
+    keeps = everywhere or model.chunk_manager.ranks.rank == 0
+    gathered = (value for _, value in model.whole_values(dtype, everywhere))
+    values = chain(gathered, (t.to("cpu", copy=True) for t in buffers.values()))
+    for numbers, _ in plan_shards((([i], size) for i, size in enumerate(sizes)), max_shard_size):
+        taken = [(found[i], next(values)) for i in numbers]
+        yield OrderedDict((name, value) for own, value in taken if keeps for name in own)
 
 
 def get_static_torch_model(

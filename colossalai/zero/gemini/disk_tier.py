@@ -1,4 +1,4 @@
-"""The disk as third tier: rows of bytes that its tier counts, and weights that are read ahead."""
+"""The disk as third tier: rows of bytes, and the weights that are read ahead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from colossalai.nn.optimizer.nvme_pipeline import BUFFERS, GRAIN, RUN, slot_size
 from colossalai.utils.disk import Buffers, Pending, Shelf, aligned_empty, padded
 from colossalai.zero.gemini.chunk import Chunk
-from colossalai.zero.gemini.tiers import OutOfCapacity, PendingCopy, Tier
+from colossalai.zero.gemini.tiers import OutOfCapacity, PendingCopy, Tier, check_capacity
 
 UPDATES = 3  # buffers for weights that are updated: one is updated, one is read, one is written
 STATES = 4  # at most, of a parameter
@@ -19,25 +19,17 @@ STATE_BYTES = 12  # the most that an update keeps of an element: two moments and
 
 
 class DiskShelf(Shelf):
-    """A shelf whose rows ``tier`` counts, in whole blocks of the disk."""
+    """A shelf that is the disk tier: its store counts the rows, in whole blocks of the disk."""
 
     def __init__(self, directory: str | os.PathLike[str] | None, capacity: int | None = None) -> None:
-        super().__init__(directory)
-        self.tier = Tier("disk", torch.device("cpu"), capacity)
-        self._sizes: dict[str, int] = {}
+        check_capacity("disk", capacity)
+        super().__init__(directory, capacity)
+        self.tier = Tier("disk", torch.device("cpu"), capacity, count=self.store.count)
 
     def room(self, name: str, nbytes: int, what: str) -> None:
         """Count a row before it is written; it replaces an earlier one of this name."""
-        old, new = self._sizes.get(name, 0), padded(nbytes)
-        if new > old:
-            self.tier.reserve(new - old, what)
-        else:
-            self.tier.release(old - new)
-        self._sizes[name] = new
-
-    def free(self, name: str) -> None:
-        super().free(name)
-        self.tier.release(self._sizes.pop(name, 0))
+        if not self.store.book(name, nbytes):
+            raise self.tier.no_room(padded(nbytes), what)
 
     def finish(self) -> None:
         """Wait for all writes; raise, once, if some failed."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colossalai.mesh.parameter import SHARED_GROUP, own_grad, set_own_grad
+from colossalai.utils.parallel import broadcast_from_first
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.chunk_gradients import ChunkGradients, GradientMemory
 from colossalai.zero.gemini.chunk_manager import ChunkManager
@@ -217,8 +218,7 @@ class Gradients:
         order += [i for i in self.order if i not in order]
         if self.chunks.ranks.size > 1:
             shared = torch.tensor(order, dtype=torch.int64, device=self.meeting)
-            group = self.chunks.ranks.reduce
-            dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
+            broadcast_from_first([shared], self.chunks.ranks.reduce)
             order = shared.tolist()
         self.order = order
         self._agreed = True

@@ -11,7 +11,6 @@ and the CPU does not wait.  A ``PendingCopy`` is a copy on its way; without a GP
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossalai.utils.byte_count import ByteCount
 from colossalai.utils.host_memory import host_empty
 
 UNLIMITED = 1 << 62
@@ -44,14 +44,21 @@ class Tier:
     device: torch.device
     capacity: int | None = None
     pinned: bool = False  # page-locked: a GPU copies from and to it without the CPU
-    used: int = 0
-    peak: int = 0
     below: Tier | None = None  # the tier that takes what does not fit here
     reclaim: Callable[[], None] | None = None  # frees memory that is used for speed only
-    _lock: Any = field(default_factory=threading.Lock, repr=False)  # updates run on a thread of their own
+    count: ByteCount = field(default_factory=ByteCount, repr=False)  # of the disk: its store's
 
     def __post_init__(self) -> None:
         check_capacity(self.name, self.capacity)
+        self.count.capacity = self.capacity
+
+    @property
+    def used(self) -> int:
+        return self.count.used
+
+    @property
+    def peak(self) -> int:
+        return self.count.peak
 
     @property
     def limit(self) -> int:
@@ -63,26 +70,22 @@ class Tier:
 
     def reserve(self, nbytes: int, what: str) -> None:
         """Count ``nbytes`` for ``what``, which is about to be allocated."""
-        if self._try_reserve(nbytes):
+        if self.count.take(nbytes):
             return
         if self.reclaim is not None:
             self.reclaim()
-            if self._try_reserve(nbytes):
+            if self.count.take(nbytes):
                 return
-        raise OutOfCapacity(
+        raise self.no_room(nbytes, what)
+
+    def no_room(self, nbytes: int, what: str) -> OutOfCapacity:
+        """Return the error that ``nbytes`` more for ``what`` do not fit here."""
+        return OutOfCapacity(
             f"{self} and has no room for {what}"
             f" ({nbytes:,} bytes){self._elsewhere()}; give the tier more capacity, use smaller chunks"
             " (min_chunk_size_mb, search_range_mb), or let more of the model rest elsewhere"
             " (placement_policy)"
         )
-
-    def _try_reserve(self, nbytes: int) -> bool:
-        with self._lock:
-            if nbytes > self.free:
-                return False
-            self.used += nbytes
-            self.peak = max(self.peak, self.used)
-            return True
 
     def _elsewhere(self) -> str:
         if self.below is None:
@@ -95,9 +98,7 @@ class Tier:
 
     def release(self, nbytes: int) -> None:
         """Count ``nbytes`` as free again."""
-        with self._lock:
-            self.used -= nbytes
-        assert self.used >= 0, f"the {self.name} tier released more than was reserved"
+        self.count.take(-nbytes)
 
     def empty(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         """Allocate a flat tensor in this tier; the caller gives its bytes back when it drops the tensor."""

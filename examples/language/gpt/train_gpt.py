@@ -52,17 +52,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--tiny", action="store_true", help="shrink model and batch, so that the plan runs on CPU processes"
     )
-    parser.add_argument("--max_steps", type=positive, help="end after so many steps")
+    parser.add_argument("--max_steps", type=positive, help="stop after this many steps")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="no training: play a step of each of --world_size ranks (default: as few as the plan needs)"
-        " without"
-        " memory,"
-        " and print what each needs",
+        help="do not train: run a step of each of --world_size ranks (default: as few as the plan needs)"
+        " on the meta device, and print the memory that each needs",
     )
     parser.add_argument(
-        "--memory", type=float, help="of a GPU, in GiB: a dry run ends with an error if it is not enough"
+        "--memory", type=float, help="memory of a GPU in GiB: a dry run that needs more ends with an error"
     )
     parser.add_argument(
         "--report", type=Path, help="write the peak of each rank's GPU memory, in bytes, to this JSON file"

@@ -349,7 +349,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
                 ValueError, match=rf"{kind.__name__} needs an nvme_offload_fraction between 0 .* got "
             ):
                 kind(p, nvme_offload_fraction=fraction)
-    with pytest.raises(ValueError, match=r"missing is no directory, so nothing can be offloaded there"):
+    with pytest.raises(ValueError, match=r"missing is not a directory, so nothing can be offloaded there"):
         optim.CPUAdam(p, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path / "missing")
     with pytest.raises(OSError, match=r"no file can be created in /proc/self"):
         optim.HybridAdam(p, nvme_offload_fraction=1.0, nvme_offload_dir="/proc/self")

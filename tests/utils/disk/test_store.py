@@ -125,6 +125,22 @@ def test_a_capacity(tmp_path: Path) -> None:
     store.write("b", _bytes(ALIGNMENT)).wait()
 
 
+def test_booked_room_is_counted_once(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, capacity=3 * ALIGNMENT)
+    assert store.book("a", ALIGNMENT + 1)
+    assert store.used == store.count.peak == 2 * ALIGNMENT
+    assert not store.book("b", ALIGNMENT + 1)
+    store.write("a", _bytes(ALIGNMENT + 1)).wait()  # takes what was booked
+    assert store.used == 2 * ALIGNMENT
+    assert store.book("a", 1)  # another size, before it is written
+    assert store.used == ALIGNMENT
+    assert store.book("b", 2 * ALIGNMENT)
+    for name in ("a", "b", "unknown"):
+        store.free(name)
+    assert store.used == 0
+    assert store.count.peak == 3 * ALIGNMENT
+
+
 def test_short_transfers_go_on(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system may move less than it was asked for.
 
@@ -268,7 +284,7 @@ def test_without_preallocation(store: DiskStore, monkeypatch: pytest.MonkeyPatch
 
 def test_wrong_arguments(store: DiskStore, tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"missing is no directory, so nothing can be offloaded there; create it"
+        ValueError, match=r"missing is not a directory, so nothing can be offloaded there; create it"
     ):
         DiskStore(tmp_path / "missing")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A loss scale that stays."""
+"""A loss scale that never changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from colossalai.amp.naive_amp.grad_scaler.base_grad_scaler import BaseGradScaler
 
 
 class ConstantGradScaler(BaseGradScaler):
-    """The same scale for ever.  An overflow still skips its step: a weight that is nan stays so."""
+    """A loss scale that never changes.  A step whose gradients overflow is still skipped."""
 
     def update(self, overflow: bool) -> None:
         pass

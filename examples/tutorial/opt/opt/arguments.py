@@ -69,7 +69,7 @@ def _training(parser: argparse.ArgumentParser) -> None:
     add("--learning_rate", type=float, default=5e-5)
     add("--weight_decay", type=float, default=0.0)
     add("--num_train_epochs", type=positive, default=3)
-    add("--max_train_steps", type=positive, help="end after so many updates")
+    add("--max_train_steps", type=positive, help="stop after this many updates")
     add("--gradient_accumulation_steps", type=positive, default=1)
     add("--lr_scheduler_type", choices=SCHEDULES, default="linear")
     add("--num_warmup_steps", type=int, default=0)

@@ -1,72 +1,53 @@
-"""What is written while training goes on, and read when it is taken up again."""
+"""Checkpoints that are written during training, and from which training is resumed."""
 
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from colossalai.checkpoint_io import GatheredCheckpointIO
-from colossalai.context import ParallelMode
-from colossalai.core import global_context as gpc
 from colossalai.engine import Engine
 from colossalai.logging import get_dist_logger
 
 
 class Checkpoints:
-    """Folders ``step_N`` and ``epoch_N`` under ``--output_dir``: weights, optimizer and scheduler, for any
-    number of processes.
+    """Folders ``step_N`` and ``epoch_N`` under ``--output_dir``, each with all that the run needs to go on,
+    on any number of processes.
     """
 
-    def __init__(self, args: argparse.Namespace, engine: Engine, scheduler: Any) -> None:
-        self.engine, self.scheduler = engine, scheduler
+    def __init__(self, args: argparse.Namespace, engine: Engine) -> None:
+        assert engine.booster is not None
+        self.engine, self.booster = engine, engine.booster
         self.output: Path | None = args.output_dir
         self.origin: Path | None = args.resume_from_checkpoint
-        self.accumulate: int = args.gradient_accumulation_steps
         self.every = every(args.checkpointing_steps, args.output_dir)
-        self.io = GatheredCheckpointIO(gpc.get_group(ParallelMode.DATA))
 
     def after_step(self, done: int) -> None:
         if isinstance(self.every, int) and done % self.every == 0:
-            self._save(f"step_{done}")
+            self._save(f"step_{done}", done)
 
-    def after_epoch(self, epoch: int) -> None:
+    def after_epoch(self, epoch: int, done: int) -> None:
         if self.every == "epoch":
-            self._save(f"epoch_{epoch}")
+            self._save(f"epoch_{epoch}", done)
 
-    def _save(self, name: str) -> None:
+    def _save(self, name: str, done: int) -> None:
         assert self.output is not None
-        folder = self.output / name
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        self.io.save_model(self.engine.model, folder / "model.safetensors", use_safetensors=True)
-        self.io.save_optimizer(optimizer_of(self.engine), folder / "optimizer.bin")
-        if dist.get_rank() == 0:
-            torch.save(self.scheduler.state_dict(), folder / "scheduler.bin")
+        self.booster.save(self.output / name, {"updates": done})
 
-    def resume(self, batches: int) -> tuple[int, int, int]:
-        """Updates done, the epoch to go on with, and batches of it to pass over."""
+    def resume(self) -> int:
+        """Go on from ``--resume_from_checkpoint``, if it is given; return the updates that are done."""
         if self.origin is None:
-            return 0, 0, 0
-        found = re.fullmatch(r"(step|epoch)_(\d+)", self.origin.name)
-        if found is None or not self.origin.is_dir():
+            return 0
+        if not self.origin.is_dir():
             raise ValueError(
                 "--resume_from_checkpoint needs a folder step_N or epoch_N that --checkpointing_steps has"
                 f" written, got {self.origin}"
             )
-        self.io.load_model(self.engine.model, self.origin / "model.safetensors")
-        self.io.load_optimizer(optimizer_of(self.engine), self.origin / "optimizer.bin")
-        self.scheduler.load_state_dict(torch.load(self.origin / "scheduler.bin", weights_only=False))
+        done: int = self.booster.load(self.origin)["updates"]
         get_dist_logger().info(f"Resumed from {self.origin}", ranks=[0])
-        in_epoch = -(-batches // self.accumulate)
-        number = int(found[2])
-        done = number if found[1] == "step" else (number + 1) * in_epoch
-        return done, done // in_epoch, done % in_epoch * self.accumulate
+        return done
 
     def save_model(self, config: Any, tokenizer: Any) -> None:
         """The trained model, as ``from_pretrained`` of transformers reads it."""
@@ -76,15 +57,7 @@ class Checkpoints:
             config.save_pretrained(self.output)
             tokenizer.save_pretrained(self.output)
         dist.barrier()
-        self.io.save_model(self.engine.model, self.output / "model.safetensors", use_safetensors=True)
-
-
-def optimizer_of(engine: Engine) -> Any:
-    """Gemini's, without what accumulates."""
-    optimizer: Any = engine.optimizer
-    while not hasattr(optimizer, "chunks"):
-        optimizer = optimizer.optim
-    return optimizer
+        self.booster.save_model(self.engine.model, self.output / "model.safetensors", use_safetensors=True)
 
 
 def every(text: str | None, output: Path | None) -> int | str | None:

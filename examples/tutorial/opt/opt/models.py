@@ -69,7 +69,8 @@ def build(config: PretrainedConfig, whole: bool) -> nn.Module:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         _say_what_to_draw(model, getattr(config, "init_std", 0.02))
-    model.gradient_checkpointing_enable()
+    # the second name is that of transformers before 5.23
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
 
 

@@ -82,7 +82,7 @@ def main() -> None:
     if finetune:
         load(engine.model, Path(args.model_name_or_path))
     log("Dataloaders have been created")
-    checkpoints = Checkpoints(args, engine, scheduler)
+    checkpoints = Checkpoints(args, engine)
     train(args, engine, train_loader, eval_loader, scheduler, checkpoints)
     if args.output_dir is not None and not args.synthetic:
         checkpoints.save_model(config, tokenizer)
@@ -146,29 +146,30 @@ def train(
     accumulate = args.gradient_accumulation_steps
     steps = total_steps(args, len(train_loader))
     announce(args, train_loader, steps)
-    done, first_epoch, skip = checkpoints.resume(len(train_loader))
+    done = checkpoints.resume()
+    in_epoch = math.ceil(len(train_loader) / accumulate)
+    first_epoch, behind = done // in_epoch, done % in_epoch * accumulate
     bar = tqdm(total=steps, initial=done, disable=dist.get_rank() != 0)
     for epoch in range(first_epoch, args.num_train_epochs):
         sampler = getattr(train_loader, "dataloader", train_loader).sampler
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         engine.train()
-        for index, batch in enumerate(train_loader):
+        # of an epoch that is resumed, the loader gives the batches that were not used yet
+        for index, batch in enumerate(train_loader, start=behind):
             if done >= steps:
                 break
-            if index < skip:
-                continue
             step(engine, scheduler, batch)
             if (index + 1) % accumulate == 0 or index + 1 == len(train_loader):
                 done += 1
                 bar.update()
                 log(f"Global step {done} finished")
                 checkpoints.after_step(done)
-        skip = 0
+        behind = 0
         loss = evaluate(engine, eval_loader)
         perplexity = math.exp(loss) if loss < 700 else math.inf
         log(f"Epoch {epoch}: perplexity: {perplexity} eval_loss: {loss}")
-        checkpoints.after_epoch(epoch)
+        checkpoints.after_epoch(epoch, done)
         if done >= steps:
             break
     bar.close()
