@@ -65,6 +65,13 @@ class TensorParallel:
         return Layout((self.hidden.dims[-1],))
 
     @property
+    def feature_cut(self) -> Axes:
+        """The axes that cut features of the residual stream in a table or a head that is whole along its
+        other dim; in 1D, where the stream itself is whole, those of the stream between two linears.
+        """
+        return self.hidden.dims[-1] or self.inner.dims[-1]
+
+    @property
     def inner_feature(self) -> Layout:
         """A vector along the features between two linears: an expanding linear's bias."""
         return Layout((self.inner.dims[-1],))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from colossalai.nn import Classifier, Dropout, Embedding, LayerNorm, Linear, PatchEmbedding, init
-from colossalai.nn.layer.embedding import HiddenParallelEmbedding
+from colossalai.nn.layer.embedding import WholeEmbedding
 
 INIT_STD = 0.02
 
@@ -75,7 +75,7 @@ def embedding(
     split_hidden: bool = False,
 ) -> Embedding:
     """``split_hidden`` cuts the table along ``dim`` under tensor parallelism; otherwise the mode chooses."""
-    kind = HiddenParallelEmbedding if split_hidden else Embedding
+    kind = WholeEmbedding if split_hidden else Embedding
     return kind(num_embeddings, dim, padding_idx, dtype, init.normal_(std=INIT_STD))
 
 

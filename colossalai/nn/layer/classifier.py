@@ -1,7 +1,7 @@
 """``Classifier``: maps features to the scores of classes, or of the words of a vocabulary.
 
-With few classes the scores are whole on every rank (``y`` rests uncut along the classes, so the planner
-sums).  Above ``vocab_parallel_limit`` they stay cut, and the loss works on the pieces.  A tied head uses the
+With few classes the scores are whole on every rank, and the weight is cut along its features (``y`` rests
+uncut along the classes, so the planner sums).  Above ``vocab_parallel_limit`` they stay cut, and the loss works on the pieces.  A tied head uses the
 embedding's table as it lies there; the planner finds what has to travel.  The number of classes need not
 divide: pieces differ by one.
 """
@@ -57,9 +57,8 @@ class Classifier(ParallelLayer):
             self._check_tied(weight)
             cut = bool(placement(weight).dims[0]) if self.vocab_parallel is None else cut
         self.cut = cut and not self.plain
-        feature = self.tp.hidden.dims[-1]
-        w = self.tp.expand if self.cut else Layout((feature, ()))
-        self._check_size("in_features", in_features, (feature, w.dims[0]))
+        w = self.tp.expand if self.cut else Layout((self.tp.feature_cut, ()))
+        self._check_size("in_features", in_features, (self.tp.hidden.dims[-1], w.dims[0]))
         self.weight = (
             weight
             if weight is not None
@@ -136,9 +135,10 @@ class Classifier(ParallelLayer):
     def _plan(self, ndim: int) -> MatmulPlan:
         if ndim not in self._plans:
             x, y = self.tp.hidden, self.logits
-            if not self.cut:
-                x = Layout((x.dims[0], (), x.dims[-1]))
             w = placement(self.weight).transposed()
+            if not self.cut:
+                # few classes: every rank scores all tokens, by the features that its weight has
+                x = Layout((x.dims[0], (), x.dims[-1] or w.dims[0]))
             self._plans[ndim] = MatmulPlan(
                 at_rank(x, ndim), w, at_rank(y, ndim), keep_operands=self.tp.keep_operands
             )
@@ -149,7 +149,6 @@ class Classifier(ParallelLayer):
             return F.linear(x, self.weight, self.bias)
         note_classifier(self.mesh, self)  # it may be a copy of what was built
         plan = self._plan(x.ndim)
-        # few classes under sequence parallelism: every rank scores all tokens
         x = redistribute(x, at_rank(self.tp.hidden, x.ndim), plan.x, self.mesh)
         bias = None if self.bias is None else use(self.bias, plan.y.rows, self.mesh)
         shape = (self.num_classes, self.in_features)

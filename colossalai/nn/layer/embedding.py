@@ -2,8 +2,8 @@
 
 A lookup is a product with one-hot rows, in which k is the vocabulary.  A table that is cut along the
 vocabulary gives zeros for the tokens of others, and the sum over the ranks is the answer; so the planner of
-products applies unchanged. A small table is whole along the vocabulary and cut like the features of the
-stream; then nothing travels.
+products applies unchanged. A small table is whole along the vocabulary and cut along its features: where the
+stream is cut alike nothing travels, and in 1D the ranks bring their features together.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Embedding(ParallelLayer):
     """
 
     vocab_parallel: ClassVar[bool | None] = None
-    hidden_parallel: ClassVar[bool] = False
-    """Whether the table is cut along its features even where the residual stream is not."""
+    """Whether the table is cut along the vocabulary; None: above ``vocab_parallel_limit`` entries."""
 
     def __init__(
         self,
@@ -63,8 +62,7 @@ class Embedding(ParallelLayer):
         wide = num_embeddings > vocab_parallel_limit if self.vocab_parallel is None else self.vocab_parallel
         self.cut = wide and not self.plain
         feature = self.tp.hidden.dims[-1]
-        columns = feature or (self.tp.inner.dims[-1] if self.hidden_parallel else ())
-        table = self.tp.vocab if self.cut else Layout(((), columns))
+        table = self.tp.vocab if self.cut else Layout(((), self.tp.feature_cut))
         self._check_size("embedding_dim", embedding_dim, (feature, table.dims[1]))
         one_hot = Layout(
             (self.tp.hidden.dims[0], (), ())
@@ -139,16 +137,8 @@ class Embedding(ParallelLayer):
         if self.plain:
             return F.embedding(ids, self.weight, self.padding_idx)
         if self._plan is None:
-            return self._whole(ids)
-        return self._sum_of_pieces(ids, self._plan)
-
-    def _whole(self, ids: Tensor) -> Tensor:
-        """The table has every entry; under sequence parallelism each rank looks up its own tokens."""
-        if self.hidden_parallel:
             return self._own_features(ids)
-        for axis in self.tp.hidden.dims[1]:
-            ids = cut(ids, self.mesh, axis, min(1, ids.ndim - 1))
-        return F.embedding(ids, use(self.weight, self.tp.hidden.rows, self.mesh), self.padding_idx)
+        return self._sum_of_pieces(ids, self._plan)
 
     def _check_ids(self, ids: Tensor) -> None:
         """Refuse an id outside of the table, which every rank would take for an id of another rank."""
@@ -162,12 +152,23 @@ class Embedding(ParallelLayer):
                 )
 
     def _own_features(self, ids: Tensor) -> Tensor:
-        """Every token's features that lie here; then they meet where the stream rests."""
-        hidden = at_rank(self.tp.hidden, ids.ndim + 1)
-        rows = (*hidden.dims[:1], *[()] * (ids.ndim - 1)) if ids.ndim > 1 else ((),)
-        source = Layout((*rows, placement(self.weight).dims[1]))
-        y = F.embedding(ids, use(self.weight, source.rows, self.mesh), self.padding_idx)
-        return redistribute(y, source, hidden, self.mesh)
+        """Entries that are cut along their features, as the stream is; where it is not, the smaller of the
+        table and the looked up entries travels.
+        """
+        batch, sequence, feature = self.tp.hidden.dims
+        table, columns = use(self.weight, batch, self.mesh), placement(self.weight).dims[1]
+        if columns != feature and self.num_embeddings < ids.numel() // self.mesh.group_size(*sequence):
+            whole = Layout(((), feature), spread=frozenset(sequence))
+            table, columns = redistribute(table, Layout(((), columns)), whole, self.mesh), feature
+        if columns == feature:
+            for axis in sequence:
+                ids = cut(ids, self.mesh, axis, min(1, ids.ndim - 1))
+            return F.embedding(ids, table, self.padding_idx)
+        y = F.embedding(ids, table, self.padding_idx)
+        # ids of one dim serve all rows, so the batch's axes do not cut them
+        rest = Layout((sequence, feature)) if ids.ndim == 1 else at_rank(self.tp.hidden, y.ndim)
+        found = Layout(((), columns)) if ids.ndim == 1 else at_rank(Layout((batch, (), columns)), y.ndim)
+        return redistribute(y, found, rest, self.mesh)
 
     def _sum_of_pieces(self, ids: Tensor, plan: MatmulPlan) -> Tensor:
         self._check_ids(ids)
@@ -211,13 +212,6 @@ class VocabParallelEmbedding(Embedding):
 
 
 class WholeEmbedding(Embedding):
-    """A table that has every entry on every rank."""
+    """A table that has every entry on every rank, and is cut along its features."""
 
     vocab_parallel = False
-
-
-class HiddenParallelEmbedding(Embedding):
-    """A table that has every entry, and is cut along its features in every mode."""
-
-    vocab_parallel = False
-    hidden_parallel = True
