@@ -38,7 +38,7 @@ def check_same_batch(batch: Any, axes: Sequence[str], mesh: Mesh, who: str) -> N
     those whose own batch is right.
     """
     axes = [axis for axis in axes if mesh.size.get(axis, 1) > 1]
-    own = {path: _fingerprint(tensor) for path, tensor in _leaves("", batch)}
+    own = {path: fingerprint(tensor) for path, tensor in _leaves("", batch)}
     if not axes or not _real(batch_tensors(batch)):
         return
     everyone: list[Any] = [None] * math.prod(mesh.size.values())
@@ -54,6 +54,24 @@ def check_same_batch(batch: Any, axes: Sequence[str], mesh: Mesh, who: str) -> N
                     " (booster.plugin.prepare_dataloader and colossalai.utils.get_dataloader do), and the"
                     " same seed on all ranks"
                 )
+
+
+def can_compare(*tensors: Tensor) -> bool:
+    """Whether these have values, and other ranks can be asked about theirs: not in a dry run, nor while a
+    graph is compiled.
+    """
+    return _real(tensors) and not torch.compiler.is_compiling()
+
+
+def everyone(fact: Any, axes: Sequence[str], mesh: Mesh) -> list[tuple[dict[str, int], Any]]:
+    """What each rank along ``axes`` says, with its coordinates on them; all of these ranks call this."""
+    told = [({axis: mesh.coord[axis] for axis in axes}, fact)]
+    for axis in axes:
+        parts: list[Any] = [None] * mesh.size[axis]
+        if len(parts) > 1:
+            dist.all_gather_object(parts, told, group=mesh.group(axis))
+            told = [one for part in parts for one in part]
+    return told
 
 
 def batch_tensors(batch: Any) -> list[Tensor]:
@@ -79,7 +97,8 @@ def _real(tensors: Iterable[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def _fingerprint(tensor: Tensor) -> tuple[str, tuple[int, ...], int]:
+def fingerprint(tensor: Tensor) -> tuple[str, tuple[int, ...], int]:
+    """The dtype, the shape and a checksum of the values of ``tensor``."""
     if tensor.is_meta or tensor.is_sparse or tensor.is_nested:
         return str(tensor.dtype), (), 0
     values = tensor.detach().cpu().contiguous()
@@ -155,7 +174,7 @@ class SameGradients:
         if self.done or grad.is_sparse or grad.is_meta:
             return
         before = self._numbers.get(index, (0.0, 0.0, 0.0))
-        norm, one, two = (p + q for p, q in zip(_project(grad.detach()), before, strict=True))
+        norm, one, two = (p + q for p, q in zip(project(grad.detach()), before, strict=True))
         self._numbers[index] = norm, one, two
         # what is left of the digits when ranks sum in another order
         self._tolerance[index] = math.sqrt(torch.finfo(grad.dtype).eps)
@@ -214,7 +233,7 @@ def _differing(
         for index, name in enumerate(names):
             seen = [each[index] for each in everyone]
             finite &= all(n is None or all(map(math.isfinite, n)) for n in seen)
-            if axis in copies[index] and _differ(seen, tolerance.get(index, 1e-3), scale):
+            if axis in copies[index] and differ(seen, tolerance.get(index, 1e-3), scale):
                 norms = " and ".join("none" if n is None else f"{n[0]:.3g}" for n in seen[:SHOWN])
                 bad[index] = f"{name} (norms {norms} along {axis!r})"
     for axis in axes:  # so that all tensor ranks raise, and say the same
@@ -225,7 +244,8 @@ def _differing(
     return bad, finite
 
 
-def _differ(seen: list[Numbers | None], tolerance: float, scale: float) -> bool:
+def differ(seen: Sequence[Numbers | None], tolerance: float, scale: float = 0.0) -> bool:
+    """Whether the :func:`project` of what should be alike differs by more than rounding."""
     if any(n is None for n in seen):
         return any(n is not None and n[0] > 0 for n in seen)
     present = [n for n in seen if n is not None]
@@ -277,7 +297,7 @@ class SameSteps:
         for index, ref in enumerate(self._params):
             grad = None if (param := ref()) is None else own_grad(param)
             if grad is not None and not grad.is_sparse and not grad.is_meta:
-                numbers[index] = _project(grad.detach())
+                numbers[index] = project(grad.detach())
                 tolerance[index] = math.sqrt(torch.finfo(grad.dtype).eps)
         bad = _differing(self._mesh, self._axes, self._names, self._copies, numbers, tolerance)[0]
         if bad:
@@ -334,7 +354,7 @@ class _GradientHook:
         self.watch.see(self.index, grad)
 
 
-def _project(grad: Tensor) -> tuple[float, float, float]:
+def project(grad: Tensor) -> tuple[float, float, float]:
     """The norm of ``grad``, and its products with two fixed tensors of rank one.
 
     Two gradients with the same three numbers are the same, but for a chance of nearly nothing.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from colossalai.mesh import Mesh, collectives, local_range
 from colossalai.nn.layer.base import FOLLOW_CONFIG, resolve
-from colossalai.nn.logits import Logits, find_logits
+from colossalai.nn.logits import Logits, LogitsFinder
 from colossalai.nn.loss.cross_entropy import local_rows
 from colossalai.nn.modes import TensorParallel
 
@@ -32,28 +32,34 @@ class Accuracy(nn.Module):
     """The number of correct predictions in a batch; the trainer divides by the number of labels.
 
     Where the rows or the classes of ``logits`` are cut, every rank gets the number for the whole batch of the
-    model.
+    model.  ``num_classes`` and ``vocab_parallel`` are those of ``CrossEntropyLoss``.
     """
 
     mode: ClassVar[str | None] = FOLLOW_CONFIG
+    own_cut: ClassVar[bool | None] = None
+    """Whether scores that no Classifier made are cut along the classes."""
 
     def __init__(
         self,
         *,
         num_classes: int | None = None,
+        vocab_parallel: bool | None = None,
         tp: TensorParallel | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         super().__init__()
-        self.num_classes = num_classes
         self.tp, self.mesh = resolve(self, self.mode, tp, mesh)
+        self._finder = None
+        if self.mesh is not None and self.tp.size > 1:
+            own_cut, who = self.own_cut if vocab_parallel is None else vocab_parallel, type(self).__name__
+            self._finder = LogitsFinder(who, self.tp, self.mesh, vocab_parallel, num_classes, own_cut)
 
     @torch.no_grad()
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         mesh = self.mesh
-        if mesh is None or self.tp.size == 1:
+        if mesh is None or self._finder is None:
             return calc_acc(logits, targets)
-        place = find_logits(mesh, logits.size(-1), classes=self.num_classes)
+        place = self._finder.find(logits, targets)
         targets = local_rows(logits, targets, place.layout, mesh)
         correct = (_predictions(logits, place, mesh) == targets).sum()
         for axis in place.layout.dims[0]:
@@ -75,18 +81,21 @@ def _predictions(logits: Tensor, place: Logits, mesh: Mesh) -> Tensor:
 
 
 class Accuracy2D(Accuracy):
-    """2D."""
+    """2D; scores of your own are whole along the classes."""
 
     mode = "2d"
+    own_cut = False
 
 
 class Accuracy2p5D(Accuracy):
-    """2.5D."""
+    """2.5D; scores of your own are whole along the classes."""
 
     mode = "2.5d"
+    own_cut = False
 
 
 class Accuracy3D(Accuracy):
-    """3D."""
+    """3D; scores of your own are whole along the classes."""
 
     mode = "3d"
+    own_cut = False

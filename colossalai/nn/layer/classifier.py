@@ -1,9 +1,9 @@
 """``Classifier``: maps features to the scores of classes, or of the words of a vocabulary.
 
 With few classes the scores are whole on every rank, and the weight is cut along its features (``y`` rests
-uncut along the classes, so the planner sums).  Above ``vocab_parallel_limit`` they stay cut, and the loss works on the pieces.  A tied head uses the
-embedding's table as it lies there; the planner finds what has to travel.  The number of classes need not
-divide: pieces differ by one.
+uncut along the classes, so the planner sums).  Above ``vocab_parallel_limit`` they stay cut, and the loss
+works on the pieces.  A tied head uses the embedding's table as it lies there; the planner finds what has to
+travel.  The number of classes need not divide: pieces differ by one.
 """
 
 from __future__ import annotations

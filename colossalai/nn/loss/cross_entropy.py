@@ -17,7 +17,7 @@ from colossalai.mesh import Layout, Mesh, redistribute
 from colossalai.mesh.row_loss import Classes, row_losses
 from colossalai.nn.layer.base import FOLLOW_CONFIG, resolve
 from colossalai.nn.layer.batch import split_rows
-from colossalai.nn.logits import Logits, find_logits
+from colossalai.nn.logits import Logits, LogitsFinder
 from colossalai.nn.modes import TensorParallel
 from colossalai.registry import LOSSES
 
@@ -30,7 +30,8 @@ class CrossEntropyLoss(nn.Module):
     Other arguments are those of torch's class.  ``logits`` are what the model's ``Classifier`` returns, (...,
     classes); ``targets`` are the labels of the whole batch of this model, or of the rows that this rank
     holds.  Where scores are cut, ``num_classes`` and ``vocab_parallel`` say which Classifier is meant, if
-    there are several of one width.
+    there are several of one width.  Scores of your own need ``vocab_parallel``, or a class that has it in its
+    name: True if each rank has some of the classes, False if it has all.
     """
 
     mode: ClassVar[str | None] = FOLLOW_CONFIG
@@ -54,17 +55,21 @@ class CrossEntropyLoss(nn.Module):
         self.num_classes = num_classes
         self.vocab_parallel = self.cut if vocab_parallel is None else vocab_parallel
         self.tp, self.mesh = resolve(self, self.mode, tp, mesh)
+        self._finder = None
+        if self.mesh is not None and self.tp.size > 1:
+            cut, who = self.vocab_parallel, type(self).__name__
+            self._finder = LogitsFinder(who, self.tp, self.mesh, cut, num_classes, own_cut=cut)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         mesh = self.mesh
-        if mesh is None or self.tp.size == 1:
+        if mesh is None or self._finder is None:
             return self._plain(logits, targets)
         if self.loss.weight is not None or targets.is_floating_point():
             raise ValueError(
                 f"{type(self).__name__}: scores that are cut over ranks take class indices as labels and no"
                 " class weights"
             )
-        place = find_logits(mesh, logits.size(-1), cut=self.vocab_parallel, classes=self.num_classes)
+        place = self._finder.find(logits, targets)
         targets = check_targets(targets, place, self.loss.ignore_index)
         targets = local_rows(logits, targets, place.layout, mesh)
         return cross_entropy(

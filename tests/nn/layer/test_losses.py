@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import colossalai
 import colossalai.nn as col_nn
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
 from colossalai.mesh import Layout, Mesh, collectives, local_range, redistribute, shard
 from colossalai.nn.layer.classifier import VocabParallelClassifier, WholeClassifier
-from colossalai.nn.logits import Logits, find_logits
+from colossalai.nn.logits import Logits
 from colossalai.nn.loss.cross_entropy import cross_entropy
 from colossalai.nn.modes import TensorParallel, at_rank
 from colossalai.testing import RankError, spawn
@@ -144,21 +147,22 @@ def _refused(rank: int, world_size: int, port: int) -> None:
         loss(torch.zeros(2, 4), torch.full((4,), 8))
     with pytest.raises(ValueError, match="take class indices as labels and no class weights"):
         loss(torch.zeros(2, 4), torch.zeros(4, 8))
-    other = WholeClassifier(HIDDEN, 4, tp=tp, mesh=mesh)
-    with pytest.raises(ValueError, match="several Classifiers of this job make scores"):
+    here = {"tp": tp, "mesh": mesh}
+    other = WholeClassifier(HIDDEN, 4, **here)
+    with pytest.raises(ValueError, match="several Classifiers of this job make scores of which this rank"):
         loss(torch.zeros(2, 4), torch.zeros(4, dtype=torch.long))
-    assert find_logits(mesh, 4, cut=False) == other.place()
-    assert find_logits(mesh, 4, classes=8) == head.place()
+    place = col_nn.CrossEntropyLoss(vocab_parallel=False, **here)._finder.find
+    zeros, labels = torch.zeros(2, 4), torch.zeros(4, dtype=torch.long)
+    assert place(zeros, labels) == other.place()
+    assert col_nn.CrossEntropyLoss(num_classes=8, **here)._finder.find(zeros, labels) == head.place()
     del other
-    assert find_logits(mesh, 4) == head.place()
-    # 7 and 8 classes in two pieces: only the rank that holds 4 of them could confuse the two, but all ranks
-    # refuse
-    uneven = VocabParallelClassifier(HIDDEN, 7, tp=tp, mesh=mesh)
-    with pytest.raises(
-        ValueError, match="several Classifiers of this job make scores of which this rank holds"
-    ):
-        find_logits(mesh, (4, 3)[mesh.coord["col"]])
-    del uneven
+    assert loss._finder.find(zeros, labels) == head.place()
+    # 7 and 8 classes in two pieces: only the rank that holds 4 of them could confuse the two
+    uneven = VocabParallelClassifier(HIDDEN, 7, **here)
+    for classifier, widths in ((uneven, (4, 3)), (head, (4, 4)), (uneven, (4, 3))):
+        scores = torch.zeros(2, widths[mesh.coord["col"]])
+        assert loss._finder.find(scores, labels) == classifier.place()
+    del uneven, classifier
     with pytest.raises(ValueError, match="VocabParallelCrossEntropyLoss3D needs the tensor mode '3d'"):
         col_nn.VocabParallelCrossEntropyLoss3D(tp=tp, mesh=mesh)(torch.zeros(2, 4), torch.zeros(4))
     with pytest.raises(ValueError, match="Accuracy3D needs the tensor mode '3d'"):
@@ -167,6 +171,112 @@ def _refused(rank: int, world_size: int, port: int) -> None:
 
 def test_what_a_loss_refuses() -> None:
     spawn(_refused, 4)
+
+
+# ---- Scores that no Classifier made: a script's own product, cut with torch.chunk as the documents cut ----
+
+P = ParallelMode
+# tensor config, suffix, and the dims that the documents cut: for scores that are whole along the classes, and
+# for those that are not
+OWN = {
+    "1d": ({"size": 2, "mode": "1d"}, "1D", [], [(-1, P.PARALLEL_1D)]),
+    "1d-4": ({"size": 4, "mode": "1d"}, "1D", [], [(-1, P.PARALLEL_1D)]),
+    "2d": ({"size": 4, "mode": "2d"}, "2D", [(0, P.PARALLEL_2D_COL)], [(-1, P.PARALLEL_2D_ROW)]),
+    "2.5d": (
+        {"size": 8, "mode": "2.5d", "depth": 2},
+        "2p5D",
+        [(0, P.PARALLEL_2P5D_DEP), (0, P.PARALLEL_2P5D_COL)],
+        [(-1, P.PARALLEL_2P5D_ROW)],
+    ),
+    "3d": (
+        {"size": 8, "mode": "3d"},
+        "3D",
+        [(0, P.PARALLEL_3D_WEIGHT), (0, P.PARALLEL_3D_INPUT)],
+        # an expanding product leaves Y_ijl: rows by i and l, columns by j
+        [(0, P.PARALLEL_3D_WEIGHT), (0, P.PARALLEL_3D_OUTPUT), (-1, P.PARALLEL_3D_INPUT)],
+    ),
+}
+
+
+def chunk(x: Tensor, cuts: list[tuple[int, ParallelMode]]) -> Tensor:
+    for dim, mode in cuts:
+        x = torch.chunk(x, gpc.get_world_size(mode), dim=dim)[gpc.get_local_rank(mode)]
+    return x
+
+
+def _own_scores(rank: int, world_size: int, port: int, name: str) -> None:
+    tensor, suffix, rows, classes = OWN[name]
+    config = {"parallel": {"tensor": tensor}}
+    colossalai.launch(config, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    torch.manual_seed(3)
+    cut = classes if name == "3d" else rows + classes
+    whole_loss = {"1D": partial(col_nn.CrossEntropyLoss, vocab_parallel=False)}.get(suffix)
+    whole_loss = whole_loss or getattr(col_nn, f"CrossEntropyLoss{suffix}")
+    cut_loss = getattr(col_nn, f"VocabParallelCrossEntropyLoss{suffix}")
+    for number in (8, 9) if name == "2d" else (8,):
+        for build, cuts in ((whole_loss, rows), (cut_loss, cut)):
+            criterion = build()
+            for shape in ((16,), (16, 3), (16,)):
+                _own_loss(criterion, torch.randn(*shape, number), torch.randint(number, shape), cuts)
+            _own_loss(build(True, ignore_index=2), torch.randn(16, number), torch.arange(16) % 4, cuts)
+            _own_loss(build(False), torch.randn(16, number), torch.randint(number, (16,)), cuts)
+    logits, targets = torch.randn(16, 8), torch.randint(8, (16,))
+    right = (logits.argmax(-1) == targets).sum()
+    accuracy = getattr(col_nn, f"Accuracy{suffix}", partial(col_nn.Accuracy, vocab_parallel=False))
+    assert accuracy()(chunk(logits, rows), targets) == right
+    assert col_nn.Accuracy(vocab_parallel=True)(chunk(logits, cut), targets) == right
+    _own_refused(whole_loss, cut_loss, accuracy, rows, cut)
+
+
+def _own_loss(criterion: nn.Module, logits: Tensor, targets: Tensor, cuts: list) -> None:
+    expected_x = logits.clone().requires_grad_()
+    each = F.cross_entropy(
+        expected_x.flatten(0, -2),
+        targets.flatten(),
+        ignore_index=criterion.loss.ignore_index,
+        reduction=criterion.loss.reduction,
+    )
+    expected = each if each.ndim == 0 else chunk(each, [c for c in cuts if c[0] == 0])
+    each.sum().backward()
+    x = chunk(logits, cuts).clone().requires_grad_()
+    got = criterion(x, targets)
+    got.sum().backward()
+    close(got.detach(), expected.detach(), "loss")
+    close(x.grad, chunk(expected_x.grad, cuts), "gradient of the scores")
+
+
+def _own_refused(whole_loss, cut_loss, accuracy, rows: list, cut: list) -> None:
+    """What cannot be right is refused by all ranks, before the loss communicates."""
+    logits, targets = torch.randn(16, 8), torch.randint(8, (16,))
+    with pytest.raises(ValueError, match=r"say how your own scores are cut: vocab_parallel=True if each"):
+        col_nn.CrossEntropyLoss()(chunk(logits, rows), targets)
+    with pytest.raises(ValueError, match=r"no Classifier .* holds .*give Accuracy what the model's"):
+        col_nn.Accuracy()(chunk(logits, rows), targets)
+    # cut scores for a loss of whole ones, whose rows lie elsewhere in 3D
+    with pytest.raises(ValueError, match="but these ranks have different ones; give it what the model's"):
+        whole_loss()(chunk(logits, cut), targets)
+    with pytest.raises(ValueError, match="but these ranks have different ones; give it what the model's"):
+        accuracy()(chunk(logits, cut), targets)
+    with pytest.raises(
+        ValueError, match=r": 5 classes as .* give the ranks \[.*but they have \[.*num_classes"
+    ):
+        cut_loss(num_classes=5)(chunk(logits, cut), targets)
+    own = logits[..., : 4 + 2 * (gpc.get_global_rank() == 0)]
+    with pytest.raises(ValueError, match=r"classes as .* give the ranks \[.*but they have \[6, 4"):
+        cut_loss()(own, targets)
+    with pytest.raises(ValueError, match="share a model and were given different labels"):
+        cut_loss()(chunk(logits, cut), targets + (gpc.get_global_rank() == 0))
+    if rows:
+        with pytest.raises(ValueError, match="these ranks have the same scores and the same labels; cut the"):
+            whole_loss()(logits, targets)
+        with pytest.raises(ValueError, match="these ranks have the same scores and the same labels; cut the"):
+            accuracy()(logits, targets)
+    assert cut_loss(num_classes=8)(chunk(logits, cut), targets).ndim == 0
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_scores_that_a_script_made(name: str) -> None:
+    spawn(_own_scores, OWN[name][0]["size"], name=name)
 
 
 def _broken(rank: int, world_size: int, port: int) -> None:
