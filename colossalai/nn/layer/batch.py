@@ -1,7 +1,8 @@
 """Cutting a batch over the ranks that share one model, and summing what they make of it.
 
 In 2D, 2.5D and 3D the ranks of one model share the rows of a batch.  A data loader gives all of them the same
-batch, and ``partition_batch`` keeps this rank's part; in 1D there is nothing to cut.
+batch, and ``partition_batch`` keeps this rank's part; in 1D there is nothing to cut.  First layers with a
+mode in their names take the whole batch and keep their rows themselves (``TakesWholeBatch``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch.utils._pytree import tree_map
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import Axes, Layout, Mesh, redistribute
+from colossalai.mesh.agreement import can_compare, everyone, fingerprint
+from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.modes import TensorParallel, Where, current
 
 T = TypeVar("T")
@@ -59,6 +62,40 @@ def sum_rows(x: Tensor, axes: Axes, mesh: Mesh, reduce_mean: bool) -> Tensor:
     summed = Layout(((),) * x.ndim, partial=frozenset(axes))
     total = redistribute(x, summed, Layout(((),) * x.ndim), mesh)
     return total / mesh.group_size(*axes) if reduce_mean else total
+
+
+class TakesWholeBatch(ParallelLayer):
+    """Mixed into a first layer that is given the whole batch on every rank, and keeps this rank's rows.
+
+    Ids of one dim, or of one row, number the positions of a sequence and serve all rows.
+    """
+
+    _compared = False
+
+    def forward(self, batch: Tensor) -> Tensor:
+        found: Tensor = super().forward(self._own_rows(batch))
+        return found
+
+    def _own_rows(self, batch: Tensor) -> Tensor:
+        positions = not batch.is_floating_point() and (batch.ndim == 1 or len(batch) == 1)
+        axes = self.tp.hidden.dims[0]
+        if self.plain or not axes or positions:
+            return batch
+        if not self._compared and can_compare(batch):
+            self._check_whole(batch)
+            self._compared = True
+        return split_rows(batch, axes, self.mesh, 0)
+
+    def _check_whole(self, batch: Tensor) -> None:
+        told = everyone(fingerprint(batch), tuple(self.tp.axes), self.mesh)
+        if any(found != told[0][1] for _, found in told):
+            who, ranks = type(self).__name__, " x ".join(f"{a}={n}" for a, n in self.tp.axes.items())
+            raise ValueError(
+                f"{who} takes the whole batch and keeps this rank's rows of it, but the ranks that share the"
+                f" model ({ranks}) were given different ones, here of shape {tuple(batch.shape)}; give all of"
+                " them the same batch and do not cut it before, or use the class without a mode in its name,"
+                " which takes this rank's rows (partition_batch)"
+            )
 
 
 def _batch_axes(mode: str, who: str) -> tuple[Axes, Mesh]:

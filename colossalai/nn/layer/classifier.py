@@ -161,13 +161,44 @@ class Classifier(ParallelLayer):
         )
 
 
-class VocabParallelClassifier(Classifier):
+class FixedClassifier(Classifier):
+    """A classifier whose class, not the number of classes, says whether scores stay cut."""
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        weight: nn.Parameter | None = None,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        weight_initializer: Fill | None = init.WEIGHT,
+        bias_initializer: Fill | None = init.BIAS,
+        *,
+        gather_output: bool = False,
+        tp: TensorParallel | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            num_classes,
+            weight,
+            bias,
+            dtype,
+            weight_initializer,
+            bias_initializer,
+            gather_output=gather_output,
+            tp=tp,
+            mesh=mesh,
+        )
+
+
+class VocabParallelClassifier(FixedClassifier):
     """Scores stay cut along the classes."""
 
     vocab_parallel = True
 
 
-class WholeClassifier(Classifier):
+class WholeClassifier(FixedClassifier):
     """Scores are whole on every rank."""
 
     vocab_parallel = False

@@ -8,8 +8,9 @@ stream is cut alike nothing travels, and in 1D the ranks bring their features to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +33,16 @@ from colossalai.nn.layer.base import Fill, ParallelLayer
 from colossalai.nn.layer.classifier import VOCAB_PARALLEL_LIMIT
 from colossalai.nn.modes import TensorParallel, at_rank
 
+# of torch.nn.Embedding
+DEFAULTS = {"max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False}
+
 
 class Embedding(ParallelLayer):
     """``torch.nn.Embedding``; the table is cut along the vocabulary above ``vocab_parallel_limit`` entries.
 
-    Ids of shape (batch, sequence) are this rank's part of the batch (see ``partition_batch``).  Ids of one
-    dim number the positions of a sequence and serve all rows.
+    Ids of shape (batch, sequence) are this rank's part of the batch (see ``partition_batch``; ``Embedding2D``
+    and its siblings take the whole batch).  Ids of one dim number the positions of a sequence and serve all
+    rows.  Of torch's other options only the defaults are supported.
     """
 
     vocab_parallel: ClassVar[bool | None] = None
@@ -54,9 +59,11 @@ class Embedding(ParallelLayer):
         *,
         tp: TensorParallel | None = None,
         mesh: Mesh | None = None,
+        **torch_options: Any,
     ) -> None:
         super().__init__(tp, mesh)
         self._require_hidden()
+        _check_options(type(self).__name__, torch_options)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = self._check_padding(padding_idx)
         wide = num_embeddings > vocab_parallel_limit if self.vocab_parallel is None else self.vocab_parallel
@@ -116,10 +123,7 @@ class Embedding(ParallelLayer):
         vocab_parallel: bool | None = None,
     ) -> Embedding:
         """This rank's piece of an ``nn.Embedding``."""
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise ValueError(
-                "Embedding.from_native: max_norm, scale_grad_by_freq and sparse are not supported"
-            )
+        _check_options("Embedding.from_native", {name: getattr(module, name) for name in DEFAULTS})
         kind = {None: Embedding, True: VocabParallelEmbedding, False: WholeEmbedding}[vocab_parallel]
         with torch.device("meta"):
             layer = kind(
@@ -205,13 +209,54 @@ class Embedding(ParallelLayer):
         return f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, cut={self.cut}"
 
 
-class VocabParallelEmbedding(Embedding):
+def _check_options(who: str, given: Mapping[str, Any]) -> None:
+    """Refuse options of ``torch.nn.Embedding`` that a cut table does not have."""
+    unknown = given.keys() - DEFAULTS.keys()
+    if unknown:
+        raise TypeError(f"{who} got an unexpected keyword argument {min(unknown)!r}")
+    for name, value in given.items():
+        # norm_type has no effect without max_norm
+        if name != "norm_type" and value != DEFAULTS[name]:
+            raise ValueError(
+                f"{who}: {name}={value!r} is not supported, only {name}={DEFAULTS[name]!r}; use"
+                " torch.nn.Embedding, which is not cut, for such a table"
+            )
+
+
+class FixedEmbedding(Embedding):
+    """An embedding whose class, not its size, says how the table is cut."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        weight_initializer: Fill | None = init.TABLE,
+        *,
+        tp: TensorParallel | None = None,
+        mesh: Mesh | None = None,
+        **torch_options: Any,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            dtype,
+            weight_initializer,
+            tp=tp,
+            mesh=mesh,
+            **torch_options,
+        )
+
+
+class VocabParallelEmbedding(FixedEmbedding):
     """A table that is cut along the vocabulary."""
 
     vocab_parallel = True
 
 
-class WholeEmbedding(Embedding):
+class WholeEmbedding(FixedEmbedding):
     """A table that has every entry on every rank, and is cut along its features."""
 
     vocab_parallel = False

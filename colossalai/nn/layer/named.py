@@ -1,18 +1,21 @@
 """The layers under the names of the modes: ``Linear2D`` is ``Linear``, and refuses any other mode than 2D.
 
 ``Vanilla...`` are serial under any launch.  Nothing is computed here; a class is a row of a table.
+Embeddings and patches of 2D, 2.5D and 3D are the first layers of models: they take the whole batch and keep
+their rows.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import colossalai.nn.init as init
 from colossalai.mesh import Mesh, move
 from colossalai.mesh.movement import start_move
 from colossalai.nn.layer.base import Fill
+from colossalai.nn.layer.batch import TakesWholeBatch
 from colossalai.nn.layer.classifier import Classifier, VocabParallelClassifier, WholeClassifier
 from colossalai.nn.layer.dropout import Dropout
 from colossalai.nn.layer.embedding import VocabParallelEmbedding, WholeEmbedding
@@ -177,9 +180,36 @@ class Classifier1D(WholeClassifier):
 
 
 class VocabParallelClassifier1D(VocabParallelClassifier):
-    """1D, with scores cut along the classes."""
+    """1D, with scores cut along the classes; with ``gather_output`` whole on every rank."""
 
     mode = "1d"
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        weight: nn.Parameter | None = None,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        gather_output: bool = False,
+        weight_initializer: Fill | None = init.WEIGHT,
+        bias_initializer: Fill | None = init.BIAS,
+        *,
+        tp: TensorParallel | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            num_classes,
+            weight,
+            bias,
+            dtype,
+            weight_initializer,
+            bias_initializer,
+            gather_output=gather_output,
+            tp=tp,
+            mesh=mesh,
+        )
 
 
 class Embedding1D(WholeEmbedding):
@@ -218,14 +248,14 @@ class VocabParallelClassifier2D(VocabParallelClassifier):
     mode = "2d"
 
 
-class Embedding2D(WholeEmbedding):
-    """2D, with a table that is not cut along the vocabulary."""
+class Embedding2D(TakesWholeBatch, WholeEmbedding):
+    """2D, of the whole batch, with a table that is not cut along the vocabulary."""
 
     mode = "2d"
 
 
-class VocabParallelEmbedding2D(VocabParallelEmbedding):
-    """2D, with a table cut along the vocabulary."""
+class VocabParallelEmbedding2D(TakesWholeBatch, VocabParallelEmbedding):
+    """2D, of the whole batch, with a table cut along the vocabulary."""
 
     mode = "2d"
 
@@ -236,10 +266,39 @@ class LayerNorm2D(LayerNorm):
     mode = "2d"
 
 
-class PatchEmbedding2D(PatchEmbedding):
-    """2D."""
+class PatchEmbedding2D(TakesWholeBatch, PatchEmbedding):
+    """2D; of the whole batch."""
 
     mode = "2d"
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int],
+        patch_size: int | tuple[int, int],
+        in_chans: int,
+        embed_size: int,
+        flatten: bool = True,
+        dtype: torch.dtype | None = None,
+        weight_initializer: Fill | None = init.WEIGHT,
+        bias_initializer: Fill | None = init.BIAS,
+        position_embed_initializer: Fill | None = init.POSITIONS,
+        *,
+        tp: TensorParallel | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__(
+            img_size,
+            patch_size,
+            in_chans,
+            embed_size,
+            dtype,
+            flatten,
+            weight_initializer,
+            bias_initializer,
+            position_embed_initializer,
+            tp=tp,
+            mesh=mesh,
+        )
 
 
 class Classifier2p5D(WholeClassifier):
@@ -254,14 +313,14 @@ class VocabParallelClassifier2p5D(VocabParallelClassifier):
     mode = "2.5d"
 
 
-class Embedding2p5D(WholeEmbedding):
-    """2.5D, with a table that is not cut along the vocabulary."""
+class Embedding2p5D(TakesWholeBatch, WholeEmbedding):
+    """2.5D, of the whole batch, with a table that is not cut along the vocabulary."""
 
     mode = "2.5d"
 
 
-class VocabParallelEmbedding2p5D(VocabParallelEmbedding):
-    """2.5D, with a table cut along the vocabulary."""
+class VocabParallelEmbedding2p5D(TakesWholeBatch, VocabParallelEmbedding):
+    """2.5D, of the whole batch, with a table cut along the vocabulary."""
 
     mode = "2.5d"
 
@@ -272,8 +331,8 @@ class LayerNorm2p5D(LayerNorm):
     mode = "2.5d"
 
 
-class PatchEmbedding2p5D(PatchEmbedding):
-    """2.5D."""
+class PatchEmbedding2p5D(PatchEmbedding2D):
+    """2.5D; of the whole batch."""
 
     mode = "2.5d"
 
@@ -290,20 +349,20 @@ class VocabParallelClassifier3D(VocabParallelClassifier):
     mode = "3d"
 
 
-class Embedding3D(WholeEmbedding):
-    """3D, with a table that is not cut along the vocabulary."""
+class Embedding3D(TakesWholeBatch, WholeEmbedding):
+    """3D, of the whole batch, with a table that is not cut along the vocabulary."""
 
     mode = "3d"
 
 
-class VocabParallelEmbedding3D(VocabParallelEmbedding):
-    """3D, with a table cut along the vocabulary."""
+class VocabParallelEmbedding3D(TakesWholeBatch, VocabParallelEmbedding):
+    """3D, of the whole batch, with a table cut along the vocabulary."""
 
     mode = "3d"
 
 
-class PatchEmbedding3D(PatchEmbedding):
-    """3D."""
+class PatchEmbedding3D(PatchEmbedding2D):
+    """3D; of the whole batch."""
 
     mode = "3d"
 

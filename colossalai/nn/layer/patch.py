@@ -41,6 +41,12 @@ class PatchEmbedding(ParallelLayer):
     ) -> None:
         super().__init__(tp, mesh)
         self._require_hidden()
+        if not isinstance(flatten, bool) or not isinstance(dtype, torch.dtype | None):
+            raise TypeError(
+                f"{type(self).__name__}: flatten is True or False and dtype a torch.dtype or None, got"
+                f" flatten={flatten!r}, dtype={dtype!r}; PatchEmbedding and PatchEmbedding1D take dtype"
+                " first, PatchEmbedding2D, 2p5D and 3D flatten"
+            )
         self.img_size, self.patch_size = to_2tuple(img_size), to_2tuple(patch_size)
         self.in_chans, self.embed_size, self.flatten = in_chans, embed_size, flatten
         if any(p < 1 or i < p or i % p for i, p in zip(self.img_size, self.patch_size, strict=True)):

@@ -4,8 +4,12 @@ not exist.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 
 import colossalai.nn as col_nn
 from colossalai.mesh import CommunicationLog, Mesh, count_communication, local_shape
@@ -36,6 +40,38 @@ def test_1d(p: int, role: str) -> None:
     # 2 (P - 1) / P: the all-reduce of Y forward (row), or of dX backward (column)
     log = moved(mode_1d(p), role)
     assert (log.sent(), log.calls()) == (2 * (p - 1) / p * MATRIX, 1)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_tables_and_heads_of_1d(p: int) -> None:
+    """Each rank has 1/p of the weight; features of entries meet by the cheaper of two all-gathers."""
+    share, batch, sequence = (p - 1) / p * WIDTH * WORD, 4, 6
+    tp = mode_1d(p)
+    for entries, shape, moves in (
+        (10, (batch, sequence), 10),  # the table is smaller than what is looked up
+        (100, (batch, sequence), batch * sequence),
+        (100, (sequence,), sequence),  # positions, once for all rows
+    ):
+        log = moved_by(tp, lambda entries=entries, **at: col_nn.Embedding1D(entries, WIDTH, **at), shape)
+        assert (log.sent(), log.calls("all_gather"), log.calls()) == (moves * share, 1, 1)
+    log = moved_by(tp, lambda **at: col_nn.VocabParallelEmbedding1D(104, WIDTH, **at), (batch, sequence))
+    assert (log.sent(), log.calls()) == (2 * batch * sequence * share, 1)
+    # the sum of the scores forward, the gradient of the features backward
+    log = moved_by(tp, lambda **at: col_nn.Classifier1D(WIDTH, 10, **at), (batch, sequence, WIDTH))
+    tokens = batch * sequence * (p - 1) / p * WORD
+    assert (log.sent(), log.calls()) == (2 * tokens * 10 + tokens * WIDTH, 2)
+
+
+def moved_by(tp: TensorParallel, build: Callable[..., nn.Module], shape: tuple[int, ...]) -> CommunicationLog:
+    """What a table sends for ids of ``shape``, or a head for features, forward and backward."""
+    with fake_world(tp.size - 1, tp.size):
+        layer = build(tp=tp, mesh=Mesh(tp.axes))
+        assert layer.weight.numel() * tp.size == math.prod(layer.weight.full_shape)
+        head = shape[-1] == WIDTH
+        x = torch.zeros(shape, dtype=torch.float if head else torch.long, requires_grad=head)
+        with count_communication() as log:
+            layer(x).sum().backward()
+        return log
 
 
 def test_1d_with_sequence_parallelism() -> None:
