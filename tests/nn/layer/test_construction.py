@@ -37,6 +37,7 @@ LINEAR = ["in_features", "out_features", "bias", "dtype"]
 CLASSIFIER = ["in_features", "num_classes", "weight", "bias", "dtype", WI, BI]
 EMBEDDING = ["num_embeddings", "embedding_dim", "padding_idx", "dtype", WI]
 PATCHES = ["img_size", "patch_size", "in_chans", "embed_size", "dtype", "flatten", WI, BI]
+SUFFIXES = ("1D", "2D", "2p5D", "3D")
 DOCUMENTED = {
     "Linear": [*LINEAR, WI, BI],
     "Linear1D": [*LINEAR, "gather_output", "skip_bias_add", WI, BI],
@@ -48,9 +49,21 @@ DOCUMENTED = {
     "PatchEmbedding": [*PATCHES, "position_embed_initializer"],
     "LayerNorm": ["normalized_shape", "eps", "bias", "dtype"],
     "Dropout": ["p", "inplace"],
+    "Dropout1D": ["p", "inplace"],
+    **{f"Classifier{s}": CLASSIFIER for s in SUFFIXES},
+    **{f"VocabParallelClassifier{s}": CLASSIFIER for s in SUFFIXES},
+    "VocabParallelClassifier1D": [*CLASSIFIER[:5], "gather_output", WI, BI],
+    **{f"{kind}{s}": EMBEDDING for kind in ("Embedding", "VocabParallelEmbedding") for s in SUFFIXES},
+    **{f"LayerNorm{s}": ["normalized_shape", "eps", "bias", "dtype"] for s in SUFFIXES},
+    "PatchEmbedding1D": [*PATCHES, "position_embed_initializer"],
+    # in this order in the documents
+    **{
+        f"PatchEmbedding{s}": [*PATCHES[:4], "flatten", "dtype", WI, BI, "position_embed_initializer"]
+        for s in SUFFIXES[1:]
+    },
 }
 SUFFIXED = {
-    kind: [f"{kind}{s}" for s in ("1D", "2D", "2p5D", "3D")]
+    kind: [f"{kind}{s}" for s in SUFFIXES]
     for kind in (
         "Linear",
         "Classifier",
@@ -125,6 +138,11 @@ def test_other_wrong_arguments() -> None:
         col_nn.Linear(4, 4, role="up")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="padding_idx=9 is not one of the 4 entries"):
         col_nn.Embedding(4, 4, padding_idx=9)
+    assert col_nn.Embedding(4, 4, sparse=False, norm_type=1.0).num_embeddings == 4
+    with pytest.raises(ValueError, match=r"Embedding: max_norm=1.0 is not supported, only max_norm=None"):
+        col_nn.Embedding(4, 4, max_norm=1.0)
+    with pytest.raises(TypeError, match="Embedding got an unexpected keyword argument 'vocabulary'"):
+        col_nn.Embedding(4, 4, vocabulary=1)
     with pytest.raises(
         ValueError, match=r"normalizes the last dim, its features; got normalized_shape=\(2, 3\)"
     ):
