@@ -111,6 +111,10 @@ class LogitsFinder:
         self._check_copies(place, told, logits.dtype)
         self._check_labels(place, told)
         self._check_rows(place, told)
+        if place in self._noted():
+            _compared.setdefault(self.mesh, set()).add(place)
+        else:
+            self._own = place
         return place
 
     def _noted(self) -> set[Logits]:
@@ -137,7 +141,6 @@ class LogitsFinder:
                 f" ({_listed(fitting)}); say which it is with num_classes= or vocab_parallel="
             )
         if fitting:
-            _compared.setdefault(self.mesh, set()).add(fitting[0])
             return fitting[0]
         if self.own_cut is None:
             raise ValueError(
@@ -146,8 +149,7 @@ class LogitsFinder:
                 " say how your own scores are cut: vocab_parallel=True if each rank has some of the classes,"
                 f" as {self._own_layout(True)}, and False if it has all, as {self._own_layout(False)}"
             )
-        self._own = self._own_place(widths, self.own_cut)
-        return self._own
+        return self._own_place(widths, self.own_cut)
 
     def _fits(self, place: Logits, widths: Sequence[tuple[Mapping[str, int], int]]) -> bool:
         return all(place.width_at(coord, self.mesh) == width for coord, width in widths)
@@ -180,7 +182,6 @@ class LogitsFinder:
         tolerance = math.sqrt(torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
         for group in _groups(told, copies):
             if differ([held.numbers for held in group], tolerance):
-                self._forget(place)
                 raise ValueError(
                     f"{self.who}: scores of {place} are alike on ranks that differ only in"
                     f" {' and '.join(copies)}, but these ranks have different ones; give it what the model's"
@@ -194,7 +195,6 @@ class LogitsFinder:
         rows = place.layout.dims[0] if all(held.same_rows for _, held in told) else ()
         copies = tuple(axis for axis in self.tp.axes if axis not in rows)
         if any(held.labels != group[0].labels for group in _groups(told, copies) for held in group):
-            self._forget(place)
             raise ValueError(
                 f"{self.who}: ranks that differ only in {' and '.join(copies)} share a model and were given"
                 " different labels; give all of them the same batch, with the labels of all of its rows"
@@ -209,17 +209,12 @@ class LogitsFinder:
             for held in group
         )
         if axes and alike and all(held.same_rows for _, held in told):
-            self._forget(place)
             raise ValueError(
                 f"{self.who}: scores of {place} are of other rows of the batch on ranks that differ in"
                 f" {' and '.join(axes)}, but these ranks have the same scores and the same labels; cut the"
                 " batch before the model's first layer (partition_batch), and give the loss the labels of the"
                 " whole batch"
             )
-
-    def _forget(self, place: Logits) -> None:
-        _compared.get(self.mesh, set()).discard(place)
-        self._own = None
 
 
 def _held(logits: Tensor, targets: Tensor) -> _Held:

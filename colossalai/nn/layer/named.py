@@ -286,19 +286,9 @@ class PatchEmbedding2D(TakesWholeBatch, PatchEmbedding):
         tp: TensorParallel | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        super().__init__(
-            img_size,
-            patch_size,
-            in_chans,
-            embed_size,
-            dtype,
-            flatten,
-            weight_initializer,
-            bias_initializer,
-            position_embed_initializer,
-            tp=tp,
-            mesh=mesh,
-        )
+        fills = weight_initializer, bias_initializer, position_embed_initializer
+        sizes = img_size, patch_size, in_chans, embed_size
+        super().__init__(*sizes, dtype, flatten, *fills, tp=tp, mesh=mesh)
 
 
 class Classifier2p5D(WholeClassifier):

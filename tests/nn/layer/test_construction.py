@@ -132,6 +132,13 @@ def test_sizes_that_do_not_divide() -> None:
             col_nn.partition_batch(torch.zeros(6, 2), tp=tp, mesh=mesh)
         assert col_nn.partition_batch([torch.zeros(8, 2), {"a": 1}], tp=tp, mesh=mesh)[0].shape == (2, 2)
 
+    with fake_world(0, 4):  # the stream of 1D is whole, but its tables and heads are not
+        here = {"mesh": Mesh({"tp": 4}), "tp": mode_1d(4)}
+        with pytest.raises(ValueError, match="Embedding1D: embedding_dim=6 is cut by tp=4 .* 4 and 8"):
+            col_nn.Embedding1D(10, 6, **here)
+        with pytest.raises(ValueError, match="Classifier1D: in_features=6 is cut by tp=4 .* 4 and 8"):
+            col_nn.Classifier1D(6, 10, **here)
+
 
 def test_other_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="role is 'expand' or 'contract', got 'up'"):
