@@ -52,7 +52,7 @@ class Accuracy(nn.Module):
         self._finder = None
         if self.mesh is not None and self.tp.size > 1:
             own_cut, who = self.own_cut if vocab_parallel is None else vocab_parallel, type(self).__name__
-            self._finder = LogitsFinder(who, self.tp, self.mesh, vocab_parallel, num_classes, own_cut)
+            self._finder = LogitsFinder(who, self.tp, self.mesh, vocab_parallel, num_classes, own_cut, True)
 
     @torch.no_grad()
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:

@@ -134,9 +134,9 @@ def test_sizes_that_do_not_divide() -> None:
 
     with fake_world(0, 4):  # the stream of 1D is whole, but its tables and heads are not
         here = {"mesh": Mesh({"tp": 4}), "tp": mode_1d(4)}
-        with pytest.raises(ValueError, match="Embedding1D: embedding_dim=6 is cut by tp=4 .* 4 and 8"):
+        with pytest.raises(ValueError, match=r"Embedding1D: embedding_dim=6 is cut by tp=4 .* 4 and 8"):
             col_nn.Embedding1D(10, 6, **here)
-        with pytest.raises(ValueError, match="Classifier1D: in_features=6 is cut by tp=4 .* 4 and 8"):
+        with pytest.raises(ValueError, match=r"Classifier1D: in_features=6 is cut by tp=4 .* 4 and 8"):
             col_nn.Classifier1D(6, 10, **here)
 
 
