@@ -194,7 +194,12 @@ class WholeRows(ForwardWrapper):
     tp: TensorParallel
     mesh: Mesh
     in_features: int
+    num_classes: int
     logits: Layout
+
+    def place(self) -> Logits:
+        """Where the scores lie: a loss of ours must not take them for this rank's rows."""
+        return Logits(replicated(len(self.logits.dims)), self.num_classes)
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (x,) = args

@@ -67,6 +67,26 @@ def test_eight_ranks(mode: str, name: str) -> None:
     spawn(check_parity, 8, tensor=MODES[mode], names=[name], steps=2)
 
 
+def check_our_loss(rank: int, world_size: int, port: int, tensor: dict[str, Any]) -> None:
+    """A loss of ours knows that the model gives every rank the scores of all rows."""
+    launch(tensor)
+    given = zoo.batch("gpt2")
+    ids = given["input_ids"]
+    losses = [nn.functional.cross_entropy, colossalai.nn.CrossEntropyLoss()]
+    gradients = []
+    for loss in losses:
+        model = colossalai.nn.parallelize(zoo.build("gpt2"))
+        loss(model(ids).logits.flatten(0, 1), ids.flatten()).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for expected, got in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("mode", ["1d", "2d"])
+def test_a_loss_of_ours_over_whole_scores(mode: str) -> None:
+    spawn(check_our_loss, 4, tensor=MODES[mode])
+
+
 def check_cut_scores(rank: int, world_size: int, port: int, tensor: dict[str, Any]) -> None:
     """The loss from pieces of the scores; without labels they are whole, and generating works."""
     launch(tensor)
