@@ -23,6 +23,7 @@ from colossalai.tensor import (
     ColoParameter,
     ColoTensor,
     ColoTensorSpec,
+    DistSpecManager,
     ProcessGroup,
     ReplicaSpec,
     ShardSpec,
@@ -136,7 +137,7 @@ def _lost_writes(rank: int, world_size: int, port: int) -> None:
     pg = ProcessGroup(tp_degree=2)
     full = torch.arange(12.0).view(4, 3)
     weight = ColoParameter(full.chunk(2)[rank].clone(), spec=ColoTensorSpec(pg, ShardSpec([0], [2])))
-    with torch.no_grad():
+    with torch.no_grad(), DistSpecManager.implicit_gathers():
         for view in (weight[1], weight[1:3][0], weight.flatten()[3:6], weight.narrow(0, 1, 1).view(-1)):
             assert torch.equal(view.data, full[1])
             for write in (
@@ -155,7 +156,8 @@ def _lost_writes(rank: int, world_size: int, port: int) -> None:
         weight[:, 1].zero_()  # each rank has its part of this view
     full[:, 1] = 0
     assert torch.equal(whole(weight), full)
-    assert type(weight[1]) is Tensor  # with gradients autograd refuses such writes
+    with DistSpecManager.implicit_gathers(), pytest.raises(RuntimeError, match="leaf|view"):
+        weight[:, 1].add_(1)  # with gradients autograd refuses such writes
 
 
 def test_lost_writes() -> None:
