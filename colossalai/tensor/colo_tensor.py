@@ -306,8 +306,8 @@ def gathered(value: Any, func: Callable[..., Any]) -> Any:
             f"{name} needs the whole of a tensor of shape {tuple(value.full_shape)}, of which this rank holds"
             f" a piece ({value.dist_spec}), and gathering it would wait for the ranks"
             f" {value.process_group.tp_rank_list()}. Call t.to_replicate() on all of them, outside of any 'if"
-            " rank == 0', and use what it returns; or look at the piece, t.data; or, if all ranks do the same,"
-            " run them inside `with DistSpecManager.implicit_gathers():`"
+            " rank == 0', and use what it returns; or look at the piece, t.data; or, if all ranks do the"
+            " same, run them inside `with DistSpecManager.implicit_gathers():`"
         )
     return as_whole(value)
 

@@ -21,7 +21,8 @@ T = TypeVar("T", bound=Tensor)
 _OWN = ("process_group", "placement", "full_shape", "compute_spec", "cut_dim", "is_copy", "views_parameter")
 
 
-def _of_the_user(tensor: Tensor) -> dict[str, Any]:
+def user_attributes(tensor: Tensor) -> dict[str, Any]:
+    """What a script has written on a ColoTensor."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
 
 
@@ -53,7 +54,7 @@ def deep_copy(tensor: Any, memo: dict[int, Any]) -> Any:
             piece = tensor.detach().clone(memory_format=torch.preserve_format)
         compute_spec = copy.deepcopy(tensor.compute_spec, memo)
         where = tensor.process_group, tensor.placement, compute_spec
-        new = build(type(tensor), piece, tensor.requires_grad, *where, _of_the_user(tensor))
+        new = build(type(tensor), piece, tensor.requires_grad, *where, user_attributes(tensor))
         memo[id(tensor)] = new
         if tensor.grad is not None and not tensor.is_model_data():  # torch copies no gradients of parameters
             new.grad = copy.deepcopy(tensor.grad, memo)
@@ -73,7 +74,7 @@ def reduced(tensor: Any) -> Any:
         (pg._key()[0], pg.tp_world_size()),
         dim if isinstance(dim, int) else None,
         None if spec is None else (spec.compute_pattern.name, spec.output_replicate),
-        _of_the_user(tensor),
+        user_attributes(tensor),
     )
 
 

@@ -151,7 +151,9 @@ def _moves(rank: int, world_size: int, port: int) -> None:
             value.set_dist_spec(dst)
             assert not value.requires_grad or value.dist_spec == leaf.dist_spec
             assert torch.equal(whole(value), full)
-            assert nn.functional.softmax(leaf, -1).requires_grad  # what functions do by themselves is recorded
+            assert nn.functional.softmax(
+                leaf, -1
+            ).requires_grad  # what functions do by themselves is recorded
         assert (leaf * 1).redistribute(dst).requires_grad
 
 

@@ -387,7 +387,9 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor; it shares memory with it."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    if is_dtensor(tensor):
+        return tensor.to_local()  # type: ignore[attr-defined]
+    return as_piece(tensor) if isinstance(tensor, ColoTensor) else tensor
 
 
 def check_betas(owner: Optimizer, betas: Any) -> None:
