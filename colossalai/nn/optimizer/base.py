@@ -32,6 +32,8 @@ from colossalai.kernel import _compat
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
 from colossalai.nn.optimizer.refresh_masters import UncountedWrites, current_master
+from colossalai.tensor import ColoTensor
+from colossalai.tensor.pieces import as_piece
 from colossalai.utils.lazy_tensor import fetch_later, is_lazy
 from colossalai.utils.optimizer_state import check_state
 
