@@ -59,8 +59,8 @@ class ColoDDP(TorchDDPModel):
         for param in params_to_ignore:
             if getattr(param, WRAPPED, False):
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} belongs to a ColoDDP already, which averages its"
-                    " gradients; call set_params_to_ignore before ColoDDP(model, ...)"
+                    f"a parameter of shape {tuple(param.shape)} belongs to a ColoDDP already, which averages"
+                    " its gradients; call set_params_to_ignore before ColoDDP(model, ...)"
                 )
             setattr(param, DDP_IGNORED, True)
 
