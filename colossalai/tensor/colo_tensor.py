@@ -36,7 +36,7 @@ gradients, get a ColoTensor that can be read but not written to.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -312,13 +312,16 @@ def gathered(value: Any, func: Callable[..., Any]) -> Any:
     return as_whole(value)
 
 
-LAYERS = frozenset(
-    [
-        *(f for f in vars(torch.nn.functional).values() if callable(f)),
-        *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum, Tensor.__matmul__),
-        *(Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm),
-    ]
-)
+def _layers() -> Iterator[Any]:
+    products = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "__matmul__")
+    for name in (*(n for n in dir(torch.nn.functional) if not n.startswith("_")), *products):
+        for owner in (torch.nn.functional, torch, Tensor):
+            if callable(found := getattr(owner, name, None)):
+                yield found
+
+
+LAYERS = frozenset(_layers())
+"""What the layers of a model call, see [Note: who may gather]: each under all of its names."""
 
 
 def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -153,7 +153,7 @@ def _cut_by_hand(rank: int, root: Path) -> None:
             "weight",
         ),  # all have piece 0
     ]
-    with pytest.raises(ValueError, match="'up.weight' lies in 1 pieces, but is described as lying in 2"):
+    with pytest.raises(ValueError, match=r"'up.weight' lies in 1 pieces, but is described as lying in 2"):
         save(root / "bad", under("nothing", 1)[0], dist_meta={"up.weight": meta(0)["weight"]})
     for options, kind, message in bad:
         with pytest.raises(kind, match=message):
