@@ -36,7 +36,7 @@ gradients, get a ColoTensor that can be read but not written to.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -295,6 +295,13 @@ def as_whole(value: Any) -> Any:
 
 def whole_result(value: Tensor, pg: ProcessGroup) -> ColoTensor:
     """The whole result of a function, plain or cut, as a ColoTensor."""
+    if type(value) is Tensor:  # what ``wrap`` does, in less time: this comes after every function
+        shape: torch.Size = value.shape
+        result = cast(ColoTensor, value)
+        result.__class__ = ColoTensor
+        result.placement, result.full_shape = cut_along(None, len(shape)), shape
+        result.process_group, result.compute_spec, result.cut_dim = pg, None, None
+        return result
     return wrap(as_whole(value), pg, cut_along(None, value.ndim))
 
 
@@ -326,6 +333,28 @@ LAYERS = frozenset(_layers())
 
 def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``func`` of whole tensors: the same on every tp rank."""
+    group = _group_of_wholes(args, kwargs)
+    if group is None:
+        return _on_gathered(func, args, kwargs)
+    with plain_torch():
+        result = func(*args, **kwargs)
+    return _labelled(result, group, {id(value) for value in (*args, *kwargs.values())})
+
+
+def _group_of_wholes(args: Any, kwargs: Any) -> ProcessGroup | None:
+    """The process group of the first ColoTensor, if all are whole and none is in a list: the usual case."""
+    found = None
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, ColoTensor):
+            if value.cut_dim is not None or value.is_copy:
+                return None
+            found = found or value.process_group
+        elif type(value) in (list, tuple, dict) and not all(type(inner) is int for inner in value):
+            return None
+    return found
+
+
+def _on_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     _refuse_to_write_a_piece(func, args, kwargs)
     owners: list[ColoTensor] = []
     plain: set[int] = set()
@@ -333,8 +362,7 @@ def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     def arrange(value: Any) -> Any:
         if not isinstance(value, ColoTensor):
-            if isinstance(value, Tensor):
-                plain.add(id(value))
+            plain.add(id(value))
             return value
         new = gathered(value, func)
         if value.is_copy or (new is not value and is_view_of_parameter(value)):
@@ -345,18 +373,23 @@ def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     args, kwargs = map_values(arrange, args), map_values(arrange, kwargs)
     with plain_torch():
         result = func(*args, **kwargs)
+    return _labelled(result, owners[0].process_group, plain, copies) if owners else result
 
-    def label(value: Any) -> Any:
-        # a plain tensor that was written to stays the plain object that the script has
-        if not isinstance(value, Tensor) or isinstance(value, ColoTensor) or id(value) in plain:
-            return value
-        is_copy = bool(copies) and _memory(value) in copies
-        new = whole_result(value, owners[0].process_group)
-        if is_copy:
-            new.is_copy = True
-        return new
 
-    return map_values(label, result) if owners else result
+def _labelled(result: Any, pg: ProcessGroup, given: set[int], copies: Collection[int] = ()) -> Any:
+    """``result``, in which all plain tensors have become ColoTensors.
+
+    Not those that were ``given``: a tensor that was written to stays the plain object that the script has.
+    What lies in the memory of ``copies`` cannot be written to.
+    """
+    if type(result) is Tensor:
+        if id(result) not in given:
+            is_copy = bool(copies) and _memory(result) in copies
+            whole_result(result, pg).is_copy = is_copy
+    elif isinstance(result, (tuple, list)):  # also what ``max`` returns
+        for inner in result:
+            _labelled(inner, pg, given, copies)
+    return result
 
 
 def _refuse_to_write_a_piece(func: Callable[..., Any], args: Any, kwargs: Any) -> None:

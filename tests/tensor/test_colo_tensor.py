@@ -380,6 +380,8 @@ def _results(rank: int, world_size: int, port: int) -> None:
         (torch.zeros_like(whole_one), torch.zeros(4, 6), ReplicaSpec()),
         (torch.zeros_like(cut_one), torch.zeros(4, 6), cut_one.dist_spec),
         (weight.sum(), full.sum(), ReplicaSpec()),
+        (whole_one.max(dim=1).values, full.max(dim=1).values, ReplicaSpec()),
+        (torch.cat([whole_one, full]), torch.cat([full, full]), ReplicaSpec()),
         (weight.split(2)[1], full.split(2)[1], ReplicaSpec()),
         (functional.softmax(cut_one, 0), full.softmax(0), ReplicaSpec()),
         (functional.embedding(torch.tensor([0, 3]), columns), full[[0, 3]], ReplicaSpec()),
