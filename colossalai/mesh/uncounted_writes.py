@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from colossalai.mesh._compat import plain_torch
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,7 +30,8 @@ def sums_of_bits(weights: Iterable[Tensor]) -> Tensor | None:
     """A number for each of ``weights`` that follows from all of its bits, so also for NaN; None if there are
     none.
     """
-    found = [_sum(weight.detach()) for weight in weights]
+    with plain_torch():  # of a ColoTensor, its piece
+        found = [_sum(weight.detach()) for weight in weights]
     return torch.stack(found) if found else None
 
 

@@ -12,11 +12,16 @@ tensor: ``size()``, ``view(...)``, indices and the results of functions are thos
    embeddings, elementwise functions, changes of shape, random numbers;
 2. functions about the memory of this rank (attributes, ``numel``, ``zeros_like``, lists of tensors in an
    optimizer) run on the piece;
-3. every other function gets whole tensors.  This is always right, and costs a gather for each argument that
-   is cut.
+3. every other function gets whole tensors.
 
-A result that is cut is a ColoTensor.  A whole result is a plain tensor, so that a model runs at torch's own
-speed between its parallel layers, unless one of the arguments is a whole ColoTensor that is no parameter.
+The results are ColoTensors, cut or whole; only what is made like a parameter (``zeros_like``) is plain
+memory, for its optimizer.
+
+[Note: who may gather] A gather waits for every tp rank, and a script that looks at a tensor on one rank only
+would wait for ever, or take the next message of the others for its own.  So tensors that are cut are brought
+together where all ranks come by: by the layers of a model (products, and all of ``torch.nn.functional``), by
+the methods whose names say so (``to_replicate``), and inside ``DistSpecManager.implicit_gathers()``.  Any
+other function of group 3 refuses a tensor that is cut.
 
 [Note: states] A whole tensor is in state I of :mod:`colossalai.mesh.layout`: all tp ranks go on to do the
 same with it.  Wherever a rank uses a whole tensor for its own piece of the result, an implementation moves it
@@ -31,7 +36,7 @@ gradients, get a ColoTensor that can be read but not written to.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -44,7 +49,7 @@ from colossalai.tensor.dist_spec_mgr import DistSpecManager
 from colossalai.tensor.distspec import DistSpec, ReplicaSpec, cut_along, layout_of, spec_of
 from colossalai.tensor.op_wrapper import IMPLEMENTATIONS
 from colossalai.tensor.pieces import ConvertInPlace, Wrap, as_piece, describe, plain_torch
-from colossalai.tensor.process_group import TP, ProcessGroup
+from colossalai.tensor.process_group import TP, JobProcessGroup, ProcessGroup
 from colossalai.tensor.serialization import deep_copy, reduced
 from colossalai.tensor.tensor_spec import ColoTensorSpec
 
@@ -53,8 +58,8 @@ class ColoTensor(Tensor):
     """A tensor whose pieces lie on the tp ranks of a process group.
 
     Args:
-        data: this rank's piece, or the whole tensor if ``spec`` says that it is not cut.  Memory is shared.
-            A tensor with a history keeps it; a leaf becomes a new leaf, which has a gradient of its own.
+        data: this rank's piece, or the whole tensor if ``spec`` says that it is not cut.  Memory is shared,
+            and gradients reach ``data``.
         spec: by default whole on every rank of the job.
     """
 
@@ -70,15 +75,10 @@ class ColoTensor(Tensor):
         if not isinstance(data, Tensor):
             raise TypeError(f"{cls.__name__} is made of a tensor, got {type(data).__name__}")
         if spec is None:
-            spec = data.spec() if isinstance(data, ColoTensor) else ColoTensorSpec(ProcessGroup())
+            spec = data.spec() if isinstance(data, ColoTensor) else ColoTensorSpec(JobProcessGroup())
         layout = layout_of(spec.dist_attr, data.shape, spec.pg, whole=False)
-        return wrap(
-            as_piece(data) if data.grad_fn else data.detach(),
-            spec.pg,
-            layout,
-            spec.compute_attr,
-            data.requires_grad,
-        )
+        piece = as_piece(data) if torch.is_grad_enabled() else as_piece(data).detach()
+        return wrap(piece, spec.pg, layout, spec.compute_attr, apart=True)
 
     @staticmethod
     def from_torch_tensor(tensor: Tensor, spec: ColoTensorSpec | None = None) -> ColoTensor:
@@ -181,7 +181,8 @@ class ColoTensor(Tensor):
         """Change in place how the tensor lies among the tp ranks; every tp rank must call it.
 
         For a tensor with a history this is an operation with a gradient.  A leaf, such as a parameter, is
-        simply stored in another way, its gradient too; make optimizers afterwards.
+        simply stored in another way, its gradient too; make optimizers afterwards.  A view that is part of a
+        history cannot change its shape; ``redistribute`` makes another tensor of it.
         """
         layout = layout_of(dist_spec, self.full_shape, self.process_group, whole=True)
         if layout == self.placement:
@@ -196,16 +197,25 @@ class ColoTensor(Tensor):
                 # pieces along dim 0 are windows into the whole tensor, and would keep all of it in memory
                 self.data = moved.clone() if moved.nbytes < moved.untyped_storage().nbytes() else moved
                 self.grad = None if grad is None else move(grad, self.placement, layout, mesh)
+            elif self._is_view():
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(self.full_shape)} is a view of another one and cannot be"
+                    f" converted to {dist_spec} in place; write t = t.redistribute(dist_spec)"
+                )
             else:
                 ConvertInPlace.apply(self, self.placement, layout, mesh)
         describe(self, self.process_group, layout, self.compute_spec)
 
-    def set_tensor_spec(self, dist_spec: DistSpec, compute_spec: ComputeSpec | None) -> None:
-        """``set_dist_spec``, and how products with this tensor run."""
+    def set_tensor_spec(
+        self, dist_spec: DistSpec | None = None, compute_spec: ComputeSpec | None = None
+    ) -> None:
+        """``set_dist_spec``, and how products with this tensor run; None keeps what the tensor has."""
         if compute_spec is not None and not isinstance(compute_spec, ComputeSpec):
             raise TypeError(f"set_tensor_spec takes a ComputeSpec or None, got {type(compute_spec).__name__}")
-        self.set_dist_spec(dist_spec)
-        self.compute_spec = compute_spec
+        if dist_spec is not None:
+            self.set_dist_spec(dist_spec)
+        if compute_spec is not None:
+            self.compute_spec = compute_spec
 
     def redistribute(self, dist_spec: DistSpec, pg: ProcessGroup | None = None) -> ColoTensor:
         """A tensor with the same values that lies otherwise, with a gradient; ``pg`` may be another process
@@ -217,7 +227,8 @@ class ColoTensor(Tensor):
         if new != self.process_group:
             piece = DistSpecManager.convert(piece, here, here.whole(), self.process_group.mesh)
             here = here.whole()
-        return wrap(DistSpecManager.convert(piece, here, layout, new.mesh), new, layout, self.compute_spec)
+        piece = DistSpecManager.convert(piece, here, layout, new.mesh)
+        return wrap(piece, new, layout, self.compute_spec, apart=True)
 
     def to_replicate(self) -> ColoTensor:
         """The whole tensor, on every tp rank."""
@@ -249,17 +260,24 @@ def wrap(
     pg: ProcessGroup,
     layout: Layout,
     compute_spec: ComputeSpec | None = None,
-    requires_grad: bool | None = None,
+    *,
+    apart: bool = False,
 ) -> ColoTensor:
-    """``piece`` as a ColoTensor; a history goes on."""
+    """``piece``, an object that nothing else refers to, as a ColoTensor; a history goes on.
+
+    A view stays a view, so that autograd sees what is written through it, unless it is set ``apart``: then it
+    can be converted in place.
+    """
+    tensor: Any = piece
     with plain_torch():
-        if piece.grad_fn is not None and torch.is_grad_enabled():
+        if type(piece) is Tensor and not (apart and piece._is_view()):
+            tensor.__class__ = ColoTensor  # a copy of the object would cost more than many functions
+        elif piece.grad_fn is not None and torch.is_grad_enabled():
             tensor = Wrap.apply(piece, ColoTensor)
         else:
-            leaf = piece.requires_grad if requires_grad is None else requires_grad
-            tensor = Tensor._make_subclass(ColoTensor, piece, leaf)
+            tensor = Tensor._make_subclass(ColoTensor, piece, piece.requires_grad)
     describe(tensor, pg, layout, compute_spec)
-    return tensor
+    return cast(ColoTensor, tensor)
 
 
 def cut_dim(value: Any) -> int | None:
@@ -275,38 +293,103 @@ def as_whole(value: Any) -> Any:
     return redistribute(as_piece(value), layout, layout.whole(), value.process_group.mesh)
 
 
+def whole_result(value: Tensor, pg: ProcessGroup) -> ColoTensor:
+    """The whole result of a function, plain or cut, as a ColoTensor."""
+    if type(value) is Tensor:  # what ``wrap`` does, in less time: this comes after every function
+        shape: torch.Size = value.shape
+        result = cast(ColoTensor, value)
+        result.__class__ = ColoTensor
+        result.placement, result.full_shape = cut_along(None, len(shape)), shape
+        result.process_group, result.compute_spec, result.cut_dim = pg, None, None
+        return result
+    return wrap(as_whole(value), pg, cut_along(None, value.ndim))
+
+
+def gathered(value: Any, func: Callable[..., Any]) -> Any:
+    """``as_whole`` for an argument of ``func``, see [Note: who may gather]."""
+    if cut_dim(value) is not None and not (DistSpecManager.may_gather or func in LAYERS):
+        name = getattr(func, "__name__", str(func))
+        raise RuntimeError(
+            f"{name} needs the whole of a tensor of shape {tuple(value.full_shape)}, of which this rank holds"
+            f" a piece ({value.dist_spec}), and gathering it would wait for the ranks"
+            f" {value.process_group.tp_rank_list()}. Call t.to_replicate() on all of them, outside of any 'if"
+            " rank == 0', and use what it returns; or look at the piece, t.data; or, if all ranks do the"
+            " same, run them inside `with DistSpecManager.implicit_gathers():`"
+        )
+    return as_whole(value)
+
+
+def _layers() -> Iterator[Any]:
+    products = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "__matmul__")
+    for name in (*(n for n in dir(torch.nn.functional) if not n.startswith("_")), *products):
+        for owner in (torch.nn.functional, torch, Tensor):
+            if callable(found := getattr(owner, name, None)):
+                yield found
+
+
+LAYERS = frozenset(_layers())
+"""What the layers of a model call, see [Note: who may gather]: each under all of its names."""
+
+
 def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``func`` of whole tensors: the same on every tp rank."""
+    group = _group_of_wholes(args, kwargs)
+    if group is None:
+        return _on_gathered(func, args, kwargs)
+    with plain_torch():
+        result = func(*args, **kwargs)
+    return _labelled(result, group, {id(value) for value in (*args, *kwargs.values())})
+
+
+def _group_of_wholes(args: Any, kwargs: Any) -> ProcessGroup | None:
+    """The process group of the first ColoTensor, if all are whole and none is in a list: the usual case."""
+    found = None
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, ColoTensor):
+            if value.cut_dim is not None or value.is_copy:
+                return None
+            found = found or value.process_group
+        elif type(value) in (list, tuple, dict) and not all(type(inner) is int for inner in value):
+            return None
+    return found
+
+
+def _on_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     _refuse_to_write_a_piece(func, args, kwargs)
     owners: list[ColoTensor] = []
+    plain: set[int] = set()
     copies: set[int] = set()
 
     def arrange(value: Any) -> Any:
         if not isinstance(value, ColoTensor):
+            plain.add(id(value))
             return value
-        new = as_whole(value)
+        new = gathered(value, func)
         if value.is_copy or (new is not value and is_view_of_parameter(value)):
             copies.add(_memory(new))
-        if value.is_copy or new is not value or (value.is_replicate() and not value.is_model_data()):
-            owners.append(value)
+        owners.append(value)
         return new
 
     args, kwargs = map_values(arrange, args), map_values(arrange, kwargs)
     with plain_torch():
         result = func(*args, **kwargs)
-    keeps_class = any(cut_dim(owner) is None for owner in owners)
+    return _labelled(result, owners[0].process_group, plain, copies) if owners else result
 
-    def label(value: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, ColoTensor):
-            return value
-        is_copy = bool(copies) and _memory(value) in copies
-        if not is_copy and not keeps_class:
-            return value
-        new = wrap(value, owners[0].process_group, cut_along(None, value.ndim))
-        new.is_copy = is_copy
-        return new
 
-    return map_values(label, result) if copies or keeps_class else result
+def _labelled(result: Any, pg: ProcessGroup, given: set[int], copies: Collection[int] = ()) -> Any:
+    """``result``, in which all plain tensors have become ColoTensors.
+
+    Not those that were ``given``: a tensor that was written to stays the plain object that the script has.
+    What lies in the memory of ``copies`` cannot be written to.
+    """
+    if type(result) is Tensor:
+        if id(result) not in given:
+            is_copy = bool(copies) and _memory(result) in copies
+            whole_result(result, pg).is_copy = is_copy
+    elif isinstance(result, (tuple, list)):  # also what ``max`` returns
+        for inner in result:
+            _labelled(inner, pg, given, copies)
+    return result
 
 
 def _refuse_to_write_a_piece(func: Callable[..., Any], args: Any, kwargs: Any) -> None:

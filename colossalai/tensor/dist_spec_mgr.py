@@ -18,6 +18,8 @@ class DistSpecManager:
     """
 
     _recorded = True
+    may_gather = False
+    """Whether functions bring tensors together that are cut, see ``colo_tensor`` [Note: who may gather]."""
 
     @classmethod
     @contextmanager
@@ -32,6 +34,19 @@ class DistSpecManager:
             yield
         finally:
             cls._recorded = before
+
+    @classmethod
+    @contextmanager
+    def implicit_gathers(cls) -> Iterator[None]:
+        """Inside the block every function may gather tensors that are cut; all tp ranks must run the block.
+
+        The backward pass belongs into it where activations are computed again.
+        """
+        before, cls.may_gather = cls.may_gather, True
+        try:
+            yield
+        finally:
+            cls.may_gather = before
 
     @classmethod
     def is_recording(cls) -> bool:

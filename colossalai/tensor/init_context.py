@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from colossalai.mesh import shard
 from colossalai.tensor.colo_parameter import ColoParameter
 from colossalai.tensor.distspec import DistSpec, ReplicaSpec, layout_of
-from colossalai.tensor.process_group import ProcessGroup
+from colossalai.tensor.process_group import JobProcessGroup, ProcessGroup
 from colossalai.tensor.tensor_spec import ColoTensorSpec
 
 Device = torch.device | str | int
@@ -30,7 +30,7 @@ class ColoInitContext:
         device: where parameters and buffers go.
         dtype: of floating-point parameters.
         default_pg: the process group of all parameters, by default every rank of the job with
-            ``tp_degree=1``.
+            ``tp_degree=1``; the job may be launched later.
         default_dist_spec: how all parameters lie, by default whole on every rank.
     """
 
@@ -42,7 +42,7 @@ class ColoInitContext:
         default_dist_spec: DistSpec | None = None,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
-        self.default_pg = default_pg or ProcessGroup()
+        self.default_pg = default_pg or JobProcessGroup()
         self.default_dist_spec = default_dist_spec or ReplicaSpec()
         self._built: list[nn.Module] = []
 
@@ -83,7 +83,7 @@ def post_process_colo_init_ctx(
         [model],
         torch.device(device),
         dtype,
-        default_pg or ProcessGroup(),
+        default_pg or JobProcessGroup(),
         default_dist_spec or ReplicaSpec(),
     )
 

@@ -110,7 +110,7 @@ def _through_identity(in_backward: Callable[[], None], values: Any) -> Any:
 def _like(tensor: Tensor, old: Tensor) -> Tensor:
     if not isinstance(old, ColoTensor):
         return tensor
-    tensor = wrap(tensor, old.process_group, old.placement, old.compute_spec)
+    tensor = wrap(tensor, old.process_group, old.placement, old.compute_spec, apart=True)
     if old.is_model_data():
         tensor._is_param = True  # it still stands for the parameter
     return tensor

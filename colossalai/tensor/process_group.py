@@ -171,11 +171,14 @@ class ProcessGroup:
             made[key] = _new_group(self.mesh.ranks(axis), "gloo")
         return made[key]
 
+    def _key(self) -> tuple[tuple[int, ...] | None, int]:
+        return self._ranks, self._tp
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ProcessGroup) and (self._ranks, self._tp) == (other._ranks, other._tp)
+        return isinstance(other, ProcessGroup) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((self._ranks, self._tp))
+        return hash(self._tp)  # the ranks may not be known yet
 
     def __repr__(self) -> str:
         return f"ProcessGroup(ranks={list(self._ranks)}, tp_degree={self._tp}, dp_degree={self._dp})"
@@ -186,6 +189,38 @@ class ProcessGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroup:
         return self
+
+
+class JobProcessGroup(ProcessGroup):
+    """All ranks of a job that need not be launched yet; each holds a copy of all tensors.
+
+    Before the launch it can lie under tensors that are whole, and knows nothing about ranks.
+    """
+
+    _tp = 1
+
+    def __init__(self) -> None:
+        if dist.is_initialized():
+            super().__init__()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("_ranks", "_dp", "mesh"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        super().__init__()  # refuses if there is no job yet
+        return self.__dict__[name]
+
+    def _key(self) -> tuple[tuple[int, ...] | None, int]:
+        return (self._ranks if self.is_launched else None), self._tp
+
+    @property
+    def is_launched(self) -> bool:
+        return "_ranks" in self.__dict__ or dist.is_initialized()
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.is_launched else "ProcessGroup(all ranks of the job, tp_degree=1)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JobProcessGroup, ()
 
 
 def _serves_cpu() -> bool:

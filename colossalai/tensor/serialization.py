@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from colossalai.mesh import Layout
 from colossalai.tensor.compute_spec import ComputePattern, ComputeSpec
 from colossalai.tensor.distspec import cut_along
 from colossalai.tensor.pieces import as_piece, describe, plain_torch
-from colossalai.tensor.process_group import TP, ProcessGroup
+from colossalai.tensor.process_group import TP, JobProcessGroup, ProcessGroup
 
 T = TypeVar("T", bound=Tensor)
 
@@ -20,7 +21,8 @@ T = TypeVar("T", bound=Tensor)
 _OWN = ("process_group", "placement", "full_shape", "compute_spec", "cut_dim", "is_copy", "views_parameter")
 
 
-def _of_the_user(tensor: Tensor) -> dict[str, Any]:
+def user_attributes(tensor: Tensor) -> dict[str, Any]:
+    """What a script has written on a ColoTensor."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
 
 
@@ -52,7 +54,7 @@ def deep_copy(tensor: Any, memo: dict[int, Any]) -> Any:
             piece = tensor.detach().clone(memory_format=torch.preserve_format)
         compute_spec = copy.deepcopy(tensor.compute_spec, memo)
         where = tensor.process_group, tensor.placement, compute_spec
-        new = build(type(tensor), piece, tensor.requires_grad, *where, _of_the_user(tensor))
+        new = build(type(tensor), piece, tensor.requires_grad, *where, user_attributes(tensor))
         memo[id(tensor)] = new
         if tensor.grad is not None and not tensor.is_model_data():  # torch copies no gradients of parameters
             new.grad = copy.deepcopy(tensor.grad, memo)
@@ -69,10 +71,10 @@ def reduced(tensor: Any) -> Any:
         isinstance(tensor, torch.nn.Parameter),
         as_piece(tensor).detach(),
         tensor.requires_grad,
-        (pg.ranks_in_group(), pg.tp_world_size()),
+        (pg._key()[0], pg.tp_world_size()),
         dim if isinstance(dim, int) else None,
         None if spec is None else (spec.compute_pattern.name, spec.output_replicate),
-        _of_the_user(tensor),
+        user_attributes(tensor),
     )
 
 
@@ -80,7 +82,7 @@ def rebuild(
     is_parameter: bool,
     piece: Tensor,
     requires_grad: bool,
-    group: tuple[list[int], int],
+    group: tuple[Sequence[int] | None, int],
     dim: int | None,
     compute: tuple[str, bool] | None,
     extra: dict[str, Any],
@@ -90,7 +92,7 @@ def rebuild(
     from colossalai.tensor.colo_parameter import ColoParameter
     from colossalai.tensor.colo_tensor import ColoTensor
 
-    pg = ProcessGroup(ranks=group[0], tp_degree=group[1])
+    pg = JobProcessGroup() if group[0] is None else ProcessGroup(ranks=group[0], tp_degree=group[1])
     layout = cut_along(dim, piece.ndim)
     compute_spec = None
     if compute is not None:

@@ -123,9 +123,12 @@ def copy_tensor_parallel_attributes(src_tensor: torch.Tensor, dst_tensor: torch.
             setattr(dst_tensor, name, getattr(src_tensor, name))
 
 
+DDP_IGNORED = "_ddp_to_ignore"  # the attribute of a parameter that data parallelism leaves alone
+
+
 def is_ddp_ignored(param: torch.Tensor) -> bool:
-    """Whether data parallelism leaves ``param`` alone (its attribute ``_ddp_to_ignore``)."""
-    return bool(getattr(param, "_ddp_to_ignore", False))
+    """Whether data parallelism leaves ``param`` alone."""
+    return bool(getattr(param, DDP_IGNORED, False))
 
 
 def data_parallel_group() -> dist.ProcessGroup | None:

@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 def _run(rank: int, world_size: int, port: int, folder: Path) -> int:
     os.chdir(folder)
     colossalai.launch_from_torch = partial(colossalai.launch_from_torch, backend="gloo", verbose=False)
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    block = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
     namespace: dict[str, Any] = {"__name__": "documentation"}
     exec(compile(block, PAGE.name, "exec"), namespace)
     return len(checkpoints("runs/demo"))

@@ -10,11 +10,7 @@ def _all(module: str, names: str, issue: str, reason: str) -> dict[str, tuple[st
 
 
 # Work that is under way.  Delete the entries of a branch when it is merged: the test fails until then.
-AT_MERGE: dict[str, tuple[str, str]] = {
-    **_all("colossalai.nn.parallel", "ColoDDP", "branch colo", "issue 19"),
-    "colossalai.utils.checkpoint_io": ("branch colo", "issue 19"),
-    **_all("colossalai.zero.gemini.ChunkManager", "fake_release_chunk", "branch colo", "issue 19"),
-}
+AT_MERGE: dict[str, tuple[str, str]] = {}
 DIFFERENT_AT_MERGE: dict[str, tuple[str, str]] = {
     "colossalai.nn.VocabParallelClassifier1D": (
         "gather_output is not number 6; weight_initializer is not number 7; bias_initializer is not number 8",
@@ -27,16 +23,6 @@ DIFFERENT_AT_MERGE: dict[str, tuple[str, str]] = {
         )
         for mode in ("2D", "2p5D", "3D")
     },
-    "colossalai.zero.gemini.ChunkManager.register_tensor": (
-        "no group_type; no config_key; no cpu_offload; no pin_memory; needs name; needs dtype",
-        "branch colo",
-    ),
-    "colossalai.zero.gemini.ChunkManager.move_chunk": ("no device; no force_copy; needs tier", "branch colo"),
-    "colossalai.zero.gemini.Chunk": (
-        "no chunk_size; no process_group; no init_device; no cpu_shard_init; no keep_gathered; no pin_memory;"
-        " needs index; needs size; needs ranks",
-        "branch colo",
-    ),
 }
 
 _SEQUENCE = ("issue 21", "sequence parallelism")

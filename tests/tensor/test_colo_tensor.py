@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from colossalai.mesh import count_communication, full_shape, placement, unshard
 from colossalai.tensor import (
+    ColoInitContext,
     ColoParameter,
     ColoTensor,
     ColoTensorSpec,
@@ -89,12 +91,13 @@ def _attributes(rank: int, world_size: int, port: int) -> None:
     assert default.is_replicate()
     assert default.get_dp_world_size() == 2
     assert isinstance(default + 1, ColoTensor)  # whole ColoTensors stay ColoTensors
-    assert type(ColoParameter(torch.ones(2)) + 1) is Tensor  # what is computed from whole parameters is plain
+    assert isinstance(ColoParameter(torch.ones(2)) + 1, ColoTensor)
 
     rows = cut(torch.arange(6.0).view(2, 3), 0, pg)
     assert rows.untyped_storage().nbytes() == 3 * 4  # the rest is not kept
-    assert [row.tolist() for row in rows] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    assert (int(rows[1, 1]), rows.max().item(), 4.0 in rows) == (4, 5.0, True)
+    with DistSpecManager.implicit_gathers():
+        assert [row.tolist() for row in rows] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+        assert (int(rows[1, 1]), rows.max().item(), 4.0 in rows) == (4, 5.0, True)
     assert rows.contiguous() is rows
     assert rows.type() == "torch.FloatTensor"
     again = ColoParameter(rows)
@@ -120,7 +123,7 @@ def _moves(rank: int, world_size: int, port: int) -> None:
     full = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     weight = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
     for src, dst in itertools.product(SPECS, SPECS):
-        leaf = ColoTensor(full.clone().requires_grad_(), ColoTensorSpec(pg))
+        leaf = ColoTensor(full.clone(), ColoTensorSpec(pg)).requires_grad_()
         leaf.set_dist_spec(src)  # a leaf is stored in another way
         assert leaf.is_leaf
         assert leaf.requires_grad
@@ -148,7 +151,9 @@ def _moves(rank: int, world_size: int, port: int) -> None:
             value.set_dist_spec(dst)
             assert not value.requires_grad or value.dist_spec == leaf.dist_spec
             assert torch.equal(whole(value), full)
-            assert leaf.softmax(-1).requires_grad  # what functions do by themselves is recorded
+            assert nn.functional.softmax(
+                leaf, -1
+            ).requires_grad  # what functions do by themselves is recorded
         assert (leaf * 1).redistribute(dst).requires_grad
 
 
@@ -164,7 +169,10 @@ def _saved(rank: int, world_size: int, port: int) -> None:
     square = t * t
     t.to_replicate_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        square.sum().backward()
+        square.to_replicate().sum().backward()
+    view = (cut(torch.randn(4, 6).requires_grad_(), 0, pg) * 1).transpose(0, 1)
+    with pytest.raises(RuntimeError, match=r"is a view of another one .* t = t\.redistribute"):
+        view.to_replicate_()
 
 
 def test_in_place_conversion_of_a_tensor_in_use() -> None:
@@ -215,7 +223,6 @@ BAD_SPECS: list[tuple[Any, type[Exception], str]] = [
         r"dim 1 .*shape \(4, 5\) cannot be cut into 2 equal pieces: .* size of 4 or 6",
     ),
     ("row", TypeError, "a dist spec is a ShardSpec or a ReplicaSpec, got str 'row'"),
-    (None, TypeError, "a dist spec is a ShardSpec or a ReplicaSpec, got NoneType"),
 ]
 
 
@@ -320,20 +327,182 @@ def _gradients(rank: int, world_size: int, port: int) -> None:
     mine = 2 * t.data
     (t * t).backward(torch.ones(2, 2))
     assert torch.equal(t.grad, mine)
-    (grad,) = torch.autograd.grad((t * t).sum(), t)
+    (grad,) = torch.autograd.grad((t * t).to_replicate().sum(), t)
     assert torch.equal(grad, mine)
     (grad,) = torch.autograd.grad(t * t, [t], cut(torch.ones(2, 4), 1, pg))
     assert torch.equal(grad, mine)
     t.grad = None
     other = cut(torch.ones(2, 4).requires_grad_(), 1, pg)
-    torch.autograd.backward((t * t * other).sum(), inputs=[t])
+    torch.autograd.backward((t * t * other).to_replicate().sum(), inputs=[t])
     assert torch.equal(t.grad, mine)
     assert other.grad is None
     leaf = torch.ones(2, 2).requires_grad_()
     inside = ColoTensor(leaf * 3, ColoTensorSpec(pg, ShardSpec([1], [2])))  # a history goes on
-    inside.sum().backward()
+    inside.to_replicate().sum().backward()
     assert torch.equal(leaf.grad, torch.full((2, 2), 3.0))
+    for make in (ColoTensor, ColoTensor.from_torch_tensor):
+        for spec in (ColoTensorSpec(pg, ShardSpec([1], [2])), ColoTensorSpec(pg), None):
+            leaf.grad = None
+            of_leaf = make(leaf, spec)
+            (of_leaf.to_replicate() * 2).sum().backward()
+            assert torch.equal(leaf.grad, torch.full((2, 2), 2.0)), spec
+            assert not make(leaf.detach(), spec).requires_grad
+    with torch.no_grad():
+        assert not ColoTensor.from_torch_tensor(leaf).requires_grad
 
 
 def test_gradients() -> None:
     spawn(_gradients, 2)
+
+
+def _results(rank: int, world_size: int, port: int) -> None:
+    """What functions make of ColoTensors are ColoTensors, cut or whole, also with one tp rank."""
+    start(rank, world_size, port)
+    functional, generator = nn.functional, torch.Generator().manual_seed(1)
+    pg = ProcessGroup(tp_degree=world_size)
+    full = torch.randn(4, 6, generator=generator)
+    x, bias = torch.randn(2, 6, generator=generator), torch.randn(4, generator=generator)
+    whole_one, cut_one = cut(full, None, pg), cut(full, 0, pg)
+    shard = ShardSpec([0], [world_size]) if world_size > 1 else ReplicaSpec()
+    across = ShardSpec([1], [world_size]) if world_size > 1 else ReplicaSpec()
+    weight = ColoParameter(full.clone(), spec=ColoTensorSpec(pg))
+    columns = cut(full, 0, pg, False)
+    results: list[tuple[Any, Tensor, Any]] = [
+        (functional.linear(x, weight, bias), functional.linear(x, full, bias), ReplicaSpec()),
+        (functional.linear(x, cut(full, 0, pg, True)), functional.linear(x, full), ReplicaSpec()),
+        (functional.linear(x, cut(full, 1, pg, True)), functional.linear(x, full), ReplicaSpec()),
+        (functional.linear(x, columns, bias), functional.linear(x, full, bias), across),
+        (torch.addmm(bias, x, weight.t()), torch.addmm(bias, x, full.t()), ReplicaSpec()),
+        (whole_one.view(2, 12), full.view(2, 12), ReplicaSpec()),
+        (cut_one.view(4, 2, 3), full.view(4, 2, 3), shard),
+        (whole_one.abs(), full.abs(), ReplicaSpec()),
+        (cut_one.abs(), full.abs(), shard),
+        (torch.zeros_like(whole_one), torch.zeros(4, 6), ReplicaSpec()),
+        (torch.zeros_like(cut_one), torch.zeros(4, 6), cut_one.dist_spec),
+        (weight.sum(), full.sum(), ReplicaSpec()),
+        (whole_one.max(dim=1).values, full.max(dim=1).values, ReplicaSpec()),
+        (torch.cat([whole_one, full]), torch.cat([full, full]), ReplicaSpec()),
+        (weight.split(2)[1], full.split(2)[1], ReplicaSpec()),
+        (functional.softmax(cut_one, 0), full.softmax(0), ReplicaSpec()),
+        (functional.embedding(torch.tensor([0, 3]), columns), full[[0, 3]], ReplicaSpec()),
+        (functional.cross_entropy(columns.t(), torch.ones(6).long()), None, ReplicaSpec()),
+    ]
+    for i, (result, expected, spec) in enumerate(results):
+        assert type(result) is ColoTensor, i
+        assert (result.process_group, result.dist_spec) == (pg, spec), i
+        if expected is not None:
+            torch.testing.assert_close(whole(result), expected, msg=lambda m, i=i: f"{i}: {m}")
+    assert type(weight.to_replicate()) is type(cut_one.to_replicate()) is ColoTensor
+    assert cut_one.to_replicate_().dist_spec == ReplicaSpec()
+    # what is made like a parameter is plain memory of its optimizer
+    assert type(torch.zeros_like(weight)) is Tensor
+    # a plain tensor that is written to stays what it is; a view still is a view for autograd
+    plain = torch.zeros(4, 6)
+    assert plain.add_(whole_one) is plain
+    assert type(plain) is Tensor
+    leaf = full.clone().requires_grad_()
+    twice = ColoTensor.from_torch_tensor(leaf) * 2
+    twice[0].mul_(3)
+    twice.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [[6.0] * 6] + [[2.0] * 6] * 3
+    loss = twice.detach().sum()
+    assert f"{loss:.2f}" == f"{loss.item():.2f}"
+    assert f"{loss}" == f"{loss.item()}"
+
+
+def test_results_are_colo_tensors() -> None:
+    for world_size in (1, 2):
+        spawn(_results, world_size)
+
+
+def _alone(rank: int, world_size: int, port: int) -> None:
+    """A function that needs the whole of a tensor is refused where one rank calls it alone; none waits."""
+    start(rank, world_size, port)
+    pg = ProcessGroup(tp_degree=2)
+    full = torch.arange(32.0).view(4, 8)
+    t = cut(full, 0, pg)
+    param = ColoParameter(t.data.clone(), spec=t.spec())
+    other = cut(full, 1, pg)
+    with count_communication() as log:
+        if rank == 0:
+            calls: list[Any] = [
+                lambda: torch.testing.assert_close(t, cut_alike),
+                lambda: torch.equal(t, t),
+                lambda: t.sum(),
+                lambda: param.norm(),
+                lambda: t[1].tolist(),
+                lambda: bool((t == t).all()),
+                lambda: t + other,
+                lambda: torch.zeros(4, 8).copy_(t),
+                lambda: torch.cat([t, t]),
+                lambda: t.tolist(),
+            ]
+            cut_alike = ColoTensor(t.data.clone(), t.spec())
+            for call in calls:
+                with pytest.raises(RuntimeError) as caught:
+                    call()
+                error = caught.value.__cause__ or caught.value  # assert_close puts words of its own around it
+                words = r"needs the whole of a tensor of shape \(4, 8\).*wait for the ranks \[0, 1\]\. Call"
+                assert re.search(words, str(error)), error
+            assert str(t.shape) in repr(t) or repr(t)
+            assert t.data.sum() == full[:2].sum()
+    assert log.calls() == 0
+    torch.testing.assert_close(t.to_replicate().data, full)  # the ranks are in step
+    with DistSpecManager.implicit_gathers():
+        assert t.sum().item() == full.sum().item()
+        assert torch.equal(t + other, full * 2)
+    with pytest.raises(RuntimeError, match="sum needs the whole"):
+        t.sum()
+
+
+def test_one_rank_alone_does_not_wait() -> None:
+    spawn(_alone, 2)
+
+
+def _specs(rank: int, world_size: int, port: int) -> None:
+    start(rank, world_size, port)
+    pg, compute = ProcessGroup(tp_degree=2), ComputeSpec(ComputePattern.TP1D)
+    t = cut(torch.randn(4, 6), 1, pg)
+    before = t.data.clone()
+    t.set_tensor_spec(dist_spec=None, compute_spec=compute)
+    assert t.compute_spec is compute
+    assert t.is_shard_1dcol()
+    assert torch.equal(t.data, before)
+    t.set_tensor_spec(ShardSpec([0], [2]))
+    assert t.compute_spec is compute
+    assert t.is_shard_1drow()
+    with pytest.raises(TypeError, match="a dist spec is a ShardSpec or a ReplicaSpec, got NoneType"):
+        t.set_dist_spec(None)  # type: ignore[arg-type]
+
+
+def test_none_keeps_a_spec() -> None:
+    spawn(_specs, 2)
+
+
+def _built_before_launch(rank: int, world_size: int, port: int) -> None:
+    torch.manual_seed(0)
+    with ColoInitContext():
+        model = nn.Linear(4, 6)
+    before = ColoTensor(torch.ones(2, 4))
+    assert model.weight.process_group == before.process_group
+    assert "all ranks of the job" in repr(model.weight)
+    assert model.weight.get_tp_world_size() == 1
+    expected = model(before).data.clone()
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    with pytest.raises(RuntimeError, match=r"call colossalai\.launch first"):
+        model.weight.get_dp_world_size()
+    with pytest.raises(RuntimeError, match=r"call colossalai\.launch first"):
+        ProcessGroup()
+    start(rank, world_size, port)
+    assert model.weight.process_group == copied.weight.process_group == ProcessGroup()
+    assert model.weight.get_dp_world_size() == 2
+    pg = ProcessGroup(tp_degree=2)
+    for param in model.parameters():
+        param.set_process_group(pg)
+        param.set_tensor_spec(ShardSpec([0], [2]), ComputeSpec(ComputePattern.TP1D))
+    torch.testing.assert_close(model(torch.ones(2, 4)).data, expected)
+
+
+def test_init_context_before_launch() -> None:
+    spawn(_built_before_launch, 2)

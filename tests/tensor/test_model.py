@@ -18,11 +18,13 @@ import colossalai.utils.model.colo_init_context
 import colossalai.zero
 from colossalai.mesh import clip_grads, unshard
 from colossalai.nn.optimizer import CPUAdam, FusedAdam, FusedSGD, HybridAdam, Lamb
+from colossalai.nn.parallel import ColoDDP
 from colossalai.tensor import (
     ColoInitContext,
     ColoParameter,
     ColoTensor,
     ColoTensorSpec,
+    DistSpecManager,
     ProcessGroup,
     ReplicaSpec,
     ShardSpec,
@@ -35,7 +37,7 @@ from colossalai.tensor import (
 from colossalai.testing import RankError, spawn
 from colossalai.testing.parity import Problem, assert_equal_to_serial
 from tests.tensor.gpt2 import ColoRun
-from tests.tensor.net import PLANS, build, lay_out, loss, problem
+from tests.tensor.net import HIDDEN, PLANS, build, lay_out, loss, problem
 from tests.tensor.world import start, whole
 
 
@@ -136,7 +138,7 @@ def _lost_writes(rank: int, world_size: int, port: int) -> None:
     pg = ProcessGroup(tp_degree=2)
     full = torch.arange(12.0).view(4, 3)
     weight = ColoParameter(full.chunk(2)[rank].clone(), spec=ColoTensorSpec(pg, ShardSpec([0], [2])))
-    with torch.no_grad():
+    with torch.no_grad(), DistSpecManager.implicit_gathers():
         for view in (weight[1], weight[1:3][0], weight.flatten()[3:6], weight.narrow(0, 1, 1).view(-1)):
             assert torch.equal(view.data, full[1])
             for write in (
@@ -155,7 +157,8 @@ def _lost_writes(rank: int, world_size: int, port: int) -> None:
         weight[:, 1].zero_()  # each rank has its part of this view
     full[:, 1] = 0
     assert torch.equal(whole(weight), full)
-    assert type(weight[1]) is Tensor  # with gradients autograd refuses such writes
+    with DistSpecManager.implicit_gathers(), pytest.raises(RuntimeError, match=r"view of a leaf"):
+        weight[:, 1].add_(1)  # with gradients autograd refuses such writes
 
 
 def test_lost_writes() -> None:
@@ -310,6 +313,55 @@ def _ddp(rank: int, world_size: int, port: int) -> None:
                 unshard(b.grad, b.placement, pg.mesh), a.grad, msg=lambda m, n=name: f"{n}: {m}"
             )
     assert dist.get_world_size(pg.dp_process_group()) == 2
+    for rebuild_bucket in (True, False):
+        _check_colo_ddp(pg, rebuild_bucket)
+    with pytest.raises(TypeError, match=r"ColoDDP takes a colossalai.tensor.ProcessGroup .* got str: 'dp'"):
+        ColoDDP(build(), "dp")
+
+
+def _check_colo_ddp(pg: ProcessGroup, rebuild_bucket: bool) -> None:
+    """Three steps are those of the serial model; ignored parameters keep what this rank has computed."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(0, 10, (4, 6), generator=generator) for _ in range(3)]
+    serial, model = build(), build()
+    post_process_colo_init_ctx(model)
+    lay_out(model, pg, "megatron")
+    model.up.bias.data.add_(pg.dp_local_rank())  # all take the first one's, but of what is ignored
+    model.norm.weight.data.mul_(1 + pg.dp_local_rank())
+    ColoDDP.set_params_to_ignore([model.norm.weight])
+    wrapped = ColoDDP(model, pg, bucket_cap_mb=1, rebuild_bucket=rebuild_bucket)
+    assert isinstance(wrapped, nn.Module)
+    assert list(wrapped.state_dict()) == list(serial.state_dict())
+    assert model.norm.weight[0] == 1 + pg.dp_local_rank()
+    with pytest.raises(RuntimeError, match=r"belongs to a ColoDDP already.*before ColoDDP"):
+        ColoDDP.set_params_to_ignore([model.up.weight])
+    with torch.no_grad():
+        model.norm.weight.fill_(1.0)
+    own = [ids.chunk(2)[pg.dp_local_rank()] for ids in batches]
+    serial.norm.weight.requires_grad_(False)  # it would be averaged
+    first, second = (
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (serial, model)
+    )
+    for ids, mine in zip(batches, own, strict=True):
+        first.zero_grad()
+        second.zero_grad()
+        expected, found = loss(serial, ids), loss(wrapped, mine)
+        expected.backward()
+        wrapped.backward(found)
+        model.norm.weight.grad = None
+        for (name, a), b in zip(serial.named_parameters(), model.parameters(), strict=True):
+            if a.grad is not None:
+                torch.testing.assert_close(
+                    unshard(b.grad, b.placement, pg.mesh), a.grad, msg=lambda m, n=name: f"{n}: {m}"
+                )
+        first.step()
+        second.step()
+    for (name, a), b in zip(serial.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(b), a.data, msg=lambda m, n=name: f"{n}: {m}")
+    loss(wrapped, own[0]).backward()
+    both = [torch.empty(HIDDEN) for _ in range(2)]
+    dist.all_gather(both, model.norm.weight.grad, group=pg.dp_process_group())
+    assert not torch.equal(*both)  # each rank its own
 
 
 def test_torch_ddp() -> None:

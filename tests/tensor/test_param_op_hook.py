@@ -11,6 +11,7 @@ from colossalai.tensor import (
     ColoParameter,
     ColoParamOpHook,
     ColoParamOpHookManager,
+    ColoTensor,
     ColoTensorSpec,
     ProcessGroup,
     post_process_colo_init_ctx,
@@ -51,7 +52,7 @@ def _diary(rank: int, world_size: int, port: int) -> None:
         with ColoParamOpHookManager.use_hooks():
             F.linear(torch.ones(2, 3), c)  # unseen
         y = F.linear(torch.tanh(F.linear(torch.ones(2, 3), a, b)), c)
-        assert type(y) is Tensor  # as without hooks
+        assert type(y) is ColoTensor  # as without hooks
         _ = a.shape, a.grad, a.numel()  # no operations
     assert diary == ["before a+b", "after a+b", "before c", "after c"]
     diary.clear()

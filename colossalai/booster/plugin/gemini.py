@@ -16,8 +16,9 @@ from colossalai.booster.plugin.dp import check_backend
 from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.interface import OptimizerWrapper
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer, MemStats, PlacementPolicyFactory
+from colossalai.zero.gemini.chunk import default_device
 from colossalai.zero.gemini.chunk_filling import check_shares
-from colossalai.zero.gemini.chunk_manager import check_disk, default_device
+from colossalai.zero.gemini.chunk_manager import check_disk
 from colossalai.zero.gemini.speculative import UNDO_RATIO
 from colossalai.zero.gemini.tiers import check_capacity
 

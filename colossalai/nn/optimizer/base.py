@@ -32,6 +32,8 @@ from colossalai.kernel import _compat
 from colossalai.kernel.split import join, tail_of
 from colossalai.mesh import placement
 from colossalai.nn.optimizer.refresh_masters import UncountedWrites, current_master
+from colossalai.tensor import ColoTensor
+from colossalai.tensor.pieces import as_piece
 from colossalai.utils.lazy_tensor import fetch_later, is_lazy
 from colossalai.utils.optimizer_state import check_state
 
@@ -387,7 +389,9 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor; it shares memory with it."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    if is_dtensor(tensor):
+        return tensor.to_local()  # type: ignore[attr-defined]
+    return as_piece(tensor) if isinstance(tensor, ColoTensor) else tensor
 
 
 def check_betas(owner: Optimizer, betas: Any) -> None:

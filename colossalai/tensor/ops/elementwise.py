@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from colossalai.mesh import shard, spread
 from colossalai.mesh import split as cut
-from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, is_in_place, on_wholes, wrap
+from colossalai.tensor.colo_tensor import ColoTensor, cut_dim, gathered, is_in_place, on_wholes, wrap
 from colossalai.tensor.distspec import cut_along
 from colossalai.tensor.op_wrapper import colo_op_impl
 from colossalai.tensor.pieces import as_piece, plain_torch
@@ -71,7 +71,7 @@ def _broadcast(func: Callable[..., Any]) -> Callable[..., Any]:
                 return func(*args, **kwargs)
         if in_place and args[0] is not lead:
             return on_wholes(func, args, kwargs)
-        arranged = [a if in_place and a is lead else arrange(a, lead) for a in args]
+        arranged = [a if in_place and a is lead else arrange(a, lead, func) for a in args]
         with plain_torch():
             result = func(*arranged, **kwargs)
         if in_place:
@@ -98,7 +98,7 @@ def _like(func: Callable[..., Any]) -> Callable[..., Any]:
         with plain_torch():
             result = func(input, *args, **kwargs)
         # what is made like a parameter is memory of its optimizer
-        if cut_dim(input) is None or input.is_model_data():
+        if not isinstance(input, ColoTensor) or input.is_model_data():
             return result
         return wrap(result, input.process_group, input.placement)
 
@@ -112,8 +112,8 @@ def _from_the_end(lead: ColoTensor) -> int:
     return dim - lead.ndim
 
 
-def arrange(value: Any, lead: ColoTensor) -> Any:
-    """What ``value`` is next to this rank's piece of ``lead``."""
+def arrange(value: Any, lead: ColoTensor, func: Callable[..., Any]) -> Any:
+    """What ``value``, an argument of ``func``, is next to this rank's piece of ``lead``."""
     if not isinstance(value, Tensor):
         return value
     pg, right = lead.process_group, _from_the_end(lead)
@@ -126,7 +126,7 @@ def arrange(value: Any, lead: ColoTensor) -> Any:
             )
         if _from_the_end(value) == right:
             return as_piece(value)
-        value = as_whole(value)
+        value = gathered(value, func)
     value = as_piece(value)
     size = value.size(right) if value.ndim >= -right else 1
     if size == 1:
@@ -159,9 +159,9 @@ def _(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     if cut_dim(self) is not None:
         assert isinstance(self, ColoTensor)
         if isinstance(src, ColoTensor) or src.shape == self.full_shape:
-            src = arrange(src, self)
+            src = arrange(src, self, Tensor.copy_)
     else:
-        src = as_whole(src)
+        src = gathered(src, Tensor.copy_)
     with plain_torch():
         return Tensor.copy_(self, src, non_blocking)
 
@@ -222,3 +222,9 @@ def _(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fals
     mask = shard(nn.functional.dropout(ones, p), input.placement, input.process_group.mesh)
     piece = as_piece(input)
     return wrap(piece.mul_(mask) if inplace else piece * mask, input.process_group, input.placement)
+
+
+@colo_op_impl(Tensor.__format__)
+def _(self: Tensor, format_spec: str) -> str:
+    """``f"{loss:.3f}"``: torch formats numbers of its own class only."""
+    return object.__format__(self, format_spec) if self.ndim else format(as_piece(self), format_spec)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from colossalai.mesh import local_range, reduce
-from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes, wrap
+from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes, whole_result, wrap
 from colossalai.tensor.compute_spec import ComputePattern
 from colossalai.tensor.distspec import cut_along
 from colossalai.tensor.op_wrapper import colo_op_impl
@@ -47,7 +47,7 @@ def _(
     piece = _lookup(ids, as_piece(weight), padding_idx, sparse=sparse)
     result = wrap(piece, weight.process_group, cut_along(piece.ndim - 1, piece.ndim))
     assert weight.compute_spec is not None
-    return as_whole(result) if weight.compute_spec.output_replicate else result
+    return whole_result(result, weight.process_group) if weight.compute_spec.output_replicate else result
 
 
 def _by_vocabulary(ids: Tensor, weight: ColoTensor, padding_idx: int | None, sparse: bool) -> Tensor:
@@ -61,7 +61,7 @@ def _by_vocabulary(ids: Tensor, weight: ColoTensor, padding_idx: int | None, spa
     if padding_idx is not None:
         padding_idx = padding_idx - start if start <= padding_idx < start + length else None
     rows = _lookup(index.clamp(0, length - 1), as_piece(weight), padding_idx, sparse=sparse)
-    return reduce(rows * inside.unsqueeze(-1), TP, mesh)
+    return whole_result(reduce(rows * inside.unsqueeze(-1), TP, mesh), weight.process_group)
 
 
 def outside(index: Tensor, size: int) -> int | None:

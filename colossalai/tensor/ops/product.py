@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colossalai.mesh import Layout, MatmulPlan, matmul, redistribute
-from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes, wrap
+from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes, whole_result, wrap
 from colossalai.tensor.compute_spec import ComputePattern
 from colossalai.tensor.distspec import cut_along
 from colossalai.tensor.op_wrapper import colo_op_impl
@@ -50,11 +50,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, turned: bo
     x, weight, bias = _autocast(x, weight, bias)
     y = matmul(x, as_piece(weight).t() if turned else as_piece(weight), plan, pg.mesh)
     if not plan.y.sharded:
-        return y if bias is None else y + as_whole(bias)
+        return whole_result(y if bias is None else y + as_piece(as_whole(bias)), pg)
     result: Tensor = wrap(y, pg, plan.y)
     if bias is not None:
         result = result + bias
-    return as_whole(result) if replicate else result
+    return whole_result(result, pg) if replicate else result
 
 
 @lru_cache(maxsize=256)

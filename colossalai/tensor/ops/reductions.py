@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colossalai.mesh import spread
 from colossalai.mesh.row_loss import Classes, row_losses
-from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes, wrap
+from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes, whole_result, wrap
 from colossalai.tensor.op_wrapper import colo_op_impl
 from colossalai.tensor.ops.embedding import outside
 from colossalai.tensor.pieces import as_piece
@@ -45,9 +45,9 @@ def _(
     rows = as_piece(input).movedim(dim, -1).reshape(-1, classes.range()[1])
     losses = row_losses(rows, target.masked_fill(~valid, -1).flatten(), classes, label_smoothing)
     losses = losses.view(target.shape).to(input.dtype)
-    if reduction == "none":
-        return losses
-    return losses.sum() / valid.sum() if reduction == "mean" else losses.sum()
+    if reduction != "none":
+        losses = losses.sum() / valid.sum() if reduction == "mean" else losses.sum()
+    return whole_result(losses, input.process_group)
 
 
 _normalize = torch.nn.functional.layer_norm

@@ -30,6 +30,17 @@ CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS)  # how sys
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def _make(directory: Path) -> None:
+    """Make ``directory`` if it is missing; where its parent is missing too, a disk may not be mounted."""
+    try:
+        directory.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{directory} is not a directory and cannot be made ({os.strerror(error.errno or 0)}), so nothing"
+            " can be offloaded there; create it, or name another one"
+        ) from None
+
+
 class ScratchFile:
     """Direct reads and writes at any multiple of ``ALIGNMENT``; any number of threads may call at once."""
 
@@ -37,11 +48,7 @@ class ScratchFile:
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         self.directory = Path(tempfile.gettempdir() if directory is None else directory).absolute()
-        if not self.directory.is_dir():
-            raise ValueError(
-                f"{self.directory} is not a directory, so nothing can be offloaded there; create it, or name"
-                " another one"
-            )
+        _make(self.directory)
         if sys.platform != "linux":
             raise RuntimeError(f"offloading to a disk needs Linux; this is {sys.platform}")
         self.size = 0

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from colossalai._numeric import round_up
 from colossalai.mesh._compat import plain_torch
+from colossalai.tensor import ProcessGroup
 from colossalai.zero.absent_tensors import REASON
 from colossalai.zero.gemini.tiers import PendingCopy, Tier
 from colossalai.zero.pieces import FlatLayout
@@ -141,15 +142,42 @@ class ChunkRanks:
 
 
 class Chunk:
-    """Parameters of one dtype in one buffer of ``size`` elements."""
+    """Parameters of one dtype in one buffer of ``chunk_size`` elements.
 
-    def __init__(self, index: int, size: int, dtype: torch.dtype, ranks: ChunkRanks) -> None:
-        if size % (ranks.size * ALIGN):
+    Args:
+        process_group: whose data-parallel ranks share the chunk; a group of torch, or None for this rank
+            alone.
+        init_device: where its manager lets it rest at first.
+        cpu_shard_init: let it rest in host memory, whatever ``init_device`` says.
+        keep_gathered: its manager does not free the whole.
+        pin_memory: page-locked host memory, if there is a GPU.
+        index: its number among the chunks of a model.
+        ranks: instead of ``process_group``.
+    """
+
+    def __init__(
+        self,
+        chunk_size: int,
+        process_group: ProcessGroup | dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        init_device: torch.device | str | None = None,
+        cpu_shard_init: bool = False,
+        keep_gathered: bool = False,
+        pin_memory: bool = False,
+        *,
+        index: int = 0,
+        ranks: ChunkRanks | None = None,
+    ) -> None:
+        if ranks is None:
+            ranks = _ranks_of(process_group)
+        if chunk_size % (ranks.size * ALIGN):
             raise ValueError(
                 f"a chunk shared by {ranks.size} ranks needs a size that is a multiple of"
-                f" {ranks.size * ALIGN}, got {size}"
+                f" {ranks.size * ALIGN}, got {chunk_size}"
             )
-        self.index, self.size, self.dtype, self.ranks = index, size, dtype, ranks
+        self.index, self.size, self.dtype, self.ranks = index, chunk_size, dtype, ranks
+        self.first_device = torch.device("cpu" if cpu_shard_init or init_device is None else init_device)
+        self.keep_gathered, self.pin_memory = keep_gathered, pin_memory
         self.slots: list[ParamSlot] = []
         self.used = 0
         self.users: set[Any] = set()
@@ -302,6 +330,18 @@ def _reason(name: str) -> str:
         " model.whole_parameters():` or by model.state_dict(), write them by model.load_state_dict(...), and"
         " save them by model.save_pretrained or booster.save_model, on every rank"
     )
+
+
+def default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _ranks_of(group: ProcessGroup | dist.ProcessGroup | None) -> ChunkRanks:
+    if isinstance(group, ProcessGroup):
+        group = group.dp_process_group() if group.dp_world_size() > 1 else None
+    return group_ranks(group, default_device())
 
 
 def aligned(position: int) -> int:

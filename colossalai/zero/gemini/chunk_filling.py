@@ -14,16 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from colossalai.amp._compat import changes
 from colossalai.amp.casting import is_batch_norm
 from colossalai.mesh.initial import give_storage, initial_values
 from colossalai.mesh.mesh import Mesh
-from colossalai.utils.parallel import broadcast_from_first
-from colossalai.zero.gemini.chunk import Chunk, ChunkRanks, ParamSlot
-from colossalai.zero.gemini.chunk_manager import ChunkManager
+from colossalai.zero.gemini.chunk import Chunk, ParamSlot
+from colossalai.zero.gemini.chunk_manager import ChunkManager, first_ranks
 from colossalai.zero.gemini.tiers import Tier
 from colossalai.zero.pieces import IN_CHUNKS
 from colossalai.zero.renormalizing import renormalizing
@@ -153,7 +152,7 @@ def register(module: nn.Module, chunks: ChunkManager, dtype: torch.dtype) -> Non
     for name, param in module.named_parameters():
         if not param.is_floating_point():
             raise TypeError(f"chunks hold floating-point parameters; {name!r} is of {param.dtype}")
-        chunks.register_tensor(param, name, torch.float32 if param in exact else dtype)
+        chunks.register(param, name, torch.float32 if param in exact else dtype)
     chunks.close_all_groups()
 
 
@@ -171,30 +170,7 @@ def fill(
         if seed is not None
         else ((p, p.data) for p in module.parameters())  # of a ColoParameter, its piece
     )
-    missing = {chunk.index: len(chunk.slots) for chunk in chunks.chunks}
-    with torch.no_grad():
-        for param, value in values:
-            chunk, slot = chunks.get_chunk(param), chunks.get_slot(param)
-            if chunk.home is None:
-                where = home(chunk)
-                chunk.place(chunks.compute, where, chunks.shelf is not None and where is chunks.shelf.tier)
-            slot.view.copy_(value)
-            param.data = slot.blank  # its old memory is free from here on
-            missing[chunk.index] -= 1
-            if not missing[chunk.index]:
-                _close(chunk, chunks, alike=seed is not None)
-
-
-def _close(chunk: Chunk, chunks: ChunkManager, alike: bool) -> None:
-    """Take the first rank's values unless ``alike``, keep this rank's shard, and free the whole."""
-    if not alike:
-        chunk.flat.copy_(_first_ranks(chunk.flat, chunk.ranks))  # nothing is copied if it is the same memory
-    chunks.keep_own(chunk)
-    if chunk.resident:
-        chunk.show()
-    else:
-        chunk.drop()
-    chunk.guard()
+    chunks.lay_in(values, home, alike=seed is not None)
 
 
 def place_buffers(module: nn.Module, chunks: ChunkManager, dtype: torch.dtype) -> None:
@@ -206,13 +182,4 @@ def place_buffers(module: nn.Module, chunks: ChunkManager, dtype: torch.dtype) -
                 buffer.dtype is torch.float64 and dtype is torch.float32
             )  # in the serial model it stays
             wanted = dtype if buffer.is_floating_point() and not keeps else buffer.dtype
-            owner._buffers[name] = _first_ranks(buffer.to(chunks.device, wanted), chunks.ranks)
-
-
-def _first_ranks(tensor: Tensor, ranks: ChunkRanks) -> Tensor:
-    """Return the values of the first rank, in the memory of ``tensor`` if that can be sent from there."""
-    if ranks.size == 1:
-        return tensor
-    values = (tensor.cpu() if ranks.staged else tensor).contiguous()
-    broadcast_from_first([values], ranks.gather)
-    return values.to(tensor.device)
+            owner._buffers[name] = first_ranks(buffer.to(chunks.device, wanted), chunks.ranks)

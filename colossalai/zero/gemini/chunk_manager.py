@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,14 +17,17 @@ from torch import Tensor, nn
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import DATA_AXIS, Mesh
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
-from colossalai.tensor import ProcessGroup
+from colossalai.tensor import ColoTensor, ProcessGroup
 from colossalai.utils.disk import Buffers
+from colossalai.utils.parallel import broadcast_from_first, launched_mesh
 from colossalai.zero.gemini.chunk import (
     Chunk,
     ChunkRanks,
     ParamSlot,
     TensorState,
     aligned,
+    check_transition,
+    default_device,
     group_ranks,
     padded,
 )
@@ -55,7 +58,7 @@ class ChunkManager:
             ``init_device``.
         enable_distributed_storage: of those scripts; chunks are always shared.
         device: the compute device.
-        ranks: the data-parallel ranks.
+        ranks: the data-parallel ranks; by default those of the model that is put into the chunks.
         compute_capacity: bytes that model data may take on the compute device, by default as much as there
             is.
         host_capacity: the same for the host.
@@ -94,7 +97,7 @@ class ChunkManager:
             init_device = place
         self.init_device = torch.device(init_device or "cpu")
         self.configuration = chunk_configuration
-        self.ranks = ranks or ChunkRanks()
+        self.ranks, self._ranks_are_named = ranks or ChunkRanks(), ranks is not None
         self.compute = Tier("compute", self.device, compute_capacity)
         self.host = Tier("host", torch.device("cpu"), host_capacity, self.device.type == "cuda")
         self.copier = Copier(self.device)
@@ -104,7 +107,10 @@ class ChunkManager:
         if disk_dir is not None:
             self.add_disk(disk_dir, disk_capacity)
         self.chunks: list[Chunk] = []
-        self._open: dict[torch.dtype, Chunk] = {}
+        self._open: dict[Any, Chunk] = {}
+        self._by_hand: dict[
+            nn.Parameter, Tensor
+        ] = {}  # tensors that scripts have registered, and their values
         self._slots: dict[nn.Parameter, tuple[Chunk, ParamSlot]] = {}
         self.bytes_up = self.bytes_down = 0
         self._largest_moving: int | None = None
@@ -147,36 +153,81 @@ class ChunkManager:
 
     # Registration
 
-    @property
-    def chunk_size(self) -> int:
+    def share_with(self, mesh: Mesh | None) -> None:
+        """Let the data-parallel ranks of ``mesh`` share the chunks, unless the ranks were named."""
+        if not self._ranks_are_named:
+            self.ranks, self._ranks_are_named = data_ranks(mesh, self.device), True
+
+    def _configured(self, ranks: int) -> Mapping[str, Any]:
         if isinstance(self.configuration, int):
-            return self.configuration
-        if self.ranks.size not in self.configuration:
+            return {"chunk_size": self.configuration}
+        if ranks not in self.configuration:
             known = ", ".join(map(str, self.configuration))
             raise ValueError(
-                f"the chunk configuration is for {known} data-parallel ranks, but {self.ranks.size} share the"
+                f"the chunk configuration is for {known} data-parallel ranks, but {ranks} share the"
                 " chunks; search it again under this plan"
             )
-        return int(self.configuration[self.ranks.size]["chunk_size"])
+        return self.configuration[ranks]
 
-    def register_tensor(self, tensor: nn.Parameter, name: str, dtype: torch.dtype) -> None:
+    @property
+    def chunk_size(self) -> int:
+        return int(self._configured(self.ranks.size)["chunk_size"])
+
+    @property
+    def keep_gathered(self) -> bool:
+        """Whether the configuration asks for chunks that stay whole during a step."""
+        return bool(self._configured(self.ranks.size).get("keep_gathered", False))
+
+    def register(self, tensor: nn.Parameter, name: str, dtype: torch.dtype) -> None:
         """Put ``tensor`` into the open chunk of its dtype, or into a new one."""
-        if tensor in self._slots:
-            return
-        size, numel = padded(self.chunk_size, self.ranks.size), tensor.numel()
-        if numel > size:
-            chunk = self._new(padded(numel, self.ranks.size), dtype)
-        else:
-            chunk = self._open.get(dtype) or self._new(size, dtype)
-            if aligned(chunk.used) + numel > chunk.size:
-                chunk = self._new(size, dtype)
-            self._open[dtype] = chunk
-        self._slots[tensor] = (chunk, chunk.append(tensor, name))
+        if tensor not in self._slots:
+            self._append(tensor, name, dtype, self.chunk_size, dtype=dtype, ranks=self.ranks)
 
-    def _new(self, size: int, dtype: torch.dtype) -> Chunk:
-        chunk = Chunk(len(self.chunks), size, dtype, self.ranks)
-        self.chunks.append(chunk)
-        return chunk
+    def _append(self, tensor: nn.Parameter, name: str, group: Any, size: int, **chunk: Any) -> None:
+        """Put ``tensor`` into the open chunk of ``group``; ``chunk`` says how a new one is made."""
+        ranks, numel = chunk["ranks"].size, tensor.numel()
+        size = padded(size, ranks)
+        if numel > size:
+            found = self._new(padded(numel, ranks), **chunk)
+        else:
+            found = self._open.get(group) or self._new(size, **chunk)
+            if aligned(found.used) + numel > found.size:
+                found = self._new(size, **chunk)
+            self._open[group] = found
+        self._slots[tensor] = (found, found.append(tensor, name))
+
+    def _new(self, size: int, **chunk: Any) -> Chunk:
+        made = Chunk(size, None, index=len(self.chunks), **chunk)
+        self.chunks.append(made)
+        return made
+
+    @torch.no_grad()
+    def lay_in(
+        self, values: Iterable[tuple[nn.Parameter, Tensor]], home: Callable[[Chunk], Tier], *, alike: bool
+    ) -> None:
+        """Allocate all chunks and fill them; without ``alike``, all ranks take the values of the first."""
+        missing = {chunk.index: len(chunk.slots) for chunk in self.chunks}
+        for param, value in values:
+            chunk, slot = self._find(param)
+            if chunk.home is None:
+                where = home(chunk)
+                chunk.place(self.compute, where, self.shelf is not None and where is self.shelf.tier)
+            slot.view.copy_(value)
+            param.data = slot.blank  # its old memory is free from here on
+            missing[chunk.index] -= 1
+            if not missing[chunk.index]:
+                self._filled(chunk, alike)
+
+    def _filled(self, chunk: Chunk, alike: bool) -> None:
+        """Take the first rank's values unless ``alike``, keep this rank's shard, and free the whole."""
+        if not alike:
+            chunk.flat.copy_(first_ranks(chunk.flat, chunk.ranks))  # nothing is copied in the same memory
+        self.keep_own(chunk)
+        if chunk.resident:
+            chunk.show()
+        else:
+            chunk.drop()
+        chunk.guard()
 
     def add_extern_static_tensor(self, tensor: Tensor) -> None:
         """Count a tensor that stays beside the chunks in the tier of its device, which has less room for
@@ -186,10 +237,92 @@ class ChunkManager:
         tier.reserve(tensor.nbytes, f"a tensor of shape {tuple(tensor.shape)} beside the chunks")
 
     def close_all_groups(self) -> None:
-        """End the registration: cut the last chunk of each dtype to what it holds."""
+        """End the registration: cut the last chunk of each group to what it holds.
+
+        Tensors that scripts have registered themselves are laid into their chunks.
+        """
         for chunk in self._open.values():
-            chunk.size = padded(chunk.used, self.ranks.size)
+            chunk.size = padded(chunk.used, chunk.ranks.size)
         self._open.clear()
+        if self._by_hand:
+            self.host.pinned = self.device.type == "cuda" and any(c.pin_memory for c in self.chunks)
+            self.lay_in(self._by_hand.items(), lambda c: self._tier_of(c.first_device), alike=False)
+            self._by_hand.clear()
+
+    # What scripts call that have no model, only tensors; every rank that shares a chunk must call it.
+
+    def register_tensor(
+        self,
+        tensor: nn.Parameter,
+        group_type: str,
+        config_key: int,
+        cpu_offload: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
+        """Put ``tensor`` into the open chunk of ``group_type`` and its dtype, or into a new one.
+
+        ``config_key`` is the number of ranks that share it, a key of the configuration.  Chunks rest on
+        ``init_device``, or with ``cpu_offload`` in host memory, which is page-locked with ``pin_memory``.
+        """
+        if tensor in self._slots:
+            return
+        ranks = self.ranks
+        if not self._ranks_are_named:
+            mesh = tensor.process_group.mesh if isinstance(tensor, ColoTensor) else launched_mesh()
+            ranks = data_ranks(mesh, self.device)
+        if ranks.size != config_key:
+            raise ValueError(
+                f"register_tensor got config_key={config_key!r}, but {ranks.size} data-parallel ranks share a"
+                f" tensor of shape {tuple(tensor.shape)}; config_key is their number"
+            )
+        config = self._configured(config_key)
+        group = group_type, tensor.dtype, config_key
+        self._append(
+            tensor,
+            f"{group_type} {len(self._slots)}",
+            group,
+            int(config["chunk_size"]),
+            dtype=tensor.dtype,
+            ranks=ranks,
+            init_device=self.init_device,
+            cpu_shard_init=cpu_offload,
+            keep_gathered=bool(config.get("keep_gathered", False)),
+            pin_memory=pin_memory,
+        )
+        self._by_hand[tensor] = tensor.data
+
+    def access_chunk(self, chunk: Chunk) -> None:
+        """Gather the whole of ``chunk`` on the compute device; its tensors can be read and written then."""
+        self.start_gather(chunk)
+        if chunk.arriving is not None:
+            chunk.arriving.wait()
+            chunk.arriving.finish()
+            chunk.arriving = None
+
+    def release_chunk(self, chunk: Chunk) -> None:
+        """Keep this rank's shard of what the whole of ``chunk`` has become, and free the whole.
+
+        A chunk with ``keep_gathered`` stays.
+        """
+        if chunk.present and not chunk.resident:
+            for slot in chunk.slots:
+                check_transition(slot.name, slot.state, TensorState.FREE)
+            self.keep_own(chunk)
+            if not chunk.keep_gathered:
+                chunk.drop()
+
+    def fake_release_chunk(self, chunk: Chunk) -> None:
+        """End the use of the tensors of ``chunk``, whose whole stays where it is."""
+        for slot in chunk.slots:
+            if slot.state is TensorState.COMPUTE:
+                slot.to(TensorState.HOLD)
+
+    def move_chunk(self, chunk: Chunk, device: torch.device | str | int, force_copy: bool = False) -> None:
+        """Let ``chunk`` rest on another device; moves are copies, so ``force_copy`` changes nothing."""
+        self.give_home(chunk, self._tier_of(torch.device(device)))
+
+    def _tier_of(self, device: torch.device) -> Tier:
+        return self.compute if device.type == self.device.type != "cpu" else self.host
 
     # Questions
 
@@ -242,7 +375,7 @@ class ChunkManager:
     # Moves
 
     @torch.no_grad()
-    def access_chunk(self, chunk: Chunk) -> None:
+    def start_gather(self, chunk: Chunk) -> None:
         """Begin to gather ``chunk`` on the compute tier; ``chunk.arriving`` is the pending copy."""
         if chunk.present:
             return
@@ -315,7 +448,7 @@ class ChunkManager:
             pending.wait()
         return found
 
-    def release_chunk(self, chunk: Chunk) -> None:
+    def free_whole(self, chunk: Chunk) -> None:
         """Free the whole of ``chunk``; its shard stays."""
         if chunk.present and not chunk.resident:
             chunk.drop()
@@ -348,7 +481,7 @@ class ChunkManager:
         return own, PendingCopy(event)
 
     @torch.no_grad()
-    def move_chunk(self, chunk: Chunk, tier: Tier) -> None:
+    def give_home(self, chunk: Chunk, tier: Tier) -> None:
         """Give ``chunk`` another home; it must not be in use or on its way."""
         if chunk.home is tier:
             return
@@ -358,11 +491,7 @@ class ChunkManager:
         old, was = chunk.shard, chunk.home
         if tier is self.compute and chunk.ranks.size == 1:
             if not chunk.present:
-                self.access_chunk(chunk)
-                assert chunk.arriving is not None
-                chunk.arriving.wait()
-                chunk.arriving.finish()  # before the memory that it is copied from goes
-                chunk.arriving = None
+                self.access_chunk(chunk)  # which ends before the memory that it is copied from goes
             chunk.shard = chunk.flat
         else:
             chunk.shard = tier.empty(chunk.shard_size, chunk.dtype, chunk.name)
@@ -415,17 +544,20 @@ def check_disk(
         )
 
 
-def default_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def data_ranks(mesh: Mesh | None, device: torch.device | None) -> ChunkRanks:
     """Return the data-parallel ranks of ``mesh``."""
     if mesh is None or mesh.size.get(DATA_AXIS, 1) == 1:
         return ChunkRanks()
     return group_ranks(mesh.group(DATA_AXIS), device or default_device())
+
+
+def first_ranks(tensor: Tensor, ranks: ChunkRanks) -> Tensor:
+    """Return the values of the first rank, in the memory of ``tensor`` if that can be sent from there."""
+    if ranks.size == 1:
+        return tensor
+    values = (tensor.cpu() if ranks.staged else tensor).contiguous()
+    broadcast_from_first([values], ranks.gather)
+    return values.to(tensor.device)
 
 
 def init_chunk_manager(

@@ -104,13 +104,23 @@ def model_mesh(model: nn.Module) -> Mesh | None:
 
 
 def data_parallel_size(model: nn.Module) -> int:
-    mesh = model_mesh(model)
+    return _copies(model_mesh(model))
+
+
+def _copies(mesh: Mesh | None) -> int:
     return mesh.size.get(DATA_AXIS, 1) if mesh is not None else 1
 
 
 def classify_params_by_dp_degree(model: nn.Module) -> dict[int, list[nn.Parameter]]:
-    """Return parameters in order, each once, by how many ranks share them."""
-    return {data_parallel_size(model): list(model.parameters())}
+    """Return parameters in order, each once, by how many ranks share them.
+
+    Of a ColoParameter these are the data-parallel ranks of its own process group.
+    """
+    launched, found = launched_mesh(), dict[int, list[nn.Parameter]]()
+    for param in model.parameters():
+        mesh = param.process_group.mesh if isinstance(param, ColoTensor) else launched
+        found.setdefault(_copies(mesh), []).append(param)
+    return found
 
 
 def search_chunk_configuration(

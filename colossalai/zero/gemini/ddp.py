@@ -26,9 +26,12 @@ from colossalai.checkpoint_io.ranks import FromFirst, JobRanks
 from colossalai.interface import ModelWrapper
 from colossalai.interface.arguments import Copies
 from colossalai.interface.holding import Holding
-from colossalai.mesh import Mesh, own_grad
+from colossalai.mesh import Mesh, own_grad, unshard
+from colossalai.tensor import ColoTensor
+from colossalai.tensor.colo_tensor import cut_dim
+from colossalai.tensor.serialization import user_attributes
 from colossalai.utils.lazy_tensor import lazy_tensor
-from colossalai.zero.absent_tensors import KeptGradients, away_class, why_no_gradient
+from colossalai.zero.absent_tensors import REASON, KeptGradients, away_class, why_no_gradient
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.chunk_filling import (
     ParameterGuard,
@@ -45,7 +48,7 @@ from colossalai.zero.gemini.chunk_search import model_mesh
 from colossalai.zero.gemini.hooks import ModuleHooks, without_hooks
 from colossalai.zero.gemini.manager import ChunkOptimizer, GeminiManager
 from colossalai.zero.gemini.placement import MemStats, PlacementPolicyFactory
-from colossalai.zero.pieces import FlatLayout
+from colossalai.zero.pieces import IN_CHUNKS, FlatLayout
 from colossalai.zero.states import SlicedTensor
 
 
@@ -121,7 +124,8 @@ class ZeroDDP(ModelWrapper):
         self.dtype, self.mesh = dtype, mesh if mesh is not None else model_mesh(module)
         self.force_outputs_fp32 = force_outputs_fp32
         self.scatter_after_inference = scatter_after_inference
-        gemini_manager.strict = strict_ddp_mode
+        self.chunk_manager.share_with(self.mesh)
+        gemini_manager.strict = strict_ddp_mode or self.chunk_manager.keep_gathered
         if not pin_memory:
             self.chunk_manager.host.pinned = False
         user = self.unwrap()
@@ -545,27 +549,37 @@ def get_static_torch_model(
     dtype: torch.dtype = torch.float32,
     only_rank_0: bool = True,
 ) -> nn.Module:
-    """Make an ordinary copy of the model, with whole weights, on the first rank, or on all.
+    """Make an ordinary copy of the model, with whole and plain parameters, on the first rank, or on all.
 
-    With ``only_rank_0`` the weights of the other ranks are NaN.
+    Every rank must call it.  With ``only_rank_0`` the weights of the other data-parallel ranks are NaN.
+    Parameters that tensor-parallel ranks cut between them are brought together.
     """
     state = zero_ddp_model.state_dict(only_rank_0=only_rank_0)
-    empty = {
-        id(slot.param): _empty(slot) for chunk in zero_ddp_model.chunk_manager.chunks for slot in chunk.slots
-    }
-    model = without_hooks(copy.deepcopy(zero_ddp_model.unwrap(), empty)).to_empty(device=device).to(dtype)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data.fill_(float("nan"))
+    slots = [slot for chunk in zero_ddp_model.chunk_manager.chunks for slot in chunk.slots]
+    # not to_empty(): it would untie weights, and lose attributes and the buffers that are in no state dict
+    blank = {id(slot.param): _blank(slot, device, dtype) for slot in slots}
+    model = without_hooks(copy.deepcopy(zero_ddp_model.unwrap(), blank)).to(device, dtype)
     if state:
-        model.load_state_dict(state)
+        named = zero_ddp_model.unwrap().state_dict(keep_vars=True)
+        model.load_state_dict({name: _whole(named[name], value) for name, value in state.items()})
     return model
 
 
-def _empty(slot: ParamSlot) -> nn.Parameter:
-    """Make a copy of a parameter without values."""
-    copied: nn.Parameter = slot.kind(
-        torch.empty(slot.shape, dtype=slot.view.dtype, device="meta"), slot.param.requires_grad
-    )
-    copied.__dict__.update(slot.param.__dict__)
-    return copied
+def _blank(slot: ParamSlot, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
+    """Make a parameter of NaN for one in a chunk; for a ColoParameter, a plain and whole one."""
+    param: Any = slot.param
+    is_colo = isinstance(param, ColoTensor)
+    shape, kind = (param.full_shape, nn.Parameter) if is_colo else (slot.shape, slot.kind)
+    values = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    made: nn.Parameter = kind(values, param.requires_grad)
+    noted = user_attributes(param) if is_colo else param.__dict__
+    made.__dict__.update({name: value for name, value in noted.items() if name not in (REASON, IN_CHUNKS)})
+    return made
+
+
+def _whole(param: Any, piece: Tensor) -> Tensor:
+    """Bring the pieces of ``param``, a ColoParameter that is cut, together; leave anything else as it is."""
+    if cut_dim(param) is None:
+        return piece
+    on_device = piece.to(param.device)  # where the ranks can reach it
+    return unshard(on_device, param.placement, param.process_group.mesh).to(piece.device)

@@ -307,14 +307,14 @@ class GeminiManager:
         self._meet(chunk.index)
         if self.optimizer is not None:
             self.optimizer.before_fetch(chunk)
-        self.chunk_manager.access_chunk(chunk)
+        self.chunk_manager.start_gather(chunk)
         self._present_bytes += chunk.nbytes
         self.timeline.note("fetch", chunk)
 
     def _evict(self, chunk: Chunk) -> None:
         self._stale.discard(chunk.index)
         if chunk.present and not chunk.resident:
-            self.chunk_manager.release_chunk(chunk)
+            self.chunk_manager.free_whole(chunk)
             self._present_bytes -= chunk.nbytes
             self.timeline.note("drop", chunk)
 

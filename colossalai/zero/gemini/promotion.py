@@ -93,7 +93,7 @@ class Promotion:
         assert old is not None
         states = self.state_bytes.of(chunk)
         self.manager.mark_stale(chunk)
-        self.chunks.move_chunk(chunk, tier)
+        self.chunks.give_home(chunk, tier)
         tier.reserve(states, f"optimizer states of {chunk.name}")
         old.release(states)
         for _, piece, _ in self.chunk_pieces.of(chunk):

@@ -349,11 +349,16 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
                 ValueError, match=rf"{kind.__name__} needs an nvme_offload_fraction between 0 .* got "
             ):
                 kind(p, nvme_offload_fraction=fraction)
-    with pytest.raises(ValueError, match=r"missing is not a directory, so nothing can be offloaded there"):
-        optim.CPUAdam(p, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path / "missing")
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=r"file is not a directory and cannot be made"):
+        optim.CPUAdam(p, nvme_offload_fraction=1.0, nvme_offload_dir=file)
     with pytest.raises(OSError, match=r"no file can be created in /proc/self"):
         optim.HybridAdam(p, nvme_offload_fraction=1.0, nvme_offload_dir="/proc/self")
     optim.HybridAdam(p, nvme_offload_dir=tmp_path / "missing")  # not used
+    assert not (tmp_path / "missing").exists()
+    optim.HybridAdam(p, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path / "missing")  # made
+    assert (tmp_path / "missing").is_dir()
     optimizer = optim.HybridAdam(p, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
     p[0].grad = torch.ones(2)
     optimizer.step()

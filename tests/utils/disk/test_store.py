@@ -284,9 +284,10 @@ def test_without_preallocation(store: DiskStore, monkeypatch: pytest.MonkeyPatch
 
 def test_wrong_arguments(store: DiskStore, tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"missing is not a directory, so nothing can be offloaded there; create it"
+        ValueError,
+        match=r"here is not a directory and cannot be made \(No such file.*offloaded there; create it",
     ):
-        DiskStore(tmp_path / "missing")
+        DiskStore(tmp_path / "not" / "here")
     with pytest.raises(
         OSError, match=r"no file can be created in /proc/self \(.*\); name a directory that you may"
     ):

@@ -81,13 +81,13 @@ def test_search_chunk_configuration() -> None:
 
 
 def test_a_chunk_holds_what_fits() -> None:
-    chunk = Chunk(0, 64, torch.float32, ChunkRanks())
+    chunk = Chunk(64, None, torch.float32)
     chunk.append(nn.Parameter(torch.zeros(5)), "a")
     assert chunk.append(nn.Parameter(torch.zeros(30)), "b").offset == ALIGN
     with pytest.raises(ChunkFullError, match=r"'c' has 40 elements, but chunk 0 \(a .. b\) has room for 16"):
         chunk.append(nn.Parameter(torch.zeros(40)), "c")
     with pytest.raises(ValueError, match="shared by 3 ranks needs a size that is a multiple of 48, got 64"):
-        Chunk(0, 64, torch.float32, ChunkRanks(size=3))
+        Chunk(64, None, torch.float32, ranks=ChunkRanks(size=3))
 
 
 def test_chunk_manager() -> None:
@@ -100,7 +100,7 @@ def test_chunk_manager() -> None:
         filter_exlarge_params=False,
     )
     for name, p in model.named_parameters():
-        manager.register_tensor(p, name, torch.float32)
+        manager.register(p, name, torch.float32)
     manager.close_all_groups()
     assert [[s.name for s in c.slots] for c in manager.chunks] == [
         ["0.weight", "0.bias"],

@@ -1,0 +1,76 @@
+"""``ColoDDP``: the older name of data parallelism for a model that a script trains by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colossalai.booster.plugin.ddp import TorchDDPModel
+from colossalai.tensor import ProcessGroup
+from colossalai.utils.parallel import DDP_IGNORED
+
+WRAPPED = "_colo_in_ddp"  # the attribute of a parameter whose gradients a ColoDDP averages
+
+
+class ColoDDP(TorchDDPModel):
+    """A model whose gradients are averaged over the data-parallel ranks of ``process_group``.
+
+    It is torch's ``DistributedDataParallel`` with the names of the user's module.  ``model.backward(loss)``
+    and ``loss.backward()`` are the same; any optimizer of the parameters steps with the averages.
+
+    Args:
+        process_group: its dp ranks are replicas, which start with the weights of the first of them; its tp
+            ranks may cut ColoParameters between them.  A group of torch is taken as the replicas.
+        bucket_cap_mb: gradients are averaged in buckets of this size, while the backward pass goes on.
+        rebuild_bucket: order the buckets anew after the first step, in the order in which gradients come.
+            Then every parameter must get a gradient in each step; with False, some may get none.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | dist.ProcessGroup,
+        bucket_cap_mb: float = 25,
+        rebuild_bucket: bool = True,
+    ) -> None:
+        if isinstance(process_group, ProcessGroup):
+            process_group = process_group.dp_process_group()
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                "ColoDDP takes a colossalai.tensor.ProcessGroup as process_group, got"
+                f" {type(process_group).__name__}: {process_group!r}"
+            )
+        self._may_miss = not rebuild_bucket
+        super().__init__(
+            module, process_group, bucket_cap_mb=bucket_cap_mb, find_unused_parameters=not rebuild_bucket
+        )
+        for param in module.parameters():
+            setattr(param, WRAPPED, True)
+
+    @staticmethod
+    def set_params_to_ignore(params_to_ignore: Iterable[Tensor]) -> None:
+        """Leave these parameters alone: each rank keeps its own weights and gradients of them.
+
+        Call it before the model is wrapped.
+        """
+        for param in params_to_ignore:
+            if getattr(param, WRAPPED, False):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} belongs to a ColoDDP already, which averages"
+                    " its gradients; call set_params_to_ignore before ColoDDP(model, ...)"
+                )
+            setattr(param, DDP_IGNORED, True)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass of ``loss``."""
+        loss.backward(*args, **kwargs)
+        if not self._may_miss and self.watch is not None and (missing := self.watch.missing()):
+            raise RuntimeError(
+                f"{len(missing)} parameters have got no gradient in the backward pass"
+                f" ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)}), and ColoDDP averages when it has"
+                " all; pass rebuild_bucket=False, freeze them, or name them in set_params_to_ignore, before"
+                " the model is wrapped"
+            )
