@@ -9,22 +9,6 @@ def _all(module: str, names: str, issue: str, reason: str) -> dict[str, tuple[st
     return {f"{module}.{name}": (issue, reason) for name in names.split()}
 
 
-# Work that is under way.  Delete the entries of a branch when it is merged: the test fails until then.
-AT_MERGE: dict[str, tuple[str, str]] = {}
-DIFFERENT_AT_MERGE: dict[str, tuple[str, str]] = {
-    "colossalai.nn.VocabParallelClassifier1D": (
-        "gather_output is not number 6; weight_initializer is not number 7; bias_initializer is not number 8",
-        "branch layers",
-    ),
-    **{
-        f"colossalai.nn.PatchEmbedding{mode}": (
-            "flatten is not number 5; dtype is not number 6",
-            "branch layers",
-        )
-        for mode in ("2D", "2p5D", "3D")
-    },
-}
-
 _SEQUENCE = ("issue 21", "sequence parallelism")
 _EXPERTS = ("issue 22", "mixture of experts")
 _COSTS = ("issue 23", "costs, conversion of layouts, tracing")
@@ -39,7 +23,6 @@ _EXPERT_LAYERS = (
 
 # name, or module with all that is in it -> (issue, reason)
 MISSING: dict[str, tuple[str, str]] = {
-    **AT_MERGE,
     **_all("colossalai.nn", "TransformerSelfAttentionRing AttnMaskType RingQK RingAV", *_SEQUENCE),
     **_all("colossalai.nn", _EXPERT_LAYERS, *_EXPERTS),
     **_all("colossalai.nn.loss", "MoeCrossEntropyLoss MoeLoss", *_EXPERTS),
@@ -84,7 +67,6 @@ _PINNED = "copies between host and device overlap with computation only from pin
 
 # name -> (difference, reason)
 DIFFERENT: dict[str, tuple[str, str]] = {
-    **DIFFERENT_AT_MERGE,
     **{
         f"colossalai.{name}": _BACKEND
         for name in ("launch", "launch_from_slurm", "launch_from_openmpi", "launch_from_torch")
