@@ -1,4 +1,4 @@
-"""The cross entropy of each row of scores whose classes are cut over ranks.
+"""The cross entropy of each row of scores whose classes are whole, or cut over ranks.
 
 With peak = max_j x_j over all classes, the loss of a row with class t is
 
@@ -28,14 +28,22 @@ _SLAB = 1 << 22
 
 
 class Classes(NamedTuple):
-    """The classes of a row: cut by ``axes``, ``number`` of them in all."""
+    """The classes of a row: cut by ``axes`` of ``mesh``, or whole; ``number`` of them in all."""
 
     number: int
-    axes: Axes
-    mesh: Mesh
+    axes: Axes = ()
+    mesh: Mesh | None = None
 
     def range(self) -> tuple[int, int]:
+        if self.mesh is None:
+            return 0, self.number
         return local_range(self.number, self.axes, self.mesh, uneven=True)
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Combine ``x`` over the ranks that hold the other classes of these rows."""
+        for axis in self.axes if self.mesh is not None else ():
+            x = collectives.all_reduce(x, self.mesh, axis, op)
+        return x
 
 
 def row_losses(logits: Tensor, target: Tensor, classes: Classes, smoothing: float = 0.0) -> Tensor:
@@ -53,8 +61,7 @@ class _RowLosses(torch.autograd.Function):
         inside = (index >= 0) & (index < length)
         wide = torch.promote_types(logits.dtype, torch.float32)
         peak = logits.amax(-1).to(wide)
-        for axis in classes.axes:
-            peak = collectives.all_reduce(peak, classes.mesh, axis, dist.ReduceOp.MAX)
+        peak = classes.all_reduce(peak, dist.ReduceOp.MAX)
         sums = logits.new_zeros((3, len(logits)), dtype=wide)
         for rows in _slabs(logits):
             z = logits[rows].to(wide) - peak[rows, None]
@@ -62,8 +69,7 @@ class _RowLosses(torch.autograd.Function):
             sums[1, rows] = picked * inside[rows]
             sums[2, rows] = z.sum(-1)
             sums[0, rows] = z.exp_().sum(-1)
-        for axis in classes.axes:
-            sums = collectives.all_reduce(sums, classes.mesh, axis)
+        sums = classes.all_reduce(sums)
         log_total = sums[0].log()
         loss = log_total - (1 - smoothing) * sums[1] - smoothing / classes.number * sums[2]
         ctx.save_for_backward(logits, peak + log_total, target)

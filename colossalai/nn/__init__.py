@@ -84,7 +84,7 @@ from colossalai.nn.loss import (
 )
 from colossalai.nn.metric import Accuracy, Accuracy2D, Accuracy2p5D, Accuracy3D
 from colossalai.nn.optimizer import CPUAdam, FusedAdam, FusedLAMB, FusedSGD, HybridAdam, Lamb, Lars
-from colossalai.nn.policies import parallelize
+from colossalai.nn.policies import chunk_causal_loss, parallelize
 
 __all__ = [
     "ACT2FN",
@@ -157,6 +157,7 @@ __all__ = [
     "VocabParallelEmbedding3D",
     "WrappedDropPath",
     "WrappedDropout",
+    "chunk_causal_loss",
     "divide",
     "first_token",
     "get_tensor_parallel_mode",

@@ -86,6 +86,7 @@ __all__ = [
 
 # Documented as parts of this package, but built on what lies above it; they load on first use.
 _ELSEWHERE = {
+    "checkpoint_blocks": "colossalai.nn.checkpoint_blocks",
     "load_checkpoint": "colossalai.checkpoint_io.files.training",
     "save_checkpoint": "colossalai.checkpoint_io.files.training",
 }

@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -72,6 +73,8 @@ def checkpoint(
             )
         options = {"use_reentrant": False, "context_fn": _contexts_that_keep_products}
     if torch.compiler.is_compiling():  # the compiler repeats random numbers itself
+        if keep_products:
+            options["context_fn"] = _contexts_for_the_compiler
         return torch_checkpoint(function, *args, **{**options, "use_reentrant": False})
     offload = saved_tensors_hooks(_to_host, _to_device) if activation_offload else nullcontext()
     # _SameRandomNumbers preserves the random state, of more streams than torch does
@@ -201,8 +204,80 @@ def _keep_products(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> Check
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts_that_keep_products() -> Any:
+def _contexts_for_the_compiler() -> Any:
     return create_selective_checkpoint_contexts(_keep_products)
+
+
+def _contexts_that_keep_products() -> Any:
+    # Not torch's: they want every operation of the second run to be one of the first, but between the two a
+    # plan may have moved weights, which are fetched by other operations.
+    kept: list[_Kept] = []
+    return _KeepProducts(kept), _ReuseProducts(kept)
+
+
+class _Kept(NamedTuple):
+    """A result of ``operation``, and the versions of its tensors."""
+
+    operation: Any
+    result: Any
+    versions: list[int]
+
+
+class _KeepProducts(TorchDispatchMode):
+    """Keeps the results of products in the first run."""
+
+    def __init__(self, kept: list[_Kept]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether a compiled function inside may run; its products are computed again."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _products():
+            detached = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+            self.kept.append(_Kept(func, detached, _versions(result)))
+        return result
+
+
+class _ReuseProducts(TorchDispatchMode):
+    """Gives the second run the results of the first in the place of products."""
+
+    def __init__(self, kept: list[_Kept]) -> None:
+        super().__init__()
+        self.kept, self.next = kept, 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        self.next = 0  # a backward pass through a graph that was retained
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _products():
+            return func(*args, **(kwargs or {}))
+        if self.next == len(self.kept) or self.kept[self.next].operation is not func:
+            raise RuntimeError(
+                f"checkpoint(keep_products=True): the second run computes {func}, which the first run did not"
+                " compute at this place; a function that is run again must take the same way both times"
+            )
+        kept = self.kept[self.next]
+        self.next += 1
+        if _versions(kept.result) != kept.versions:
+            raise RuntimeError(
+                f"checkpoint(keep_products=True): the result of {func} was changed in place after it had been"
+                " kept; use the operation that is not in place"
+            )
+        return kept.result
+
+
+def _versions(result: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 def _reentrant_is_safe(args: tuple[Any, ...]) -> bool:

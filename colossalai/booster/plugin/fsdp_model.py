@@ -20,6 +20,7 @@ from colossalai.interface.nest import tensors
 from colossalai.interface.optimizer import check_clip_value, local_gradients
 from colossalai.mesh.backward import before_backward
 from colossalai.mesh.gradient_norm import own_part
+from colossalai.nn.checkpoint_blocks import outermost_blocks
 
 # Which modules of a model are gathered and freed as one unit.
 #
@@ -37,7 +38,7 @@ def find_units(model: nn.Module, policy: Policy | None, ignored: set[nn.Paramete
     A weight that is used inside and outside of a unit (tied) must belong to what holds both: such a module is
     no unit, and a policy that asks for it is refused.
     """
-    wanted = _blocks(model) if policy is None else _by_policy(model, policy, ignored)
+    wanted = outermost_blocks(model) if policy is None else _by_policy(model, policy, ignored)
     users: dict[nn.Parameter, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):  # a module in two places is used in both
         for p in module._parameters.values():
@@ -68,21 +69,6 @@ def _torn(unit: nn.Module, users: dict[nn.Parameter, int]) -> str | None:
                 inside[p] = inside.get(p, 0) + 1
                 names.setdefault(p, f"{prefix}.{name}" if prefix else name)
     return next((names[p] for p, count in inside.items() if count != users[p]), None)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The entries of the outermost module lists, each once, if they have weights."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        if not isinstance(child, nn.ModuleList):
-            found += _blocks(child)
-            continue
-        for entry in child:
-            if isinstance(entry, _CONTAINERS):
-                found += _blocks(nn.ModuleList([entry]) if isinstance(entry, nn.ModuleList) else entry)
-            elif any(True for _ in entry.parameters()):
-                found.append(entry)
-    return list(dict.fromkeys(found))
 
 
 def _by_policy(model: nn.Module, policy: Policy, ignored: set[nn.Parameter]) -> list[nn.Module]:

@@ -70,7 +70,7 @@ class CrossEntropyLoss(nn.Module):
                 " class weights"
             )
         place = self._finder.find(logits, targets)
-        targets = check_targets(targets, place, self.loss.ignore_index)
+        targets = check_targets(targets, place.classes, self.loss.ignore_index)
         targets = local_rows(logits, targets, place.layout, mesh)
         return cross_entropy(
             logits,
@@ -104,14 +104,14 @@ def local_rows(logits: Tensor, targets: Tensor, layout: Layout, mesh: Mesh) -> T
     return split_rows(targets, axes, mesh, 0)
 
 
-def check_targets(targets: Tensor, place: Logits, ignore_index: int) -> Tensor:
+def check_targets(targets: Tensor, classes: int, ignore_index: int) -> Tensor:
     """The targets, if all of them are classes or ``ignore_index``."""
     # Reading the labels of a GPU would stall it in every step.
     if targets.device.type == "cpu" and targets.numel():
-        wrong = targets[((targets < 0) | (targets >= place.classes)) & (targets != ignore_index)]
+        wrong = targets[((targets < 0) | (targets >= classes)) & (targets != ignore_index)]
         if wrong.numel():
             raise ValueError(
-                f"the label {int(wrong[0])} is neither one of the {place.classes} classes nor"
+                f"the label {int(wrong[0])} is neither one of the {classes} classes nor"
                 f" ignore_index={ignore_index}"
             )
     return targets

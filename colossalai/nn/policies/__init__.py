@@ -5,6 +5,7 @@ done to a module), ``wrap_forward`` (code around a forward), ``parallelize``, ``
 on the meta device); for the stages of pipelines ``depth`` and ``stage``.  Nothing here imports transformers.
 """
 
+from colossalai.nn.policies.causal_loss import chunk_causal_loss
 from colossalai.nn.policies.depth import Depth
 from colossalai.nn.policies.hugging_face import POLICIES
 from colossalai.nn.policies.parallelize import parallelize
@@ -38,5 +39,6 @@ __all__ = [
     "Stream",
     "StreamDropout",
     "Table",
+    "chunk_causal_loss",
     "parallelize",
 ]

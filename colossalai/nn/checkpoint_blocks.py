@@ -1,0 +1,130 @@
+"""Activation checkpoints around the blocks of any model, whose code is not touched.
+
+A block is an entry of one of the outermost ``nn.ModuleList`` s: the layers of the models of Hugging Face, of
+timm, and of most models of one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import nn
+
+from colossalai.nn.policies.wrap_forward import Forward, ForwardWrapper, wrap_forward
+from colossalai.utils.activation_checkpoint import checkpoint
+
+Mode = Literal["selective", "full", "offload"]
+M = TypeVar("M", bound=nn.Module)
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they are never called
+
+
+def checkpoint_blocks(model: M, mode: Mode = "selective", blocks: Sequence[str] | None = None) -> M:
+    """Let each block of ``model`` compute parts of its forward pass again in the backward pass, which frees
+    their memory meanwhile.
+
+    Call it before ``boost``, for a model of any plan. Outside of training, and where no gradients are
+    computed, nothing changes. Calling it again changes the mode.
+
+    Args:
+        model: the model; it is changed in place and returned.
+        mode: ``"selective"`` keeps the results of matrix products, convolutions and attention, and computes
+            the rest again, which takes almost no time; ``"full"`` keeps only the inputs of each block and
+            computes everything again; ``"offload"`` is ``"full"`` with the inputs in host memory.
+        blocks: the names of the modules to checkpoint, by default the entries of the outermost module lists.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"checkpoint_blocks: mode is one of {', '.join(get_args(Mode))}, got {mode!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"checkpoint_blocks needs a module, got {type(model).__name__}")
+    found = outermost_blocks(model) if blocks is None else [_named(model, name) for name in blocks]
+    if not found:
+        raise ValueError(
+            f"checkpoint_blocks found no nn.ModuleList of layers in {type(model).__name__}; name the modules"
+            " to checkpoint, blocks=['encoder.0', ...]"
+        )
+    _refuse_others(model, found)
+    for block in found:
+        if not isinstance(block, Recomputed):
+            wrap_forward(block, Recomputed)
+        block.recompute = mode  # type: ignore[assignment]
+    return model
+
+
+class Recomputed(ForwardWrapper):
+    """A block that computes again in the backward pass what its forward pass does not keep."""
+
+    training: bool
+    recompute: Mode
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.training or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args = tuple(_without_cache(value) for value in args)
+        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
+
+        def run(*given: Any) -> Any:
+            return forward(*given, **kwargs)
+
+        return checkpoint(
+            run,
+            self.recompute == "offload",
+            *args,
+            use_reentrant=False,
+            keep_products=self.recompute == "selective",
+        )
+
+
+def outermost_blocks(model: nn.Module) -> list[nn.Module]:
+    """The entries of the outermost module lists, each once, if they have weights."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if not isinstance(child, nn.ModuleList):
+            found += outermost_blocks(child)
+            continue
+        for entry in child:
+            if isinstance(entry, _CONTAINERS):
+                inner = nn.ModuleList([entry]) if isinstance(entry, nn.ModuleList) else entry
+                found += outermost_blocks(inner)
+            elif any(True for _ in entry.parameters()):
+                found.append(entry)
+    return list(dict.fromkeys(found))
+
+
+def _named(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(
+            f"checkpoint_blocks: {type(model).__name__} has no module {name!r} ({error})"
+        ) from error
+
+
+def _refuse_others(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Refuse blocks that are checkpointed already, which would run three times."""
+    for name, part in model.named_modules():
+        if getattr(part, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"{name or type(model).__name__} checkpoints its layers itself; before checkpoint_blocks, call"
+                " model.gradient_checkpointing_disable(), in newer versions activation_checkpointing_disable()"
+            )
+    for block in blocks:
+        if getattr(block, "checkpoint", False) in (True, "selective"):
+            raise ValueError(
+                f"{type(block).__name__} checkpoints itself (checkpoint={block.checkpoint!r}); build the model"
+                " with checkpoint=False, or leave out checkpoint_blocks"
+            )
+
+
+def _without_cache(value: Any) -> Any:
+    """``None`` for an empty key-value cache of transformers: the second run would append to it again."""
+    if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+        return value
+    if int(value.get_seq_length()):
+        raise ValueError(
+            "a block that checkpoint_blocks changed got a key-value cache with entries in training: the"
+            " backward pass would append to it again; train without past_key_values (use_cache=False)"
+        )
+    return None

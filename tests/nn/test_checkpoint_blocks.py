@@ -1,0 +1,233 @@
+"""Blocks of any model that are computed again in the backward pass, and a loss that is computed in slabs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from colossalai.launchers import launch_from_torch
+from colossalai.nn import chunk_causal_loss
+from colossalai.nn.optimizer import HybridAdam
+from colossalai.testing import assert_close, assert_equal, spawn
+from colossalai.utils import checkpoint_blocks
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.arange(12).view(2, 6) * 5 % 31
+
+
+def gpt2(dropout: float = 0.1) -> nn.Module:
+    config = transformers.GPT2Config(
+        n_embd=16,
+        n_head=2,
+        n_layer=3,
+        vocab_size=31,
+        n_positions=16,
+        attn_pdrop=0.0,
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=31,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, vocab_size=31, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def train(model: nn.Module) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Loss, gradients and the bytes that the forward pass kept beside the parameters."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    torch.manual_seed(3)
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return (
+        loss.detach(),
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        sum(kept.values()),
+    )
+
+
+@pytest.mark.parametrize("mode", ["selective", "full", "offload"])
+@pytest.mark.parametrize("build", [gpt2, llama, t5])
+def test_same_gradients_and_less_kept(build: Callable[[], nn.Module], mode: Any) -> None:
+    torch.manual_seed(0)
+    plain = build().train()
+    loss, gradients, kept = train(plain)
+    plain.zero_grad()
+    again = checkpoint_blocks(plain, mode)
+    assert again is plain
+    checked_loss, checked, checked_kept = train(plain)
+    assert_equal(checked_loss, loss)
+    assert checked.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert_equal(checked[name], gradient)
+    # hooks inside of a checkpoint do not see what it keeps by itself: products, in the selective mode
+    assert checked_kept < kept
+
+
+class CountProducts(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_are_not_computed_again() -> None:
+    """Only where mode is selective are the products of the forward pass the only ones of each block."""
+    counts = {}
+    for mode in (None, "selective", "full"):
+        torch.manual_seed(0)
+        model = gpt2().train()
+        if mode is not None:
+            checkpoint_blocks(model, mode)
+        with CountProducts() as found:
+            model(input_ids=IDS, labels=IDS).loss.backward()
+        counts[mode] = found.count
+    assert counts["selective"] == counts[None] < counts["full"]
+
+
+def test_evaluation_generation_and_copies() -> None:
+    torch.manual_seed(0)
+    model = gpt2().eval()
+    expected = model.generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    checkpoint_blocks(model)
+    assert_equal(model.generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0), expected)
+    assert type(model.transformer.h[0]).__name__ == "GPT2Block"
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss, gradients, _ = train(twin.train())
+        assert torch.isfinite(loss)
+        assert gradients
+    cache = model(IDS, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="key-value cache with entries in training"):
+        model.train()(IDS, past_key_values=cache)
+
+
+def test_compiled() -> None:
+    torch.manual_seed(0)
+    model = chunk_causal_loss(checkpoint_blocks(gpt2(dropout=0.0))).train()
+    loss, gradients, _ = train(model)
+    model.zero_grad()
+    compiled = torch.compile(
+        lambda ids: model(input_ids=ids, labels=ids).loss, backend="aot_eager", fullgraph=True
+    )
+    compiled(IDS).backward()
+    for name, p in model.named_parameters():
+        if name in gradients:
+            assert_close(p.grad, gradients[name])
+
+
+def test_refusals() -> None:
+    model = gpt2()
+    with pytest.raises(ValueError, match="mode is one of selective, full, offload, got 'some'"):
+        checkpoint_blocks(model, "some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no module 'transformer.x'"):
+        checkpoint_blocks(model, blocks=["transformer.x"])
+    with pytest.raises(ValueError, match=r"found no nn.ModuleList of layers in Linear"):
+        checkpoint_blocks(nn.Linear(2, 2))
+    model.transformer.gradient_checkpointing = True
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        checkpoint_blocks(model)
+    with pytest.raises(ValueError, match="causal language models of transformers"):
+        chunk_causal_loss(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_chunked_loss(
+    build: Callable[[], nn.Module], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from colossalai.mesh import row_loss
+
+    monkeypatch.setattr(row_loss, "_SLAB", 70)  # slabs of two rows, and a last one
+    torch.manual_seed(0)
+    model = build().to(dtype).eval()
+    labels = IDS.clone()
+    labels[0, 2:4] = -100
+    expected = model(input_ids=IDS, labels=labels)
+    expected.loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    for count in (None, 7):
+        whole = {} if count is None else {"num_items_in_batch": count}
+        wanted = model(input_ids=IDS, labels=labels, **whole).loss
+        chunk_causal_loss(model)
+        assert_close(model(input_ids=IDS, labels=labels, **whole).loss.to(wanted.dtype), wanted)
+        del model._loss_function
+    chunk_causal_loss(model).zero_grad()
+    model(input_ids=IDS, labels=labels).loss.backward()
+    for name, p in model.named_parameters():
+        assert_close(p.grad, gradients[name], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="the label 36 is neither one of the 31 classes"):
+        model(input_ids=IDS, labels=labels + 31)
+
+
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "zero": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
+    "gemini": lambda: GeminiPlugin(precision="fp32"),
+}
+
+
+def _losses(model: nn.Module, booster: Booster, optimizer: Any, ids: Tensor) -> list[Tensor]:
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().float())
+    return losses
+
+
+def _plugins(rank: int, world_size: int, port: int) -> None:
+    launch_from_torch({}, backend="gloo")
+    for plugin in PLUGINS.values():
+        found = []
+        for changed in (False, True):
+            torch.manual_seed(0)
+            model = gpt2(dropout=0.0).train()
+            if changed:
+                chunk_causal_loss(checkpoint_blocks(model))
+            booster = Booster(plugin=plugin())
+            boosted, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
+            found.append(_losses(boosted, booster, optimizer, IDS.roll(rank, 1)))
+        for a, b in zip(*found, strict=True):
+            assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_under_every_plugin() -> None:
+    spawn(_plugins, 2)
