@@ -51,14 +51,16 @@ def check_zero(section: Mapping[str, Any]) -> None:
 def with_clipping(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, float]:
     """The section ``zero``, and the norm to which the engine clips.
 
-    A plan that updates in the backward pass must know of clipping before it: there ``clip_grad_norm`` is the
-    section's.
+    A plan that updates in the backward pass should know of clipping before it: there ``clip_grad_norm`` is
+    the section's.
     """
     zero, norm = config.get("zero"), float(config.get("clip_grad_norm") or 0.0)
     if zero is None or norm == 0 or not means_gemini(zero):
         return zero, norm
     options = read_gemini(zero).options
-    if not options.get("update_in_backward"):
+    early = options.get("update_in_backward")
+    same = options.get("max_norm", norm) == norm and options.get("norm_type", 2.0) == 2.0
+    if early is False or (early is None and not same):
         return zero, norm
     if options.get("max_norm", norm) != norm:
         raise ConfigException(

@@ -7,6 +7,8 @@ timm, and of most models of one's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from types import MethodType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -64,12 +66,10 @@ class Recomputed(ForwardWrapper):
             return forward(*args, **kwargs)
         args = tuple(_without_cache(value) for value in args)
         kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
-
-        def run(*given: Any) -> Any:
-            return forward(*given, **kwargs)
-
+        # a method of the module, so that checkpoint learns whether it leaves its inputs alone
+        method = MethodType(forward.func, self)  # type: ignore[attr-defined]
         return checkpoint(
-            run,
+            partial(method, **kwargs),
             self.recompute == "offload",
             *args,
             use_reentrant=False,
@@ -107,14 +107,15 @@ def _refuse_others(model: nn.Module, blocks: list[nn.Module]) -> None:
     for name, part in model.named_modules():
         if getattr(part, "gradient_checkpointing", False) is True:
             raise ValueError(
-                f"{name or type(model).__name__} checkpoints its layers itself; before checkpoint_blocks, call"
-                " model.gradient_checkpointing_disable(), in newer versions activation_checkpointing_disable()"
+                f"{name or type(model).__name__} checkpoints its layers itself; call"
+                " model.gradient_checkpointing_disable() (in newer versions activation_checkpointing_disable)"
+                " before checkpoint_blocks"
             )
     for block in blocks:
         if getattr(block, "checkpoint", False) in (True, "selective"):
             raise ValueError(
-                f"{type(block).__name__} checkpoints itself (checkpoint={block.checkpoint!r}); build the model"
-                " with checkpoint=False, or leave out checkpoint_blocks"
+                f"{type(block).__name__} checkpoints itself (checkpoint={block.checkpoint!r}); build the"
+                " model with checkpoint=False, or leave out checkpoint_blocks"
             )
 
 

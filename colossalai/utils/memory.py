@@ -16,6 +16,8 @@ MB = 1024 * 1024
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
+_MEMINFO = Path("/proc/meminfo")
+
 _cpu_capacity: int | None = None
 _cuda_fraction = 1.0
 
@@ -104,6 +106,27 @@ def _physical_memory() -> int:
         if file.is_file() and (limit := file.read_text().strip()).isdecimal():
             total = min(total, int(limit))
     return total
+
+
+def available_host_memory() -> int:
+    """The host memory that this machine, or container, can still give, in bytes."""
+    total = colo_get_cpu_memory_capacity()
+    if not _MEMINFO.is_file():
+        return total - _resident_memory()
+    lines = (line.split() for line in _MEMINFO.read_text().splitlines())
+    free = {words[0]: int(words[1]) * 1024 for words in lines}["MemAvailable:"]
+    if (used := _container_memory()) is not None:
+        free = min(free, total - used)
+    return min(free, total)
+
+
+def _container_memory() -> int | None:
+    """What the container uses, without file pages that the system can take back; None without a container."""
+    current, stat = (Path(_CGROUP_LIMITS[0]).with_name(name) for name in ("memory.current", "memory.stat"))
+    if not current.is_file() or not stat.is_file():
+        return None
+    pages = dict(line.split() for line in stat.read_text().splitlines())
+    return int(current.read_text()) - int(pages.get("inactive_file", 0))
 
 
 def _resident_memory() -> int:

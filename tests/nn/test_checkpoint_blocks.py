@@ -139,7 +139,7 @@ def test_evaluation_generation_and_copies() -> None:
 def test_compiled() -> None:
     torch.manual_seed(0)
     model = chunk_causal_loss(checkpoint_blocks(gpt2(dropout=0.0))).train()
-    loss, gradients, _ = train(model)
+    _, gradients, _ = train(model)
     model.zero_grad()
     compiled = torch.compile(
         lambda ids: model(input_ids=ids, labels=ids).loss, backend="aot_eager", fullgraph=True
@@ -154,7 +154,7 @@ def test_refusals() -> None:
     model = gpt2()
     with pytest.raises(ValueError, match="mode is one of selective, full, offload, got 'some'"):
         checkpoint_blocks(model, "some")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has no module 'transformer.x'"):
+    with pytest.raises(ValueError, match=r"has no module 'transformer.x'"):
         checkpoint_blocks(model, blocks=["transformer.x"])
     with pytest.raises(ValueError, match=r"found no nn.ModuleList of layers in Linear"):
         checkpoint_blocks(nn.Linear(2, 2))

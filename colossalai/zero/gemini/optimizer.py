@@ -6,11 +6,13 @@ others a job is given to a thread: wait for the gradients, update weights and st
 forward pass waits for a chunk's job only when it needs the chunk, and jobs are done in the order in which it
 will.
 
-With ``update_in_backward`` the job of a chunk begins as soon as its gradients have left the device, while the
-backward pass goes on; of several that wait, the one that the next forward pass needs first is next.  This is
-for one backward pass in each step, or several of which all but the last are under ``no_sync``.  Clipping and
-a loss scale need all gradients before the first update; with them, updates in the backward pass are
-speculative (``colossalai.zero.gemini.speculative``).
+The job of a chunk begins as soon as its gradients have left the device, while the backward pass goes on; of
+several that wait, the one that the next forward pass needs first is next.  Clipping and a loss scale need all
+gradients before the first update, and a script may read gradients or weights before it calls ``step()``; so
+updates in the backward pass are speculative (``colossalai.zero.gemini.speculative``), where they can be
+rolled back and the host has memory for snapshots.  ``update_in_backward=True`` promises one backward pass in
+each step (or several of which all but the last are under ``no_sync``) and nothing between it and the step;
+then updates need no snapshots, unless there is clipping or a loss scale.
 """
 
 from __future__ import annotations
@@ -71,10 +73,10 @@ class GeminiOptimizer(ShardedOptimizer):
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale, in fp16.
         clipping_norm: the largest norm of all gradients; 0 does not clip.
-        update_in_backward: see the module.
-        undo_ratio: with clipping or in fp16, the share of the weights and states on the host that snapshots
-            may take, to roll back speculative updates.  With 0 all updates wait for the norm of all
-            gradients.
+        update_in_backward: see the module.  By default (None) updates begin in the backward pass where they
+            can be rolled back; with True they always do, with False they wait for ``step()``.
+        undo_ratio: the share of the weights and states on the host that snapshots may take, to roll back
+            speculative updates.  With 0 none is speculative.
     """
 
     takes_written_states = False
@@ -95,7 +97,7 @@ class GeminiOptimizer(ShardedOptimizer):
         norm_type: float = 2.0,
         verbose: bool = False,
         *,
-        update_in_backward: bool = False,
+        update_in_backward: bool | None = None,
         undo_ratio: float = UNDO_RATIO,
     ) -> None:
         _check_model(module)
@@ -107,10 +109,14 @@ class GeminiOptimizer(ShardedOptimizer):
         share = share_on_disk(optim, module)
         # a step that may be clipped or skipped: without memory for a way back, updates wait for it
         may_be_rejected = scaler is not None or clipping_norm > 0
+        is_automatic = update_in_backward is None
+        if update_in_backward is None:
+            update_in_backward = undo_ratio > 0 and _why_not_speculative(optim, module) is None
         self.update_in_backward = update_in_backward and not (may_be_rejected and undo_ratio == 0)
-        is_speculative = self.update_in_backward and may_be_rejected
-        if is_speculative:
-            _check_speculative(optim, module, "a loss scale" if scaler is not None else "clipping")
+        is_speculative = self.update_in_backward and (may_be_rejected or is_automatic)
+        if is_speculative and (why_not := _why_not_speculative(optim, module)) is not None:
+            why = "a loss scale" if scaler is not None else "clipping"
+            raise ValueError(f"update_in_backward=True with {why} {why_not}, or leave update_in_backward out")
         self._places = make_pieces(optim, module)
         super().__init__(
             optim,
@@ -124,7 +130,9 @@ class GeminiOptimizer(ShardedOptimizer):
         )
         self._numbers = {piece: number for number, piece in self._numbered.items()}
         self._build_parts(share, gpu_margin_mem_ratio)
-        self._speculative = SpeculativeUpdates(self._updates, undo_ratio) if is_speculative else None
+        self._speculative = (
+            SpeculativeUpdates(self._updates, undo_ratio, heeds_host=is_automatic) if is_speculative else None
+        )
         self._by_hand = False  # the script has looked at the gradients of this step
         self._expects_acceptance = True  # that the next step will neither be clipped nor overflow
         self._early: set[int] = set()  # chunks whose update began in the backward pass
@@ -510,18 +518,16 @@ class GeminiAdamOptimizer(GeminiOptimizer):
 _OWN = [name for name in inspect.signature(GeminiOptimizer).parameters if name not in ("optim", "module")]
 
 
-def _check_speculative(optim: Optimizer, module: ZeroDDP, why: str) -> None:
-    """Refuse speculative updates that could not be rolled back."""
+def _why_not_speculative(optim: Optimizer, module: ZeroDDP) -> str | None:
+    """Return why speculative updates could not be rolled back, and what to do; None where they can be."""
     if module.chunk_manager.shelf is not None:
-        raise ValueError(
-            f"update_in_backward=True with {why} keeps on the host what it may have to take back, for which"
-            " there is no room beside a disk tier; leave update_in_backward out"
+        return (
+            "keeps on the host what it may have to take back, for which there is no room beside a disk tier;"
+            " leave the disk tier out"
         )
     if not can_roll_back(optim):
-        raise ValueError(
-            f"update_in_backward=True with {why} may have to take updates back, and those of"
-            f" {type(optim).__name__} cannot be; use HybridAdam, or leave update_in_backward out"
-        )
+        return f"may have to take updates back, and those of {type(optim).__name__} cannot be; use HybridAdam"
+    return None
 
 
 def _check_model(module: Any) -> None:

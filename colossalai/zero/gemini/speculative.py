@@ -33,6 +33,7 @@ from torch import Tensor
 from colossalai._numeric import HALF_DTYPES
 from colossalai.kernel.snapshot import TensorSnapshot, aligned
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
+from colossalai.utils.memory import available_host_memory, colo_get_cpu_memory_capacity
 from colossalai.zero.gemini.chunk import Chunk
 from colossalai.zero.gemini.chunk_gradients import PendingGradients
 from colossalai.zero.gemini.host_updates import HostUpdates
@@ -145,10 +146,12 @@ class SpeculativeUpdate:
 
 
 class SpeculativeUpdates:
-    """The speculative updates of a step; snapshots may take ``share`` of what the host holds."""
+    """The speculative updates of a step; snapshots may take ``share`` of what the host holds, and with
+    ``heeds_host`` nothing of the last quarter of the machine's memory.
+    """
 
-    def __init__(self, updates: HostUpdates, share: float) -> None:
-        self.updates, self.share = updates, share
+    def __init__(self, updates: HostUpdates, share: float, heeds_host: bool = False) -> None:
+        self.updates, self.share, self.heeds_host = updates, share, heeds_host
         self.gradients, self.manager = updates.model.gradients, updates.manager
         self.chunks = self.gradients.chunks
         self._kinds = StateKinds(updates.optim)
@@ -217,7 +220,12 @@ class SpeculativeUpdates:
     def _room(self) -> int:
         """Return the free bytes of the host without those for states that have not been made yet."""
         state_bytes = self.updates.state_bytes
-        return state_bytes.room() - sum(map(state_bytes.coming, self._hosted()))
+        room = state_bytes.room() - sum(map(state_bytes.coming, self._hosted()))
+        if not self.heeds_host:
+            return room
+        # other ranks of this machine ask at the same time: each takes little at once, and looks again
+        spare = colo_get_cpu_memory_capacity() // 4
+        return min(room, available_host_memory() - spare)
 
     def make_room(self) -> None:
         """Free snapshots: the host has no room for something that must be there."""

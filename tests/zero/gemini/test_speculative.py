@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.testing import spawn
-from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
+from colossalai.zero.gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer, speculative
 from colossalai.zero.gemini.chunk_gradients import ChunkGradients
 from colossalai.zero.gemini.speculative import ChunkSnapshot, SpeculativeUpdates, same_options
 from tests.zero.gemini.runs import SMALL, batch, hybrid, launch, loss_of
@@ -38,6 +38,8 @@ class Trained:
         dtype: torch.dtype = torch.bfloat16,
         undo_ratio: float = 1.0,
         device: str = "cpu",
+        early: bool | None = True,
+        clip: float = CLIP,
         **options: Any,
     ) -> None:
         chunk = options.pop("chunk_mb", SMALL * dtype.itemsize)
@@ -49,8 +51,8 @@ class Trained:
         self.optimizer = GeminiOptimizer(
             inner,
             self.model,
-            clipping_norm=CLIP,
-            update_in_backward=True,
+            clipping_norm=clip,
+            update_in_backward=early,
             undo_ratio=undo_ratio,
             initial_scale=2**4,
         )
@@ -515,6 +517,35 @@ def test_without_room_on_the_host_nothing_is_tried() -> None:
     for step in range(4):
         run.step(batch(step))
     assert run.tried == 0
+
+
+def test_by_default_updates_are_speculative_without_clipping_too() -> None:
+    run, waits = Trained(clip=0.0, early=None), Trained(clip=0.0, early=False)
+    for step in range(6):
+        for each in (run, waits):
+            each.backward(batch(step))
+            if step == 3:  # a script that looks at the gradients before the step
+                each.optimizer.clip_grad_by_norm(0.01)
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+            kinds = [event.kind for event in each.model.gemini_manager.timeline.events]
+            each.tried += kinds.count("try")
+            each.undone += kinds.count("undo")
+    assert waits.tried == 0
+    assert run.tried > run.undone > 0
+    assert_equal(run.everything(), waits.everything())
+
+
+def test_by_default_updates_wait_where_they_cannot_be_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [
+        Trained(early=None, optimizer=each)
+        for each in (adamw, partial(HybridAdam, nvme_offload_fraction=0.5))
+    ]
+    monkeypatch.setattr(speculative, "available_host_memory", lambda: 0)
+    for run in (*runs, Trained(early=None), Trained(early=None, undo_ratio=0.0)):
+        for step in range(3):
+            run.step(batch(step))
+        assert run.tried == 0
 
 
 def test_what_it_cannot_do_is_refused() -> None:
