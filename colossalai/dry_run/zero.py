@@ -8,7 +8,8 @@ memory of the host.  There ``undo_ratio`` of weights, masters and states lies tw
 speculative updates in the backward pass (by default these take only what the host has to spare).  The device
 also holds the unit (a block of the model) that is being computed, whole, the next one, which is fetched
 meanwhile, and the unit's gradients.  ZeRO-1 and 2 keep the weights whole.  The activations are those of a
-rank that holds everything, found as in ``estimate``; so are those of a stage of a pipeline, in half precision.
+rank that holds everything, found as in ``estimate``; so are those of a stage of a pipeline, in half
+precision.
 """
 
 from __future__ import annotations
