@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from colossalai.booster.accelerator import Accelerator
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory, precision_name
 from colossalai.booster.pipelines import Pipelines
+from colossalai.booster.plans import choose_plan
 from colossalai.booster.plugin import Plugin
 from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.booster.runs import Runs
@@ -65,18 +66,21 @@ class Booster:
         device: ``'cuda'``, ``'cpu'`` or a ``torch.device``; by default CUDA where it is present, else the
             CPU.
         mixed_precision: a name such as ``'fp16'``, or a ``MixedPrecision``.
-        plugin: the plan; without one, training is serial, on one device.
+        plugin: the plan; without one, training is serial, on one device.  A plugin, the name of a plan
+            (``'ddp'``, ``'fsdp'``, ``'zero1'``, ``'zero2'``, ``'gemini'`` ...), a dict such as ``{'plugin':
+            'zero2', 'max_norm': 1.0}``, or a ``.yaml``, ``.json`` or ``.py`` file with such a dict, which may
+            also set ``mixed_precision`` and ``device``.
     """
 
     def __init__(
         self,
         device: str | torch.device | None = None,
         mixed_precision: MixedPrecision | str | None = None,
-        plugin: Plugin | None = None,
+        plugin: Plugin | str | Path | Mapping[str, Any] | None = None,
     ) -> None:
-        if plugin is not None and not isinstance(plugin, Plugin):
-            made = " (the class: call it)" if isinstance(plugin, type) else ""
-            raise TypeError(f"plugin must be an instance of a colossalai Plugin, got {plugin!r}{made}")
+        plugin, of_file = choose_plan(plugin)
+        device = _once("device", device, of_file)
+        mixed_precision = _once("mixed_precision", mixed_precision, of_file)
         self.plugin = plugin
         self.accelerator = self._choose_device(device)
         self.mixed_precision = self._choose_precision(mixed_precision)
@@ -357,6 +361,13 @@ class Booster:
         """Load what ``save_lr_scheduler`` wrote."""
         _check_scheduler("load_lr_scheduler", lr_scheduler)
         self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+def _once(name: str, given: Any, of_file: Mapping[str, Any]) -> Any:
+    """The value of an argument, or of the plan's file, which must not both have one."""
+    if given is not None and of_file.get(name, given) != given:
+        raise ValueError(f"Booster got {name}={given!r}, and its plan has {of_file[name]!r}; keep one")
+    return of_file.get(name, given)
 
 
 def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:

@@ -64,7 +64,9 @@ class Config(dict[str, Any]):
 
     @staticmethod
     def from_file(filename: str | Path) -> Config:
-        """Read a ``.py`` file (its plain variables: no dunders, modules or classes) or a ``.json`` file."""
+        """Read a ``.py`` file (its plain variables: no dunders, modules or classes), a ``.json`` or a
+        ``.yaml`` file.
+        """
         path = Path(filename)
         if path.suffix not in _READERS:
             raise ConfigException(
@@ -115,7 +117,23 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content
 
 
-_READERS = {".py": _read_python, ".json": _read_json}
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("a .yaml file needs the package PyYAML; install it: pip install pyyaml") from error
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise TypeError(f"the file must hold one mapping (key: value), got {type(content).__name__}")
+    return content
+
+
+_READERS = {".py": _read_python, ".json": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml}
+
+
+def config_suffixes() -> tuple[str, ...]:
+    """How the names of config files end."""
+    return tuple(_READERS)
 
 
 def _line_of(error: BaseException, path: Path) -> int | None:

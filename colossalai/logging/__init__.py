@@ -8,9 +8,19 @@ import logging
 from collections.abc import Collection
 
 from colossalai.logging.logger import DistributedLogger
+from colossalai.logging.metric_writers import JSONLinesWriter, MetricWriter, TensorboardWriter, WandbWriter
 from colossalai.logging.rank import set_rank_resolver
 
-__all__ = ["DistributedLogger", "disable_existing_loggers", "get_dist_logger", "set_rank_resolver"]
+__all__ = [
+    "DistributedLogger",
+    "JSONLinesWriter",
+    "MetricWriter",
+    "TensorboardWriter",
+    "WandbWriter",
+    "disable_existing_loggers",
+    "get_dist_logger",
+    "set_rank_resolver",
+]
 
 
 def get_dist_logger(name: str = "colossalai") -> DistributedLogger:

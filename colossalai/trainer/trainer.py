@@ -155,6 +155,7 @@ class Trainer:
         self._step_in_epoch = 0  # before fit: batches of the first epoch to pass over
         self._first_epoch = 0
         self._fitting = False
+        self._stopped: str | None = None  # why a hook has ended this fit
         self._depth = 0  # runs inside runs: a hook may evaluate
         self._max_epochs: int | None = None
         self._max_steps: int | None = None
@@ -233,7 +234,7 @@ class Trainer:
             self._cur_step = 0
         self._warn_if_nothing_is_left(epochs)
         display_progress = display_progress and self._is_display_rank()
-        self._fitting = True
+        self._fitting, self._stopped = True, None
         try:
             with self._attached(hooks):
                 self._train(
@@ -241,6 +242,15 @@ class Trainer:
                 )
         finally:  # the next fit is a new one, even if this was interrupted
             self._fitting, self._first_epoch, self._step_in_epoch = False, 0, 0
+
+    def stop_training(self, reason: str) -> None:
+        """End the running ``fit`` after the current iteration or epoch; all ranks must call this together.
+
+        The rest of the hooks, and ``after_train`` of all of them, are still called.
+        """
+        if not self._fitting:
+            raise RuntimeError("stop_training is for a hook of a fit that runs")
+        self._stopped = reason
 
     def resume(
         self, file: str | Path, lr_scheduler: LRScheduler | None = None, model: nn.Module | None = None
@@ -316,7 +326,9 @@ class Trainer:
             self._train_epoch(train_dataloader, epoch, display_progress, return_output_label)
             if test_dataloader is not None and (epoch + 1) % test_interval == 0:
                 self._test(test_dataloader, f"[Epoch {epoch} / Test]", display_progress, return_output_label)
-        if self._is_over():
+        if self._stopped is not None:
+            self._logger.info(f"Training is stopped: {self._stopped}", ranks=[0])
+        elif self._is_over():
             self._logger.info(
                 f"Max number of steps {self._max_steps} has been reached, training is stopped automatically",
                 ranks=[0],
@@ -462,4 +474,5 @@ class Trainer:
         return is_dp_rank_0() and is_tp_rank_0() and self._engine.schedule.has_loss
 
     def _is_over(self) -> bool:
-        return self._max_steps is not None and self._cur_step >= self._max_steps
+        reached = self._max_steps is not None and self._cur_step >= self._max_steps
+        return reached or self._stopped is not None

@@ -140,7 +140,7 @@ def test_unknown_precisions_are_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize(
     ("plugin", "text"),
-    [("ddp", "got 'ddp'"), (TorchDDPPlugin, r"TorchDDPPlugin'> \(the class: call it\)")],
+    [(3, "got 3"), (TorchDDPPlugin, r"TorchDDPPlugin'> \(the class: call it\)")],
 )
 def test_a_plugin_of_the_wrong_type_is_refused(plugin: Any, text: str) -> None:
     with pytest.raises(TypeError, match=f"plugin must be an instance of a colossalai Plugin.*{text}"):

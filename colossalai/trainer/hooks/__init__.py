@@ -2,12 +2,15 @@
 
 from colossalai.trainer.hooks.base import BaseHook
 from colossalai.trainer.hooks.log_hooks import (
+    JSONLinesHook,
     LogByEpochHook,
     LogMemoryByEpochHook,
     LogMetricByEpochHook,
     LogMetricByStepHook,
     LogTimingByEpochHook,
     TensorboardHook,
+    WandbHook,
+    WriteMetricsHook,
 )
 from colossalai.trainer.hooks.metric_hooks import AccuracyHook, LossHook, MetricHook, ThroughputHook
 from colossalai.trainer.hooks.metrics import (
@@ -17,12 +20,19 @@ from colossalai.trainer.hooks.metrics import (
     Metric,
     ThroughputMetric,
 )
-from colossalai.trainer.hooks.training_hooks import LRSchedulerHook, RecordPipelineHook, SaveCheckpointHook
+from colossalai.trainer.hooks.training_hooks import (
+    EarlyStoppingHook,
+    LRSchedulerHook,
+    RecordPipelineHook,
+    SaveCheckpointHook,
+)
 
 __all__ = [
     "AccuracyHook",
     "AccuracyMetric",
     "BaseHook",
+    "EarlyStoppingHook",
+    "JSONLinesHook",
     "LRSchedulerHook",
     "LearningRateMetric",
     "LogByEpochHook",
@@ -39,4 +49,6 @@ __all__ = [
     "TensorboardHook",
     "ThroughputHook",
     "ThroughputMetric",
+    "WandbHook",
+    "WriteMetricsHook",
 ]

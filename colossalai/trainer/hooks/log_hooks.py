@@ -1,4 +1,4 @@
-"""Hooks that show: on the progress bar, in the log, in TensorBoard."""
+"""Hooks that show: on the progress bar, in the log, in files and services that draw metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.logging import DistributedLogger
+from colossalai.logging import (
+    DistributedLogger,
+    JSONLinesWriter,
+    MetricWriter,
+    TensorboardWriter,
+    WandbWriter,
+)
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks.base import BaseHook
 from colossalai.trainer.hooks.metrics import format_number
@@ -38,7 +44,7 @@ class LogByEpochHook(BaseHook):
             raise ValueError(f"{type(self).__name__} needs an interval of at least 1 epoch, got {interval!r}")
         self.logger = logger
         self._interval = interval
-        self._is_rank_to_log = is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
+        self._is_rank_to_log = _writes_here()
 
     def _is_epoch_to_log(self, trainer: Trainer) -> bool:
         return self._is_rank_to_log and (trainer.cur_epoch + 1) % self._interval == 0
@@ -81,27 +87,21 @@ class LogMetricByEpochHook(LogByEpochHook):
             self.logger.info(f"[Epoch {trainer.cur_epoch} / {mode.capitalize()}]: {text}")
 
 
-@HOOKS.register_module
-class TensorboardHook(BaseHook):
-    """Writes the metrics for TensorBoard: those of each iteration, and those of epochs when they end.
+class WriteMetricsHook(BaseHook):
+    """Gives a ``MetricWriter`` the metrics: those of each iteration, and those of epochs when they end.
 
     Args:
-        log_dir: where; each writing rank has a folder of its own in it.
-        ranks: the ranks of ``parallel_mode`` that write; all if left out.
+        writer: the writer of this rank, or None on a rank that writes nothing.
     """
 
-    def __init__(
-        self,
-        log_dir: str | Path,
-        ranks: Collection[int] | None = None,
-        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
-        priority: int = 10,
-    ) -> None:
+    def __init__(self, writer: MetricWriter | None, priority: int = 10) -> None:
         super().__init__(priority)
-        rank = gpc.get_local_rank(parallel_mode) if gpc.is_initialized(parallel_mode) else 0
-        self.writer: Any = None
-        if is_no_pp_or_last_stage() and (ranks is None or rank in ranks):
-            self.writer = _summary_writer(Path(log_dir) / f"{parallel_mode.value}_rank_{rank}")
+        if writer is not None and not callable(getattr(writer, "log", None)):
+            raise TypeError(
+                f"{type(self).__name__} needs a writer with a method log(values, step), such as"
+                f" colossalai.logging.JSONLinesWriter(file), got {writer!r}"
+            )
+        self.metric_writer = writer
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
         self._write(trainer, "train", by_epoch=False)
@@ -116,16 +116,66 @@ class TensorboardHook(BaseHook):
         self._write(trainer, "test", by_epoch=True)
 
     def after_train(self, trainer: Trainer) -> None:
-        if self.writer is not None:
-            self.writer.flush()
+        if callable(flush := getattr(self.metric_writer, "flush", None)):
+            flush()
 
     def _write(self, trainer: Trainer, mode: str, *, by_epoch: bool) -> None:
-        if self.writer is None:
+        if self.metric_writer is None:
             return
-        for name, metric in trainer.states.get("metrics", {}).get(mode, {}).items():
-            if metric.epoch_only == by_epoch:
-                value = metric.get_accumulated_value() if by_epoch else metric.get_last_step_value()
-                self.writer.add_scalar(f"{name}/{mode}", value, trainer.cur_step)
+        metrics = trainer.states.get("metrics", {}).get(mode, {})
+        values = {
+            f"{name}/{mode}": metric.get_accumulated_value() if by_epoch else metric.get_last_step_value()
+            for name, metric in metrics.items()
+            if metric.epoch_only == by_epoch
+        }
+        if values:
+            self.metric_writer.log(values, trainer.cur_step)
+
+
+@HOOKS.register_module
+class TensorboardHook(WriteMetricsHook):
+    """Writes the metrics for TensorBoard.
+
+    Args:
+        log_dir: where; each writing rank has a folder of its own in it.
+        ranks: the ranks of ``parallel_mode`` that write; all if left out.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | Path,
+        ranks: Collection[int] | None = None,
+        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
+        priority: int = 10,
+    ) -> None:
+        rank = gpc.get_local_rank(parallel_mode) if gpc.is_initialized(parallel_mode) else 0
+        writes = is_no_pp_or_last_stage() and (ranks is None or rank in ranks)
+        folder = Path(log_dir) / f"{parallel_mode.value}_rank_{rank}"
+        writer = TensorboardWriter(folder) if writes else None
+        super().__init__(writer, priority)
+        self.writer = None if writer is None else writer.summary
+
+
+@HOOKS.register_module
+class JSONLinesHook(WriteMetricsHook):
+    """Appends the metrics to ``file``, a JSON object a line, on the first rank that has losses."""
+
+    def __init__(self, file: str | Path, priority: int = 10) -> None:
+        super().__init__(JSONLinesWriter(file) if _writes_here() else None, priority)
+
+
+@HOOKS.register_module
+class WandbHook(WriteMetricsHook):
+    """Sends the metrics to Weights & Biases, from the first rank that has losses; ``options`` are those of
+    ``wandb.init``.
+    """
+
+    def __init__(self, priority: int = 10, **options: Any) -> None:
+        super().__init__(WandbWriter(**options) if _writes_here() else None, priority)
+
+
+def _writes_here() -> bool:
+    return is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
 
 
 @HOOKS.register_module
@@ -229,13 +279,3 @@ class LogMemoryByEpochHook(LogByEpochHook):
     def after_test(self, trainer: Trainer) -> None:
         if self._log_eval and self._is_epoch_to_log(trainer):
             report_memory_usage(f"[Epoch {trainer.cur_epoch} / Test]", self.logger, self._report_cpu)
-
-
-def _summary_writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "TensorboardHook needs the package tensorboard; install it: pip install tensorboard"
-        ) from error
-    return SummaryWriter(log_dir=str(folder))

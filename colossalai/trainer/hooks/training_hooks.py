@@ -209,3 +209,89 @@ class RecordPipelineHook(BaseHook):
             self._recording.trace(self.path)
         else:
             self._recording.picture(self.path)
+
+
+@HOOKS.register_module
+class EarlyStoppingHook(BaseHook):
+    """Ends training when a metric has not become better for some epochs.
+
+    All ranks decide alike, since they share the metrics of an epoch. A resumed training begins to count anew.
+
+    Args:
+        metric: the name of the metric, as its hook calls it: ``Loss``, ``Accuracy``.
+        patience: how many tests (or training epochs) without an improvement end the training.
+        min_delta: an improvement is a change by more than this.
+        higher_is_better: whether the metric should grow; by default as the metric itself says.
+        mode: ``'test'`` watches the metric of tests, ``'train'`` that of training epochs.
+    """
+
+    def __init__(
+        self,
+        metric: str = "Loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        higher_is_better: bool | None = None,
+        mode: str = "test",
+        priority: int = 10,
+    ) -> None:
+        super().__init__(priority)
+        if not isinstance(patience, int) or patience < 1:
+            raise ValueError(f"EarlyStoppingHook needs patience of at least 1, got {patience!r}")
+        if min_delta < 0:
+            raise ValueError(f"EarlyStoppingHook needs min_delta of at least 0, got {min_delta!r}")
+        if mode not in ("train", "test"):
+            raise ValueError(f"EarlyStoppingHook: mode is 'train' or 'test', got {mode!r}")
+        self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
+        self.higher_is_better = higher_is_better
+        self.best: float | None = None
+        self.best_epoch: int | None = None
+        self._without, self._looked = 0, False
+
+    def before_train(self, trainer: Trainer) -> None:
+        known = trainer.states.get("metrics", {}).get(self.mode, {})
+        if self.metric not in known:
+            raise ValueError(
+                f"EarlyStoppingHook watches {self.metric!r}, which no hook measures; attach LossHook or"
+                f" another metric hook (there are: {', '.join(known) or 'none'})"
+            )
+        self.best = self.best_epoch = None
+        self._without, self._looked = 0, False
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        if self.mode == "train":
+            self._look(trainer)
+
+    def after_test_epoch(self, trainer: Trainer) -> None:
+        if self.mode == "test":
+            self._look(trainer)
+
+    def after_train(self, trainer: Trainer) -> None:
+        if not self._looked:
+            get_dist_logger().warning(
+                f"EarlyStoppingHook has seen no {self.mode} epoch: give fit a test_dataloader, or watch"
+                " mode='train'",
+                ranks=[0],
+            )
+
+    def _look(self, trainer: Trainer) -> None:
+        self._looked = True
+        metric = trainer.states["metrics"][self.mode][self.metric]
+        value = float(metric.get_accumulated_value())
+        if self._is_better(value, metric):
+            self.best, self.best_epoch, self._without = value, trainer.cur_epoch, 0
+            return
+        self._without += 1
+        if self._without >= self.patience:
+            best = "was never a number" if self.best is None else f"was best in epoch {self.best_epoch}"
+            trainer.stop_training(
+                f"{self.metric} ({self.mode}) {best}, and has not become better for {self._without} epochs"
+            )
+
+    def _is_better(self, value: float, metric: Any) -> bool:
+        if value != value or self.best is None:  # nan is never better
+            return value == value
+        higher = self.higher_is_better
+        if higher is None:
+            return bool(metric.is_better(value, self.best)) and abs(value - self.best) > self.min_delta
+        gain = value - self.best if higher else self.best - value
+        return gain > self.min_delta
