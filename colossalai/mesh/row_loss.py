@@ -41,8 +41,9 @@ class Classes(NamedTuple):
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Combine ``x`` over the ranks that hold the other classes of these rows."""
-        for axis in self.axes if self.mesh is not None else ():
-            x = collectives.all_reduce(x, self.mesh, axis, op)
+        if self.mesh is not None:
+            for axis in self.axes:
+                x = collectives.all_reduce(x, self.mesh, axis, op)
         return x
 
 
