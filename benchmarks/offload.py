@@ -128,6 +128,26 @@ def gemini(policy: str, args: argparse.Namespace, disk: bool = False) -> Side:
     return step, wrapped.settle, sum(p.numel() for p in model.parameters()), notes
 
 
+def gemini_defaults(args: argparse.Namespace) -> Side:
+    """Gemini as a script gets it that sets nothing but the policy and the precision."""
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import GeminiPlugin
+    from colossalai.launchers import launch
+    from colossalai.nn.optimizer import HybridAdam
+    from colossalai.testing import free_port
+
+    launch({}, rank=0, world_size=1, host="127.0.0.1", port=free_port(), verbose=False)
+    model = build(args, "meta")
+    booster = Booster(plugin=GeminiPlugin(placement_policy="cpu", precision="bf16"))
+    boosted, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), **ADAM))
+
+    def backward(loss: Tensor) -> None:
+        booster.backward(loss, optimizer)
+
+    parameters = sum(p.numel() for p in model.parameters())
+    return step_of(boosted, optimizer, backward), boosted.settle, parameters, lambda: ""  # type: ignore[operator]
+
+
 def everything(args: argparse.Namespace) -> Side:
     from colossalai.mesh import initialize
     from colossalai.nn.optimizer import HybridAdam
@@ -183,6 +203,7 @@ def fsdp2(args: argparse.Namespace) -> Side:
 SIDES: dict[str, Callable[[argparse.Namespace], Side]] = {
     "gemini-cpu": lambda args: gemini("cpu", args),
     "gemini-auto": lambda args: gemini("auto", args),
+    "gemini-defaults": gemini_defaults,
     "gemini-disk": lambda args: gemini("cpu", args, disk=True),
     "fsdp2-offload": fsdp2,
     "all-on-gpu": everything,

@@ -1,4 +1,4 @@
-"""A training step of GPT-2 XL in bf16, and of a wide GPT in fp8, on a GPU.
+"""A training step on a GPU: GPT-2 XL in bf16, a wide GPT in fp8, and unedited models of transformers.
 
 Each side runs in a process of its own, so that its memory is its own, and all sides of a comparison train the
 same weights on the same tokens: beside times and memory, the losses of every step are compared.
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from benchmarks.table import Row
 from colossalai.booster import Booster
 from colossalai.booster.mixed_precision import BF16MixedPrecision, FP8MixedPrecision, MixedPrecision
+from colossalai.nn import chunk_causal_loss
 from colossalai.nn.optimizer import HybridAdam
+from colossalai.utils import checkpoint_blocks
 from titans.loss.lm_loss import GPTLMLoss
 from titans.model.gpt import GPT
 
@@ -45,16 +47,48 @@ def build(sizes: dict[str, int], **changes: Any) -> GPT:
         return GPT(**sizes, dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0, **changes)
 
 
-def plain(sizes: dict[str, int]) -> Step:
+def hugging_face(name: str) -> nn.Module:
+    """GPT-2 XL or a LLaMA of 1.2 B parameters, as transformers builds them."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        if name == "gpt2-xl":
+            sizes = {"n_embd": 1600, "n_layer": 48, "n_head": 25, "vocab_size": 50304, "n_positions": LENGTH}
+            return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+        return hf.LlamaForCausalLM(
+            hf.LlamaConfig(
+                hidden_size=2048,
+                intermediate_size=8192,
+                num_hidden_layers=16,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                vocab_size=50304,
+                max_position_embeddings=LENGTH,
+                tie_word_embeddings=True,
+            )
+        )
+
+
+def own_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The loss that a model of transformers computes itself."""
+    return lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def zoo_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    criterion = GPTLMLoss()
+    return lambda ids: criterion(model(ids), ids)
+
+
+def plain(model: nn.Module, loss: Callable[[nn.Module], Callable[[Tensor], Tensor]] = zoo_loss) -> Step:
     """PyTorch as its documents say: autocast, torch.compile, fused AdamW."""
-    model, criterion = build(sizes), GPTLMLoss()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+    whole = loss(model)
 
     @torch.compile
     def loss_of(ids: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            loss: Tensor = criterion(model(ids), ids)
-        return loss
+            return whole(ids)
 
     def step(ids: Tensor) -> Tensor:
         loss = loss_of(ids)
@@ -66,29 +100,44 @@ def plain(sizes: dict[str, int]) -> Step:
     return step
 
 
-def boosted(sizes: dict[str, int], precision: MixedPrecision) -> Step:
-    model: nn.Module = build(sizes, checkpoint="selective")
+def boosted(
+    model: nn.Module,
+    precision: MixedPrecision,
+    loss: Callable[[nn.Module], Callable[[Tensor], Tensor]] = zoo_loss,
+) -> Step:
     booster = Booster(mixed_precision=precision)
-    model, optimizer, criterion, _, _ = booster.boost(
-        model, HybridAdam(model.parameters(), **ADAM), GPTLMLoss()
-    )
-    loss_of = torch.compile(lambda ids: criterion(model(ids), ids))
+    model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), **ADAM))
+    loss_of = torch.compile(loss(model))
 
     def step(ids: Tensor) -> Tensor:
-        loss: Tensor = loss_of(ids)
-        booster.backward(loss, optimizer)
+        value = loss_of(ids)
+        booster.backward(value, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return value.detach()
 
     return step
 
 
+def unedited(name: str) -> Step:
+    """A model of transformers with two lines of ours."""
+    model = chunk_causal_loss(checkpoint_blocks(hugging_face(name), "selective"))
+    return boosted(model, BF16MixedPrecision(half_weights=True), own_loss)
+
+
+def zoo(sizes: dict[str, int], precision: type[MixedPrecision] = BF16MixedPrecision) -> Step:
+    return boosted(build(sizes, checkpoint="selective"), precision(half_weights=True))  # type: ignore[call-arg]
+
+
 SIDES: dict[str, Callable[[], Step]] = {
-    "plain": lambda: plain(XL),
-    "bf16": lambda: boosted(XL, BF16MixedPrecision(half_weights=True)),
-    "wide bf16": lambda: boosted(WIDE, BF16MixedPrecision(half_weights=True)),
-    "wide fp8": lambda: boosted(WIDE, FP8MixedPrecision(half_weights=True)),
+    "plain": lambda: plain(build(XL)),
+    "bf16": lambda: zoo(XL),
+    "wide bf16": lambda: zoo(WIDE),
+    "wide fp8": lambda: zoo(WIDE, FP8MixedPrecision),
+    "plain gpt2-xl": lambda: plain(hugging_face("gpt2-xl"), own_loss),
+    "gpt2-xl": lambda: unedited("gpt2-xl"),
+    "plain llama": lambda: plain(hugging_face("llama"), own_loss),
+    "llama": lambda: unedited("llama"),
 }
 
 
@@ -127,6 +176,8 @@ def rows() -> list[Row]:
     for what, ours, peer, peer_name in (
         ("GPT-2 XL, 8 x 1024, bf16", "bf16", "plain", "PyTorch: autocast, compile, fused AdamW"),
         ("GPT, 4096 wide, 8 layers, fp8", "wide fp8", "wide bf16", "our bf16"),
+        ("GPT-2 XL of transformers", "gpt2-xl", "plain gpt2-xl", "PyTorch: autocast, compile, fused AdamW"),
+        ("LLaMA 1.2 B of transformers", "llama", "plain llama", "PyTorch: autocast, compile, fused AdamW"),
     ):
         a, b = run(ours), run(peer)
         gap = max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
