@@ -66,10 +66,11 @@ class Recomputed(ForwardWrapper):
             return forward(*args, **kwargs)
         args = tuple(_without_cache(value) for value in args)
         kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
-        # a method of the module, so that checkpoint learns whether it leaves its inputs alone
-        method = MethodType(forward.func, self)  # type: ignore[attr-defined]
+        if not torch.compiler.is_compiling():
+            # a method of the module, so that checkpoint learns whether it leaves its inputs alone
+            forward = MethodType(forward.func, self)  # type: ignore[attr-defined]
         return checkpoint(
-            partial(method, **kwargs),
+            partial(forward, **kwargs),
             self.recompute == "offload",
             *args,
             use_reentrant=False,

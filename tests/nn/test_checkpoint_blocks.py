@@ -137,17 +137,22 @@ def test_evaluation_generation_and_copies() -> None:
 
 
 def test_compiled() -> None:
-    torch.manual_seed(0)
-    model = chunk_causal_loss(checkpoint_blocks(gpt2(dropout=0.0))).train()
-    _, gradients, _ = train(model)
-    model.zero_grad()
-    compiled = torch.compile(
-        lambda ids: model(input_ids=ids, labels=ids).loss, backend="aot_eager", fullgraph=True
-    )
-    compiled(IDS).backward()
-    for name, p in model.named_parameters():
-        if name in gradients:
-            assert_close(p.grad, gradients[name])
+    """The compiler keeps what the mode says: the fewer, the more is computed again."""
+    kept = {}
+    for mode in (None, "selective", "full"):
+        torch.manual_seed(0)
+        model = chunk_causal_loss(gpt2(dropout=0.0)).train()
+        _, gradients, _ = train(model)
+        gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+        if mode is not None:
+            checkpoint_blocks(model, mode)
+        model.zero_grad()
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+        _, found, kept[mode] = train(compiled)
+        for name, gradient in gradients.items():
+            assert_close(found[f"_orig_mod.{name}"], gradient)
+    assert kept[None] > kept["selective"] > kept["full"]
 
 
 def test_refusals() -> None:

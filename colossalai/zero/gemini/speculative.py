@@ -46,7 +46,7 @@ class SnapshotBuffers:
     """Buffers for snapshots, which are reused: ``most`` bytes in all, in the memory of ``tier``, while
     ``room()`` has as many.
 
-    One thread calls ``get``, any thread may call ``put``.
+    One thread calls ``get``, and so makes buffers; any thread may call ``put``.
     """
 
     def __init__(self, tier: Tier, most: int, room: Callable[[], int]) -> None:
@@ -63,11 +63,11 @@ class SnapshotBuffers:
                 best = min(fitting, key=lambda buffer: buffer.nbytes)
                 self._free = [buffer for buffer in self._free if buffer is not best]
                 return best
-        if nbytes > self.room():
-            return None
-        with self._lock:
             if self.made + nbytes > self.most:
                 return None
+        if nbytes > self.room():  # it takes a while to find out
+            return None
+        with self._lock:
             self.made += nbytes
         try:
             self.tier.reserve(nbytes, "snapshots of updates in the backward pass")
