@@ -5,7 +5,7 @@ Under ZeRO-3 ranks hold a part of the model each and fetch the rest in turn.
 With N ranks and P parameters, a rank holds 2 P / N bytes of weights in half precision, as many of gradients,
 and 12 P / N of masters and optimizer states; on the device or, with ``tensor_placement_policy='cpu'``, in the
 memory of the host.  There ``undo_ratio`` of weights, masters and states lies twice, if the plan asks for
-speculative updates in the backward pass (by default these take only what the host has to spare).  The device
+speculative updates in the backward pass (with None these take only what the host has to spare).  The device
 also holds the unit (a block of the model) that is being computed, whole, the next one, which is fetched
 meanwhile, and the unit's gradients.  ZeRO-1 and 2 keep the weights whole.  The activations are those of a
 rank that holds everything, found as in ``estimate``; so are those of a stage of a pipeline, in half

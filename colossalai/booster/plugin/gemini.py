@@ -63,9 +63,9 @@ class GeminiPlugin(HalfWeightPlugin):
         verbose: tell the chunk size, and changes of the loss scale.
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``, of weights, gradients and operations; by default the
             booster's, or fp16.
-        update_in_backward: whether chunks are updated on the host while the backward pass goes on: by
-            default where that can be rolled back when the step, or the script, needs it; True also where it
-            cannot, False not at all.
+        update_in_backward: whether chunks are updated on the host while the backward pass goes on: None
+            where that can be rolled back when the step, or the script, needs it; True also where it cannot,
+            False not at all.
         undo_ratio: the share of the weights and states on the host that snapshots may take, to roll such
             updates back.
         compute_capacity, host_capacity: bytes that model data may take of the device and of the host.
@@ -102,7 +102,7 @@ class GeminiPlugin(HalfWeightPlugin):
         verbose: bool = False,
         *,
         precision: str | None = None,
-        update_in_backward: bool | None = None,
+        update_in_backward: bool | None = False,
         undo_ratio: float = UNDO_RATIO,
         compute_capacity: int | None = None,
         host_capacity: int | None = None,

@@ -6,13 +6,13 @@ others a job is given to a thread: wait for the gradients, update weights and st
 forward pass waits for a chunk's job only when it needs the chunk, and jobs are done in the order in which it
 will.
 
-The job of a chunk begins as soon as its gradients have left the device, while the backward pass goes on; of
-several that wait, the one that the next forward pass needs first is next.  Clipping and a loss scale need all
-gradients before the first update, and a script may read gradients or weights before it calls ``step()``; so
-updates in the backward pass are speculative (``colossalai.zero.gemini.speculative``), where they can be
-rolled back and the host has memory for snapshots.  ``update_in_backward=True`` promises one backward pass in
-each step (or several of which all but the last are under ``no_sync``) and nothing between it and the step;
-then updates need no snapshots, unless there is clipping or a loss scale.
+With ``update_in_backward`` the job of a chunk begins as soon as its gradients have left the device, while the
+backward pass goes on; of several that wait, the one that the next forward pass needs first is next.  Clipping
+and a loss scale need all gradients before the first update; with them, updates in the backward pass are
+speculative (``colossalai.zero.gemini.speculative``).  ``update_in_backward=True`` promises one backward pass
+in each step (or several of which all but the last are under ``no_sync``) and nothing between it and the step.
+``update_in_backward=None`` promises nothing: all updates are speculative, where they can be rolled back and
+the host has memory for snapshots.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class GeminiOptimizer(ShardedOptimizer):
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale, in fp16.
         clipping_norm: the largest norm of all gradients; 0 does not clip.
-        update_in_backward: see the module.  By default (None) updates begin in the backward pass where they
-            can be rolled back; with True they always do, with False they wait for ``step()``.
+        update_in_backward: see the module.  With None updates begin in the backward pass where they can be
+            rolled back; with True they always do, with False they wait for ``step()``.
         undo_ratio: the share of the weights and states on the host that snapshots may take, to roll back
             speculative updates.  With 0 none is speculative.
     """
@@ -97,7 +97,7 @@ class GeminiOptimizer(ShardedOptimizer):
         norm_type: float = 2.0,
         verbose: bool = False,
         *,
-        update_in_backward: bool | None = None,
+        update_in_backward: bool | None = False,
         undo_ratio: float = UNDO_RATIO,
     ) -> None:
         _check_model(module)

@@ -519,7 +519,7 @@ def test_without_room_on_the_host_nothing_is_tried() -> None:
     assert run.tried == 0
 
 
-def test_by_default_updates_are_speculative_without_clipping_too() -> None:
+def test_without_a_promise_updates_are_speculative_without_clipping_too() -> None:
     run, waits = Trained(clip=0.0, early=None), Trained(clip=0.0, early=False)
     for step in range(6):
         for each in (run, waits):
@@ -536,7 +536,9 @@ def test_by_default_updates_are_speculative_without_clipping_too() -> None:
     assert_equal(run.everything(), waits.everything())
 
 
-def test_by_default_updates_wait_where_they_cannot_be_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_promise_updates_wait_where_they_cannot_be_rolled_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs = [
         Trained(early=None, optimizer=each)
         for each in (adamw, partial(HybridAdam, nvme_offload_fraction=0.5))
