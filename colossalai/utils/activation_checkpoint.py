@@ -127,9 +127,14 @@ class _SameInputs:
         self._given: tuple[Any, ...] | None = args
         self._writes = True
         self.kept: tuple[Any, ...] = tree_map_only(torch.Tensor, _copy, args)
+        self._needs_grad = [
+            leaf.requires_grad for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
+        ]
 
     def __call__(self, *kept: Any) -> Any:
         if self._given is None:
+            needs_grad = iter(self._needs_grad)
+            kept = tree_map_only(torch.Tensor, lambda leaf: _needing(leaf, next(needs_grad)), kept)
             return self._run(*(tree_map_only(torch.Tensor, _writable, kept) if self._writes else kept))
         given, self._given, self.kept = self._given, None, ()
         before = [tensor._version for tensor in _writable_leaves(given)]
@@ -154,9 +159,14 @@ def _writable_leaves(args: tuple[Any, ...]) -> list[torch.Tensor]:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if not _may_be_written(tensor):
         return tensor
-    # where there are no values, the memory itself is kept, which `dry_run` counts
-    copy = tensor.data if tensor.device.type == "meta" else tensor.detach().clone()
-    return copy.requires_grad_(tensor.requires_grad)
+    # where there are no values, the memory itself is kept, which `dry_run` counts; a copy needs no gradient
+    # yet, since the graph would then hold it on the device, also when it is offloaded
+    return tensor.data if tensor.device.type == "meta" else tensor.detach().clone()
+
+
+def _needing(kept: torch.Tensor, needs_grad: bool) -> torch.Tensor:
+    """``kept`` as the function had it in the first run."""
+    return kept if kept.requires_grad == needs_grad else kept.detach().requires_grad_(needs_grad)
 
 
 def _writable(kept: torch.Tensor) -> torch.Tensor:

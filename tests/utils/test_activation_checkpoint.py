@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -384,9 +386,30 @@ def test_a_module_that_leaves_its_inputs_alone_costs_no_copies() -> None:
     assert copies == [1, 0, 0]
 
 
+def test_copies_of_offloaded_inputs_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits in host memory is no longer held by the graph of the device."""
+    offloaded: list[Any] = []
+
+    def to_host(tensor: torch.Tensor) -> Any:
+        offloaded.append(weakref.ref(tensor))
+        return tensor.device, tensor.detach().clone()
+
+    monkeypatch.setattr(module, "_to_host", to_host)
+    x = torch.randn(4, 4, requires_grad=True)
+    y = x * 1.0
+    for _ in range(3):
+        y = checkpoint(lambda t: t.sin().mul_(1.5), True, y, use_reentrant=False)
+    gc.collect()
+    assert offloaded
+    assert not [ref for ref in offloaded if ref() is not None]
+    expected = torch.autograd.grad((x.sin() * 1.5).sin().mul(1.5).sin().mul(1.5).sum(), x)[0]
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+
+
 def test_a_module_that_writes_later_is_refused() -> None:
     module = _Writes(lambda x: None)
-    x = torch.ones(5, 6, requires_grad=True)
+    x = torch.ones(5, 6, requires_grad=True, device=module.block[0].weight.device)
     checkpoint(module.block, False, x * 2, use_reentrant=False).sum().backward()
     module.block[0].register_forward_pre_hook(lambda layer, args: (args[0].mul_(2),))
     y = checkpoint(module.block, False, x * 2, use_reentrant=False)
