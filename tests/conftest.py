@@ -20,6 +20,9 @@ import pytest
 
 # torch.compile would start a pool of compilers that outlives the test which compiles first
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# Models this small are computed faster by one thread than by several, which wait for each other by spinning.
+# Also for the scripts that tests start; a rank of ``spawn`` has one thread anyway.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist

@@ -3,6 +3,11 @@
 Each module here costs a second or more to import; a rank that imported it by itself would pay that again.
 """
 
+import gc
+
+# Nothing that is imported here becomes garbage; ranks turn the collector on again.
+gc.disable()
+
 import torch
 import torch._dynamo
 import torch.distributed.device_mesh
