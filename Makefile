@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 # The ranks of tests mostly wait for each other, so there is work for one worker more than there are cores.
 WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
+# Many processes of the tests import this package: a machine that forbids to keep the compiled files is slow.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile
 
 # The oldest torch that pyproject.toml allows, and where pip finds a build of it that needs no CUDA.

@@ -5,9 +5,6 @@ Each module here costs a second or more to import; a rank that imported it by it
 
 import gc
 
-# Nothing that is imported here becomes garbage; ranks turn the collector on again.
-gc.disable()
-
 import torch
 import torch._dynamo
 import torch.distributed.device_mesh
@@ -18,3 +15,6 @@ import torch.utils.data
 
 # Forked ranks share the machine's few cores: one thread each.
 torch.set_num_threads(1)
+
+# Nothing that the server imports becomes garbage.  Ranks turn the collector on again.
+gc.disable()
