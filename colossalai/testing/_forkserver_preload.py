@@ -3,6 +3,8 @@
 Each module here costs a second or more to import; a rank that imported it by itself would pay that again.
 """
 
+import gc
+
 import torch
 import torch._dynamo
 import torch.distributed.device_mesh
@@ -13,3 +15,6 @@ import torch.utils.data
 
 # Forked ranks share the machine's few cores: one thread each.
 torch.set_num_threads(1)
+
+# Nothing that the server imports becomes garbage.  Ranks turn the collector on again.
+gc.disable()

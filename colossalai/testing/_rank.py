@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import multiprocessing
 import os
 import pickle
@@ -87,6 +88,8 @@ SNAPSHOT, PULSE = "snapshot", "pulse"
 
 
 def run_rank(pipes: Pipes, assignment: Assignment) -> None:
+    gc.freeze()  # what the server has imported stays: to look for garbage in it only copies its pages
+    gc.enable()
     os.setsid()  # a group of its own, killed together with the processes that the function starts
     _die_with_parent(pipes.lifeline)
     _redirect(pipes)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -35,6 +37,16 @@ def surroundings(rank: int, world_size: int, port: int) -> tuple[str | None, str
 
 def threads(rank: int, world_size: int, port: int) -> int:
     return torch.get_num_threads()
+
+
+def burdens(rank: int, world_size: int, port: int) -> tuple[bool, bool, int]:
+    """Whether ``patient_epoll.c`` is loaded, whether the collector works, and how many objects it sees."""
+    maps = Path("/proc/self/maps")
+    return (
+        "patient_epoll" in (maps.read_text() if maps.exists() else ""),
+        gc.isenabled(),
+        len(gc.get_objects()),
+    )
 
 
 def load_with_a_worker(rank: int, world_size: int, port: int) -> int:
@@ -221,3 +233,12 @@ def test_an_argument_that_cannot_be_sent_is_refused() -> None:
 def test_no_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one rank, got nprocs=0"):
         spawn(sum_of_ranks, 0)
+
+
+def test_ranks_neither_spin_nor_look_for_garbage_among_imports() -> None:
+    """What keeps the suite fast, see docs/testing.md."""
+    ((patient, collects, objects),) = spawn(burdens, 1)
+    assert collects
+    assert objects < 20_000  # torch alone has some 200,000
+    if sys.platform == "linux" and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        assert patient

@@ -41,13 +41,17 @@ def compiler() -> str:
 
 def load(name: str) -> ctypes.CDLL:
     """The library of ``<name>.c``."""
-    source = Path(__file__).with_name(f"{name}.c")
+    return ctypes.CDLL(str(library(Path(__file__).with_name(f"{name}.c"))))
+
+
+def library(source: Path) -> Path:
+    """The file of the library of ``source``, compiled if it is not there yet."""
     texts = [source.read_bytes(), *(path.read_bytes() for path in sorted(source.parent.glob("*.h")))]
     key = hashlib.sha256(b"".join(texts) + repr((FLAGS, _machine())).encode()).hexdigest()[:16]
-    target = cache_folder() / f"{name}-{key}.so"
+    target = cache_folder() / f"{source.stem}-{key}.so"
     if not target.exists():
         _compile(source, target)
-    return ctypes.CDLL(str(target))
+    return target
 
 
 def _compile(source: Path, target: Path) -> None:
