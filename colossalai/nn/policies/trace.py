@@ -22,8 +22,6 @@ instead.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,11 +36,11 @@ from torch.utils._pytree import tree_leaves
 
 from colossalai.mesh import placement
 from colossalai.mesh._compat import without_modes
+from colossalai.nn.policies.meta_inputs import BATCH, LENGTH, candidate_inputs, meta_twin
 from colossalai.nn.policies.random_streams import draws_own, switch_numbers
 from colossalai.nn.policies.rules import Cut, CutContext, Head, Rule, Table
 from colossalai.nn.policies.wrap_forward import UsedByPieces
 
-BATCH, LENGTH = 2, 8
 Match = tuple[str, nn.Module, Rule]
 
 
@@ -66,7 +64,7 @@ def trace(model: nn.Module, matches: list[Match], context: CutContext) -> PlanTr
     """
     with without_modes(), torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = _find_inputs(model)
+        found = find_inputs(model)
         return None if found is None else _run(model, matches, context, *found)
 
 
@@ -156,27 +154,8 @@ def _by_module(twin: nn.Module, notes: Notes) -> dict[str, frozenset[str]]:
 # ---- the twin ----
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for param in model.parameters():
-        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    twin = copy.deepcopy(model, memo)
-    configs = {id(c): c for m in twin.modules() if (c := getattr(m, "config", None)) is not None}
-    for config in configs.values():
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = "eager"  # the only one that returns attentions
-    for module in twin.modules():
-        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            getattr(module, hooks).clear()  # the user's: they must not see this pass
-        if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-    return twin.train()
-
-
 def _cut_twin(model: nn.Module, matches: list[Match], context: CutContext, flow: Flow) -> nn.Module:
-    twin = _twin(model)
+    twin = meta_twin(model)
     trial = CutContext(context.tp, context.mesh)
     for name, _, rule in matches:
         module = twin.get_submodule(name)
@@ -270,11 +249,13 @@ def _following(twin: nn.Module, flow: Flow) -> Iterator[None]:
 # ---- inputs ----
 
 
-def _find_inputs(model: nn.Module) -> tuple[dict[str, Any], bool] | None:
+def find_inputs(
+    model: nn.Module, batch: int = BATCH, length: int = LENGTH
+) -> tuple[dict[str, Any], bool] | None:
     """Arguments with which the whole model runs on the meta device, and what its conditions are taken for."""
-    for inputs in _candidates(model):
+    for inputs in candidate_inputs(model, batch, length):
         for truth in (False, True):
-            twin = _twin(model)
+            twin = meta_twin(model)
             try:
                 with Flow(draws_own, truth):
                     twin(**inputs)
@@ -282,26 +263,6 @@ def _find_inputs(model: nn.Module) -> tuple[dict[str, Any], bool] | None:
                 continue
             return inputs, truth
     return None
-
-
-def _candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
-    forward = inspect.signature(model.forward).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in forward.values())
-    options = {"use_cache": False, "return_dict": True}
-    known = {k: v for k, v in options.items() if k in forward or takes_any}
-    ids = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
-    tries: list[dict[str, Any]] = []
-    if "input_ids" in forward:
-        tries += [{"input_ids": ids}, {"input_ids": ids, "decoder_input_ids": ids}]
-    if "pixel_values" in forward:
-        config: Any = getattr(model, "config", None)
-        size, channels = getattr(config, "image_size", 224), getattr(config, "num_channels", 3)
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        tries.append({"pixel_values": torch.empty(BATCH, channels, height, width, device="meta")})
-    for inputs in tries:
-        if set(inputs) <= set(forward):
-            yield {**inputs, **known, "output_attentions": True}
-            yield {**inputs, **known}
 
 
 # ---- where cut activations go ----
