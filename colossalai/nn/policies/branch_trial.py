@@ -44,8 +44,10 @@ class Way:
     groups: int = 1
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By the paths of modules, attributes and the values that they have on a rank."""
-    arguments: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Arguments of the home of the branch with a dim of heads: the dim, and the number of all heads."""
+    arguments: Mapping[str, tuple[int, int, bool]] = field(default_factory=dict)
+    """Arguments of the home of the branch with a dim of heads: the dim, the number of all heads, and whether
+    rows and heads are one dim.
+    """
     parameters: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By the paths of modules, parameters with the dim that holds the heads."""
 
@@ -109,6 +111,9 @@ class BranchTrial:
                 getattr(module, hooks).clear()
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
+            config = getattr(module, "config", None)
+            if getattr(config, "_attn_implementation", "eager") not in ("eager", "sdpa"):
+                config._attn_implementation = "eager"  # others need a GPU
         return twin.float().eval()
 
     def _check_whole(self) -> None:
@@ -153,7 +158,8 @@ class BranchTrial:
         """Whether every rank would compute its part of the whole run."""
         self.way = way
         try:
-            for self.rank in range(self.parts):
+            for rank in range(self.parts):
+                self.rank = rank
                 self._run_rank(way)
         except Exception:  # whatever the code of the model raises for sizes that it does not take
             return False
@@ -185,7 +191,7 @@ class BranchTrial:
     def _sliced(self, way: Way) -> tuple[Any, Any]:
         args, kwargs = list(self.args), dict(self.kwargs)
         names = list(inspect.signature(self.home.forward).parameters)
-        for name, (dim, heads) in way.arguments.items():
+        for name, (dim, heads, _) in way.arguments.items():
             holder, key = (kwargs, name) if name in kwargs else (args, names.index(name))
             holder[key] = slice_heads(holder[key], dim, heads, self.parts, self.rank)
         return tuple(args), kwargs
@@ -230,9 +236,8 @@ class BranchTrial:
         kinds = list(self._kinds())
         for attributes in self._attributes(numbers, (self.parts,)):
             for extra in extras:
-                for fused, repeated, groups in kinds:
-                    if not repeated:
-                        yield Way(fused, attributes=attributes, **extra)
+                for fused in (kind[0] for kind in kinds if not kind[1]):
+                    yield Way(fused, attributes=attributes, **extra)
         for fused, repeated, groups in kinds:
             if repeated:
                 divisors = (self.parts, groups, self.parts // groups)
@@ -284,7 +289,7 @@ class BranchTrial:
                 for base in counts:
                     yield {p: {**base.get(p, {}), **more.get(p, {})} for p in {**base, **more}}
 
-    def _arguments(self, heads: int) -> dict[str, tuple[int, int]]:
+    def _arguments(self, heads: int) -> dict[str, tuple[int, int, bool]]:
         """Floating-point arguments with a dim of all heads, which may be one with that of the batch."""
         names = inspect.signature(self.home.forward).parameters
         given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
@@ -294,7 +299,7 @@ class BranchTrial:
                 continue
             dims = [d for d in range(value.ndim - 1) if value.shape[d] in (heads, heads * BATCH)]
             if dims and not (value.ndim == 3 and value.shape[:2] == (BATCH, LENGTH)):
-                found[name] = dims[0], heads
+                found[name] = dims[0], heads, value.shape[dims[0]] != heads
         return found
 
     def _parameters(self, heads: int) -> dict[str, dict[str, int]]:

@@ -10,7 +10,7 @@ autograd, however the code between them is written.  Whether a branch can be cut
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from colossalai.mesh._compat import without_modes
-from colossalai.nn.policies.meta_inputs import meta_twin
+from colossalai.nn.policies.meta_inputs import candidate_inputs, in_evaluation, meta_twin
 from colossalai.nn.policies.random_streams import draws_own
 from colossalai.nn.policies.rules import is_product, sizes_of
 from colossalai.nn.policies.trace import Flow, find_inputs
@@ -48,23 +48,48 @@ class Call:
     kwargs: dict[str, Any]
 
 
-def find_branches(model: nn.Module) -> tuple[list[Branch], dict[str, Call]] | None:
-    """The branches of ``model`` and the first call of each of its modules; None if it cannot be run on the
-    meta device.
-    """
-    with without_modes(), torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
+@dataclass(frozen=True)
+class BranchedModel:
+    """What one forward pass has told about a model."""
+
+    branches: list[Branch]
+    calls: dict[str, Call]
+    """The first call of each module, by its path."""
+    traced: bool
+    """Whether it ran on the meta device, where a plan can be tried as well."""
+
+
+def find_branches(model: nn.Module) -> BranchedModel | None:
+    """The branches of ``model``; None if no arguments are known with which it runs."""
+    with without_modes(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = find_inputs(model, BATCH, LENGTH)
-        if found is None:
-            return None
-        twin, reach = meta_twin(model), Reach(found[1])
-        with ExitStack() as stack:
-            for name, module in twin.named_modules():
-                for handle in reach.watch(name, module):
-                    stack.callback(handle.remove)
-            with reach:
-                twin(**found[0])
-    return _pair(twin, reach.edges), reach.calls
+        with torch.device("meta"):
+            found = find_inputs(model, BATCH, LENGTH)
+            if found is not None:
+                return _walk(meta_twin(model), *found, traced=True)
+        for inputs in [] if any(p.is_meta for p in model.parameters()) else _real_inputs(model):
+            try:
+                with in_evaluation(model), torch.no_grad():
+                    return _walk(model, inputs, False, traced=False)
+            except Exception:
+                continue
+    return None
+
+
+def _real_inputs(model: nn.Module) -> Iterator[dict[str, Any]]:
+    with next((p.device for p in model.parameters()), torch.device("cpu")):
+        yield from candidate_inputs(model, BATCH, LENGTH)
+
+
+def _walk(model: nn.Module, inputs: dict[str, Any], truth: bool, *, traced: bool) -> BranchedModel:
+    reach = Reach(truth)
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            for handle in reach.watch(name, module):
+                stack.callback(handle.remove)
+        with reach:
+            model(**inputs)
+    return BranchedModel(_pair(reach.edges), reach.calls, traced)
 
 
 class Reach(Flow):
@@ -130,7 +155,7 @@ class Reach(Flow):
             self._set(result, left)
 
 
-def _pair(model: nn.Module, edges: dict[str, frozenset[str]]) -> list[Branch]:
+def _pair(edges: dict[str, frozenset[str]]) -> list[Branch]:
     """Branches of the layers, from the last to the first: a layer that opens one does not close another."""
     opens: set[str] = set()
     found: dict[tuple[str, ...], list[str]] = {}

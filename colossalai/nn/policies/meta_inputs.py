@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,18 @@ def meta_twin(model: nn.Module) -> nn.Module:
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
     return twin.train()
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """``model`` without dropout; every module has its own mode again afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def candidate_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> Iterator[dict[str, Any]]:

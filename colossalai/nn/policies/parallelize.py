@@ -16,11 +16,13 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from colossalai.context.tensor_modes import tensor_mode
+from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, placement
 from colossalai.mesh.parameter import overlapping
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
 from colossalai.nn.policies.causal_loss import check_causal, compute_loss_from_pieces
+from colossalai.nn.policies.derive import DerivedPolicy, derive_policy
 from colossalai.nn.policies.hugging_face import POLICIES
 from colossalai.nn.policies.model_own_plan import carried_policy
 from colossalai.nn.policies.policy import Policy
@@ -37,6 +39,7 @@ from colossalai.nn.policies.rules import (
     check_heads,
 )
 from colossalai.nn.policies.trace import PlanTrace, trace
+from colossalai.nn.policies.verify import Verification
 from colossalai.nn.policies.wrap_forward import WholeOutputs, first_step, wrap_forward
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,13 +54,18 @@ def parallelize(
     policy: Policy | None = None,
     whole_scores: bool = True,
     mesh: Mesh | None = None,
+    verify: bool | None = None,
 ) -> M:
     """Cut ``model`` over the ranks that share it, in place, and return it.
 
     ``mode`` is None (nothing is cut), '1d', '2d', '2.5d' or '3d', by default that of the launched job.
     ``policy`` says which module is cut how, by default that of the model's architecture, or the plan that its
-    config carries.  ``mesh`` is that of the launched job unless given.  A model on the meta device stays
-    there, to be loaded by :func:`colossalai.checkpoint_io.load_pretrained`.
+    config carries, or in 1D a plan that is derived from its code.  ``mesh`` is that of the launched job
+    unless given.  A model on the meta device stays there, to be loaded by
+    :func:`colossalai.checkpoint_io.load_pretrained`.
+
+    With ``verify`` the outputs of the whole model and of the cut one are compared once, on a tiny batch of
+    random numbers; by default for a plan that was derived.
 
     With ``whole_scores=False`` a causal language model that is given labels computes its loss from pieces of
     the scores, and returns these pieces; whole scores are its largest tensor.
@@ -70,11 +78,13 @@ def parallelize(
         raise ValueError(f"this {type(model).__name__} is parallel already; parallelize a model once")
     if mesh is None or tp.size == 1:
         return model
-    policy = policy or _find_policy(model)
     context = CutContext(tp, mesh, whole_scores, _shared(model))
+    policy = policy or _find_policy(model, context)
     matches = list(policy.matches(model))
     _check(model, policy, matches, context)
     cut_attentions = _complete(model, matches, context)
+    compares = isinstance(policy, DerivedPolicy) if verify is None else verify
+    verification = Verification(model) if compares else None
     _replace(model, matches, context)
     _retie(model, context)
     wrap_forward(model, WholeOutputs)
@@ -83,6 +93,8 @@ def parallelize(
     model.first_step = first_step(mesh)  # type: ignore[assignment]
     cut_scores = None if whole_scores else compute_loss_from_pieces(model, mesh)
     model.cut_scores = cut_scores  # type: ignore[assignment]
+    if verification is not None:
+        verification.compare(model)
     return model
 
 
@@ -120,20 +132,32 @@ def _on_mesh(mode: str, mesh: Mesh) -> TensorParallel:
     return tensor_parallel(mode, mesh.group_size(*row.axes), mesh.size.get("dep", 1))
 
 
-def _find_policy(model: nn.Module) -> Policy:
+def _find_policy(model: nn.Module, context: CutContext) -> Policy:
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    for policy in POLICIES:
-        if kind in policy.model_types:
-            return policy
-    carried = carried_policy(model)
-    if carried is not None:
-        return carried
+    found = next((policy for policy in POLICIES if kind in policy.model_types), None) or carried_policy(model)
+    if found is not None and not _lacks_keys(model, found, context):
+        return found
+    derived = None if context.stream_is_cut else derive_policy(model, context)
+    if derived is not None:
+        if words := derived.report():
+            get_dist_logger().warning(f"parallelize({type(model).__name__}):\n{words}", ranks=[0])
+        return derived
+    if found is not None:
+        return found
     known = ", ".join(kind for policy in POLICIES for kind in policy.model_types)
+    why = "only mode '1d' can be derived" if context.stream_is_cut else "none could be derived from its code"
     raise ValueError(
-        f"parallelize has no policy for {type(model).__name__} (model_type {kind!r}), and its config carries"
-        " no base_model_tp_plan; pass policy=colossalai.nn.policies.Policy(...). There are policies for"
-        f" {known}"
+        f"parallelize has no policy for {type(model).__name__} (model_type {kind!r}), its config carries no"
+        f" base_model_tp_plan, and {why}; pass policy=colossalai.nn.policies.Policy(...). There are policies"
+        f" for {known}"
     )
+
+
+def _lacks_keys(model: nn.Module, policy: Policy, context: CutContext) -> bool:
+    """Whether there are more ranks than heads of keys and values, which a derived plan repeats."""
+    keys = _of_config(model, "num_key_value_heads") if "num_key_value_heads" in policy.heads else None
+    parts = context.mesh.group_size(*context.tp.inner.dims[-1])
+    return not context.stream_is_cut and isinstance(keys, int) and 0 < keys < parts and parts % keys == 0
 
 
 def _shared(model: nn.Module) -> frozenset[int]:

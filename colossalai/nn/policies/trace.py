@@ -38,7 +38,16 @@ from colossalai.mesh import placement
 from colossalai.mesh._compat import without_modes
 from colossalai.nn.policies.meta_inputs import BATCH, LENGTH, candidate_inputs, meta_twin
 from colossalai.nn.policies.random_streams import draws_own, switch_numbers
-from colossalai.nn.policies.rules import Cut, CutContext, Head, Rule, Table
+from colossalai.nn.policies.rules import (
+    Cut,
+    CutContext,
+    Head,
+    Repeated,
+    Rule,
+    SlicedArguments,
+    Table,
+    sizes_of,
+)
 from colossalai.nn.policies.wrap_forward import UsedByPieces
 
 Match = tuple[str, nn.Module, Rule]
@@ -58,13 +67,15 @@ class PlanTrace:
     """Whether the attentions that the model returns hold this rank's heads; None if it returns none."""
 
 
-def trace(model: nn.Module, matches: list[Match], context: CutContext) -> PlanTrace | None:
+def trace(
+    model: nn.Module, matches: list[Match], context: CutContext, inputs: MetaInputs | None = None
+) -> PlanTrace | None:
     """Run a twin of ``model`` under the plan; None if even the whole model cannot be run on the meta
     device.
     """
     with without_modes(), torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = find_inputs(model)
+        found = inputs or find_inputs(model)
         return None if found is None else _run(model, matches, context, *found)
 
 
@@ -160,6 +171,8 @@ def _cut_twin(model: nn.Module, matches: list[Match], context: CutContext, flow:
     for name, _, rule in matches:
         module = twin.get_submodule(name)
         new = _stand_in(name, module, rule, trial, flow) or rule.cut(module, trial)
+        if isinstance(rule, SlicedArguments):
+            new.on_slice = lambda x: flow.mark(x, replace(flow.of(x), cut=True))  # type: ignore[assignment]
         if new is not module:
             parent, _, last = name.rpartition(".")
             setattr(twin.get_submodule(parent), last, new)
@@ -168,24 +181,28 @@ def _cut_twin(model: nn.Module, matches: list[Match], context: CutContext, flow:
 
 def _stand_in(path: str, module: nn.Module, rule: Rule, context: CutContext, flow: Flow) -> nn.Module | None:
     parts = context.mesh.group_size(*context.tp.inner.dims[-1])
+    weight: Any = module._parameters.get("weight")
     if isinstance(rule, Cut) and rule.role != "stay":
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        n_in, n_out = weight.shape if type(module).__name__ == "Conv1D" else weight.shape[::-1]
+        n_in, n_out = sizes_of(module)
         if rule.role == "expand":
-            return _Layer(path, flow, n_in, n_out // parts, cut_input=False, cut_output=True)
+            own = n_out if rule.whole_output else n_out // parts
+            return _Layer(path, flow, n_in, own, False, not rule.whole_output, weight)
         return _Layer(
             path,
             flow,
             n_in if rule.whole_input else n_in // parts,
             n_out,
             not rule.whole_input,
-            cut_output=False,
+            False,
+            weight,
         )
+    if isinstance(rule, Repeated):
+        n_in, n_out = sizes_of(module)
+        return _Layer(path, flow, n_in, n_out // rule.groups, False, True, weight)
     if isinstance(rule, Head) and isinstance(module, nn.Linear):
-        return _Layer(path, flow, module.in_features, module.out_features, False, False, module.weight)
+        return _Layer(path, flow, module.in_features, module.out_features, False, False, weight, shares=True)
     if isinstance(rule, Table) and isinstance(module, nn.Embedding):
-        return _Layer(path, flow, None, module.embedding_dim, False, False, module.weight)
+        return _Layer(path, flow, None, module.embedding_dim, False, False, weight, shares=True)
     return None
 
 
@@ -200,13 +217,15 @@ class _Layer(nn.Module):
         n_out: int,
         cut_input: bool,
         cut_output: bool,
-        weight: Tensor | None = None,
+        native: Tensor,
+        *,
+        shares: bool = False,
     ) -> None:
         super().__init__()
         self.path, self.flow, self.n_in, self.n_out = path, flow, n_in, n_out
         self.cut_input, self.cut_output = cut_input, cut_output
         # models ask layers for the dtype of their weights; a tied weight is that of a stand-in as well
-        self.weight = nn.Parameter(torch.empty(n_out, n_in or 1)) if weight is None else weight
+        self.weight = native if shares else nn.Parameter(torch.empty(n_out, n_in or 1, dtype=native.dtype))
         self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -249,9 +268,10 @@ def _following(twin: nn.Module, flow: Flow) -> Iterator[None]:
 # ---- inputs ----
 
 
-def find_inputs(
-    model: nn.Module, batch: int = BATCH, length: int = LENGTH
-) -> tuple[dict[str, Any], bool] | None:
+MetaInputs = tuple[dict[str, Any], bool]
+
+
+def find_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> MetaInputs | None:
     """Arguments with which the whole model runs on the meta device, and what its conditions are taken for."""
     for inputs in candidate_inputs(model, batch, length):
         for truth in (False, True):
@@ -263,6 +283,13 @@ def find_inputs(
                 continue
             return inputs, truth
     return None
+
+
+def find_meta_inputs(model: nn.Module) -> MetaInputs | None:
+    """The arguments that ``trace`` uses, to be found once for several traces of a model."""
+    with without_modes(), torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return find_inputs(model)
 
 
 # ---- where cut activations go ----

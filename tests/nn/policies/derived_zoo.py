@@ -50,31 +50,76 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 4}),
     "gpt_neo": (
         "GPTNeoForCausalLM",
-        {**_BLOCK, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+        {
+            **_BLOCK,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+        },
     ),
     "codegen": ("CodeGenForCausalLM", {**_GPT, "rotary_dim": 4}),
     "gpt_bigcode": ("GPTBigCodeForCausalLM", {**_GPT, "multi_query": False}),
     "gpt_bigcode_mqa": ("GPTBigCodeForCausalLM", {**_GPT, "multi_query": True}),
-    "falcon": ("FalconForCausalLM", {**_BLOCK, "ffn_hidden_size": 32, "new_decoder_architecture": True, "num_kv_heads": 4, "num_attention_heads": 8}),
-    "falcon_alibi": ("FalconForCausalLM", {**_BLOCK, "ffn_hidden_size": 32, "alibi": True, "multi_query": False}),
+    "falcon": (
+        "FalconForCausalLM",
+        {
+            **_BLOCK,
+            "ffn_hidden_size": 32,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 4,
+            "num_attention_heads": 8,
+        },
+    ),
+    "falcon_alibi": (
+        "FalconForCausalLM",
+        {**_BLOCK, "ffn_hidden_size": 32, "alibi": True, "multi_query": False},
+    ),
     "falcon_mqa": ("FalconForCausalLM", {**_BLOCK, "ffn_hidden_size": 32, "multi_query": True}),
     "bloom": ("BloomForCausalLM", {**_BLOCK, "n_layer": 2, "n_head": 4}),
-    "mpt": ("MptForCausalLM", {"d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 16, "expansion_ratio": 2}),
+    "mpt": (
+        "MptForCausalLM",
+        {"d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 16, "expansion_ratio": 2},
+    ),
     "stablelm": ("StableLmForCausalLM", {**_BLOCK, "num_key_value_heads": 4}),
     "persimmon": ("PersimmonForCausalLM", _BLOCK),
     "biogpt": ("BioGptForCausalLM", _BLOCK),
-    "xglm": ("XGLMForCausalLM", {"d_model": 16, "ffn_dim": 32, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 16}),
+    "xglm": (
+        "XGLMForCausalLM",
+        {"d_model": 16, "ffn_dim": 32, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 16},
+    ),
     "roberta": ("RobertaForMaskedLM", _BLOCK),
     "camembert": ("CamembertForMaskedLM", _BLOCK),
     "xlm_roberta": ("XLMRobertaForMaskedLM", _BLOCK),
-    "distilbert": ("DistilBertForMaskedLM", {"n_layers": 2, "n_heads": 4, "dim": 16, "hidden_dim": 32, "max_position_embeddings": 16}),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        {"n_layers": 2, "n_heads": 4, "dim": 16, "hidden_dim": 32, "max_position_embeddings": 16},
+    ),
     "albert": ("AlbertForMaskedLM", {**_BLOCK, "embedding_size": 8, "num_hidden_layers": 3}),
     "electra": ("ElectraForMaskedLM", {**_BLOCK, "embedding_size": 8}),
-    "deberta": ("DebertaForMaskedLM", {**_BLOCK, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 8}),
-    "deberta_v2": ("DebertaV2ForMaskedLM", {**_BLOCK, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True, "max_relative_positions": 8}),
-    "mpnet": ("MPNetForMaskedLM", {**_BLOCK, "max_position_embeddings": 20, "relative_attention_num_buckets": 8}),
+    "deberta": (
+        "DebertaForMaskedLM",
+        {**_BLOCK, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 8},
+    ),
+    "deberta_v2": (
+        "DebertaV2ForMaskedLM",
+        {
+            **_BLOCK,
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "share_att_key": True,
+            "max_relative_positions": 8,
+        },
+    ),
+    "mpnet": (
+        "MPNetForMaskedLM",
+        {**_BLOCK, "max_position_embeddings": 20, "relative_attention_num_buckets": 8},
+    ),
     "xlnet": ("XLNetLMHeadModel", {"d_model": 16, "n_layer": 2, "n_head": 4, "d_inner": 32}),
-    "modernbert": ("ModernBertForMaskedLM", {**_BLOCK, "cls_token_id": 3, "sep_token_id": 4, "local_attention": 4}),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        {**_BLOCK, "cls_token_id": 3, "sep_token_id": 4, "local_attention": 4},
+    ),
     "mt5": ("MT5ForConditionalGeneration", _T5),
     "bart": ("BartForConditionalGeneration", _BART),
     "mbart": ("MBartForConditionalGeneration", _BART),
@@ -82,21 +127,64 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "marian": ("MarianMTModel", _BART),
     "whisper": (
         "WhisperForConditionalGeneration",
-        {**_BART, "num_mel_bins": 8, "max_source_positions": 6, "max_target_positions": 16, "suppress_tokens": None, "begin_suppress_tokens": None},
+        {
+            **_BART,
+            "num_mel_bins": 8,
+            "max_source_positions": 6,
+            "max_target_positions": 16,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
     ),
     "wav2vec2": (
         "Wav2Vec2ForCTC",
-        {**_BLOCK, "conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "layerdrop": 0.0, "vocab_size": 12, "ctc_zero_infinity": True},
+        {
+            **_BLOCK,
+            "conv_dim": [8, 8],
+            "conv_kernel": [10, 3],
+            "conv_stride": [5, 2],
+            "num_conv_pos_embeddings": 4,
+            "num_conv_pos_embedding_groups": 2,
+            "mask_time_prob": 0.0,
+            "layerdrop": 0.0,
+            "vocab_size": 12,
+            "ctc_zero_infinity": True,
+        },
     ),
     "clip": (
         "CLIPModel",
-        {"text_config": {**_BLOCK, **_TOKENS}, "vision_config": {**_CLIP, "image_size": 8, "patch_size": 4}, "projection_dim": 8},
+        {
+            "text_config": {**_BLOCK, **_TOKENS},
+            "vision_config": {**_CLIP, "image_size": 8, "patch_size": 4},
+            "projection_dim": 8,
+        },
     ),
     "deit": ("DeiTForImageClassification", {**_BLOCK, **_IMAGE}),
     "beit": ("BeitForImageClassification", {**_BLOCK, **_IMAGE, "use_relative_position_bias": True}),
     "dinov2": ("Dinov2ForImageClassification", {**_BLOCK, **_IMAGE, "mlp_ratio": 2}),
-    "vit_mae": ("ViTMAEForPreTraining", {**_BLOCK, **_IMAGE, "decoder_hidden_size": 16, "decoder_num_attention_heads": 4, "decoder_num_hidden_layers": 2, "decoder_intermediate_size": 32}),
-    "swin": ("SwinForImageClassification", {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [4, 4], "window_size": 2, "num_labels": 5}),
+    "vit_mae": (
+        "ViTMAEForPreTraining",
+        {
+            **_BLOCK,
+            **_IMAGE,
+            "decoder_hidden_size": 16,
+            "decoder_num_attention_heads": 4,
+            "decoder_num_hidden_layers": 2,
+            "decoder_intermediate_size": 32,
+        },
+    ),
+    "swin": (
+        "SwinForImageClassification",
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [1, 2],
+            "num_heads": [4, 4],
+            "window_size": 2,
+            "num_labels": 5,
+        },
+    ),
 }
 
 
@@ -137,7 +225,10 @@ def batch(model: nn.Module, step: int = 0) -> dict[str, Tensor]:
         size = config.image_size
         given = {"pixel_values": _random((BATCH, 3, size, size), generator)}
         if "noise" in names:
-            return {**given, "noise": torch.rand(BATCH, (size // config.patch_size) ** 2, generator=generator)}
+            return {
+                **given,
+                "noise": torch.rand(BATCH, (size // config.patch_size) ** 2, generator=generator),
+            }
         return {**given, "labels": torch.randint(5, (BATCH,), generator=generator)}
     if "input_features" in names:
         return {"input_features": _random((BATCH, config.num_mel_bins, 12), generator), "labels": labels}
