@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colossalai.mesh._compat import without_modes
 from colossalai.nn.policies.branches import BATCH, LENGTH, Branch, Call
+from colossalai.nn.policies.meta_inputs import detach_from_script, looking_at
 from colossalai.nn.policies.rules import is_product, sizes_of
 
 MOST_TRIALS = 400
@@ -106,15 +106,12 @@ class BranchTrial:
             for buffer in native.buffers():
                 memo[id(buffer)] = _real(buffer)
             twin = copy.deepcopy(native, memo)
+        detach_from_script(twin)
         for module in twin.modules():
-            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-                getattr(module, hooks).clear()
-            if getattr(module, "gradient_checkpointing", False):
-                module.gradient_checkpointing = False  # type: ignore[assignment]
             config = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", "eager") not in ("eager", "sdpa"):
                 config._attn_implementation = "eager"  # others need a GPU
-        return twin.float().eval()
+        return twin.to(torch.get_default_dtype()).eval()
 
     def _check_whole(self) -> None:
         called = {path for path, _, _ in self.tape}
@@ -219,10 +216,9 @@ class BranchTrial:
 
     def find(self, known: list[Way]) -> Way | None:
         """A way that fits, if there is one; those that fitted other branches are tried first."""
-        for way in (*known, *itertools.islice(self.ways(), MOST_TRIALS)):
-            if self.fits(way):
-                return way
-        return None
+        with looking_at(self.home, "cpu"):
+            ways = itertools.chain(known, itertools.islice(self.ways(), MOST_TRIALS))
+            return next((way for way in ways if self.fits(way)), None)
 
     def ways(self) -> Iterator[Way]:
         """Ways to cut the branch, the simplest first."""
@@ -339,7 +335,7 @@ def _real(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     if not x.is_meta:
-        return x.detach().cpu().float() if x.is_floating_point() else x.detach().cpu()
+        return x.detach().cpu().to(torch.get_default_dtype() if x.is_floating_point() else x.dtype)
     if x.is_floating_point():
         return torch.randn(x.shape)
     if x.dtype is torch.bool:
@@ -358,7 +354,7 @@ def _same(own: Tensor, whole: Tensor) -> bool:
 
 def try_branch(model: nn.Module, branch: Branch, call: Call, parts: int) -> BranchTrial | None:
     """The trial of ``branch``; None if its code cannot be run alone."""
-    with without_modes(), torch.device("cpu"):
+    with looking_at(model.get_submodule(branch.home), "cpu"):
         try:
             return BranchTrial(model, branch, call, parts)
         except Exception:

@@ -9,7 +9,6 @@ autograd, however the code between them is written.  Whether a branch can be cut
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from colossalai.mesh._compat import without_modes
-from colossalai.nn.policies.meta_inputs import candidate_inputs, in_evaluation, meta_twin
+from colossalai.nn.policies.meta_inputs import candidate_inputs, in_evaluation, looking_at, meta_twin
 from colossalai.nn.policies.random_streams import draws_own
 from colossalai.nn.policies.rules import is_product, sizes_of
 from colossalai.nn.policies.trace import Flow, find_inputs
@@ -61,18 +59,16 @@ class BranchedModel:
 
 def find_branches(model: nn.Module) -> BranchedModel | None:
     """The branches of ``model``; None if no arguments are known with which it runs."""
-    with without_modes(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.device("meta"):
-            found = find_inputs(model, BATCH, LENGTH)
-            if found is not None:
-                return _walk(meta_twin(model), *found, traced=True)
-        for inputs in [] if any(p.is_meta for p in model.parameters()) else _real_inputs(model):
-            try:
-                with in_evaluation(model), torch.no_grad():
-                    return _walk(model, inputs, False, traced=False)
-            except Exception:
-                continue
+    with looking_at(model):
+        found = find_inputs(model, BATCH, LENGTH)
+        if found is not None:
+            return _walk(meta_twin(model), *found, traced=True)
+    for inputs in [] if any(p.is_meta for p in model.parameters()) else _real_inputs(model):
+        try:
+            with looking_at(model, "cpu"), in_evaluation(model), torch.no_grad():
+                return _walk(model, inputs, False, traced=False)
+        except Exception:
+            continue
     return None
 
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from types import CellType
 from typing import Any
 
 import torch
 from torch import nn
 
+from colossalai.mesh._compat import without_modes
+
 BATCH, LENGTH = 2, 8
+CACHED = type(lru_cache(lambda: None))  # functions with a cache
 
 
 def meta_twin(model: nn.Module) -> nn.Module:
@@ -26,12 +33,52 @@ def meta_twin(model: nn.Module) -> nn.Module:
     for config in configs.values():
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = "eager"  # the only one that returns attentions
+    detach_from_script(twin)
+    return twin.train()
+
+
+def detach_from_script(twin: nn.Module) -> None:
+    """Remove from a copy of modules what would reach the script, or the modules themselves, when it runs."""
     for module in twin.modules():
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            getattr(module, hooks).clear()  # the user's: they must not see this pass
+            getattr(module, hooks).clear()
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
-    return twin.train()
+
+
+@contextmanager
+def looking_at(model: nn.Module, device: str = "meta") -> Iterator[None]:
+    """The code of ``model`` may be run on ``device``, by copies: nothing of it is left behind.
+
+    Code may keep tensors that it has made in caches of functions (BEiT keeps an index of positions), which the
+    model itself must not find.
+    """
+    with without_modes(), torch.random.fork_rng(devices=[]), torch.device(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            _clear_caches(model)
+
+
+def _clear_caches(model: nn.Module) -> None:
+    classes = {c for m in model.modules() for c in type(m).__mro__ if not c.__module__.startswith("torch.")}
+    files = {sys.modules.get(c.__module__) for c in classes} - {None, sys.modules["builtins"]}
+    functions = [value for holder in (*classes, *files) for value in vars(holder).values()]
+    functions += [value for module in model.modules() for value in vars(module).values()]
+    for function in functions:
+        function = getattr(function, "__func__", function) if isinstance(function, staticmethod) else function
+        cells = (function.__closure__ or ()) if inspect.isfunction(function) else ()
+        for cached in (function, *(cell.cell_contents for cell in cells if _is_filled(cell))):
+            if isinstance(cached, CACHED):
+                cached.cache_clear()
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that its function has not set yet
+        return False
 
 
 @contextmanager

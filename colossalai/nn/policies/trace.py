@@ -23,7 +23,6 @@ instead.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,8 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colossalai.mesh import placement
-from colossalai.mesh._compat import without_modes
-from colossalai.nn.policies.meta_inputs import BATCH, LENGTH, candidate_inputs, meta_twin
+from colossalai.nn.policies.meta_inputs import BATCH, LENGTH, candidate_inputs, looking_at, meta_twin
 from colossalai.nn.policies.random_streams import draws_own, switch_numbers
 from colossalai.nn.policies.rules import (
     Cut,
@@ -73,8 +71,7 @@ def trace(
     """Run a twin of ``model`` under the plan; None if even the whole model cannot be run on the meta
     device.
     """
-    with without_modes(), torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with looking_at(model):
         found = inputs or find_inputs(model)
         return None if found is None else _run(model, matches, context, *found)
 
@@ -287,8 +284,7 @@ def find_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> M
 
 def find_meta_inputs(model: nn.Module) -> MetaInputs | None:
     """The arguments that ``trace`` uses, to be found once for several traces of a model."""
-    with without_modes(), torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with looking_at(model):
         return find_inputs(model)
 
 

@@ -113,7 +113,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mpnet": (
         "MPNetForMaskedLM",
-        {**_BLOCK, "max_position_embeddings": 20, "relative_attention_num_buckets": 8},
+        {**_BLOCK, "max_position_embeddings": 20},
     ),
     "xlnet": ("XLNetLMHeadModel", {"d_model": 16, "n_layer": 2, "n_head": 4, "d_inner": 32}),
     "modernbert": (
