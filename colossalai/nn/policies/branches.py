@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from colossalai.nn.policies.meta_inputs import candidate_inputs, in_evaluation, looking_at, meta_twin
 from colossalai.nn.policies.random_streams import draws_own
-from colossalai.nn.policies.rules import is_product, sizes_of
+from colossalai.nn.policies.rules import is_product
 from colossalai.nn.policies.trace import Flow, find_inputs
 
 BATCH, LENGTH = 3, 7  # primes that numbers of heads are seldom multiples of
@@ -96,7 +96,7 @@ class Reach(Flow):
         self.edges: dict[str, frozenset[str]] = {}
         """For each linear layer, in the order of their calls, those whose outputs its input is made of."""
         self.calls: dict[str, Call] = {}
-        self._widths: dict[str, int] = {}
+        self._outputs: dict[str, torch.Size] = {}
         self._sources: dict[int, frozenset[str]] = {}
         self._alive: list[Any] = []
 
@@ -126,7 +126,6 @@ class Reach(Flow):
         hooks: list[Callable[..., None]] = [self._enter(name)]
         handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for hook in hooks]
         if is_product(module):
-            self._widths[name] = sizes_of(module)[1]
             handles.append(module.register_forward_hook(self._after_product(name)))
         elif "norm" in type(module).__name__.lower():
             handles.append(module.register_forward_hook(self._after_norm))
@@ -141,14 +140,22 @@ class Reach(Flow):
         return enter
 
     def _after_product(self, name: str) -> Callable[..., None]:
-        return lambda module, args, result: self._set(result, frozenset([name]))
+        def after(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
+            self._outputs[name] = result.shape
+            self._set(result, frozenset([name]))
+
+        return after
 
     def _after_norm(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """A norm over all outputs of a layer makes every feature depend on every other one."""
         x = next((a for a in args if isinstance(a, Tensor)), None)
         if x is not None and isinstance(result, Tensor):
-            left = frozenset(path for path in self._of(x) if self._widths[path] > x.shape[-1])
-            self._set(result, left)
+            self._set(result, frozenset(path for path in self._of(x) if self._by_heads(path, x)))
+
+    def _by_heads(self, path: str, x: Tensor) -> bool:
+        """Whether ``x`` holds parts of the outputs of a layer in its last dim, such as one head."""
+        made = self._outputs[path]
+        return made[-1] > x.shape[-1] or (made[-1] == x.shape[-1] and len(made) < x.ndim)
 
 
 def _pair(edges: dict[str, frozenset[str]]) -> list[Branch]:
