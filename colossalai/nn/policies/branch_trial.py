@@ -26,7 +26,7 @@ from colossalai.nn.policies.branches import BATCH, LENGTH, Branch, Call
 from colossalai.nn.policies.meta_inputs import detach_from_script, looking_at
 from colossalai.nn.policies.rules import is_product, sizes_of
 
-MOST_TRIALS = 400
+MOST_TRIALS = 150
 SEED = 1234
 
 

@@ -1,10 +1,10 @@
 """Finds the branches of a model: the linear layers that open one, and those that close it.
 
-A block of a transformer is made of branches that leave the residual stream and come back to it: queries, keys
-and values are made of the stream and end in one output layer, an MLP widens the stream and narrows it again.
-One forward pass on the meta device tells which linear layers' outputs reach which linear layers' inputs, below
-autograd, however the code between them is written.  Whether a branch can be cut, and how, is tried afterwards
-(:mod:`colossalai.nn.policies.branch_trial`).
+A block of a transformer is made of branches that leave the residual stream and come back to it: queries,
+keys and values are made of the stream and end in one output layer, an MLP widens the stream and narrows it
+again.  One forward pass on the meta device tells which linear layers' outputs reach which linear layers'
+inputs, below autograd, however the code between them is written.  Whether a branch can be cut, and how, is
+tried afterwards (:mod:`colossalai.nn.policies.branch_trial`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from colossalai.nn.policies.meta_inputs import candidate_inputs, in_evaluation, looking_at, meta_twin
 from colossalai.nn.policies.random_streams import draws_own
 from colossalai.nn.policies.rules import is_product
-from colossalai.nn.policies.trace import Flow, find_inputs
+from colossalai.nn.policies.trace import Flow, MetaInputs, find_inputs
 
 BATCH, LENGTH = 3, 7  # primes that numbers of heads are seldom multiples of
 
@@ -53,8 +53,10 @@ class BranchedModel:
     branches: list[Branch]
     calls: dict[str, Call]
     """The first call of each module, by its path."""
-    traced: bool
-    """Whether it ran on the meta device, where a plan can be tried as well."""
+    inputs: MetaInputs | None
+    """With which it ran on the meta device, where a plan can be tried as well; None if it had to run with
+    values.
+    """
 
 
 def find_branches(model: nn.Module) -> BranchedModel | None:
@@ -62,11 +64,11 @@ def find_branches(model: nn.Module) -> BranchedModel | None:
     with looking_at(model):
         found = find_inputs(model, BATCH, LENGTH)
         if found is not None:
-            return _walk(meta_twin(model), *found, traced=True)
+            return _walk(meta_twin(model), *found, found)
     for inputs in [] if any(p.is_meta for p in model.parameters()) else _real_inputs(model):
         try:
             with looking_at(model, "cpu"), in_evaluation(model), torch.no_grad():
-                return _walk(model, inputs, False, traced=False)
+                return _walk(model, inputs, False, None)
         except Exception:
             continue
     return None
@@ -77,7 +79,7 @@ def _real_inputs(model: nn.Module) -> Iterator[dict[str, Any]]:
         yield from candidate_inputs(model, BATCH, LENGTH)
 
 
-def _walk(model: nn.Module, inputs: dict[str, Any], truth: bool, *, traced: bool) -> BranchedModel:
+def _walk(model: nn.Module, inputs: dict[str, Any], truth: bool, found: MetaInputs | None) -> BranchedModel:
     reach = Reach(truth)
     with ExitStack() as stack:
         for name, module in model.named_modules():
@@ -85,7 +87,7 @@ def _walk(model: nn.Module, inputs: dict[str, Any], truth: bool, *, traced: bool
                 stack.callback(handle.remove)
         with reach:
             model(**inputs)
-    return BranchedModel(_pair(reach.edges), reach.calls, traced)
+    return BranchedModel(_pair(reach.edges), reach.calls, found)
 
 
 class Reach(Flow):

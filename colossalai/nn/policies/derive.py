@@ -1,15 +1,14 @@
 """Derives the 1D plan of a model for which there is no table.
 
 Branches are found by one forward pass on the meta device (:mod:`branches`), ways to cut each are tried on
-random numbers (:mod:`branch_trial`), and the whole plan is traced on the meta device (:mod:`trace`) before the
-model is touched.  A branch whose heads or features cannot be divided among the ranks keeps its code whole: only
-the weights of its layers are cut, and activations are gathered behind each.  What cannot be cut so either is
-replicated.  The report names both.
+random numbers (:mod:`branch_trial`), and the whole plan is traced on the meta device (:mod:`trace`) before
+the model is touched.  A branch whose heads or features cannot be divided among the ranks keeps its code
+whole: only the weights of its layers are cut, and activations are gathered behind each.  What cannot be cut
+so either is replicated.  The report names both.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,10 +29,9 @@ from colossalai.nn.policies.rules import (
     SlicedArguments,
     Table,
     embedding_scale,
-    is_product,
     sizes_of,
 )
-from colossalai.nn.policies.trace import Match, MetaInputs, find_meta_inputs, trace
+from colossalai.nn.policies.trace import Match, MetaInputs, trace
 
 CUT, GATHERED, WHOLE = "cut", "gathered", "whole"
 
@@ -75,6 +73,8 @@ class DerivedPolicy(Policy):
     outside: tuple[tuple[str, Rule], ...] = ()
     """Rules for what is no part of a branch: the table and the head."""
     notes: tuple[str, ...] = ()
+    inputs: MetaInputs | None = None
+    """Arguments with which the model runs on the meta device."""
 
     def matches(self, model: nn.Module) -> Iterator[Match]:
         for branch in self.planned:
@@ -96,7 +96,7 @@ class DerivedPolicy(Policy):
 
 
 def derive_policy(model: nn.Module, context: CutContext) -> DerivedPolicy | None:
-    """A plan for ``model`` in 1D; None if nothing of it can be cut, or if it cannot be run to be looked at."""
+    """A plan for ``model`` in 1D; None if nothing of it can be cut, or if it cannot be run to look at it."""
     found = find_branches(model)
     if found is None or not found.branches:
         return None
@@ -111,9 +111,10 @@ def derive_policy(model: nn.Module, context: CutContext) -> DerivedPolicy | None
         planned=planned,
         outside=outside,
         notes=(*_left(model, planned), *notes),
+        inputs=found.inputs,
     )
-    policy = _checked(model, policy, context, find_meta_inputs(model) if found.traced else None)
-    return policy if any(True for _ in policy.matches(model)) else None
+    policy = _checked(model, policy, context)
+    return policy if any(isinstance(rule, Cut) for _, _, rule in policy.matches(model)) else None
 
 
 # ---- branches ----
@@ -139,7 +140,7 @@ def _plan(model: nn.Module, found: BranchedModel, context: CutContext) -> Iterat
         way = trial.find([w.at(branch) for w in ways])
         if way is None:
             yield _gathered(model, branch, kind, parts, f"no way to divide it among {parts} ranks was found")
-        elif not found.traced:
+        elif found.inputs is None:
             # nothing would tell which of its dropout all ranks must draw alike
             yield _gathered(model, branch, kind, parts, "the model does not run on the meta device")
         else:
@@ -172,7 +173,7 @@ def _kind(branch: Branch) -> str:
     """The home of a branch with its layers, where numbers of blocks are left out."""
     start = len(branch.home) + 1
     openers, closers = (",".join(p[start:] for p in paths) for paths in (branch.openers, branch.closers))
-    return f"{re.sub(r'(?<![^.])[0-9]+(?![^.])', '*', branch.home)}: {openers} -> {closers}"
+    return f"{_in_blocks(branch.home)}: {openers} -> {closers}"
 
 
 def _gathered(model: nn.Module, branch: Branch, kind: str, parts: int, why: str) -> PlannedBranch:
@@ -185,17 +186,20 @@ def _gathered(model: nn.Module, branch: Branch, kind: str, parts: int, why: str)
 
 
 def _left(model: nn.Module, planned: tuple[PlannedBranch, ...]) -> list[str]:
-    """Linear layers of blocks that belong to no branch."""
+    """Weights of blocks that belong to no branch."""
     known = {path for p in planned for path in (*p.branch.openers, *p.branch.closers)}
-    left = Counter(
-        re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
-        for name, module in model.named_modules()
-        if is_product(module) and name not in known and any(part.isdecimal() for part in name.split("."))
-    )
-    return [
-        f"{name} ({n} times): it is whole on every rank; it opens or closes no branch"
-        for name, n in left.items()
-    ]
+    known |= {path for p in planned if p.way is not None for path in p.way.parameters}
+    left: Counter[str] = Counter()
+    for name, param in model.named_parameters():
+        path, _, last = name.rpartition(".")
+        if param.ndim > 1 and path not in known and any(part.isdecimal() for part in path.split(".")):
+            left[_in_blocks(path if last == "weight" else name)] += 1
+    return [f"{name} ({n} times): it is whole on every rank; it is in no branch" for name, n in left.items()]
+
+
+def _in_blocks(path: str) -> str:
+    """``path`` without the numbers of blocks."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
 # ---- the table and the head ----
@@ -232,16 +236,14 @@ def _embeddings(model: nn.Module, side: str) -> nn.Module | None:
 # ---- the whole plan ----
 
 
-def _checked(
-    model: nn.Module, policy: DerivedPolicy, context: CutContext, inputs: MetaInputs | None
-) -> DerivedPolicy:
+def _checked(model: nn.Module, policy: DerivedPolicy, context: CutContext) -> DerivedPolicy:
     """``policy`` without what does not fit into the whole model."""
     parts = context.mesh.group_size(*context.tp.inner.dims[-1])
 
     def refusal(tried: DerivedPolicy) -> str:
         try:
-            if inputs is not None:
-                trace(model, list(tried.matches(model)), context, inputs)
+            if policy.inputs is not None:
+                trace(model, list(tried.matches(model)), context, policy.inputs)
         except ValueError as error:
             return str(error)
         return ""

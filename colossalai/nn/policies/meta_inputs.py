@@ -50,8 +50,8 @@ def detach_from_script(twin: nn.Module) -> None:
 def looking_at(model: nn.Module, device: str = "meta") -> Iterator[None]:
     """The code of ``model`` may be run on ``device``, by copies: nothing of it is left behind.
 
-    Code may keep tensors that it has made in caches of functions (BEiT keeps an index of positions), which the
-    model itself must not find.
+    Code may keep tensors that it has made in caches of functions (BEiT keeps an index of positions), which
+    the model itself must not find.
     """
     with without_modes(), torch.random.fork_rng(devices=[]), torch.device(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")

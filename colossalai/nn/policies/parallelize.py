@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -38,7 +39,7 @@ from colossalai.nn.policies.rules import (
     Table,
     check_heads,
 )
-from colossalai.nn.policies.trace import PlanTrace, trace
+from colossalai.nn.policies.trace import MetaInputs, PlanTrace, trace
 from colossalai.nn.policies.verify import Verification
 from colossalai.nn.policies.wrap_forward import WholeOutputs, first_step, wrap_forward
 
@@ -82,7 +83,8 @@ def parallelize(
     policy = policy or _find_policy(model, context)
     matches = list(policy.matches(model))
     _check(model, policy, matches, context)
-    cut_attentions = _complete(model, matches, context)
+    inputs = policy.inputs if isinstance(policy, DerivedPolicy) else None
+    cut_attentions = _complete(model, matches, context, inputs)
     compares = isinstance(policy, DerivedPolicy) if verify is None else verify
     verification = Verification(model) if compares else None
     _replace(model, matches, context)
@@ -138,6 +140,7 @@ def _find_policy(model: nn.Module, context: CutContext) -> Policy:
     if found is not None and not _lacks_keys(model, found, context):
         return found
     derived = None if context.stream_is_cut else derive_policy(model, context)
+    _check_alike(model, derived)
     if derived is not None:
         if words := derived.report():
             get_dist_logger().warning(f"parallelize({type(model).__name__}):\n{words}", ranks=[0])
@@ -151,6 +154,20 @@ def _find_policy(model: nn.Module, context: CutContext) -> Policy:
         f" base_model_tp_plan, and {why}; pass policy=colossalai.nn.policies.Policy(...). There are policies"
         f" for {known}"
     )
+
+
+def _check_alike(model: nn.Module, derived: DerivedPolicy | None) -> None:
+    """Refuse plans that differ between ranks, which would wait for each other later."""
+    own = "" if derived is None else repr([(path, rule) for path, _, rule in derived.matches(model)])
+    if dist.is_initialized() and dist.get_backend() != "fake":
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        other = next((rank for rank, rules in enumerate(everyone) if rules != everyone[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"parallelize derived other plans for {type(model).__name__} on ranks 0 and {other}; every"
+                " rank must hold the same model, in the same mode (train or eval) and of the same dtype"
+            )
 
 
 def _lacks_keys(model: nn.Module, policy: Policy, context: CutContext) -> bool:
@@ -211,13 +228,13 @@ def _of_config(model: nn.Module, name: str) -> Any:
         return None
 
 
-def _complete(model: nn.Module, matches: list[Match], context: CutContext) -> bool:
+def _complete(model: nn.Module, matches: list[Match], context: CutContext, inputs: MetaInputs | None) -> bool:
     """Add the rules that follow from where cut activations go; returns whether the attentions are cut.
 
     In 1D only: in the other modes every module has a rule of its own.
     """
     by_rules = any(isinstance(rule, Heads) for _, _, rule in matches)
-    if context.stream_is_cut or (found := trace(model, matches, context)) is None:
+    if context.stream_is_cut or (found := trace(model, matches, context, inputs)) is None:
         return by_rules
     extra: list[Match] = [
         (path, model.get_submodule(path), Summed(names)) for path, names in found.summed.items()
@@ -226,7 +243,7 @@ def _complete(model: nn.Module, matches: list[Match], context: CutContext) -> bo
     extra += [(path, model.get_submodule(path), StreamDropout()) for path in found.alike]
     if extra:
         matches += extra
-        again = trace(model, matches, context)
+        again = trace(model, matches, context, inputs)
         assert again is not None, "what could be traced once can be traced again"
         _check_dropout(type(model).__name__, again)
     return by_rules if found.cut_attentions is None else found.cut_attentions

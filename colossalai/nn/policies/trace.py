@@ -282,12 +282,6 @@ def find_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> M
     return None
 
 
-def find_meta_inputs(model: nn.Module) -> MetaInputs | None:
-    """The arguments that ``trace`` uses, to be found once for several traces of a model."""
-    with looking_at(model):
-        return find_inputs(model)
-
-
 # ---- where cut activations go ----
 
 aten = torch.ops.aten

@@ -48,7 +48,9 @@ class Verification:
             if own.shape != whole.shape:
                 problem = f"an output has the shape {tuple(own.shape)} instead of {tuple(whole.shape)}"
                 break
-            off = float((own - whole).abs().max() / whole.abs().max().clamp(min=1e-30)) if own.numel() else 0.0
+            off = (
+                float((own - whole).abs().max() / whole.abs().max().clamp(min=1e-30)) if own.numel() else 0.0
+            )
             if off > torch.finfo(whole.dtype).eps ** 0.5:
                 problem = f"an output of shape {tuple(whole.shape)} is off by {off:.1e} of its largest value"
                 break
@@ -57,9 +59,9 @@ class Verification:
         found = next(((rank, words) for rank, words in enumerate(everyone) if words), None)
         if found is not None:
             raise RuntimeError(
-                f"the plan that parallelize derived for {type(model).__name__} does not compute what the whole"
-                f" model does: on rank {found[0]}, {found[1]}. This model is unusable now; build it again, and"
-                " pass policy=colossalai.nn.policies.Policy(...)"
+                f"{type(model).__name__}, cut by parallelize, does not compute what the whole model does;"
+                f" on rank {found[0]} {found[1]}. This model is unusable now; build it again, and pass"
+                " policy=colossalai.nn.policies.Policy(...)"
             )
 
 

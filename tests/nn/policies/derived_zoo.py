@@ -159,6 +159,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "projection_dim": 8,
         },
     ),
+    "llama_mqa": ("LlamaForCausalLM", {**_BLOCK, "num_key_value_heads": 1}),
     "deit": ("DeiTForImageClassification", {**_BLOCK, **_IMAGE}),
     "beit": ("BeitForImageClassification", {**_BLOCK, **_IMAGE, "use_relative_position_bias": True}),
     "dinov2": ("Dinov2ForImageClassification", {**_BLOCK, **_IMAGE, "mlp_ratio": 2}),
