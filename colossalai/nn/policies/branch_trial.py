@@ -65,8 +65,8 @@ class Played(nn.Module):
         self.path = path
         self.in_features, self.out_features = sizes_of(native)
         # models ask layers for the dtype of their weights
-        weight, bias = native.weight, native.bias
-        assert isinstance(weight, Tensor)
+        weight, bias = native._parameters["weight"], native._parameters.get("bias")
+        assert weight is not None
         self.weight = nn.Parameter(torch.empty(weight.shape, device="meta"), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(torch.empty(bias.shape, device="meta"))
 
@@ -108,7 +108,7 @@ class BranchTrial:
             twin = copy.deepcopy(native, memo)
         detach_from_script(twin)
         for module in twin.modules():
-            config = getattr(module, "config", None)
+            config: Any = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", "eager") not in ("eager", "sdpa"):
                 config._attn_implementation = "eager"  # others need a GPU
         return twin.to(torch.get_default_dtype()).eval()
@@ -189,7 +189,8 @@ class BranchTrial:
         args, kwargs = list(self.args), dict(self.kwargs)
         names = list(inspect.signature(self.home.forward).parameters)
         for name, (dim, heads, _) in way.arguments.items():
-            holder, key = (kwargs, name) if name in kwargs else (args, names.index(name))
+            holder: Any = kwargs if name in kwargs else args
+            key = name if name in kwargs else names.index(name)
             holder[key] = slice_heads(holder[key], dim, heads, self.parts, self.rank)
         return tuple(args), kwargs
 
@@ -223,7 +224,7 @@ class BranchTrial:
     def ways(self) -> Iterator[Way]:
         """Ways to cut the branch, the simplest first."""
         numbers = list(self._numbers())
-        heads = max((v for _, name, v in numbers if counts_heads(name)), default=0)
+        heads = self._heads(numbers)
         arguments, parameters = self._arguments(heads), self._parameters(heads)
         extras: list[dict[str, Any]] = [{}]
         extras += [{"arguments": arguments}] if arguments else []
@@ -239,6 +240,14 @@ class BranchTrial:
                 divisors = (self.parts, groups, self.parts // groups)
                 for attributes in self._attributes(numbers, divisors):
                     yield Way(fused, repeated, groups, attributes)
+
+    def _heads(self, numbers: list[tuple[str, str, int]]) -> list[int]:
+        """Numbers of heads, of queries or of keys, the largest first."""
+        found = {value for _, name, value in numbers if counts_heads(name)}
+        widths = [p.out_features for p in self.home.modules() if isinstance(p, Played)]
+        lengths = {v for _, name, v in numbers if "head" in name and ("dim" in name or "size" in name)}
+        found |= {width // n for n in lengths for width in widths if width % n == 0}
+        return sorted((n for n in found if n > 1 and n % self.parts == 0), reverse=True)
 
     def _kinds(self) -> Iterator[tuple[dict[str, int], tuple[str, ...], int]]:
         widths = {p.path: p.out_features for p in self.home.modules() if isinstance(p, Played)}
@@ -285,27 +294,34 @@ class BranchTrial:
                 for base in counts:
                     yield {p: {**base.get(p, {}), **more.get(p, {})} for p in {**base, **more}}
 
-    def _arguments(self, heads: int) -> dict[str, tuple[int, int, bool]]:
+    def _arguments(self, heads: list[int]) -> dict[str, tuple[int, int, bool]]:
         """Floating-point arguments with a dim of all heads, which may be one with that of the batch."""
         names = inspect.signature(self.home.forward).parameters
         given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
         found = {}
         for name, value in given.items():
-            if not heads or not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
                 continue
-            dims = [d for d in range(value.ndim - 1) if value.shape[d] in (heads, heads * BATCH)]
-            if dims and not (value.ndim == 3 and value.shape[:2] == (BATCH, LENGTH)):
-                found[name] = dims[0], heads, value.shape[dims[0]] != heads
+            if value.ndim == 3 and value.shape[:2] == (BATCH, LENGTH):
+                continue  # activations
+            places = [
+                (d, n, value.shape[d] != n)
+                for n in heads
+                for d in range(value.ndim - 1)
+                if value.shape[d] in (n, n * BATCH)
+            ]
+            if places:
+                found[name] = places[0]
         return found
 
-    def _parameters(self, heads: int) -> dict[str, dict[str, int]]:
+    def _parameters(self, heads: list[int]) -> dict[str, dict[str, int]]:
         found: dict[str, dict[str, int]] = {}
         for name, module in self.home.named_modules():
             if isinstance(module, Played):
                 continue
             path = f"{self.branch.home}.{name}" if name else self.branch.home
             for param, tensor in module._parameters.items():
-                dims = [] if tensor is None else [d for d, n in enumerate(tensor.shape) if n == heads > 0]
+                dims = [] if tensor is None else [d for d, n in enumerate(tensor.shape) if n in heads]
                 if len(dims) == 1:
                     found.setdefault(path, {})[param] = dims[0]
         return found

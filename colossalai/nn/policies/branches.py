@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,7 +87,8 @@ def _walk(model: nn.Module, inputs: dict[str, Any], truth: bool, found: MetaInpu
                 stack.callback(handle.remove)
         with reach:
             model(**inputs)
-    return BranchedModel(_pair(reach.edges), reach.calls, found)
+    branches = [replace(b, home=_called(b.home, reach.calls)) for b in _pair(reach.edges)]
+    return BranchedModel(branches, reach.calls, found)
 
 
 class Reach(Flow):
@@ -178,6 +179,13 @@ def _pair(edges: dict[str, frozenset[str]]) -> list[Branch]:
         if not closing & set(openers)
     ]
     return _disjoint(branches[::-1])
+
+
+def _called(path: str, calls: dict[str, Call]) -> str:
+    """The smallest module around ``path`` that was called; code may use a module by other methods."""
+    while path and path not in calls:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _in_one_block(one: str, other: str) -> bool:

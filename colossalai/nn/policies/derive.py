@@ -207,7 +207,7 @@ def _in_blocks(path: str) -> str:
 
 def _outside(model: nn.Module) -> tuple[tuple[tuple[str, Rule], ...], tuple[str, ...]]:
     table, head = (_embeddings(model, side) for side in ("input", "output"))
-    weights = {id(m.weight) for m in (table, head) if isinstance(getattr(m, "weight", None), nn.Parameter)}
+    weights = {id(m._parameters["weight"]) for m in (table, head) if m is not None}
     rules: list[tuple[str, Rule]] = []
     for name, module in model.named_modules():
         if id(module._parameters.get("weight")) not in weights:

@@ -119,7 +119,7 @@ def _main_inputs(model: nn.Module, batch: int, length: int) -> Iterator[dict[str
         yield {"pixel_values": images}
         yield {"input_ids": ids, "pixel_values": images}
     frames = 2 * getattr(config, "max_source_positions", 0) or 100
-    bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
+    bins = int(getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None) or 80)
     sound = torch.zeros(batch, bins, frames, dtype=dtype)
     yield {"input_features": sound, "decoder_input_ids": ids}
     yield {"input_features": sound.transpose(1, 2), "decoder_input_ids": ids}

@@ -136,7 +136,8 @@ def _on_mesh(mode: str, mesh: Mesh) -> TensorParallel:
 
 def _find_policy(model: nn.Module, context: CutContext) -> Policy:
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    found = next((policy for policy in POLICIES if kind in policy.model_types), None) or carried_policy(model)
+    table = next((policy for policy in POLICIES if kind in policy.model_types), None)
+    found, problem = (table, None) if table is not None else _carried(model, context)
     if found is not None and not _lacks_keys(model, found, context):
         return found
     derived = None if context.stream_is_cut else derive_policy(model, context)
@@ -147,6 +148,8 @@ def _find_policy(model: nn.Module, context: CutContext) -> Policy:
         return derived
     if found is not None:
         return found
+    if problem is not None:
+        raise problem
     known = ", ".join(kind for policy in POLICIES for kind in policy.model_types)
     why = "only mode '1d' can be derived" if context.stream_is_cut else "none could be derived from its code"
     raise ValueError(
@@ -154,6 +157,17 @@ def _find_policy(model: nn.Module, context: CutContext) -> Policy:
         f" base_model_tp_plan, and {why}; pass policy=colossalai.nn.policies.Policy(...). There are policies"
         f" for {known}"
     )
+
+
+def _carried(model: nn.Module, context: CutContext) -> tuple[Policy | None, ValueError | None]:
+    """The plan of the model's config, if it has one that fits; else what is wrong with it."""
+    try:
+        found = carried_policy(model)
+        if found is not None and not context.stream_is_cut:
+            trace(model, list(found.matches(model)), context)
+    except ValueError as error:
+        return None, error
+    return found, None
 
 
 def _check_alike(model: nn.Module, derived: DerivedPolicy | None) -> None:

@@ -87,7 +87,7 @@ def is_product(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer and nothing else: torch's, a subclass that computes the same, or
     ``Conv1D``.
     """
-    kind = type(module)
+    kind: Any = type(module)
     if kind is nn.Linear or kind.__name__ == "Conv1D":
         return True
     return isinstance(module, nn.Linear) and _computes_linear(kind)
@@ -166,7 +166,7 @@ class Table:
         layer = Embedding.from_native(module, tp=context.tp, mesh=context.mesh, vocab_parallel=True)
         if scale != 1.0:
             wrap_forward(layer, ScaledEntries)
-            layer.scale = scale
+            layer.scale = scale  # type: ignore[assignment]
         return layer
 
 

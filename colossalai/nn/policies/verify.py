@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,12 +22,10 @@ class Verification:
 
     def __init__(self, model: nn.Module) -> None:
         self.inputs: dict[str, Any] | None = None
-        self.outputs: list[Tensor] = []
-        if not _can_run(model):
-            return
-        for inputs in _inputs(model):
+        self.outputs: dict[str, Tensor] = {}
+        for inputs in _inputs(model) if _has_numbers(model) else ():
             try:
-                self.outputs = _answers(model, inputs)
+                self.outputs = self.answers(model, lambda inputs=inputs: model(**inputs))  # type: ignore[misc]
             except Exception:  # other arguments may do
                 continue
             self.inputs = inputs
@@ -38,37 +36,55 @@ class Verification:
         """Whether the whole model could be run."""
         return self.inputs is not None
 
-    def compare(self, model: nn.Module) -> None:
-        """Refuse a cut ``model`` whose outputs are others; every rank that shares it must call this."""
-        if self.inputs is None:
-            return
-        answers = _answers(model, self.inputs)
-        problem = ""
-        for own, whole in zip(answers, self.outputs, strict=True):
-            if own.shape != whole.shape:
-                problem = f"an output has the shape {tuple(own.shape)} instead of {tuple(whole.shape)}"
-                break
+    def answers(self, model: nn.Module, run: Callable[[], Any]) -> dict[str, Tensor]:
+        """Floating-point outputs of ``run``, in the evaluation mode of ``model`` and with fixed numbers."""
+        devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+        with without_modes(), torch.random.fork_rng(devices=devices), torch.no_grad(), in_evaluation(model):
+            torch.manual_seed(SEED)
+            found = run()
+        named = found if isinstance(found, Mapping) else {str(i): x for i, x in enumerate(tree_leaves(found))}
+        return {
+            name: x.detach().clone()
+            for name, x in named.items()
+            if isinstance(x, Tensor) and x.is_floating_point()
+        }
+
+    def difference(self, answers: Mapping[str, Tensor]) -> str:
+        """What is wrong with the outputs of the cut model, in words; nothing if they are those of the whole
+        one.
+        """
+        for place, (name, whole) in enumerate(self.outputs.items()):
+            own = answers.get(name)
+            if own is None and place:
+                continue  # of the states of an encoder, a later stage has none
+            if own is None or own.shape != whole.shape:
+                got = "missing" if own is None else f"of shape {tuple(own.shape)}"
+                return f"its output {name!r} is {got}, not of shape {tuple(whole.shape)}"
             off = (
                 float((own - whole).abs().max() / whole.abs().max().clamp(min=1e-30)) if own.numel() else 0.0
             )
-            if off > torch.finfo(whole.dtype).eps ** 0.5:
-                problem = f"an output of shape {tuple(whole.shape)} is off by {off:.1e} of its largest value"
-                break
+            if not off <= torch.finfo(whole.dtype).eps ** 0.5:
+                return f"its output {name!r} is off by {off:.1e} of its largest value"
+        return ""
+
+    def compare(self, model: nn.Module) -> None:
+        """Refuse a cut ``model`` whose outputs are others; every rank of the job must call this."""
+        if self.inputs is None or not dist.is_initialized() or dist.get_backend() == "fake":
+            return
+        inputs = self.inputs
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, problem)
+        dist.all_gather_object(everyone, self.difference(self.answers(model, lambda: model(**inputs))))
         found = next(((rank, words) for rank, words in enumerate(everyone) if words), None)
         if found is not None:
             raise RuntimeError(
-                f"{type(model).__name__}, cut by parallelize, does not compute what the whole model does;"
-                f" on rank {found[0]} {found[1]}. This model is unusable now; build it again, and pass"
+                f"{type(model).__name__}, cut by parallelize, does not compute what the whole model does: on"
+                f" rank {found[0]} {found[1]}. This model is unusable now; build it again, and pass"
                 " policy=colossalai.nn.policies.Policy(...)"
             )
 
 
-def _can_run(model: nn.Module) -> bool:
-    tensors = [*model.parameters(), *model.buffers()]
-    real = all(not t.is_meta and has_values(t) for t in tensors)
-    return real and dist.is_initialized() and dist.get_backend() != "fake"
+def _has_numbers(model: nn.Module) -> bool:
+    return all(not t.is_meta and has_values(t) for t in (*model.parameters(), *model.buffers()))
 
 
 def _inputs(model: nn.Module) -> Iterator[dict[str, Any]]:
@@ -88,11 +104,3 @@ def _inputs(model: nn.Module) -> Iterator[dict[str, Any]]:
         for inputs in candidate_inputs(model):
             if "output_attentions" not in inputs:
                 yield tree_map(filled, inputs)
-
-
-def _answers(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-    with without_modes(), torch.random.fork_rng(devices=devices), torch.no_grad(), in_evaluation(model):
-        torch.manual_seed(SEED)
-        found = model(**inputs)
-    return [x.detach().clone() for x in tree_leaves(found) if isinstance(x, Tensor) and x.is_floating_point()]

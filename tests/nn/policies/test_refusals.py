@@ -71,7 +71,7 @@ def test_unknown_architectures() -> None:
     model = _meta("gpt_neox")
     model.config.base_model_tp_plan = {"layers.*.mlp": "moe_tp_experts"}
     with pytest.raises(ValueError, match=r"style 'moe_tp_experts' at 'layers.\*.mlp'.*it knows colwise"):
-        _cut(model)
+        _cut(model, "2d", SQUARE)  # in 1D another plan is derived
 
 
 def test_modules_without_a_rule() -> None:
