@@ -139,7 +139,8 @@ class Tail(StandIn):
 
 def _empty(module: nn.Module) -> nn.Module:
     """A copy whose tensors have a shape and a type only."""
-    twin = copy.copy(module)
+    twin = object.__new__(type(module))  # not by copy: modules with parametrizations refuse it
+    twin.__dict__.update(module.__dict__)
     twin._parameters = {
         name: p if p is None else nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
         for name, p in module._parameters.items()

@@ -98,7 +98,8 @@ def _outcomes(kinds: list[tuple[str, dict[str, Any]]]) -> list[str]:
 # leaves whole.
 RIGHT = ("phi", "apertus", "starcoder2", "phi3", "gemma3n_text", "qwen3")
 # Families whose own plans do not fit them, so that others are derived: weights with a dim of all heads
-# (Cohere, Granite-SWA), masks that are not cut like heads (Doge), statistics over features (Gemma-3n), experts.
+# (Cohere, Granite-SWA), masks that are not cut like heads (Doge), statistics over features (Gemma-3n),
+# experts.
 DERIVED: dict[str, dict[str, Any]] = {
     "cohere": {},
     "doge": {},
