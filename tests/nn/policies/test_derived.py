@@ -139,7 +139,7 @@ def check_verified(rank: int, world_size: int, port: int) -> None:
     # queries, keys and values lie beside each other: without fused=2 a rank gets parts of the wrong ones
     wrong = Policy(("modernbert",), {"mlp.Wi": Cut("expand"), "mlp.Wo": Cut("contract")})
     with pytest.raises(
-        RuntimeError, match=r"does not compute what the whole model does; on rank 0 an output"
+        RuntimeError, match=r"does not compute what the whole model does: on rank 0 its output"
     ):
         colossalai.nn.parallelize(derived_zoo.build("modernbert"), policy=wrong, verify=True)
     right = Policy(("modernbert",), {"mlp.Wi": Cut("expand", fused=2), "mlp.Wo": Cut("contract")})
