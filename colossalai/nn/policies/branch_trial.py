@@ -42,6 +42,10 @@ class Way:
     """For each opener that is cut, the number of blocks in its output that are cut one by one."""
     repeated: tuple[str, ...] = ()
     groups: int = 1
+    divided: Mapping[str, int] = field(default_factory=dict)
+    """For each opener of whose outputs only the first are divided, how many these are: every rank gets all of
+    the others, such as the one head of keys behind the queries.
+    """
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By the paths of modules, attributes and the values that they have on a rank."""
     arguments: Mapping[str, tuple[int, int, bool]] = field(default_factory=dict)
@@ -143,6 +147,9 @@ class BranchTrial:
             raise Unlike(layer.path)
         if layer.path in way.repeated:
             return self._piece(y, 1, way.groups)
+        if layer.path in way.divided:
+            first = way.divided[layer.path]
+            return torch.cat([self._piece(y[..., :first], 1, self.parts), y[..., first:]], -1)
         return self._piece(y, way.fused[layer.path], self.parts) if layer.path in way.fused else y.clone()
 
     def _piece(self, x: Tensor, fused: int, parts: int) -> Tensor:
@@ -235,18 +242,23 @@ class BranchTrial:
             for extra in extras:
                 for fused in (kind[0] for kind in kinds if not kind[1]):
                     yield Way(fused, attributes=attributes, **extra)
+        for divided in self._divided_openers():
+            for attributes in self._attributes(numbers, (self.parts,)):
+                yield Way({}, divided=divided, attributes=attributes)
         for fused, repeated, groups in kinds:
             if repeated:
                 divisors = (self.parts, groups, self.parts // groups)
                 for attributes in self._attributes(numbers, divisors):
-                    yield Way(fused, repeated, groups, attributes)
+                    yield Way(fused, repeated, groups, attributes=attributes)
 
     def _heads(self, numbers: list[tuple[str, str, int]]) -> list[int]:
         """Numbers of heads, of queries or of keys, the largest first."""
         found = {value for _, name, value in numbers if counts_heads(name)}
-        widths = [p.out_features for p in self.home.modules() if isinstance(p, Played)]
+        layers = {p.path: p for p in self.home.modules() if isinstance(p, Played)}
+        inner = layers[self.branch.closers[0]].in_features
+        widths = {inner, *(layers[path].out_features for path in self.branch.openers)}
         lengths = {v for _, name, v in numbers if "head" in name and ("dim" in name or "size" in name)}
-        found |= {width // n for n in lengths for width in widths if width % n == 0}
+        found |= {width // n for n in lengths for width in widths if width % n == 0 and width <= inner}
         return sorted((n for n in found if n > 1 and n % self.parts == 0), reverse=True)
 
     def _kinds(self) -> Iterator[tuple[dict[str, int], tuple[str, ...], int]]:
@@ -264,6 +276,15 @@ class BranchTrial:
         for groups in range(self.parts - 1, 0, -1):
             if few and rest and self.parts % groups == 0:
                 yield rest, few, groups
+
+    def _divided_openers(self) -> Iterator[dict[str, int]]:
+        layers = {p.path: p for p in self.home.modules() if isinstance(p, Played)}
+        inner = layers[self.branch.closers[0]].in_features
+        if len(self.branch.openers) == 1:
+            (path,) = self.branch.openers
+            width = layers[path].out_features
+            if inner < width and width % inner and width % self.parts == 0:
+                yield {path: inner}
 
     def _numbers(self) -> Iterator[tuple[str, str, int]]:
         for name, module in self.home.named_modules():

@@ -58,6 +58,7 @@ class PlannedBranch:
 def _rules(branch: Branch, way: Way) -> Iterator[tuple[str, Rule]]:
     yield from ((path, Cut("expand", fused)) for path, fused in way.fused.items())
     yield from ((path, Repeated(way.groups)) for path in way.repeated)
+    yield from ((path, Cut("expand", divided=first)) for path, first in way.divided.items())
     yield from ((path, Cut("contract")) for path in branch.closers)
     yield from ((path, Pieces("inner", dict(dims))) for path, dims in way.parameters.items())
     yield from ((path, Attributes(values)) for path, values in way.attributes.items())
@@ -164,6 +165,7 @@ class _RelativeWay:
             way,
             fused={moved(path): n for path, n in way.fused.items()},
             repeated=tuple(map(moved, way.repeated)),
+            divided={moved(path): n for path, n in way.divided.items()},
             attributes={moved(path): values for path, values in way.attributes.items()},
             parameters={moved(path): dims for path, dims in way.parameters.items()},
         )

@@ -27,6 +27,7 @@ from colossalai.nn.modes import TensorParallel, Where
 from colossalai.nn.policies.wrap_forward import (
     AlikeNumbers,
     CutStream,
+    DividesFirst,
     OwnNumbers,
     RepeatedPart,
     ScaledEntries,
@@ -122,12 +123,14 @@ class Cut:
     It expands the stream, contracts it again, or does neither (``"stay"``).  ``fused``: its output holds that
     many blocks, such as query, key and value, each of which is cut.  ``whole_input``: a contracting layer
     gets all features on every rank.  ``whole_output``: so does what follows an expanding one.
+    ``divided``: of the outputs of an expanding layer, a rank gets its part of this many, and all others.
     """
 
     role: Literal["expand", "contract", "stay"]
     fused: int = 1
     whole_input: bool = False
     whole_output: bool = False
+    divided: int = 0
 
     def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
         tp = context.tp
@@ -140,9 +143,14 @@ class Cut:
                 tp=tp,
                 mesh=context.mesh,
                 fused=self.fused,
-                gather_output=self.whole_output,
+                gather_output=self.whole_output or self.divided > 0,
                 parallel_input=not self.whole_input,
             )
+            if self.divided:
+                start, length = local_range(self.divided, tp.inner.dims[-1], context.mesh)
+                wrap_forward(layer, DividesFirst)
+                layer.first = self.divided, start, length  # type: ignore[assignment]
+                layer.used_over = frozenset(tp.inner.dims[-1]), context.mesh  # type: ignore[assignment]
             switches = not context.stream_is_cut and not self.whole_output
             return wrap_forward(layer, SwitchesNumbers) if switches else layer
         if not context.stream_is_cut:

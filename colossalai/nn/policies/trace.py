@@ -183,6 +183,8 @@ def _stand_in(path: str, module: nn.Module, rule: Rule, context: CutContext, flo
         n_in, n_out = sizes_of(module)
         if rule.role == "expand":
             own = n_out if rule.whole_output else n_out // parts
+            if rule.divided:
+                own = rule.divided // parts + n_out - rule.divided
             return _Layer(path, flow, n_in, own, False, not rule.whole_output, weight)
         return _Layer(
             path,

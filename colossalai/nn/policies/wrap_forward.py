@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -197,6 +198,22 @@ class RepeatedPart(ForwardWrapper):
         result = F.linear(x, weight.narrow(0, *self.part), bias)
         switch_numbers(own=True)
         return result
+
+
+class DividesFirst(ForwardWrapper):
+    """A linear layer with outputs that all ranks need behind those that are divided among them."""
+
+    first: tuple[int, int, int]
+    """How many outputs are divided, and where this rank's begin and how many they are."""
+    used_over: tuple[frozenset[str], Mesh]
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        y, (axes, mesh), (count, start, length) = forward(*args, **kwargs), self.used_over, self.first
+        whole = replicated(y.ndim)
+        y = redistribute(
+            y, whole, Layout(whole.dims, spread=axes), mesh
+        )  # its gradient is a sum of all ranks'
+        return torch.cat([y.narrow(-1, start, length), y[..., count:]], -1)
 
 
 class ScaledEntries(ForwardWrapper):
