@@ -129,7 +129,7 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
             (str(p.device), p.data_ptr(), not _is_dense(p), p.numel() * p.element_size(), name)
             for name, p in named
             if p.layout is torch.strided and not p.is_meta and not hasattr(p, "to_local")
-            if p.numel() and _has_values(p)
+            if p.numel() and has_values(p)
         )
     where, end, before = "", 0, ""  # until where the last dense one goes, and its name
     for device, start, scattered, size, name in spans:
@@ -145,7 +145,7 @@ def _is_dense(p: Tensor) -> bool:
     return sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) + 1 == p.numel()
 
 
-def _has_values(p: Tensor) -> bool:
+def has_values(p: Tensor) -> bool:
     """Whether ``p`` is an ordinary tensor with memory for all elements, and not one that is built later or
     rests elsewhere.
     """

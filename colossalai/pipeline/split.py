@@ -25,8 +25,10 @@ from colossalai.interface import ModelWrapper
 from colossalai.mesh.deferred import Deferred
 from colossalai.nn.policies import POLICIES, Policy, parallelize
 from colossalai.nn.policies.depth import Depth, ModelParts, carried_depth, find_parts
+from colossalai.nn.policies.derive_depth import derive_depth
 from colossalai.nn.policies.per_block import refuse_configured
 from colossalai.nn.policies.stage import ModelStage, StageShare, copy_above, take_stage
+from colossalai.nn.policies.verify import Verification
 from colossalai.nn.policies.wrap_forward import WholeOutputs
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
@@ -69,8 +71,12 @@ def split_model(
     _check_layer_drop(model, placement)
     if placement.stages > 1:
         refuse_configured(model)
-    parts = find_parts(model, _find_depth(model, policy))
+    depth = _find_depth(model, policy)
+    derived = depth is None
+    parts = find_parts(model, depth or _derive_depth(model))
     plan = _Plan(model, parts, placement, partition)
+    if derived and placement.stages > 1:
+        plan.verify(model)
     if not isinstance(model, WholeOutputs):
         model = _parallelize(model, policy, recording)
     holders = plan.parameters(model)
@@ -112,18 +118,24 @@ def _configured() -> Placement:
     ).placement
 
 
-def _find_depth(model: nn.Module, policy: Policy | None) -> Depth:
-    who, kind = type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)
+def _find_depth(model: nn.Module, policy: Policy | None) -> Depth | None:
+    """What a policy, or the config of the model, says of its depth."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
     found = policy or next((p for p in POLICIES if kind in p.model_types), None)
-    depth = carried_depth(model) if found is None else found.depth
+    return carried_depth(model) if found is None or found.depth is None else found.depth
+
+
+def _derive_depth(model: nn.Module) -> Depth:
+    depth = derive_depth(model)
     if depth is not None:
         return depth
+    kind = getattr(getattr(model, "config", None), "model_type", None)
     known = ", ".join(kind for policy in POLICIES if policy.depth for kind in policy.model_types)
-    why = "its config carries no base_model_pp_plan" if found is None else "its policy has no depth"
     raise ValueError(
-        f"split_model does not know how {who} (model_type {kind!r}) is cut in depth: {why}. It knows {known};"
-        " for another model with one list of blocks pass policy=Policy(..., depth=Depth(blocks=...,"
-        " entry=...))"
+        f"split_model does not know how {type(model).__name__} (model_type {kind!r}) is cut in depth: neither"
+        " a policy nor its config (base_model_pp_plan) says so, and no list of like blocks that its forward"
+        f" walks through once was found. It knows {known}; for another model with one list of blocks pass"
+        " policy=Policy(..., depth=Depth(blocks=..., entry=...))"
     )
 
 
@@ -194,6 +206,41 @@ class _Plan:
             index = self.placement.stage(rank, chunk)
             stages.append(take_stage(twin, parts, self._share(index)))
         return stages
+
+    def verify(self, model: nn.Module) -> None:
+        """Refuse stages that, one after the other, do not compute what ``model`` does.
+
+        They are views of the model here, on every rank, and run on a tiny batch of random numbers.
+        """
+        who = f"split_model found the blocks of {type(model).__name__} at {self.parts.towers[0].blocks!r}"
+        advice = "pass policy=Policy(..., depth=Depth(blocks=..., entry=...))"
+        whole = Verification(model)
+        if whole.inputs is None:
+            raise ValueError(
+                f"{who}, but could not try the stages, as the model has no values yet or takes arguments that"
+                f" are not known; {advice}"
+            )
+        inputs = whole.inputs
+        stages = [
+            take_stage(copy_above(model, self.parts.paths), self.parts, self._share(i), refuses=False)
+            for i in range(len(self.ranges))
+        ]
+
+        def run() -> Any:
+            output: Any = ()
+            for stage in stages:
+                output = stage(*(output if isinstance(output, tuple) else (output,)), **inputs)
+            return output
+
+        try:
+            problem = whole.difference(whole.answers(model, run))
+        except Exception as error:  # whatever the code of the model raises
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise ValueError(
+                f"{who}, but stages that are cut there do not compute what the whole model does ({problem});"
+                f" {advice}, or train without a pipeline"
+            )
 
     def _share(self, index: int) -> StageShare:
         here, count = self.ranges[index], self.parts.count

@@ -33,6 +33,8 @@ class Depth:
     """The names of modules with such blocks, an encoder and then a decoder; empty if the model has one list
     of blocks.
     """
+    as_tuple: bool = False
+    """Whether a block returns a tuple though it carries nothing on."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class ModelParts:
     towers: tuple[Tower, ...]
     tail: tuple[str, ...]
     carries: tuple[str | None, ...]
+    as_tuple: bool = False
 
     @property
     def count(self) -> int:
@@ -112,7 +115,7 @@ def find_parts(model: nn.Module, depth: Depth) -> ModelParts:
         towers.append(_tower(model, depth, home, start))
     kept = tuple(path for t in towers for path in (t.blocks, *t.entry, *t.tail))
     _check_parameters(model, kept)
-    return ModelParts(tuple(towers), tuple(_rest(model, kept)), depth.carries)
+    return ModelParts(tuple(towers), tuple(_rest(model, kept)), depth.carries, depth.as_tuple)
 
 
 def _check_homes(model: nn.Module, depth: Depth, homes: list[str]) -> None:

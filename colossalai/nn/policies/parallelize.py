@@ -12,15 +12,18 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from colossalai.context.tensor_modes import tensor_mode
+from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, placement
 from colossalai.mesh.parameter import overlapping
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
 from colossalai.nn.policies.causal_loss import check_causal, compute_loss_from_pieces
+from colossalai.nn.policies.derive import DerivedPolicy, derive_policy
 from colossalai.nn.policies.hugging_face import POLICIES
 from colossalai.nn.policies.model_own_plan import carried_policy
 from colossalai.nn.policies.policy import Policy
@@ -36,7 +39,8 @@ from colossalai.nn.policies.rules import (
     Table,
     check_heads,
 )
-from colossalai.nn.policies.trace import PlanTrace, trace
+from colossalai.nn.policies.trace import MetaInputs, PlanTrace, trace
+from colossalai.nn.policies.verify import Verification
 from colossalai.nn.policies.wrap_forward import WholeOutputs, first_step, wrap_forward
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,13 +55,18 @@ def parallelize(
     policy: Policy | None = None,
     whole_scores: bool = True,
     mesh: Mesh | None = None,
+    verify: bool | None = None,
 ) -> M:
     """Cut ``model`` over the ranks that share it, in place, and return it.
 
     ``mode`` is None (nothing is cut), '1d', '2d', '2.5d' or '3d', by default that of the launched job.
     ``policy`` says which module is cut how, by default that of the model's architecture, or the plan that its
-    config carries.  ``mesh`` is that of the launched job unless given.  A model on the meta device stays
-    there, to be loaded by :func:`colossalai.checkpoint_io.load_pretrained`.
+    config carries, or in 1D a plan that is derived from its code.  ``mesh`` is that of the launched job
+    unless given.  A model on the meta device stays there, to be loaded by
+    :func:`colossalai.checkpoint_io.load_pretrained`.
+
+    With ``verify`` the outputs of the whole model and of the cut one are compared once, on a tiny batch of
+    random numbers; by default for a plan that was derived.
 
     With ``whole_scores=False`` a causal language model that is given labels computes its loss from pieces of
     the scores, and returns these pieces; whole scores are its largest tensor.
@@ -70,11 +79,14 @@ def parallelize(
         raise ValueError(f"this {type(model).__name__} is parallel already; parallelize a model once")
     if mesh is None or tp.size == 1:
         return model
-    policy = policy or _find_policy(model)
     context = CutContext(tp, mesh, whole_scores, _shared(model))
+    policy = policy or _find_policy(model, context)
     matches = list(policy.matches(model))
     _check(model, policy, matches, context)
-    cut_attentions = _complete(model, matches, context)
+    inputs = policy.inputs if isinstance(policy, DerivedPolicy) else None
+    cut_attentions = _complete(model, matches, context, inputs)
+    compares = isinstance(policy, DerivedPolicy) if verify is None else verify
+    verification = Verification(model) if compares else None
     _replace(model, matches, context)
     _retie(model, context)
     wrap_forward(model, WholeOutputs)
@@ -83,6 +95,8 @@ def parallelize(
     model.first_step = first_step(mesh)  # type: ignore[assignment]
     cut_scores = None if whole_scores else compute_loss_from_pieces(model, mesh)
     model.cut_scores = cut_scores  # type: ignore[assignment]
+    if verification is not None:
+        verification.compare(model)
     return model
 
 
@@ -120,20 +134,61 @@ def _on_mesh(mode: str, mesh: Mesh) -> TensorParallel:
     return tensor_parallel(mode, mesh.group_size(*row.axes), mesh.size.get("dep", 1))
 
 
-def _find_policy(model: nn.Module) -> Policy:
+def _find_policy(model: nn.Module, context: CutContext) -> Policy:
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    for policy in POLICIES:
-        if kind in policy.model_types:
-            return policy
-    carried = carried_policy(model)
-    if carried is not None:
-        return carried
+    table = next((policy for policy in POLICIES if kind in policy.model_types), None)
+    found, problem = (table, None) if table is not None else _carried(model, context)
+    if found is not None and not _lacks_keys(model, found, context):
+        return found
+    derived = None if context.stream_is_cut else derive_policy(model, context)
+    _check_alike(model, derived)
+    if derived is not None:
+        if words := derived.report():
+            get_dist_logger().warning(f"parallelize({type(model).__name__}):\n{words}", ranks=[0])
+        return derived
+    if found is not None:
+        return found
+    if problem is not None:
+        raise problem
     known = ", ".join(kind for policy in POLICIES for kind in policy.model_types)
+    why = "only mode '1d' can be derived" if context.stream_is_cut else "none could be derived from its code"
     raise ValueError(
-        f"parallelize has no policy for {type(model).__name__} (model_type {kind!r}), and its config carries"
-        " no base_model_tp_plan; pass policy=colossalai.nn.policies.Policy(...). There are policies for"
-        f" {known}"
+        f"parallelize has no policy for {type(model).__name__} (model_type {kind!r}), its config carries no"
+        f" base_model_tp_plan, and {why}; pass policy=colossalai.nn.policies.Policy(...). There are policies"
+        f" for {known}"
     )
+
+
+def _carried(model: nn.Module, context: CutContext) -> tuple[Policy | None, ValueError | None]:
+    """The plan of the model's config, if it has one that fits; else what is wrong with it."""
+    try:
+        found = carried_policy(model)
+        if found is not None and not context.stream_is_cut:
+            trace(model, list(found.matches(model)), context)
+    except ValueError as error:
+        return None, error
+    return found, None
+
+
+def _check_alike(model: nn.Module, derived: DerivedPolicy | None) -> None:
+    """Refuse plans that differ between ranks, which would wait for each other later."""
+    own = "" if derived is None else repr([(path, rule) for path, _, rule in derived.matches(model)])
+    if dist.is_initialized() and dist.get_backend() != "fake":
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        other = next((rank for rank, rules in enumerate(everyone) if rules != everyone[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"parallelize derived other plans for {type(model).__name__} on ranks 0 and {other}; every"
+                " rank must hold the same model, in the same mode (train or eval) and of the same dtype"
+            )
+
+
+def _lacks_keys(model: nn.Module, policy: Policy, context: CutContext) -> bool:
+    """Whether there are more ranks than heads of keys and values, which a derived plan repeats."""
+    keys = _of_config(model, "num_key_value_heads") if "num_key_value_heads" in policy.heads else None
+    parts = context.mesh.group_size(*context.tp.inner.dims[-1])
+    return not context.stream_is_cut and isinstance(keys, int) and 0 < keys < parts and parts % keys == 0
 
 
 def _shared(model: nn.Module) -> frozenset[int]:
@@ -187,13 +242,13 @@ def _of_config(model: nn.Module, name: str) -> Any:
         return None
 
 
-def _complete(model: nn.Module, matches: list[Match], context: CutContext) -> bool:
+def _complete(model: nn.Module, matches: list[Match], context: CutContext, inputs: MetaInputs | None) -> bool:
     """Add the rules that follow from where cut activations go; returns whether the attentions are cut.
 
     In 1D only: in the other modes every module has a rule of its own.
     """
     by_rules = any(isinstance(rule, Heads) for _, _, rule in matches)
-    if context.stream_is_cut or (found := trace(model, matches, context)) is None:
+    if context.stream_is_cut or (found := trace(model, matches, context, inputs)) is None:
         return by_rules
     extra: list[Match] = [
         (path, model.get_submodule(path), Summed(names)) for path, names in found.summed.items()
@@ -202,7 +257,7 @@ def _complete(model: nn.Module, matches: list[Match], context: CutContext) -> bo
     extra += [(path, model.get_submodule(path), StreamDropout()) for path in found.alike]
     if extra:
         matches += extra
-        again = trace(model, matches, context)
+        again = trace(model, matches, context, inputs)
         assert again is not None, "what could be traced once can be traced again"
         _check_dropout(type(model).__name__, again)
     return by_rules if found.cut_attentions is None else found.cut_attentions

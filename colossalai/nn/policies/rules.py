@@ -7,14 +7,17 @@ the stream stay as they are; every rank does the same there.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from colossalai._numeric import round_up
-from colossalai.mesh import Axes, Layout, Mesh, parameter
+from colossalai.mesh import Axes, Layout, Mesh, local_range, parameter
 from colossalai.nn.layer.base import mark
 from colossalai.nn.layer.classifier import Classifier
 from colossalai.nn.layer.embedding import Embedding
@@ -24,7 +27,11 @@ from colossalai.nn.modes import TensorParallel, Where
 from colossalai.nn.policies.wrap_forward import (
     AlikeNumbers,
     CutStream,
+    DividesFirst,
     OwnNumbers,
+    RepeatedPart,
+    ScaledEntries,
+    SlicesArguments,
     SwitchesNumbers,
     UsedByPieces,
     WholeInput,
@@ -77,22 +84,57 @@ class Rule(Protocol):
         ...
 
 
+def is_product(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear layer and nothing else: torch's, a subclass that computes the same, or
+    ``Conv1D``.
+    """
+    kind: Any = type(module)
+    if kind is nn.Linear or kind.__name__ == "Conv1D":
+        return True
+    return isinstance(module, nn.Linear) and _computes_linear(kind)
+
+
+@cache
+def _computes_linear(kind: type[nn.Linear]) -> bool:
+    """Whether a subclass of ``nn.Linear`` gives what it would give, on a small example."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        native = nn.Linear(5, 3)
+        own = copy.copy(native)
+        own.__class__ = kind
+        x = torch.randn(2, 4, 5)
+        try:
+            return torch.allclose(own(x), native(x), atol=1e-5)
+        except Exception:  # it needs attributes of its own, so it does more
+            return False
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int]:
+    """The numbers of input and of output features of a linear layer."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    n_in, n_out = weight.shape if type(module).__name__ == "Conv1D" else weight.shape[::-1]
+    return n_in, n_out
+
+
 @dataclass(frozen=True)
 class Cut:
     """A linear layer, ``nn.Linear`` or Hugging Face's ``Conv1D``.
 
     It expands the stream, contracts it again, or does neither (``"stay"``).  ``fused``: its output holds that
     many blocks, such as query, key and value, each of which is cut.  ``whole_input``: a contracting layer
-    gets all features on every rank.
+    gets all features on every rank.  ``whole_output``: so does what follows an expanding one.
+    ``divided``: of the outputs of an expanding layer, a rank gets its part of this many, and all others.
     """
 
     role: Literal["expand", "contract", "stay"]
     fused: int = 1
     whole_input: bool = False
+    whole_output: bool = False
+    divided: int = 0
 
     def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
         tp = context.tp
-        if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
+        if not is_product(module):
             raise ValueError(f"Cut() is for nn.Linear and Conv1D, got a {type(module).__name__}")
         if self.role != "stay":
             layer = Linear.from_native(
@@ -101,9 +143,16 @@ class Cut:
                 tp=tp,
                 mesh=context.mesh,
                 fused=self.fused,
+                gather_output=self.whole_output or self.divided > 0,
                 parallel_input=not self.whole_input,
             )
-            return layer if context.stream_is_cut else wrap_forward(layer, SwitchesNumbers)
+            if self.divided:
+                start, length = local_range(self.divided, tp.inner.dims[-1], context.mesh)
+                wrap_forward(layer, DividesFirst)
+                layer.first = self.divided, start, length  # type: ignore[assignment]
+                layer.used_over = frozenset(tp.inner.dims[-1]), context.mesh  # type: ignore[assignment]
+            switches = not context.stream_is_cut and not self.whole_output
+            return wrap_forward(layer, SwitchesNumbers) if switches else layer
         if not context.stream_is_cut:
             return module
         # from the stream to the stream: the weight rests cut by all axes, and only its columns are cut in use
@@ -116,12 +165,37 @@ class Table:
     """A large embedding table, cut along its vocabulary, which need not divide."""
 
     def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
-        if type(module) is not nn.Embedding:
+        scale = embedding_scale(module)
+        if scale is None or not isinstance(module, nn.Embedding):
             raise ValueError(
                 f"a {type(module).__name__} may do more than look entries up; Table() is for nn.Embedding"
                 " itself"
             )
-        return Embedding.from_native(module, tp=context.tp, mesh=context.mesh, vocab_parallel=True)
+        layer = Embedding.from_native(module, tp=context.tp, mesh=context.mesh, vocab_parallel=True)
+        if scale != 1.0:
+            wrap_forward(layer, ScaledEntries)
+            layer.scale = scale  # type: ignore[assignment]
+        return layer
+
+
+def embedding_scale(module: nn.Module) -> float | None:
+    """What an ``nn.Embedding``, or a subclass that only scales, multiplies entries with; None if it does
+    more.
+    """
+    if type(module) is nn.Embedding:
+        return 1.0
+    scale = getattr(module, "embed_scale", None)
+    if not isinstance(module, nn.Embedding) or not isinstance(scale, (int, float)):
+        return None
+    own = copy.copy(module)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        own._parameters = {"weight": nn.Parameter(torch.randn(module.num_embeddings, 2))}
+        ids = torch.arange(min(8, module.num_embeddings))
+        try:
+            alike = torch.allclose(own(ids), own.weight[ids] * scale)
+        except Exception:
+            return None
+    return float(scale) if alike else None
 
 
 @dataclass(frozen=True)
@@ -242,6 +316,56 @@ class Heads:
             check_heads(f"{type(module).__name__}.{name}", int(whole), context)
             setattr(module, name, whole // parts)
         return module if context.stream_is_cut else own_numbers(module, context)
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """A module whose attributes have the given values on a rank, such as numbers of its heads."""
+
+    values: Mapping[str, int]
+
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        for name, value in self.values.items():
+            setattr(module, name, value)
+        return own_numbers(module, context)
+
+
+@dataclass(frozen=True)
+class SlicedArguments:
+    """A module that is given this rank's heads of some arguments, such as a bias of positions.
+
+    ``heads`` has for each argument the dim and the number of all heads, and whether the dim is that of rows
+    and heads in one.
+    """
+
+    heads: Mapping[str, tuple[int, int, bool]]
+
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        wrap_forward(module, SlicesArguments)
+        module.sliced = dict(self.heads), context.tp.inner.dims[-1], context.mesh  # type: ignore[assignment]
+        return module
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A linear layer to fewer heads than there are ranks, such as keys: it is whole on every rank, which
+    computes one of ``groups`` parts of its output.
+    """
+
+    groups: int
+
+    def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
+        axes = context.tp.inner.dims[-1]
+        n_out, parts = sizes_of(module)[1], context.mesh.group_size(*axes)
+        if n_out % self.groups or parts % self.groups:
+            raise ValueError(
+                f"its {n_out} output features cannot be {self.groups} parts for {parts} ranks alike"
+            )
+        index = local_range(parts, axes, context.mesh)[0] * self.groups // parts
+        wrap_forward(module, RepeatedPart)
+        module.part = index * (n_out // self.groups), n_out // self.groups  # type: ignore[assignment]
+        module.used_over = frozenset(axes), context.mesh  # type: ignore[assignment]
+        return module
 
 
 def check_heads(what: str, number: int, context: CutContext) -> None:

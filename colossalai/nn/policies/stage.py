@@ -101,9 +101,10 @@ class EntryStandIn(StandIn):
 
 class BlockBefore(StandIn):
     carries: tuple[str | None, ...] = ()
+    as_tuple: bool = False
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        if not self.carries:
+        if not self.carries and not self.as_tuple:
             return self.arrived.hidden
         return (self.arrived.hidden, *(name and self.arrived.values.get(name) for name in self.carries))
 
@@ -138,7 +139,8 @@ class Tail(StandIn):
 
 def _empty(module: nn.Module) -> nn.Module:
     """A copy whose tensors have a shape and a type only."""
-    twin = copy.copy(module)
+    twin = object.__new__(type(module))  # not by copy: modules with parametrizations refuse it
+    twin.__dict__.update(module.__dict__)
     twin._parameters = {
         name: p if p is None else nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
         for name, p in module._parameters.items()
@@ -224,18 +226,20 @@ class ModelStage(ForwardWrapper):
         )
 
 
-def take_stage(model: nn.Module, parts: ModelParts, share: StageShare) -> nn.Module:
-    """Put stand-ins into ``model`` for all that is not in ``share``, and make it a stage."""
+def take_stage(model: nn.Module, parts: ModelParts, share: StageShare, *, refuses: bool = True) -> nn.Module:
+    """Put stand-ins into ``model`` for all that is not in ``share``, and make it a stage; with ``refuses`` it
+    raises when it returns what was collected from its blocks.
+    """
     for path, kind in _elsewhere(parts, share).items():
         parent, _, name = path.rpartition(".")
         home = model.get_submodule(parent)
         stand_in = kind(home.get_submodule(name), path, share.arrived)
         if isinstance(stand_in, BlockBefore):
-            stand_in.carries = parts.carries
+            stand_in.carries, stand_in.as_tuple = parts.carries, parts.as_tuple
         home._modules[name] = stand_in
     wrap_forward(model, ModelStage)
     model.share = share  # type: ignore[assignment]
-    if share.is_last and share.stages > 1:
+    if refuses and share.is_last and share.stages > 1:
         refuse_collected(model)
     if isinstance(model, WholeOutputs):  # the chunks of a rank are copies of one model
         model.first_step = first_step(model.cut_as[1])

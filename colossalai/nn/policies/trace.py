@@ -22,10 +22,7 @@ instead.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,12 +34,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colossalai.mesh import placement
-from colossalai.mesh._compat import without_modes
+from colossalai.nn.policies.meta_inputs import BATCH, LENGTH, candidate_inputs, looking_at, meta_twin
 from colossalai.nn.policies.random_streams import draws_own, switch_numbers
-from colossalai.nn.policies.rules import Cut, CutContext, Head, Rule, Table
+from colossalai.nn.policies.rules import (
+    Cut,
+    CutContext,
+    Head,
+    Repeated,
+    Rule,
+    SlicedArguments,
+    Table,
+    sizes_of,
+)
 from colossalai.nn.policies.wrap_forward import UsedByPieces
 
-BATCH, LENGTH = 2, 8
 Match = tuple[str, nn.Module, Rule]
 
 
@@ -60,13 +65,14 @@ class PlanTrace:
     """Whether the attentions that the model returns hold this rank's heads; None if it returns none."""
 
 
-def trace(model: nn.Module, matches: list[Match], context: CutContext) -> PlanTrace | None:
+def trace(
+    model: nn.Module, matches: list[Match], context: CutContext, inputs: MetaInputs | None = None
+) -> PlanTrace | None:
     """Run a twin of ``model`` under the plan; None if even the whole model cannot be run on the meta
     device.
     """
-    with without_modes(), torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = _find_inputs(model)
+    with looking_at(model):
+        found = inputs or find_inputs(model)
         return None if found is None else _run(model, matches, context, *found)
 
 
@@ -156,31 +162,14 @@ def _by_module(twin: nn.Module, notes: Notes) -> dict[str, frozenset[str]]:
 # ---- the twin ----
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for param in model.parameters():
-        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    twin = copy.deepcopy(model, memo)
-    configs = {id(c): c for m in twin.modules() if (c := getattr(m, "config", None)) is not None}
-    for config in configs.values():
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = "eager"  # the only one that returns attentions
-    for module in twin.modules():
-        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            getattr(module, hooks).clear()  # the user's: they must not see this pass
-        if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-    return twin.train()
-
-
 def _cut_twin(model: nn.Module, matches: list[Match], context: CutContext, flow: Flow) -> nn.Module:
-    twin = _twin(model)
+    twin = meta_twin(model)
     trial = CutContext(context.tp, context.mesh)
     for name, _, rule in matches:
         module = twin.get_submodule(name)
         new = _stand_in(name, module, rule, trial, flow) or rule.cut(module, trial)
+        if isinstance(rule, SlicedArguments):
+            new.on_slice = lambda x: flow.mark(x, replace(flow.of(x), cut=True))  # type: ignore[assignment]
         if new is not module:
             parent, _, last = name.rpartition(".")
             setattr(twin.get_submodule(parent), last, new)
@@ -189,24 +178,30 @@ def _cut_twin(model: nn.Module, matches: list[Match], context: CutContext, flow:
 
 def _stand_in(path: str, module: nn.Module, rule: Rule, context: CutContext, flow: Flow) -> nn.Module | None:
     parts = context.mesh.group_size(*context.tp.inner.dims[-1])
+    weight: Any = module._parameters.get("weight")
     if isinstance(rule, Cut) and rule.role != "stay":
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        n_in, n_out = weight.shape if type(module).__name__ == "Conv1D" else weight.shape[::-1]
+        n_in, n_out = sizes_of(module)
         if rule.role == "expand":
-            return _Layer(path, flow, n_in, n_out // parts, cut_input=False, cut_output=True)
+            own = n_out if rule.whole_output else n_out // parts
+            if rule.divided:
+                own = rule.divided // parts + n_out - rule.divided
+            return _Layer(path, flow, n_in, own, False, not rule.whole_output, weight)
         return _Layer(
             path,
             flow,
             n_in if rule.whole_input else n_in // parts,
             n_out,
             not rule.whole_input,
-            cut_output=False,
+            False,
+            weight,
         )
+    if isinstance(rule, Repeated):
+        n_in, n_out = sizes_of(module)
+        return _Layer(path, flow, n_in, n_out // rule.groups, False, True, weight)
     if isinstance(rule, Head) and isinstance(module, nn.Linear):
-        return _Layer(path, flow, module.in_features, module.out_features, False, False, module.weight)
+        return _Layer(path, flow, module.in_features, module.out_features, False, False, weight, shares=True)
     if isinstance(rule, Table) and isinstance(module, nn.Embedding):
-        return _Layer(path, flow, None, module.embedding_dim, False, False, module.weight)
+        return _Layer(path, flow, None, module.embedding_dim, False, False, weight, shares=True)
     return None
 
 
@@ -221,13 +216,15 @@ class _Layer(nn.Module):
         n_out: int,
         cut_input: bool,
         cut_output: bool,
-        weight: Tensor | None = None,
+        native: Tensor,
+        *,
+        shares: bool = False,
     ) -> None:
         super().__init__()
         self.path, self.flow, self.n_in, self.n_out = path, flow, n_in, n_out
         self.cut_input, self.cut_output = cut_input, cut_output
         # models ask layers for the dtype of their weights; a tied weight is that of a stand-in as well
-        self.weight = nn.Parameter(torch.empty(n_out, n_in or 1)) if weight is None else weight
+        self.weight = native if shares else nn.Parameter(torch.empty(n_out, n_in or 1, dtype=native.dtype))
         self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -270,11 +267,14 @@ def _following(twin: nn.Module, flow: Flow) -> Iterator[None]:
 # ---- inputs ----
 
 
-def _find_inputs(model: nn.Module) -> tuple[dict[str, Any], bool] | None:
+MetaInputs = tuple[dict[str, Any], bool]
+
+
+def find_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> MetaInputs | None:
     """Arguments with which the whole model runs on the meta device, and what its conditions are taken for."""
-    for inputs in _candidates(model):
+    for inputs in candidate_inputs(model, batch, length):
         for truth in (False, True):
-            twin = _twin(model)
+            twin = meta_twin(model)
             try:
                 with Flow(draws_own, truth):
                     twin(**inputs)
@@ -282,26 +282,6 @@ def _find_inputs(model: nn.Module) -> tuple[dict[str, Any], bool] | None:
                 continue
             return inputs, truth
     return None
-
-
-def _candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
-    forward = inspect.signature(model.forward).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in forward.values())
-    options = {"use_cache": False, "return_dict": True}
-    known = {k: v for k, v in options.items() if k in forward or takes_any}
-    ids = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
-    tries: list[dict[str, Any]] = []
-    if "input_ids" in forward:
-        tries += [{"input_ids": ids}, {"input_ids": ids, "decoder_input_ids": ids}]
-    if "pixel_values" in forward:
-        config: Any = getattr(model, "config", None)
-        size, channels = getattr(config, "image_size", 224), getattr(config, "num_channels", 3)
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        tries.append({"pixel_values": torch.empty(BATCH, channels, height, width, device="meta")})
-    for inputs in tries:
-        if set(inputs) <= set(forward):
-            yield {**inputs, **known, "output_attentions": True}
-            yield {**inputs, **known}
 
 
 # ---- where cut activations go ----

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossalai.mesh import (
@@ -172,6 +174,90 @@ class UsedByPieces(ForwardWrapper):
             return forward(*args, **kwargs)
         finally:
             self._parameters.update(own)
+
+
+class RepeatedPart(ForwardWrapper):
+    """A linear layer that is whole on every rank and computes a part of its output, which several ranks may
+    share.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    part: tuple[int, int]
+    used_over: tuple[frozenset[str], Mesh]
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (x,), (axes, mesh) = args, self.used_over
+        whole = replicated(x.ndim)
+        x = redistribute(
+            x, whole, Layout(whole.dims, spread=axes), mesh
+        )  # its gradient is a sum of all ranks'
+        weight = use(self.weight, axes, mesh)
+        weight = weight.t() if type(self).__name__ == "Conv1D" else weight
+        bias = None if self.bias is None else use(self.bias, axes, mesh).narrow(0, *self.part)
+        result = F.linear(x, weight.narrow(0, *self.part), bias)
+        switch_numbers(own=True)
+        return result
+
+
+class DividesFirst(ForwardWrapper):
+    """A linear layer with outputs that all ranks need behind those that are divided among them."""
+
+    first: tuple[int, int, int]
+    """How many outputs are divided, and where this rank's begin and how many they are."""
+    used_over: tuple[frozenset[str], Mesh]
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        y, (axes, mesh), (count, start, length) = forward(*args, **kwargs), self.used_over, self.first
+        whole = replicated(y.ndim)
+        y = redistribute(
+            y, whole, Layout(whole.dims, spread=axes), mesh
+        )  # its gradient is a sum of all ranks'
+        return torch.cat([y.narrow(-1, start, length), y[..., count:]], -1)
+
+
+class ScaledEntries(ForwardWrapper):
+    """A table whose entries are multiplied by a number."""
+
+    scale: float
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return forward(*args, **kwargs) * self.scale
+
+
+# ---- arguments ----
+
+
+class SlicesArguments(ForwardWrapper):
+    """Gets this rank's heads of arguments of which all ranks have the whole."""
+
+    sliced: tuple[dict[str, tuple[int, int, bool]], Axes, Mesh]
+    on_slice: Callable[[Tensor], Any] | None = None
+    """Told of each slice, in a trace of the plan."""
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names, positional = _names(forward), list(args)
+        for name in self.sliced[0]:
+            if name in kwargs:
+                kwargs = {**kwargs, name: self._slice(name, kwargs[name])}
+            elif name in names[: len(positional)]:
+                place = names.index(name)
+                positional[place] = self._slice(name, positional[place])
+        return forward(*positional, **kwargs)
+
+    def _slice(self, name: str, value: Any) -> Any:
+        rows, axes, mesh = self.sliced
+        dim, heads, with_rows = rows[name]
+        # a bias that is the same for all heads, or that an earlier module has made of its own heads
+        if not isinstance(value, Tensor) or (not with_rows and value.size(dim) != heads):
+            return value
+        split = value.unflatten(dim, (-1, heads))
+        whole = replicated(split.ndim)
+        cut = Layout(tuple(axes if d == dim + 1 else () for d in range(split.ndim)))
+        piece = redistribute(split, whole, cut, mesh).flatten(dim, dim + 1)
+        if self.on_slice is not None:
+            self.on_slice(piece)
+        return piece
 
 
 # ---- where the stream begins and ends ----

@@ -42,8 +42,9 @@ def test_heads_that_do_not_divide() -> None:
     )
     with pytest.raises(ValueError, match=wanted):
         _cut(_meta("gpt2", n_head=6, n_embd=24))
-    with pytest.raises(ValueError, match=r"num_key_value_heads=2 is cut by tp=4 .* numbers are 4, or"):
-        _cut(_meta("llama", num_key_value_heads=2))
+    with pytest.raises(ValueError, match=r"num_key_value_heads=3 is cut by tp=4 .* numbers are 4, or"):
+        _cut(_meta("llama", num_attention_heads=12, hidden_size=24, num_key_value_heads=3))
+    _cut(_meta("llama", num_key_value_heads=2))  # pairs of ranks share a head of keys
     _cut(_meta("phi3", num_key_value_heads=2))  # its plan leaves all heads on every rank
 
 
@@ -70,7 +71,7 @@ def test_unknown_architectures() -> None:
     model = _meta("gpt_neox")
     model.config.base_model_tp_plan = {"layers.*.mlp": "moe_tp_experts"}
     with pytest.raises(ValueError, match=r"style 'moe_tp_experts' at 'layers.\*.mlp'.*it knows colwise"):
-        _cut(model)
+        _cut(model, "2d", SQUARE)  # in 1D another plan is derived
 
 
 def test_modules_without_a_rule() -> None:
