@@ -6,7 +6,6 @@ on the meta device); for models without a table ``branches``, ``branch_trial`` a
 of pipelines ``depth``, ``derive_depth`` and ``stage``.  Nothing here imports transformers.
 """
 
-from colossalai.nn.policies.causal_loss import chunk_causal_loss
 from colossalai.nn.policies.depth import Depth
 from colossalai.nn.policies.hugging_face import POLICIES
 from colossalai.nn.policies.parallelize import parallelize
@@ -40,6 +39,5 @@ __all__ = [
     "Stream",
     "StreamDropout",
     "Table",
-    "chunk_causal_loss",
     "parallelize",
 ]
