@@ -12,6 +12,7 @@ from colossalai._version import __version__
 
 if TYPE_CHECKING:
     from colossalai.booster import Booster as Booster
+    from colossalai.checkpoint_io import save_pretrained as save_pretrained
     from colossalai.engine.initialization import initialize as initialize
     from colossalai.launchers import get_default_parser as get_default_parser
     from colossalai.launchers import launch as launch
@@ -27,6 +28,7 @@ _HOME = {
     "launch_from_openmpi": "colossalai.launchers",
     "launch_from_slurm": "colossalai.launchers",
     "launch_from_torch": "colossalai.launchers",
+    "save_pretrained": "colossalai.checkpoint_io",
 }
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "save_pretrained",
 ]
 
 

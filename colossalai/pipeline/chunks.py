@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from colossalai.interface import ModelWrapper
-from colossalai.nn.policies.stage import ModelStage
+from colossalai.nn.policies.stage import ModelStage, StageList
 from colossalai.pipeline.stage import own_stage
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-class ModelChunks(nn.ModuleList):
+class ModelChunks(StageList):
     """Several stages as one module, so that wrappers (mixed precision) go around all of them at once.
 
     Parameters keep the names they have in the list that is given.
@@ -24,12 +24,6 @@ class ModelChunks(nn.ModuleList):
 
     def forward(self, *args: Any, pipeline_chunk: int, **kwargs: Any) -> Any:
         return self[pipeline_chunk](*args, **kwargs)
-
-    def serial_name(self, name: str) -> str:
-        """The name in the whole model of what is ``name`` here, for checkpoints: without the number of the
-        chunk.
-        """
-        return name.partition(".")[2]
 
     def virtual_stage(self, name: str) -> int:
         """The virtual stage of what is ``name`` here, for checkpoints: its place in the whole model."""

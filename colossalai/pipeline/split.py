@@ -10,18 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from colossalai.checkpoint_io import GatheredCheckpointIO
-from colossalai.checkpoint_io import save_pretrained as save_whole
-from colossalai.checkpoint_io.files.io import whole_state
-from colossalai.checkpoint_io.files.pretrained import write_pretrained
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.interface import ModelWrapper
 from colossalai.mesh.deferred import Deferred
 from colossalai.nn.policies import POLICIES, Policy, parallelize
 from colossalai.nn.policies.depth import Depth, ModelParts, carried_depth, find_parts
@@ -30,7 +24,6 @@ from colossalai.nn.policies.per_block import refuse_configured
 from colossalai.nn.policies.stage import ModelStage, StageShare, copy_above, take_stage
 from colossalai.nn.policies.verify import Verification
 from colossalai.nn.policies.wrap_forward import WholeOutputs
-from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.partition import partition_balanced, partition_uniform
 from colossalai.pipeline.schedule import make_timetable
@@ -296,29 +289,3 @@ def _counted(who: str, count: int, stages: int, counts: list[Any]) -> list[range
         )
     ends = [sum(counts[: i + 1]) for i in range(stages)]
     return [range(end - n, end) for end, n in zip(ends, counts, strict=True)]
-
-
-# ---- A model that is split into stages, written as the whole model that it is ----
-
-
-def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
-    """Write the model whose stages ``split_model`` made as transformers does; ``options`` are those of its
-    ``save_pretrained``.
-
-    ``model`` is what ``split_model`` or ``boost`` returned.  Under a plan that keeps weights elsewhere
-    (Gemini) only the latter knows them. Every rank calls it; rank 0 gathers the whole model on its CPU and
-    writes it.
-    """
-    if isinstance(model, ModelWrapper):
-        save_whole(model, folder, **options)
-        return
-    stages = list(model) if isinstance(model, nn.ModuleList) else [model]
-    for stage in stages:
-        if not isinstance(stage, ModelStage):
-            raise TypeError(
-                f"save_pretrained writes what split_model returned, got a {type(stage).__name__}; call its"
-                " own save_pretrained"
-            )
-    io = GatheredCheckpointIO()
-    parts = io.model_parts(with_chunks(model), float("inf"))
-    io.run_write(lambda: write_pretrained(model, folder, dict(whole_state(parts, model)), options), parts)

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from colossalai.checkpoint_io.files.io import GatheredCheckpointIO, whole_state
 from colossalai.checkpoint_io.files.sharding import CheckpointIndexFile, get_base_filenames
 from colossalai.checkpoint_io.files.state_file import stored_names
-from colossalai.checkpoint_io.held_tensors import is_dtensor, serial_shape
+from colossalai.checkpoint_io.held_tensors import is_dtensor, is_piece, serial_shape
 from colossalai.checkpoint_io.model_state import ModelState, mesh_of
-from colossalai.interface import ModelWrapper
+from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.mesh import Layout, Mesh, local_slices, placement, serial_form
-from colossalai.nn.policies.stage import ModelStage
+from colossalai.nn.policies.stage import ModelStage, StageList
 from colossalai.nn.policies.wrap_forward import native_class
 from colossalai.utils import get_current_device
 
@@ -255,33 +257,75 @@ def _computed(model: nn.Module, module: nn.Module, names: list[str], device: tor
     return [name for name, a, b in zip(names, *outcomes, strict=True) if not torch.equal(a, b)]
 
 
-def save_pretrained(model: ModelWrapper, save_directory: Any, **options: Any) -> None:
-    """Write the whole of a boosted ``model`` by its own ``save_pretrained``, with its ``options``.
+def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
+    """Write the whole of ``model`` as its own ``save_pretrained`` does, so that ``from_pretrained`` opens it.
 
-    With a ``state_dict`` among them, the first rank writes that, if all of the model is in it.
+    ``model`` is what ``boost``, ``parallelize`` or ``split_model`` returned, or a model without a plan.
+    Every rank calls this, under every plan; rank 0 brings the model together on its CPU and writes it, and
+    the others wait until it is written, or raise if that fails.  ``options`` are those of the model's own
+    method, such as ``max_shard_size``; with a ``state_dict`` among them, rank 0 writes that, if all of the
+    model is in it.
     """
-    user = model.unwrap()
-    if not is_spread(model):
-        user.save_pretrained(save_directory, **options)  # type: ignore[operator]
-        return
+    model = _below_wrappers(model)
     options.pop("is_main_process", None)  # the one that writes has all of it
-    if "state_dict" in options:
-        io, state = GatheredCheckpointIO(), options.pop("state_dict")
-        wanted = io.ranks.gather(
-            [(*entry.aliases, entry.name, entry.shape) for entry in ModelState(model, "").entries()]
+    user = user_module(model)
+    if not callable(getattr(_first_stage(user), "save_pretrained", None)):
+        raise TypeError(
+            f"save_pretrained needs a model that has this method, as those of transformers do; got a"
+            f" {type(_first_stage(user)).__name__}. booster.save_model(model, path) writes the weights of any"
+            " model"
         )
+    if is_spread(model):
+        _write_gathered(model, folder, options)
+    else:
+        GatheredCheckpointIO().run_write(lambda: _own_method(user)(folder, **options))
 
-        def write() -> None:
-            _check_whole(state, [weight for weights in wanted for weight in weights])
-            write_pretrained(user, save_directory, state, options)
 
-        io.run_write(write)
+def save_boosted(model: ModelWrapper, save_directory: Any, **options: Any) -> None:
+    """``model.save_pretrained`` of a boosted model.
+
+    Where this process holds all of the model, it writes alone, so that a script may call it on one rank;
+    elsewhere as ``save_pretrained``.
+    """
+    if is_spread(model):
+        save_pretrained(model, save_directory, **options)
+    else:
+        _own_method(model.unwrap())(save_directory, **options)
+
+
+def _own_method(user: nn.Module) -> Any:
+    return partial(native_class(user).save_pretrained, user)
+
+
+def _below_wrappers(model: nn.Module) -> nn.Module:
+    """What a script has put torch's own wrappers around."""
+    model = below_compile(model)
+    return below_compile(model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def _first_stage(user: nn.Module) -> nn.Module:
+    return user[0] if isinstance(user, nn.ModuleList) and len(user) else user
+
+
+def _write_gathered(model: nn.Module, folder: Any, options: dict[str, Any]) -> None:
+    """Let the first rank write what all ranks hold together, or the ``state_dict`` among ``options``."""
+    user, io = user_module(model), GatheredCheckpointIO()
+    if isinstance(model, nn.ModuleList):
+        model = StageList(model)  # knows the names of the whole model
+    if "state_dict" not in options:
+        parts = io.model_parts(model, float("inf"))
+        io.run_write(lambda: write_pretrained(user, folder, dict(whole_state(parts, model)), options), parts)
         return
-    io = GatheredCheckpointIO()
-    parts = io.model_parts(model, float("inf"))
-    io.run_write(
-        lambda: write_pretrained(user, save_directory, dict(whole_state(parts, model)), options), parts
+    state = options.pop("state_dict")
+    wanted = io.ranks.gather(
+        [(*entry.aliases, entry.name, entry.shape) for entry in ModelState(model, "").entries()]
     )
+
+    def write() -> None:
+        _check_whole(state, [weight for weights in wanted for weight in weights])
+        write_pretrained(user, folder, state, options)
+
+    io.run_write(write)
 
 
 def _check_whole(state: Mapping[str, Any], wanted: Iterable[tuple[Any, ...]]) -> None:
@@ -320,17 +364,18 @@ def push_to_hub(model: ModelWrapper, *args: Any, **options: Any) -> Any:
     return user.push_to_hub(*args, **options)
 
 
-def is_spread(model: ModelWrapper) -> bool:
-    """Whether this process holds less than ``model.unwrap()`` would write."""
-    user = model.unwrap()
+def is_spread(model: nn.Module) -> bool:
+    """Whether this process holds less than the model's own method would write."""
+    user = user_module(model)
     stages = list(user) if isinstance(user, nn.ModuleList) else [user]
     has_stages = any(isinstance(stage, ModelStage) for stage in stages)
-    return has_stages or bool(model.holdings()) or any(map(is_dtensor, user.parameters()))
+    held = model.holdings() if isinstance(model, ModelWrapper) else []
+    return has_stages or bool(held) or any(is_piece(p) for p in user.parameters())
 
 
 def write_pretrained(user: nn.Module, folder: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
     """Write ``state`` by the model's own ``save_pretrained``; ``user`` may be a list of its stages."""
-    first: Any = user[0] if isinstance(user, nn.ModuleList) else user
+    first: Any = _first_stage(user)
     native = native_class(first)
     if "state_dict" in inspect.signature(native.save_pretrained).parameters:
         native.save_pretrained(first, folder, state_dict=state, **options)
@@ -342,4 +387,4 @@ def write_pretrained(user: nn.Module, folder: Any, state: dict[str, Any], option
         del first.__dict__["state_dict"]
 
 
-ModelWrapper.methods.update(save_pretrained=save_pretrained, push_to_hub=push_to_hub)
+ModelWrapper.methods.update(save_pretrained=save_boosted, push_to_hub=push_to_hub)

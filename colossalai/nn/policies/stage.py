@@ -222,8 +222,17 @@ class ModelStage(ForwardWrapper):
         """Refused: it would write one stage as if it were the model."""
         raise RuntimeError(
             f"this {type(self).__name__} is stage {self.share.index} of {self.share.stages}, not the whole"
-            " model; call colossalai.pipeline.save_pretrained(stages, folder) on every rank"
+            " model; call colossalai.save_pretrained(model, folder) on every rank, with what split_model or"
+            " boost returned"
         )
+
+
+class StageList(nn.ModuleList):
+    """Several stages of one rank, whose tensors have the names of the whole model in checkpoints."""
+
+    def serial_name(self, name: str) -> str:
+        """The name in the whole model of what is ``name`` here: without the number of the stage."""
+        return name.partition(".")[2]
 
 
 def take_stage(model: nn.Module, parts: ModelParts, share: StageShare, *, refuses: bool = True) -> nn.Module:

@@ -328,7 +328,8 @@ def _reason(name: str) -> str:
         f"the values of {name!r}, which lie in a chunk and are whole only while a module of the model"
         " computes with them; compute with them in a forward, read them inside `with"
         " model.whole_parameters():` or by model.state_dict(), write them by model.load_state_dict(...), and"
-        " save them by model.save_pretrained or booster.save_model, on every rank"
+        " save them by model.save_pretrained or booster.save_model, on every rank; the model is what boost"
+        " returned"
     )
 
 
