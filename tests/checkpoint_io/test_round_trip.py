@@ -1,4 +1,4 @@
-"""``from_pretrained``, any plan, ``save_pretrained``, ``from_pretrained``: the same bits, of several families."""
+"""``from_pretrained``, any plan, ``save_pretrained``, ``from_pretrained``: the same bits."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def check_plugins(rank: int, world_size: int, port: int, folder: Path) -> None:
             model.save_pretrained(folder / name)  # type: ignore[operator]
         if name == "gemini cpu":
             for wrong in (inner.save_pretrained, partial(save_pretrained, inner)):
-                with pytest.raises((RuntimeError, TypeError), match=r"needs the values of|call its own"):
+                with pytest.raises((RuntimeError, TypeError), match=r"needs the values of"):
                     wrong(folder / "wrong")
         dist.barrier()
         compare(folder / name, expected, name)

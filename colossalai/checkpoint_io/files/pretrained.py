@@ -269,10 +269,11 @@ def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> Non
     model = _below_wrappers(model)
     options.pop("is_main_process", None)  # the one that writes has all of it
     user = user_module(model)
-    if not callable(getattr(_first_stage(user), "save_pretrained", None)):
+    native = native_class(_first_stage(user))
+    if not callable(getattr(native, "save_pretrained", None)):
         raise TypeError(
-            f"save_pretrained needs a model that has this method, as those of transformers do; got a"
-            f" {type(_first_stage(user)).__name__}. booster.save_model(model, path) writes the weights of any"
+            "save_pretrained needs a model that has this method, as those of transformers do; got a"
+            f" {native.__name__}. booster.save_model(model, path) writes the weights of any"
             " model"
         )
     if is_spread(model):
