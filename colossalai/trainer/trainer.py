@@ -71,11 +71,11 @@ def length(dataloader: Any) -> int | None:
 
 
 def set_epoch(dataloader: Any, epoch: int) -> None:
-    """Let the sampler choose the order of ``epoch``, so that a resumed run sees the data in the same
-    order.
+    """Let the sampler, or a stream itself, choose the order of ``epoch``, so that a resumed run sees the data
+    in the same order.
     """
-    for sampler in (getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)):
-        if callable(setter := getattr(sampler, "set_epoch", None)):
+    for name in ("sampler", "batch_sampler", "dataset"):
+        if callable(setter := getattr(getattr(dataloader, name, None), "set_epoch", None)):
             setter(epoch)
 
 

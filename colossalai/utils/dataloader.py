@@ -18,6 +18,7 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.registry import DATA_SAMPLERS
+from colossalai.utils.sharded_iterable import ShardedIterable
 
 
 @DATA_SAMPLERS.register_module
@@ -92,8 +93,8 @@ class PositionedDataLoader(DataLoader):
     """A ``DataLoader`` that knows how far its present pass is, so that another one can go on there.
 
     The position is counted in samples over all data-parallel ranks: a job with other ranks, or another batch
-    size, goes on with the same sample.  A loader with a ``DataParallelSampler`` starts there; any other reads
-    the batches before it once more.
+    size, goes on with the same sample.  A loader with a ``DataParallelSampler`` starts there; a
+    ``ShardedIterable`` reads the samples before it once more, and any other loader the batches before it.
     """
 
     _batches = 0  # of the present pass, as handed out
@@ -105,14 +106,17 @@ class PositionedDataLoader(DataLoader):
     """This rank's samples of the present pass that were handed out before the pass was resumed."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        own = self._own_sampler()
-        self._skipped = own.first_sample if own is not None else 0
-        self._epoch = own.epoch if own is not None else self._epoch
+        own, stream = self._own_sampler(), self._own_stream()
+        self._skipped = own.first_sample if own is not None else stream.start if stream is not None else 0
+        divided = own or stream
+        self._epoch = self._epoch if divided is None else divided.epoch
         skip, self._to_skip, self._batches = self._to_skip, 0, 0
         own_skipped = self._skipped // own.num_replicas if own is not None else 0
         self.samples_behind = own_skipped + skip * (self.batch_size or 1)
         self._is_in_pass = True
         batches = super().__iter__()
+        if stream is not None and self.num_workers:  # which have copies of it by now
+            stream.began()
         return self._counted(batches, skip)
 
     def _counted(self, batches: Iterator[Any], skip: int) -> Iterator[Any]:
@@ -126,32 +130,40 @@ class PositionedDataLoader(DataLoader):
     def _own_sampler(self) -> DataParallelSampler | None:
         return self.sampler if isinstance(self.sampler, DataParallelSampler) else None
 
+    def _own_stream(self) -> ShardedIterable | None:
+        return self.dataset if isinstance(self.dataset, ShardedIterable) else None
+
     def state_dict(self) -> dict[str, Any]:
         """The number of the pass that the next batch belongs to, and how many samples of it are behind."""
-        own = self._own_sampler()
+        own, stream = self._own_sampler(), self._own_stream()
         if not self._is_in_pass:
+            if stream is not None:
+                return {"epoch": stream.epoch, "samples": stream.start}
             if own is None:
                 return {"epoch": self._epoch, "samples": self._to_skip * self._per_step()}
             return {"epoch": own.epoch, "samples": own.first_sample}
-        replicas = own.num_replicas if own is not None else 1
-        done = self._skipped + self._batches * (self.batch_size or 1) * replicas
-        total = own.num_samples * replicas if own is not None else None
+        done = self._skipped + self._batches * self._per_step()
+        total = own.num_samples * own.num_replicas if own is not None else None
         if total is not None and (done >= total or (self.drop_last and total - done < self._per_step())):
             return {"epoch": self._epoch + 1, "samples": 0}
         return {"epoch": self._epoch, "samples": done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass go on where ``state_dict`` was asked."""
-        own = self._own_sampler()
+        own, stream = self._own_sampler(), self._own_stream()
         if own is not None:
             own.resume(int(state["epoch"]), int(state["samples"]))
+        elif stream is not None:
+            stream.set_epoch(int(state["epoch"]))
+            stream.start = int(state["samples"])
+            self._iterator = None  # workers that stay have the stream without this start
         else:
             self._epoch, self._to_skip = int(state["epoch"]), int(state["samples"]) // self._per_step()
         self._is_in_pass = False
 
     def _per_step(self) -> int:
-        own = self._own_sampler()
-        return (self.batch_size or 1) * (own.num_replicas if own is not None else 1)
+        divided = self._own_sampler() or self._own_stream()
+        return (self.batch_size or 1) * (1 if divided is None else divided.num_replicas)
 
 
 def get_dataloader(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from colossalai.booster import Booster
 from colossalai.booster.plugin import DPPluginBase, TorchDDPPlugin
@@ -110,16 +109,18 @@ def test_workers_are_seeded_differently_and_reproducibly() -> None:
     )  # the model's random numbers do not depend on the loader
 
 
-class _Stream(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(3)
+class _Endless:
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 def _dataloader_errors(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
     plugin = TorchDDPPlugin()
-    with pytest.raises(TypeError, match=r"needs a dataset with a length .*got\s_Stream"):
-        plugin.prepare_dataloader(_Stream(), batch_size=2)
+    with pytest.raises(TypeError, match=r"needs a dataset with a length .* or an IterableDataset, got _End"):
+        plugin.prepare_dataloader(_Endless(), batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"shard=False\) is for an IterableDataset .*got TensorDataset"):
+        plugin.prepare_dataloader(TensorDataset(torch.ones(1)), batch_size=2, shard=False)
     with pytest.raises(ValueError, match="got an empty dataset"):
         plugin.prepare_dataloader(TensorDataset(torch.ones(0)), batch_size=2)
     with pytest.raises(TypeError, match=r"makes the sampler itself.*got batch_sampler"):

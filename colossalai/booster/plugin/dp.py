@@ -21,6 +21,7 @@ from colossalai.interface import below_compile
 from colossalai.utils import get_dataloader
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import broadcast_from_first, data_parallel_group
+from colossalai.utils.sharded_iterable import shard_iterable
 
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
@@ -132,6 +133,8 @@ class DPPluginBase(Plugin):
         drop_last: bool = False,
         pin_memory: bool = False,
         num_workers: int = 0,
+        *,
+        shard: bool = True,
         **kwargs: Any,
     ) -> DataLoader:
         """A loader of this replica's part of ``dataset``.
@@ -141,10 +144,22 @@ class DPPluginBase(Plugin):
         Workers are seeded from ``seed``, each differently.  Further keywords are those of
         ``torch.utils.data.DataLoader``.
 
+        Of an ``IterableDataset`` each rank (and each worker) reads all samples and keeps its own, in turn, so
+        it must give the same everywhere.  What it draws from the random numbers of python, numpy or torch is
+        the same everywhere, and another in each pass; generators of its own must have a seed.
+
         Args:
             batch_size: samples per replica and step.
+            shard: False leaves an ``IterableDataset`` alone that shards itself by rank and by worker, such as
+                one of ``datasets.distributed.split_dataset_by_node``; it must end after equally many batches
+                on every rank.
         """
-        _check_loadable(dataset, kwargs)
+        _check_loadable(dataset, shuffle, shard, kwargs)
+        if isinstance(dataset, IterableDataset):
+            place = (self.rank, self.world_size)
+            if shard:
+                dataset = shard_iterable(dataset, place, batch_size, drop_last=drop_last, seed=seed)
+            kwargs["add_sampler"] = False
         dataloader = get_dataloader(
             dataset,
             shuffle=shuffle,
@@ -174,16 +189,29 @@ def check_backend(device: torch.device) -> None:
         )
 
 
-def _check_loadable(dataset: Dataset, options: dict[str, Any]) -> None:
+def _check_loadable(dataset: Dataset, shuffle: bool, shard: bool, options: dict[str, Any]) -> None:
     if taken := sorted({"sampler", "batch_sampler"} & options.keys()):
         raise TypeError(
             "prepare_dataloader makes the sampler itself, so that each rank reads its own part; got"
             f" {taken[0]}. Build a torch DataLoader to use another"
         )
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        if shuffle:
+            raise ValueError(
+                f"prepare_dataloader(shuffle=True) cannot choose the order of an IterableDataset ({name});"
+                " shuffle inside of it, by the same seed on every rank"
+            )
+        return
+    if not shard:
+        raise ValueError(
+            f"prepare_dataloader(shard=False) is for an IterableDataset that shards itself, got {name}; build"
+            " a torch DataLoader to read all of a dataset on every rank"
+        )
+    if not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"prepare_dataloader needs a dataset with a length to divide among the ranks, got"
-            f" {type(dataset).__name__}; let it choose its part by rank and build a torch DataLoader"
+            f"prepare_dataloader needs a dataset with a length to divide among the ranks, or an"
+            f" IterableDataset, got {name}; let it inherit from torch.utils.data.IterableDataset"
         )
     if len(dataset) == 0:
-        raise ValueError(f"prepare_dataloader got an empty dataset ({type(dataset).__name__})")
+        raise ValueError(f"prepare_dataloader got an empty dataset ({name})")
