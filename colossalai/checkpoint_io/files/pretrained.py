@@ -311,6 +311,14 @@ def _first_stage(user: nn.Module) -> nn.Module:
 def _write_gathered(model: nn.Module, folder: Any, options: dict[str, Any]) -> None:
     """Let the first rank write what all ranks hold together, or the ``state_dict`` among ``options``."""
     user, io = user_module(model), GatheredCheckpointIO()
+    first = _first_stage(user)
+    if isinstance(first, ModelStage) and hasattr(first, "peft_config"):
+        raise TypeError(
+            "save_pretrained of a model with adapters of PEFT writes those of the layers in this process,"
+            f" which is stage {first.share.index} of {first.share.stages}; call booster.save_model(model,"
+            " path), and after training load that file into the model with adapters before split_model, and"
+            " save it there"
+        )
     if isinstance(model, nn.ModuleList):
         model = StageList(model)  # knows the names of the whole model
     if "state_dict" not in options:

@@ -135,7 +135,12 @@ class Cut:
     def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
         tp = context.tp
         if not is_product(module):
-            raise ValueError(f"Cut() is for nn.Linear and Conv1D, got a {type(module).__name__}")
+            kind = type(module)
+            home = "" if kind.__module__.startswith("torch.") else f"{kind.__module__}."
+            raise ValueError(
+                f"Cut() is for nn.Linear and Conv1D, got a {home}{kind.__name__}. A layer around one (an"
+                " adapter of PEFT) cannot be cut; plugins (DDP, FSDP, ZeRO, Gemini) and pipelines take it"
+            )
         if self.role != "stay":
             layer = Linear.from_native(
                 module,
