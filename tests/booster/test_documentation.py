@@ -26,10 +26,12 @@ def _run(rank: int, world_size: int, port: int, folder: Path) -> None:
     # two ranks may have to share one GPU, which NCCL does not allow
     colossalai.launch_from_torch = partial(colossalai.launch_from_torch, backend="gloo", verbose=False)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     namespace: dict[str, Any] = {"__name__": "documentation"}
     for block in blocks:
         exec(compile(block, PAGE.name, "exec"), namespace)
+    assert namespace["numbers"] == [[0 + rank, 2 + rank], [4 + rank, 6 + rank], [8 + rank]]
+    assert namespace["from_file"].plugin.model_options["placement_policy"] == "auto"
     assert namespace["optimizer"].param_groups[0]["lr"] < 1e-2
     assert (folder / "checkpoint/model/model.safetensors.index.json").is_file()
     check_plan(problem(), lambda made: PluginRun(made, namespace["AveragingPlugin"]()))
@@ -56,4 +58,6 @@ def _averages_gradients_of_half_weights(rank: int, plugin: Any) -> None:
 
 
 def test_the_page_runs(tmp_path: Path) -> None:
+    (plan,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (tmp_path / "plan.yaml").write_text(plan)
     spawn(_run, 2, folder=tmp_path)

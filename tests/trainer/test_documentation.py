@@ -33,8 +33,10 @@ def _run(rank: int, world_size: int, port: int, folder: Path) -> list[str]:
     assert names["lr_scheduler"].get_last_lr()[0] < 0.1
     gpc.destroy()
     with logged() as messages:
-        names = _run_page("trainer.md", 4)
+        names = _run_page("trainer.md", 5)
     assert names["trainer"].cur_epoch == 2
+    assert names["early"].best_epoch is not None
+    assert '"Accuracy/test": ' in Path("metrics.jsonl").read_text()
     assert sorted(p.name for p in Path("ckpt").iterdir()) == ["epoch_0.pt", "epoch_1.pt", "epoch_2.pt"]
     return messages
 
@@ -48,5 +50,6 @@ def test_the_pages_run(tmp_path: Path) -> None:
         for m in first
     )
     assert "training starts" in first
+    assert any(re.match(r"stopped after epoch \d, best in \d", m) for m in first)
     assert [m.split(":")[0] for m in first if m.startswith("step ")] == ["step 3", "step 6"]
     assert not any(m.startswith("[Epoch") for m in second)
