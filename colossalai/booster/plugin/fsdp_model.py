@@ -185,8 +185,12 @@ class TorchFSDPModel(ModelWrapper):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"{type(self).__name__} holds weights that are cut over the ranks of its job, so it cannot be"
-            " copied or pickled; use booster.save_model, or p.full_tensor() of its parameters on every rank"
+            " copied or pickled; use booster.save_model, or p.full_tensor() of its parameters on every rank;"
+            " an average of the weights is one of model.state_dict() (docs/booster.md)"
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__reduce_ex__(4)  # torch's own words would not say what to do
 
     def reshard(self) -> None:
         """Keep nothing but this rank's part of every weight."""

@@ -254,7 +254,8 @@ class ZeroDDP(ModelWrapper):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"{type(self).__name__} lies in chunks on several ranks and tiers, so it cannot be copied or"
-            " pickled; use state_dict(), or get_static_torch_model(model) for an ordinary copy"
+            " pickled; use state_dict(), or get_static_torch_model(model) for an ordinary copy; an average of"
+            " the weights is one of model.state_dict() (docs/booster.md)"
         )
 
     # Weights
