@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from inspect import ismethod
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -191,6 +192,13 @@ class TorchFSDPModel(ModelWrapper):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.__reduce_ex__(4)  # torch's own words would not say what to do
+
+    def hand_over(self) -> None:
+        super().hand_over()
+        user = self.unwrap()  # whose own methods would look at parts of weights
+        for name, method in self.methods.items():
+            if callable(getattr(user, name, None)):
+                user.__dict__[name] = partial(method, proxy(self))
 
     def reshard(self) -> None:
         """Keep nothing but this rank's part of every weight."""
