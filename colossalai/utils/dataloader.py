@@ -194,7 +194,7 @@ def get_dataloader(
         elif size > 1:
             get_dist_logger().warning_once(
                 "get_dataloader cannot divide an IterableDataset: all data-parallel ranks read the same"
-                " samples unless the dataset divides them itself",
+                " samples unless the dataset divides them itself; prepare_dataloader of a plugin divides it",
                 ranks=[0],
             )
     # torch draws the seeds of its workers (python, numpy, torch) from this generator, anew for each pass
