@@ -112,7 +112,11 @@ def test_a_json_file(tmp_path: Path) -> None:
         ("c.py", "import json\njson.loads('')\n", r"c\.py', line 1: JSONDecodeError"),
         ("c.json", "{", r"c\.json', line 1: JSONDecodeError"),
         ("c.json", "[1]", r"c\.json': TypeError: the file must hold one object \{\.\.\.\}, got list"),
-        ("c.yaml", "X: 1", r"'.*c\.yaml': give a file that ends in \.py or \.json, or a dict"),
+        (
+            "c.toml",
+            "X = 1",
+            r"'.*c\.toml': give a file that ends in \.py or \.json or \.yaml or \.yml, or a dict",
+        ),
     ],
 )
 def test_an_unreadable_file_says_where_and_why(tmp_path: Path, name: str, text: str, message: str) -> None:

@@ -146,7 +146,7 @@ def test_page_11_full_sizes() -> None:
         # matrices are cut in two, and so are the biases inside of attention and MLP; those of the stream are
         # not
         block = 12 * hidden**2 // 2 + (3 + 4) * hidden // 2 + 6 * hidden
-        assert found[name] == 50304 * hidden // 2 + positions * hidden + layers // 2 * block
+        assert found[name] == 50304 * hidden // 2 + positions * hidden // 2 + layers // 2 * block
 
 
 # ---- the page's stages equal the serial model ----

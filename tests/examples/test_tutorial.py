@@ -47,7 +47,7 @@ def test_the_command_of_the_page() -> None:
     assert text.count("initialized distributed environment") == 1
     assert text.count("Engine is built") == 1
     counts = re.findall(r"number of parameters: (\d+) on pipeline stage (\d)", text)
-    assert sorted(counts, key=lambda found: found[1]) == [("257024", "0")] * 2 + [("134794", "1")] * 2
+    assert sorted(counts, key=lambda found: found[1]) == [("257024", "0")] * 2 + [("134154", "1")] * 2
     for epoch in range(2):
         assert re.search(rf"Epoch {epoch} / 2: 100%.* 10/10 ", text)
     assert len(losses(text)) == 2

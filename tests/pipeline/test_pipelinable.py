@@ -14,7 +14,6 @@ from colossalai.pipeline import LayerSpec, PipelinableContext, PipelinableModel
 from colossalai.pipeline.pipelinable import POLICIES
 from colossalai.testing import parametrize_sample
 from tests.pipeline.memory import peak_bytes
-from tests.titans.conftest import _one_thread  # noqa: F401
 from titans.model.gpt import GPT
 from titans.model.vit import VisionTransformer
 

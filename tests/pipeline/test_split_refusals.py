@@ -215,7 +215,7 @@ class Twice(nn.Module):
         (
             {"policy": None},
             ValueError,
-            r"how Net \(model_type None\) is cut in depth: neither a policy nor its config .* no list of like blocks",
+            r"how Net \(model_type None\) is cut in depth: neither a policy nor .* no list of like blocks",
         ),
         ({"policy": Policy(("net",), {})}, ValueError, r"neither a policy nor its config"),
         (
@@ -279,7 +279,7 @@ def test_hugging_face_models_that_cannot_be_split() -> None:
     )
     with pytest.raises(
         ValueError,
-        match=r"AlbertModel \(model_type 'albert'\).*no list of like blocks .* was found. It knows gpt2, bert",
+        match=r"AlbertModel \(model_type 'albert'\).*no list of like blocks .* It knows gpt2, bert",
     ):
         split_model(albert, Placement(2), 0)
     with pytest.raises(
