@@ -89,6 +89,7 @@ _ELSEWHERE = {
     "checkpoint_blocks": "colossalai.nn.checkpoint_blocks",
     "load_checkpoint": "colossalai.checkpoint_io.files.training",
     "save_checkpoint": "colossalai.checkpoint_io.files.training",
+    "summary": "colossalai.booster.summary",
 }
 
 
