@@ -73,7 +73,8 @@ def launch(
 
     ``config`` is a dict, a ``Config``, the path of a ``.py`` or ``.json`` file, or None.  ``backend`` is NCCL
     with CUDA and gloo without, unless given.  ``local_rank`` is derived from the machine's other ranks when
-    left out.
+    left out.  ``verbose`` logs what was set up: rank 0 as INFO, the others as DEBUG
+    (``get_dist_logger().set_level("DEBUG")`` before the launch shows all ranks).
     """
     refuse_second_launch()
     _check_arguments(rank=rank, world_size=world_size, host=host, port=port, local_rank=local_rank, seed=seed)

@@ -25,9 +25,12 @@ FAILURE_DIR = "COLOSSALAI_FAILURE_DIR"
 
 def main() -> None:
     die_with_parent(int(sys.argv.pop(1)), signal.SIGKILL)
-    record = os.path.join(os.environ.pop(FAILURE_DIR), f"rank_{os.environ['RANK']}.json")
-    if os.path.exists(record):  # torchrun restarted this rank: the earlier failure was survived
-        os.unlink(record)
+    started = time.time()
+    folder, rank = os.environ.pop(FAILURE_DIR), os.environ["RANK"]
+    record, ended = (os.path.join(folder, f"{kind}_{rank}.json") for kind in ("rank", "ended"))
+    for earlier in (record, ended):
+        if os.path.exists(earlier):  # torchrun restarted this rank: the earlier failure was survived
+            os.unlink(earlier)
     for stream in (sys.stdout, sys.stderr):
         # torchrun's `python -u` writes the text and the end of a line apart, and the ranks' lines would mix
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
@@ -39,6 +42,8 @@ def main() -> None:
         if error.code not in (None, 0):
             code = error.code & 0xFF if isinstance(error.code, int) else 1
             _note(record, kind="exit", exitcode=code, summary=f"the script called sys.exit({error.code!r})")
+        else:
+            _note(ended, seconds=time.time() - started)
         raise
     except KeyboardInterrupt as error:
         _note(record, kind="stopped", exitcode=-signal.SIGINT, summary="interrupted")
@@ -46,6 +51,8 @@ def main() -> None:
     except BaseException as error:
         _note(record, kind="raised", exitcode=1, summary=_summary(error), traceback=_format(error))
         _raise_quietly(error)
+    else:
+        _note(ended, seconds=time.time() - started)
 
 
 def die_with_parent(parent: int, number: signal.Signals) -> None:

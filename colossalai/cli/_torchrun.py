@@ -15,6 +15,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ class Restarts:
     def _tell(self, said: str) -> None:
         exits = self._exits(self._failed) if self._failed is not None else []
         failures = failure.collect(exits, failure.read_notes(self._notes)) if exits else []
-        text = failure.describe(failures) if failures else "processes on another host failed"
+        ended = failure.early_ends(self._notes)
+        text = failure.describe(failures, ended) if failures else "processes on another host failed"
         print(f"{text}\n{said}", file=sys.stderr, flush=True)
 
 
@@ -119,10 +121,10 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     notes = Path(os.environ[_rank.FAILURE_DIR])
-    stopped: set[int] = set()  # the local ranks which still ran when torch began to close them
-    restarts = Restarts(notes, lambda failed: _exits(failed, stopped))
+    closing = Closing()
+    restarts = Restarts(notes, lambda failed: _exits(failed, closing))
     restarts.install()
-    _limit_closing(float(grace), stopped, restarts)
+    _limit_closing(float(grace), closing, restarts)
     if "LOGLEVEL" not in os.environ:  # torch's variable: a user who sets it wants to read the messages
         logging.disable(logging.ERROR)
     options = _options(arguments[: int(count)], *arguments[int(count) :])
@@ -132,7 +134,7 @@ def main() -> None:
     try:
         torchrun.run(options)
     except ChildFailedError as error:
-        report.write_text(json.dumps({"exits": _exits(error, stopped)}))
+        report.write_text(json.dumps({"exits": _exits(error, closing)}))
         sys.exit(1)
     except SignalException as error:
         sys.exit(128 + error.sigval)
@@ -154,7 +156,15 @@ def _options(arguments: list[str], script: str, *script_arguments: str) -> Names
     return options
 
 
-def _limit_closing(grace: float, stopped: set[int], restarts: Restarts) -> None:
+@dataclass
+class Closing:
+    """The moment at which torch began to close the ranks of an attempt."""
+
+    stopped: set[int] = field(default_factory=set)  # the local ranks which still ran
+    time: float = 0.0
+
+
+def _limit_closing(grace: float, closing: Closing, restarts: Restarts) -> None:
     """Ranks that ignore SIGTERM are killed after ``grace`` seconds, after a failure too (torch: always
     30).
     """
@@ -164,8 +174,7 @@ def _limit_closing(grace: float, stopped: set[int], restarts: Restarts) -> None:
 
     def close(self: PContext, death_sig: signal.Signals | None = None, timeout: float = grace) -> None:
         if running := {local_rank for local_rank, pid in self.pids().items() if _runs(pid)}:
-            stopped.clear()  # of an attempt before this one
-            stopped.update(running)
+            closing.stopped, closing.time = running, time.time()
         restarts.closing(lambda: original(self, death_sig, grace))  # type: ignore[arg-type]
 
     PContext.close = close  # type: ignore[method-assign]
@@ -199,15 +208,14 @@ def _start_ranks_through_our_runner(options: Namespace) -> None:
     options.module = False
 
 
-def _exits(error: Any, stopped: set[int]) -> list[dict[str, Any]]:
-    now = time.time()
+def _exits(error: Any, closing: Closing) -> list[dict[str, Any]]:
     return [
         {
             "rank": rank,
             "local_rank": failure.local_rank,
             "exitcode": failure.exitcode,
-            "kind": "stopped" if failure.local_rank in stopped else "died",
-            "time": now,
+            "kind": "stopped" if failure.local_rank in closing.stopped else "died",
+            "time": closing.time or time.time(),
         }
         for rank, failure in error.failures.items()
     ]

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from colossalai.checkpoint_io.byte_io import name_of, size_text
+from colossalai.checkpoint_io.byte_io import name_of
 from colossalai.checkpoint_io.inspection.views import View
+from colossalai.utils.text import size_text, table
 
 
 def as_data(view: View, *, tensors: bool = True) -> dict[str, Any]:
@@ -76,17 +77,6 @@ def listing(views: Sequence[View]) -> str:
             )
         )
     return "\n".join(table(cells))
-
-
-def table(rows: Sequence[Sequence[str]], indent: int = 0) -> list[str]:
-    """Columns as wide as they must be."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        (
-            " " * indent + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _sections(view: View) -> dict[str, dict[str, int]]:

@@ -46,6 +46,22 @@ class RankFailure:
         return 128 - self.exitcode if self.exitcode < 0 else self.exitcode
 
 
+@dataclass(frozen=True, kw_only=True)
+class EarlyEnd:
+    """One rank that ended with exit code 0 while others still ran."""
+
+    rank: int
+    local_rank: int
+    seconds: float
+    """From the start of its process to the end of its script."""
+    time: float
+    host: str = ""
+
+    def __str__(self) -> str:
+        where = f" (local rank {self.local_rank}) on {self.host}" if self.host else ""
+        return f"rank {self.rank}{where} ended with exit code 0 after {self.seconds:.1f} s, before the others"
+
+
 def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any]]) -> list[RankFailure]:
     """Join what torchrun saw of its ranks with what the ranks noted about themselves.
 
@@ -64,10 +80,19 @@ def collect(exits: Iterable[Mapping[str, Any]], notes: Iterable[Mapping[str, Any
     return [RankFailure(**{name: one[name] for name in names & one.keys()}) for one in merged.values()]
 
 
-def read_notes(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks noted about themselves."""
+def early_ends(folder: Path) -> list[EarlyEnd]:
+    """The ranks of a failed attempt that had ended with exit code 0."""
+    names = {field.name for field in fields(EarlyEnd)}
+    notes = read_notes(folder, "ended")
+    return [EarlyEnd(**{name: note[name] for name in names & note.keys()}) for note in notes]
+
+
+def read_notes(folder: Path, kind: str = "rank") -> list[dict[str, Any]]:
+    """What the ranks noted about themselves: ``rank`` of those that failed, ``ended`` of those that ended
+    well.
+    """
     notes = []
-    for file in folder.glob("rank_*.json"):
+    for file in folder.glob(f"{kind}_*.json"):
         with contextlib.suppress(FileNotFoundError):  # a rank that starts again removes its note
             notes.append(json.loads(file.read_text()))
     return notes
@@ -112,13 +137,21 @@ def _innocence(failure: RankFailure) -> int:
     return 1 if lost_a_peer or aborted else 0
 
 
-def describe(failures: list[RankFailure]) -> str:
-    """The block at the end of a failed job."""
+def describe(failures: list[RankFailure], ended: Iterable[EarlyEnd] = ()) -> str:
+    """The block at the end of a failed job.
+
+    A rank that ended well, but before the failure, is named: the others may have failed because it was gone.
+    """
     cause = first(failures)
+    early = sorted((end for end in ended if end.time < cause.time), key=lambda end: end.time)
     others = sorted((f for f in failures if f is not cause and f.kind != "stopped"), key=lambda f: f.rank)
     where = f" on {cause.host}" if cause.host else ""
+    head = f"rank {cause.rank} failed{where}"
+    if early and not is_own_fault(cause):
+        head = f"rank {early[0].rank} ended too early"
     lines = [
-        f" rank {cause.rank} failed{where} ".center(_LINE, "="),
+        f" {head} ".center(_LINE, "="),
+        *describe_early(early),
         f"rank {cause.rank} (local rank {cause.local_rank}){where} ended with {exit_text(cause.exitcode)}",
     ]
     if cause.kind != "died":
@@ -134,6 +167,12 @@ def describe(failures: list[RankFailure]) -> str:
     if len(others) > _OTHERS:
         lines.append(f"  and {len(others) - _OTHERS} more")
     return "\n".join([*lines, "=" * _LINE])
+
+
+def describe_early(ended: Iterable[EarlyEnd]) -> list[str]:
+    """One line for each rank that ended with exit code 0 before the others, or the number of them."""
+    lines = list(map(str, ended))
+    return [*lines[:_OTHERS], *([f"and {len(lines) - _OTHERS} more"] if len(lines) > _OTHERS else [])]
 
 
 def _brief(summary: str) -> str:

@@ -13,6 +13,7 @@ from click import ClickException
 
 STOP_TIMEOUT = "COLOSSALAI_STOP_TIMEOUT"
 DEFAULT_STOP_TIMEOUT = 15.0
+COUNTED = ("auto", "gpu", "cpu")  # --nproc_per_node in words (see node_agent.processes_here)
 
 # what torchrun must hear from us alone, and how our user says it
 _OURS = {
@@ -52,7 +53,8 @@ class LaunchJob:
     """One distributed run."""
 
     hosts: tuple[str, ...]
-    nproc_per_node: int
+    nproc_per_node: int | str
+    """A number, or a word of ``COUNTED``: each host counts what it has."""
     master_addr: str
     master_port: int
     script: str
@@ -93,7 +95,6 @@ class LaunchJob:
         return [
             f"--nnodes={len(self.hosts) or 1}",
             f"--node_rank={node_rank}",
-            f"--nproc_per_node={self.nproc_per_node}",
             "--rdzv_backend=static",
             f"--master_addr={self.master_addr}",
             f"--master_port={self.master_port}",

@@ -203,8 +203,10 @@ class LaunchOutcome:
 
     done: dict[str, bool] = field(default_factory=dict)
     failures: list[failure.RankFailure] = field(default_factory=list)
+    ended: list[failure.EarlyEnd] = field(default_factory=list)  # ranks with exit code 0
     messages: list[str] = field(default_factory=list)
     stopped_by: int | None = None
+    stopped_at: float = float("inf")
     unconfirmed: set[str] = field(default_factory=set)
 
     @property
@@ -219,6 +221,7 @@ class LaunchOutcome:
     def add(self, node: Node, report: dict[str, Any], *, shown_host: str) -> None:
         self.done[node.host] = report["ok"]
         self.failures += [failure.RankFailure(**{**one, "host": shown_host}) for one in report["failures"]]
+        self.ended += [failure.EarlyEnd(**{**one, "host": shown_host}) for one in report["ended"]]
         if report["message"]:
             self.messages.append(f"{node.host}: {report['message']}")
 
@@ -320,7 +323,7 @@ class Launcher:
         if outcome.stopped_by is not None:
             self._order_the_living(outcome, Order.KILL)
             return
-        outcome.stopped_by = number
+        outcome.stopped_by, outcome.stopped_at = number, time.time()
         name = signal.Signals(number).name
         with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
             print(f"\n{name}: stopping all processes (Ctrl-C again kills them at once)", file=sys.stderr)
@@ -355,8 +358,11 @@ class Launcher:
         failures = outcome.failures
         if outcome.stopped_by is not None:
             failures = [f for f in failures if not failure.obeyed(f, _passed_on(outcome.stopped_by))]
+        early = [end for end in outcome.ended if end.time < outcome.stopped_at]
         if any(map(failure.is_own_fault, failures)) or (failures and outcome.stopped_by is None):
-            print(failure.describe(failures), file=sys.stderr)
+            print(failure.describe(failures, early), file=sys.stderr)
+        elif outcome.stopped_by is not None and early:  # what was interrupted may have waited for these
+            print("\n".join(failure.describe_early(early)), file=sys.stderr)
         for message in outcome.messages:
             print(f"Error: {message}", file=sys.stderr)
 

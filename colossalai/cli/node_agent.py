@@ -230,6 +230,7 @@ class Agent:
             raise Refusal(f"cannot enter the working directory {job['cwd']}: {error.strerror}") from None
         if job["script"] is not None and not Path(job["script"]).is_file():
             raise Refusal(f"no such script: {job['script']} (looked in {job['cwd']})")
+        job["nproc"] = processes_here(job)
         if job["is_master"]:
             self._listener = listen(job["master_port"])
         self._send(wire.report(AgentEvent.READY))
@@ -329,7 +330,12 @@ class Agent:
         message = report.get("message")
         if returncode != 0 and not failures and not message and self._state is State.RUNNING:
             message = f"torchrun ended with {failure.exit_text(returncode)} and left no report"
-        return {"ok": returncode == 0, "failures": list(map(asdict, failures)), "message": message}
+        return {
+            "ok": returncode == 0,
+            "failures": list(map(asdict, failures)),
+            "ended": list(map(asdict, failure.early_ends(self._notes))),
+            "message": message,
+        }
 
     def _send(self, data: bytes) -> None:
         while data:
@@ -358,7 +364,11 @@ def listen(port: int) -> socket.socket:
 
 def torchrun_command(job: dict[str, Any], notes: Path) -> list[str]:
     # torch would leave a folder in /tmp after every run; a --log_dir of the user comes later and wins
-    options = [f"--log_dir={notes / 'torchrun'}", *job["torchrun_options"]]
+    options = [
+        f"--log_dir={notes / 'torchrun'}",
+        f"--nproc_per_node={job['nproc']}",
+        *job["torchrun_options"],
+    ]
     ours = [str(os.getpid()), str(job["stop_timeout"]), str(len(options))]
     return module_command("colossalai.cli._torchrun", [*ours, *options, *job["command"]])
 
@@ -376,9 +386,44 @@ def module_command(module: str, arguments: list[str]) -> list[str]:
     return [sys.executable, "-c", boot, root, *arguments]
 
 
+def processes_here(job: dict[str, Any]) -> int:
+    """How many processes this host starts: the number that was given, or what a word stands for here."""
+    wanted = job["nproc"]
+    if isinstance(wanted, int):
+        return wanted
+    if wanted == "cpu":
+        return cores()
+    gpus = count_gpus({**os.environ, **(job["env"] or {})})
+    if gpus == 0 and wanted == "gpu":
+        raise Refusal(
+            "--nproc_per_node gpu: there is no GPU here that PyTorch can use (colossalai check -i says why);"
+            " use auto, cpu or a number"
+        )
+    return max(1, gpus)
+
+
+def count_gpus(environment: dict[str, str]) -> int:
+    """The GPUs that ranks with this environment see.
+
+    Another process asks, since ``CUDA_VISIBLE_DEVICES`` of the user may differ from ours, and this one stays
+    small.
+    """
+    ask = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    answer = subprocess.run(ask, env=environment, capture_output=True, text=True, check=False)
+    try:
+        return int(answer.stdout.split()[-1])
+    except (IndexError, ValueError):
+        said = answer.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise Refusal(f"the GPUs could not be counted: {said[0]}; give --nproc_per_node a number") from None
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def rank_environment(job: dict[str, Any], notes: Path) -> dict[str, str]:
     environment = {**os.environ, **(job["env"] or {}), _rank.FAILURE_DIR: str(notes)}
     if "OMP_NUM_THREADS" not in environment:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        environment["OMP_NUM_THREADS"] = str(max(1, cores // job["nproc"]))
+        environment["OMP_NUM_THREADS"] = str(max(1, cores() // job["nproc"]))
     return environment

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import click
 
 from colossalai.cli.hosts import choose_hosts, master_first
-from colossalai.cli.job import LaunchJob, parse_launch_args, stop_timeout
+from colossalai.cli.job import COUNTED, LaunchJob, parse_launch_args, stop_timeout
 from colossalai.cli.launcher import Launcher
 
 _PORT = click.IntRange(1, 65535)
+
+
+class _ProcessCount(click.IntRange):
+    """A number of processes, or a word for what each host counts itself."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in COUNTED:
+            return value
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            self.fail(f"{error.message} Give a number, or one of {', '.join(COUNTED)}.", param, ctx)
 
 
 @click.command(
@@ -40,9 +53,10 @@ _PORT = click.IntRange(1, 65535)
 )
 @click.option(
     "--nproc_per_node",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Processes on each host, usually one per GPU. Required.",
+    type=_ProcessCount(min=1),
+    metavar="N|auto|gpu|cpu",
+    help="Processes on each host. auto: one per GPU, or one process where there is no GPU; gpu: one per GPU, "
+    "refused where there is none; cpu: one per core. Required.",
 )
 @click.option(
     "--master_addr",
@@ -91,6 +105,9 @@ def run(**options: object) -> None:
     script; everything after it is passed on.
 
     \b
+    One process per GPU of this machine, or one process without GPUs:
+      colossalai run --nproc_per_node auto train.py --lr 0.1
+    \b
     Two processes on this machine, with or without GPUs:
       colossalai run --nproc_per_node 2 train.py --lr 0.1
     \b
@@ -131,7 +148,7 @@ def _job(
     include: str | None,
     exclude: str | None,
     num_nodes: int,
-    nproc_per_node: int | None,
+    nproc_per_node: int | str | None,
     master_addr: str,
     master_port: int,
     ssh_port: int | None,
@@ -144,7 +161,9 @@ def _job(
     if nproc_per_node is None:
         misplaced = any(arg.startswith(("--nproc_per_node", "--nproc-per-node")) for arg in user_args)
         remedy = (
-            "options must come before the script" if misplaced else "say how many processes each host runs"
+            "options must come before the script"
+            if misplaced
+            else "say how many processes each host runs, or auto for one per GPU"
         )
         raise click.ClickException(
             f"--nproc_per_node did not receive any value: {remedy}, "

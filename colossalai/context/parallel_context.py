@@ -271,7 +271,7 @@ class ParallelContext(metaclass=SingletonMeta):
         else:
             device = "cpu"
         if self.verbose:
-            get_dist_logger().info(f"process rank {self.get_global_rank()} is bound to device {device}")
+            self._say(f"process rank {self.get_global_rank()} is bound to device {device}")
 
     def set_seed(self, seed: int) -> None:
         """Seed Python, numpy and torch equally on all ranks, then the streams of DATA (equal) and TENSOR
@@ -287,10 +287,17 @@ class ParallelContext(metaclass=SingletonMeta):
         set_mode(ParallelMode.DATA)
         seeds = ", ".join(f"{mode}: {value}" for mode, value in get_seeds().items())
         if self.verbose:
-            get_dist_logger().info(
+            self._say(
                 f"initialized seed on rank {self.get_global_rank()}, numpy: {seed}, python random: {seed}, "
                 f"{seeds},the default parallel seed is {ParallelMode.DATA}."
             )
+
+    def _say(self, message: str) -> None:
+        """Log what every rank has to say of itself: rank 0 as INFO, the others, which rarely differ, as
+        DEBUG.
+        """
+        logger = get_dist_logger()
+        (logger.info if self.get_global_rank() == 0 else logger.debug)(message)
 
 
 def refuse_second_launch() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 # In the state dict of an optimizer: the fp32 masters that are in its groups in the place of half-precision
@@ -39,3 +40,14 @@ class Holding:
     def is_empty(self) -> bool:
         """Whether all elements are with other ranks."""
         return self.start == self.end
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestingPlace:
+    """Where a plan keeps a parameter between steps, for ``colossalai.utils.summary``."""
+
+    numel: int
+    """The elements that this rank keeps."""
+    dtype: torch.dtype
+    tier: str
+    words: str

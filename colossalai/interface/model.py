@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from colossalai.interface.holding import Holding
+from colossalai.interface.holding import Holding, RestingPlace
 from colossalai.mesh import placement
 
 
@@ -114,6 +114,10 @@ class ModelWrapper(nn.Module):
         A checkpoint reads and writes them there.
         """
         return self.module.holdings() if isinstance(self.module, ModelWrapper) else []
+
+    def resting_places(self) -> dict[int, RestingPlace]:
+        """By the id of a parameter, what only the plan knows of its place; without communication."""
+        return self.module.resting_places() if isinstance(self.module, ModelWrapper) else {}
 
     def weights_loaded(self, elsewhere: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """A checkpoint has written other values to where ``holdings`` said they are.

@@ -41,6 +41,16 @@ def lengths(nest: Any) -> Counter[int]:
     return Counter(len(tensor) for tensor in tensors(nest) if tensor.ndim)
 
 
+def token_count(nest: Any) -> int:
+    """The tokens of a batch of texts: the elements of its first tensor, if that is a matrix of integers;
+    else 0.
+    """
+    first = next(tensors(nest), None)
+    if first is None or first.ndim != 2 or first.is_floating_point() or first.is_complex():
+        return 0
+    return first.numel()
+
+
 def batch_size(nest: Any) -> int:
     """The length that most tensors have, and of several such the first; 0 if there is none.
 

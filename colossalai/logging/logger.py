@@ -20,6 +20,8 @@ from colossalai.logging.rank import global_rank, rank_in
 # ----
 
 FORMAT = "colossalai - %(name)s - %(levelname)s: %(message)s"
+# a file is read later, away from the script that wrote it
+FILE_FORMAT = f"{FORMAT} (%(pathname)s:%(lineno)d %(funcName)s)"
 
 
 class PlainConsole(logging.StreamHandler):
@@ -58,7 +60,7 @@ def file_handler(directory: str | Path, rank: int, mode: str, suffix: str | None
     directory.mkdir(parents=True, exist_ok=True)
     name = f"rank_{rank}_{suffix}.log" if suffix else f"rank_{rank}.log"
     handler = logging.FileHandler(directory / name, mode=mode, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setFormatter(logging.Formatter(FILE_FORMAT))
     return handler
 
 
@@ -74,8 +76,8 @@ class DistributedLogger:
     """A named logger whose calls can be limited to some ranks.
 
     ``ranks=[0]`` lets only rank 0 speak; with ``parallel_mode=ParallelMode.TENSOR`` as well, only the first
-    rank of each tensor group.  Each call writes two records: ``path:line function`` of the caller, then the
-    message.  Get one with ``get_dist_logger(name)``.
+    rank of each tensor group.  Each call writes one record, which knows the place of the call; files show it
+    behind the message.  Get one with ``get_dist_logger(name)``.
     """
 
     _instances: ClassVar[dict[str, DistributedLogger]] = {}
@@ -157,8 +159,7 @@ class DistributedLogger:
             return
         if ranks is not None and rank_in(parallel_mode) not in ranks:
             return
-        self._logger.log(level, "%s", _caller())
-        self._logger.log(level, "%s", message)
+        self._logger.log(level, "%s", message, stacklevel=3)  # the caller of `info` and its siblings
 
     def _own_handlers(self) -> list[logging.Handler]:
         return [handler for handler in self._logger.handlers if handler in _OURS]
@@ -173,14 +174,6 @@ class DistributedLogger:
 
     def _follow_the_most_talkative_output(self) -> None:
         self._logger.setLevel(max(1, min(handler.level for handler in self._own_handlers())))
-
-
-def _caller() -> str:
-    """``path:line function`` of the first frame outside this file."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 def _level(level: str | int) -> int:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import FlopCounterMode
 
 from colossalai.pipeline.calls import build_kwargs_for_module, call_module, exec_funcs_with_kwargs
 from colossalai.pipeline.sequence import LayerStep
 from colossalai.utils import synchronize
+from colossalai.utils.throughput import OperationCounter
 
 Layers = Sequence[nn.Module] | Sequence[LayerStep]
 _Call = Callable[..., Any]
@@ -34,9 +34,9 @@ def estimate_costs(layers: Layers, *inputs: Any, **kwargs: Any) -> list[float]:
 
     def count(module: nn.Module, call: _Call) -> tuple[Any, float]:
         state = {name: _to_meta(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
-        with FlopCounterMode(display=False) as counter:
+        with OperationCounter() as counter:
             out = call(lambda *args, **named: functional_call(module, state, args, named))
-        return out, float(counter.get_total_flops())
+        return out, float(counter.operations)
 
     with torch.no_grad():
         return _along(layers, count, tree_map(_to_meta, inputs), tree_map(_to_meta, kwargs))

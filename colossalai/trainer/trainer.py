@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,8 @@ class Trainer:
         self._engine = engine
         self._logger = logger or get_dist_logger()
         self.timer = timer if timer is not None else MultiTimer(on=False)
+        self.during_step = ExitStack()
+        """Contexts that a hook enters before an iteration; they end with it, also when it fails."""
         self.hooks: list[BaseHook] = []
         self.states: dict[str, Any] = {}
         self._cur_epoch = 0
@@ -375,14 +377,15 @@ class Trainer:
         self._step_in_epoch = 0
 
     def _train_step(self, batches: Batches, return_output_label: bool) -> None:
-        self._call_hooks("before_train_iter")
-        self.timer.start("Train-step")
-        self._engine.zero_grad()
-        result = self._engine.execute_schedule(
-            batches, forward_only=False, return_loss=True, return_output_label=return_output_label
-        )
-        self._engine.step()
-        self.timer.stop("Train-step", keep_in_history=True)
+        with ExitStack() as self.during_step:
+            self._call_hooks("before_train_iter")
+            self.timer.start("Train-step")
+            self._engine.zero_grad()
+            result = self._engine.execute_schedule(
+                batches, forward_only=False, return_loss=True, return_output_label=return_output_label
+            )
+            self._engine.step()
+            self.timer.stop("Train-step", keep_in_history=True)
         self._cur_step += 1
         self._step_in_epoch += 1
         self._call_hooks("after_train_iter", *result)
@@ -416,12 +419,13 @@ class Trainer:
             self.timer.reset("Test-step")
 
     def _test_step(self, batches: Batches, return_output_label: bool) -> None:
-        self._call_hooks("before_test_iter")
-        self.timer.start("Test-step")
-        result = self._engine.execute_schedule(
-            batches, forward_only=True, return_loss=True, return_output_label=return_output_label
-        )
-        self.timer.stop("Test-step", keep_in_history=True)
+        with ExitStack() as self.during_step:
+            self._call_hooks("before_test_iter")
+            self.timer.start("Test-step")
+            result = self._engine.execute_schedule(
+                batches, forward_only=True, return_loss=True, return_output_label=return_output_label
+            )
+            self.timer.stop("Test-step", keep_in_history=True)
         self._call_hooks("after_test_iter", *result)
 
     def _show(self, bar: tqdm) -> None:

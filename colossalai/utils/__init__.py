@@ -41,6 +41,7 @@ from colossalai.utils.parallel import (
     sync_model_param,
 )
 from colossalai.utils.tensor_detector import TensorDetector
+from colossalai.utils.throughput import Throughput, count_operations
 from colossalai.utils.timer import MultiTimer, Timer
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "MultiTensorApply",
     "MultiTimer",
     "TensorDetector",
+    "Throughput",
     "Timer",
     "checkpoint",
     "clip_grad_norm_fp32",
@@ -58,6 +60,7 @@ __all__ = [
     "colo_set_process_memory_fraction",
     "conditional_context",
     "copy_tensor_parallel_attributes",
+    "count_operations",
     "count_zeros_fp32",
     "disposable",
     "empty_cache",
@@ -89,6 +92,7 @@ _ELSEWHERE = {
     "checkpoint_blocks": "colossalai.nn.checkpoint_blocks",
     "load_checkpoint": "colossalai.checkpoint_io.files.training",
     "save_checkpoint": "colossalai.checkpoint_io.files.training",
+    "summary": "colossalai.booster.summary",
 }
 
 

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from colossalai.cli.failure import RankFailure, collect, describe, exit_text, first, is_own_fault
+from colossalai.cli.failure import (
+    EarlyEnd,
+    RankFailure,
+    collect,
+    describe,
+    describe_early,
+    exit_text,
+    first,
+    is_own_fault,
+)
 
 
 def make(rank: int, kind: str = "raised", summary: str = "ValueError: x", **more: Any) -> RankFailure:
@@ -93,6 +102,19 @@ def test_describe_many() -> None:
     text = describe([make(rank, time=float(rank)) for rank in range(20)])
     assert "rank 0:" not in text
     assert "  rank 8: ValueError: x\n  and 11 more\n" in text
+
+
+def test_describe_names_ranks_that_ended_before_the_failure() -> None:
+    early = EarlyEnd(rank=2, local_rank=2, seconds=3.14, time=9.0)
+    late = EarlyEnd(rank=3, local_rank=3, seconds=4.0, time=11.0)
+    head, line, *_ = describe([make(0, summary=LOST), make(1, summary=LOST)], [late, early]).splitlines()
+    assert head.strip("=") == " rank 2 ended too early "
+    assert line == "rank 2 ended with exit code 0 after 3.1 s, before the others"
+    text = describe([make(0)], [late, early])
+    assert " rank 0 failed " in text, "an error of its own is the cause"
+    assert line in text
+    assert "rank 3" not in text
+    assert describe_early([early] * 20)[-1] == "and 12 more"
 
 
 def test_whose_fault() -> None:

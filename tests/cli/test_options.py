@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 from click import ClickException
 from click.testing import CliRunner, Result
 
+from colossalai.cli import node_agent
 from colossalai.cli.app import cli
 from colossalai.cli.hosts import is_this_machine, master_first
 from colossalai.cli.job import LaunchJob, parse_launch_args, portable_environment, stop_timeout
+from colossalai.cli.node_agent import torchrun_command
 
 
 class Recorder:
@@ -63,14 +66,13 @@ def test_one_machine(jobs: list[LaunchJob]) -> None:
     assert job.torchrun_options(0) == [
         "--nnodes=1",
         "--node_rank=0",
-        "--nproc_per_node=4",
         "--rdzv_backend=static",
         "--master_addr=127.0.0.1",
         "--master_port=29500",
     ]
-    assert job.order(0, remote=False, capture=False)["command"] == [
-        *("train.py", "--config", "c.py", "-s", "--host", "x")
-    ]
+    order = job.order(0, remote=False, capture=False)
+    assert "--nproc_per_node=4" in torchrun_command(order, Path("notes"))
+    assert order["command"] == [*("train.py", "--config", "c.py", "-s", "--host", "x")]
 
 
 @pytest.mark.parametrize("option", ["-H", "-host", "--host"])
@@ -133,7 +135,7 @@ def test_hostfile(jobs: list[LaunchJob], hostfile: str, options: list[str], host
         ("--num_nodes 2", "more hosts than the 1 given; add hosts with --host or --hostfile"),
         ("--num_nodes 0", "--num_nodes must be at least 1"),
         ("--nproc_per_node 0", "'--nproc_per_node': 0 is not in the range x>=1"),
-        ("--nproc_per_node two", "'two' is not a valid integer"),
+        ("--nproc_per_node two", "'two' is not a valid integer.* Give a number, or one of auto, gpu, cpu"),
         ("--master_port 70000", "70000 is not in the range"),
         ("--nproc 2", "No such option"),
         ("--extra_launch_args a=1,,b", "as name=value or name, separated by commas, got 'a=1,,b'"),
@@ -173,6 +175,26 @@ def test_bad_hostfile(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "hosts"
     file.write_text(text)
     assert_says(refused("--nproc_per_node", "1", "--hostfile", str(file), "train.py"), f"Error: .*{message}")
+
+
+def test_each_host_counts_its_processes(jobs: list[LaunchJob], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke("--nproc_per_node", "auto", "train.py", "--n", "6").exit_code == 0
+    order = jobs[0].order(0, remote=False, capture=False)
+    assert order["nproc"] == "auto"
+    gpus = 3
+    monkeypatch.setattr(node_agent, "count_gpus", lambda environment: gpus)
+    assert [node_agent.processes_here({**order, "nproc": word}) for word in (5, "auto", "gpu")] == [5, 3, 3]
+    assert node_agent.processes_here({**order, "nproc": "cpu"}) == len(os.sched_getaffinity(0))
+    gpus = 0
+    assert node_agent.processes_here(order) == 1
+    with pytest.raises(node_agent.Refusal, match=r"gpu: there is no GPU here .* use auto, cpu or a number"):
+        node_agent.processes_here({**order, "nproc": "gpu"})
+
+
+def test_gpus_are_counted_with_the_environment_of_the_ranks() -> None:
+    assert node_agent.count_gpus({**os.environ, "CUDA_VISIBLE_DEVICES": ""}) == 0
+    with pytest.raises(node_agent.Refusal, match=r"could not be counted: .*give --nproc_per_node a number"):
+        node_agent.count_gpus({**os.environ, "PYTHONHOME": "/nowhere"})
 
 
 def test_number_of_processes_is_missing() -> None:

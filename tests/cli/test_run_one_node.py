@@ -37,7 +37,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     module = ("--extra_launch_args", "max_restarts=0", "-m", "tests.cli.worker")
     jobs = {
         action: start(folder / action, action, script=module if action == "exit" else (WORKER,))
-        for action in ("raise", "exit", "kill", "linger")
+        for action in ("raise", "exit", "kill", "linger", "leave")
     }
     results = {action: command.finish() for action, command in jobs.items()}
     for action, result in results.items():
@@ -63,8 +63,8 @@ def test_script_sees_the_same_world_as_under_python(tmp_path: Path, monkeypatch:
     arguments = ["--", "--lr", "0.1", "--host=x", "-s", "two words", "--", "--nproc_per_node"]
     # torchrun would take these for its own options
     arguments += ["--n", "6", "--m=3", "-m", "no_module", "--no", "-h"]
-    environment = {"TMPDIR": str(tmp_path)}
-    options = ["--nproc-per-node", 1, "--master_port", free_port()]
+    environment = {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}  # so auto is one process
+    options = ["--nproc-per-node", "auto", "--master_port", free_port()]
     result = run("run", *options, "inspect_me.py", *arguments, cwd=tmp_path, env=environment)
     assert result.code == 0, result
     facts = json.loads(result.out)
@@ -108,6 +108,15 @@ def test_rank_killed(failed: dict[str, Result]) -> None:
     assert "short of memory" in result.err
 
 
+def test_rank_ended_too_early_with_exit_code_0(failed: dict[str, Result]) -> None:
+    result = failed["leave"]
+    assert result.code == 1, result
+    assert "= rank 1 ended too early =" in result.err
+    assert_matches(result, r"\nrank 1 ended with exit code 0 after \d+\.\d s, before the others\n")
+    assert "rank 0 (local rank 0) ended with exit code 1" in result.err
+    assert result.err.count("RuntimeError: [gloo] Connection closed by peer") == 1
+
+
 def test_rank_raised_but_its_process_goes_on(failed: dict[str, Result]) -> None:
     result = failed["linger"]
     assert result.code == 1, result
@@ -126,6 +135,21 @@ def test_ctrl_c_lets_ranks_save_and_a_second_signal_kills(tmp_path: Path) -> Non
     assert "SIGINT: stopping all processes" in result.err
     assert "Traceback" not in result.err
     assert "failed" not in result.err, "an interrupt that was asked for is no failure"
+    assert_clean(result, tmp_path)
+
+
+def test_ctrl_c_names_a_rank_that_had_left(tmp_path: Path) -> None:
+    """The other rank waits for it, and the user gives up."""
+    command = start(tmp_path, "quit")
+    wait_until(
+        lambda: all((tmp_path / file).exists() for file in ("left_1", "waiting_0")), seconds=30, what="ranks"
+    )
+    notes = next(tmp_path.glob("colossalai_run_*"))
+    wait_until((notes / "ended_1.json").exists, seconds=20, what="the end of the rank")
+    command.process.send_signal(signal.SIGINT)
+    result = command.finish(20)
+    assert result.code == 130, result
+    assert_matches(result, r"\nrank 1 ended with exit code 0 after \d+\.\d s, before the others\n$")
     assert_clean(result, tmp_path)
 
 

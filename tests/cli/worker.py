@@ -40,6 +40,9 @@ def act() -> None:
         raise ValueError("boom on purpose")
     if action == "exit":
         sys.exit(7)
+    if action in ("leave", "quit"):
+        (folder / f"left_{rank}").touch()
+        sys.exit(0)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     while action == "talk":
@@ -67,5 +70,10 @@ if "ODD_VALUE" in os.environ:
     print(json.dumps([os.environ["ODD_VALUE"], os.getcwd()]), flush=True)
 if rank == actor:
     act()
+elif action == "leave":  # as gloo says it
+    while not list(folder.glob("left_*")):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4")
 else:
     wait_forever()

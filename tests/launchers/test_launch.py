@@ -4,6 +4,7 @@ import os
 import random
 import re
 import socket
+import sys
 from pathlib import Path
 
 import numpy
@@ -15,6 +16,7 @@ import colossalai
 from colossalai.context import Config, ParallelMode, RendezvousError
 from colossalai.context.random import get_seeds, seed
 from colossalai.core import global_context as gpc
+from colossalai.logging import get_dist_logger
 from colossalai.testing import spawn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -236,15 +238,24 @@ def _lines(rank: int, world_size: int, port: int, folder: Path) -> None:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
         colossalai.launch_from_torch({}, verbose=True)
+        gpc.destroy()
+        print("again", file=sys.stderr, flush=True)
+        get_dist_logger().set_level("DEBUG")
+        colossalai.launch_from_torch({}, verbose=True)
 
 
 def test_lines_of_two_ranks(tmp_path: Path) -> None:
     spawn(_lines, 2, folder=tmp_path)
     for rank in (0, 1):
-        printed = (tmp_path / str(rank)).read_text()
-        assert printed.count(f"process rank {rank} is bound to device") == 1
-        assert printed.count(f"initialized seed on rank {rank}, ") == 1
-        assert printed.count("Distributed environment is initialized, data parallel size: 2") == (rank == 0)
+        quiet, _, all_ranks = (tmp_path / str(rank)).read_text().partition("again\n")
+        for printed, heard in ((quiet, rank == 0), (all_ranks, True)):
+            lines = [line for line in printed.splitlines() if line.startswith("colossalai - ")]
+            texts = [
+                *[f"process rank {rank} is bound to device ", f"initialized seed on rank {rank}, "] * heard,
+                *["Distributed environment is initialized, data parallel size: 2"] * (rank == 0),
+            ]
+            assert len(lines) == len(texts), "one line for each message"
+            assert all(text in line for text, line in zip(texts, lines, strict=True))
 
 
 def _both_devices(rank: int, world_size: int, port: int, backend: str | None) -> None:

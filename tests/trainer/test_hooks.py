@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import types
@@ -19,7 +20,7 @@ from colossalai.nn.metric import Accuracy
 from colossalai.registry import HOOKS
 from colossalai.testing import spawn
 from colossalai.trainer import Trainer, hooks
-from colossalai.utils import MultiTimer, load_checkpoint
+from colossalai.utils import MultiTimer, load_checkpoint, throughput
 from tests.engine.plans import data, initialize, launch, loader, logged, mlp, sgd
 
 
@@ -211,6 +212,53 @@ def test_throughput_with_tflops() -> None:
             hooks=[hooks.ThroughputHook(), hooks.LogMetricByEpochHook(get_dist_logger(), priority=11)],
         )
     assert re.search(r"\[Epoch 0 / Train\]: Throughput = [\d.e+]+ sample_per_sec$", messages[-1])
+
+
+def test_throughput_counts_tokens_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "peak_tflops", lambda: 1e-3)
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 6))
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out, _: out.mean())
+    texts = [(torch.ones(n, 3, dtype=torch.long), torch.ones(n)) for n in (2, 2, 1)]
+    trainer = Trainer(engine)
+    trainer.fit(texts, 2, test_dataloader=texts, hooks=[hook := hooks.ThroughputHook()])
+    product = 2 * 3 * 4 * 6  # of one sample; backward has two
+    for mode, products in (("train", 3), ("test", 1)):
+        metric = hook.metrics[mode]
+        assert metric._tokens == 15
+        assert metric._tflop == pytest.approx(5 * products * product / 1e12)
+    assert re.fullmatch(
+        r"\S+ sample_per_sec, \S+ token_per_sec, \S+ Tflops, MFU \S+%", metric.describe_accumulated()
+    )
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(texts, 1, hooks=[hooks.ThroughputHook(), Failing()])
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode(), "a failed step is not counted on"
+
+
+def test_profile_of_some_steps(tmp_path: Path) -> None:
+    engine = Engine(model := nn.Linear(3, 3), sgd(model.parameters()), lambda out, _: out.mean())
+    batches = [(torch.ones(2, 3), torch.ones(2))] * 4
+    hook = hooks.ProfileHook(tmp_path / "traces", skip=1, warmup=1, steps=1, profile_memory=True)
+    for _ in range(2):  # a hook may serve again
+        Trainer(engine).fit(batches, 1, hooks=[hook])
+    traces = [json.loads(file.read_text()) for file in (tmp_path / "traces").glob("rank_0.*.pt.trace.json")]
+    assert len(traces) == 2
+    for trace in traces:
+        names = [event["name"] for event in trace["traceEvents"]]
+        assert names.count("ProfilerStep#2") == 1, "the step after the two that are passed over"
+        assert names.count("aten::addmm") == 1
+    with logged() as messages:
+        Trainer(engine).fit(batches[:2], 1, hooks=[hook])
+    assert messages == ["ProfileHook kept nothing: it passes over 2 steps, and there were 2"]
+    with pytest.raises(ValueError, match="keeps at least 1, got skip=2, warmup=1 and steps=0"):
+        hooks.ProfileHook(tmp_path, steps=0)
+
+
+class Failing(hooks.BaseHook):
+    """Fails before the first iteration."""
+
+    def before_train_iter(self, trainer: Trainer) -> None:
+        raise ZeroDivisionError
 
 
 class FakeWriter:

@@ -17,6 +17,7 @@ from colossalai.booster.plugin.fsdp_lockstep import Lockstep, fsdp_params, has_g
 from colossalai.booster.plugin.fsdp_outputs import check_written
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.interface.holding import RestingPlace
 from colossalai.interface.nest import tensors
 from colossalai.interface.optimizer import check_clip_value, local_gradients
 from colossalai.mesh.backward import before_backward
@@ -137,6 +138,21 @@ class TorchFSDPModel(ModelWrapper):
         self._is_local = self.gradients_are_local = False
         self._passing = False  # a backward pass has begun and not ended
         self._remember()
+
+    def resting_places(self) -> dict[int, RestingPlace]:
+        found = super().resting_places()
+        for known in (param for unit in self._units for param in fsdp_params(unit)):
+            local = known.sharded_param.to_local()
+            place = RestingPlace(
+                numel=local.numel(),
+                dtype=local.dtype,
+                tier=str(local.device),
+                words=f"cut by FSDP over {known.mesh_info.shard_mesh_size} ranks",
+            )
+            # after a forward pass, the gathered one may still be the parameter of the module
+            for param in (known.sharded_param, getattr(known, "_unsharded_param", None)):
+                found[id(param)] = place
+        return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._gathered and not torch.compiler.is_compiling():

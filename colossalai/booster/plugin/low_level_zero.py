@@ -21,6 +21,7 @@ from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import user_module
 from colossalai.interface.foreign_parameters import strangers
+from colossalai.interface.holding import RestingPlace
 from colossalai.interface.nest import tensors
 from colossalai.mesh import own_grad, set_own_grad
 from colossalai.mesh.backward import before_backward
@@ -52,6 +53,19 @@ class LowLevelZeroModel(CastModel):
         if self.optimizer is None and self._ranks > 1 and any(p.requires_grad for p in self.parameters()):
             before_backward((t for t in tensors(output) if t.requires_grad), _refuse_backward)
         return output
+
+    def resting_places(self) -> dict[int, RestingPlace]:
+        states = "whole" if self._ranks == 1 else f"cut over {self._ranks} ranks"
+        return {
+            **super().resting_places(),
+            **{
+                id(p): RestingPlace(
+                    numel=p.numel(), dtype=p.dtype, tier=str(p.device), words=f"states {states}"
+                )
+                for p in self.parameters()
+                if p.requires_grad
+            },
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has weights of its own, which this optimizer knows nothing of

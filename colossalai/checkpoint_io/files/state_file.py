@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.checkpoint_io.byte_io import STRIP, size_text, strips_of
+from colossalai.checkpoint_io.byte_io import STRIP, strips_of
+from colossalai.utils.text import size_text
 
 StateDict = dict[str, Any]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from colossalai._numeric import round_up
 from colossalai.checkpoint_io.boxes import Box
-from colossalai.checkpoint_io.byte_io import THREADS, size_text, wait_for_devices
+from colossalai.checkpoint_io.byte_io import THREADS, wait_for_devices
 from colossalai.checkpoint_io.files.sharding import MB, plan_shards
 from colossalai.checkpoint_io.files.state_file import sync
 from colossalai.checkpoint_io.held_tensors import HeldTensor
@@ -45,6 +45,7 @@ from colossalai.checkpoint_io.runs.manifest import (
 from colossalai.checkpoint_io.write_plan import TensorOutline, WritePlan, make_write_plan, outline
 from colossalai.logging import get_dist_logger
 from colossalai.utils.host_memory import host_empty
+from colossalai.utils.text import size_text
 
 SLACK = 1 << 20  # bytes beside the tensors: headers, the manifest
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colossalai.interface.batch import call_with, loss_of, next_batch, split_batch
-from colossalai.interface.nest import batch_size, to_device
+from colossalai.interface.nest import batch_size, to_device, token_count
 from colossalai.registry import SCHEDULE
 from colossalai.utils import get_current_device
 
@@ -36,6 +36,7 @@ class BaseSchedule:
             )
         self.data_process_func = data_process_func
         self.batch_size = 0
+        self.tokens = 0  # of a batch of texts
         self._device: torch.device | None = None
 
     @property
@@ -50,7 +51,7 @@ class BaseSchedule:
     def load_batch(self, data_iter: Iterator[Any], to_gpu: bool = True) -> Any:
         """The next batch, with ``to_gpu`` on the device of the model; any nest of tensors will do."""
         batch = next_batch(data_iter, "execute_schedule")
-        self.batch_size = batch_size(batch)
+        self.batch_size, self.tokens = batch_size(batch), token_count(batch)
         return to_device(batch, self._device or get_current_device()) if to_gpu else batch
 
     def forward_backward_step(

@@ -20,6 +20,7 @@ from colossalai.trainer.hooks.metrics import (
     Metric,
     ThroughputMetric,
 )
+from colossalai.trainer.hooks.profile_hook import ProfileHook
 from colossalai.trainer.hooks.training_hooks import (
     EarlyStoppingHook,
     LRSchedulerHook,
@@ -44,6 +45,7 @@ __all__ = [
     "LossMetric",
     "Metric",
     "MetricHook",
+    "ProfileHook",
     "RecordPipelineHook",
     "SaveCheckpointHook",
     "TensorboardHook",

@@ -9,6 +9,7 @@ from colossalai.interface.nest import tensors
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks.base import BaseHook
 from colossalai.trainer.hooks.metrics import AccuracyMetric, LossMetric, Metric, ThroughputMetric
+from colossalai.utils.throughput import OperationCounter
 
 if TYPE_CHECKING:
     from colossalai.trainer.trainer import Trainer
@@ -115,11 +116,16 @@ class AccuracyHook(MetricHook):
 
 @HOOKS.register_module
 class ThroughputHook(MetricHook):
-    """Measures ``Throughput`` in samples per second, and in TFLOPS where the work of a step is known.
+    """Measures ``Throughput``: samples and, of texts, tokens per second; operations per second, and their
+    share of what the device could do (MFU), where its peak is known.
+
+    The operations of this rank are counted in the first iteration of training and of testing, which takes
+    longer (``OperationCounter``); those of others are taken to grow with the samples.
 
     Args:
         ignored_steps: iterations at the start of each epoch that do not count (warm-up).
-        tflop_per_step: the work of one iteration of one rank, in units of 10**12 operations.
+        tflop_per_step: the work of one iteration of one rank, in units of 10**12 operations; if given, it is
+            not counted.
         use_local: count this rank only, not all data-parallel ranks.
     """
 
@@ -138,6 +144,8 @@ class ThroughputHook(MetricHook):
             "tflop_per_step": tflop_per_step,
             "use_local": use_local,
         }
+        self._counter: OperationCounter | None = None
+        self._tflop_per_sample: dict[str, float] = {}
 
     def make_metric(self, mode: str) -> Metric:
         return ThroughputMetric(epoch_only=mode == "test", **self.options)
@@ -145,6 +153,13 @@ class ThroughputHook(MetricHook):
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         super().after_hook_is_attached(trainer)
         trainer.timer.set_status(True)
+        self._counter, self._tflop_per_sample = None, {}
+
+    def before_train_iter(self, trainer: Trainer) -> None:
+        self._count(trainer, "train")
+
+    def before_test_iter(self, trainer: Trainer) -> None:
+        self._count(trainer, "test")
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
         self._update(trainer, "train", "Train-step")
@@ -152,6 +167,15 @@ class ThroughputHook(MetricHook):
     def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
         self._update(trainer, "test", "Test-step")
 
+    def _count(self, trainer: Trainer, mode: str) -> None:
+        if not self.options["tflop_per_step"] and mode not in self._tflop_per_sample:
+            self._counter = trainer.during_step.enter_context(OperationCounter())
+
     def _update(self, trainer: Trainer, mode: str, timer: str) -> None:
+        schedule = trainer.engine.schedule
+        if self._counter is not None:
+            self._tflop_per_sample[mode] = self._counter.operations / 1e12 / max(schedule.batch_size, 1)
+            self._counter = None
         seconds = trainer.timer.get_timer(timer).get_elapsed_time()
-        self.metrics[mode].update(trainer.engine.schedule.batch_size, seconds)
+        tflop = self._tflop_per_sample.get(mode, 0.0) * schedule.batch_size
+        self.metrics[mode].update(schedule.batch_size, seconds, schedule.tokens, tflop)

@@ -18,6 +18,7 @@ from torch import Tensor
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.utils import get_current_device, is_using_sequence
+from colossalai.utils.throughput import work_text
 
 
 class Metric(ABC):
@@ -156,12 +157,13 @@ class AccuracyMetric(Metric):
 
 
 class ThroughputMetric(Metric):
-    """Samples per second, of this rank with ``use_local`` and of all data-parallel ranks otherwise.
+    """Samples and tokens per second, of this rank with ``use_local`` and of all data-parallel ranks
+    otherwise.
 
     Args:
         ignored_steps: iterations at the start of each epoch that do not count.
-        tflop_per_step: floating-point operations of one iteration, in units of 10**12; if given, TFLOPS are
-            shown.
+        tflop_per_step: floating-point operations of one iteration of this rank, in units of 10**12, unless
+            ``update`` is told; if known, TFLOPS are shown, and their share of the device's peak (MFU).
     """
 
     def __init__(
@@ -180,26 +182,30 @@ class ThroughputMetric(Metric):
     def reset(self) -> None:
         self._seen = 0
         self._steps = 0
-        self._samples = self._seconds = 0.0
-        self._last_samples, self._last_seconds = 0.0, 0.0
+        self._samples = self._tokens = self._tflop = self._seconds = 0.0
+        self._last_samples, self._last_tokens, self._last_tflop, self._last_seconds = 0.0, 0.0, 0.0, 0.0
 
-    def update(self, num_samples: int, time: float) -> None:
+    def update(self, num_samples: int, time: float, tokens: int = 0, tflop: float = 0) -> None:
         self._seen += 1
         # ranks keep step with each other, so during an epoch the others are taken to be like this one
         replicas = 1 if self.use_local else data_size()
         self._last_samples, self._last_seconds = float(num_samples * replicas), time
+        self._last_tokens, self._last_tflop = float(tokens * replicas), tflop or self.tflop_per_step
         if self._seen > self.ignored_steps:
             self._steps += 1
             self._samples += self._last_samples
+            self._tokens += self._last_tokens
+            self._tflop += self._last_tflop
             self._seconds += time
 
     def synchronize(self) -> None:
         if self.use_local or data_size() == 1:
             return
         replicas = data_size()
-        values = torch.tensor([self._samples / replicas, self._seconds], device=get_current_device())
-        samples, seconds = sum_over_data(values)[0].tolist()
-        self._samples, self._seconds = samples, seconds / replicas
+        own = [self._samples / replicas, self._tokens / replicas, self._seconds]
+        values = torch.tensor(own, device=get_current_device(), dtype=torch.float64)
+        self._samples, self._tokens, seconds = sum_over_data(values)[0].tolist()
+        self._seconds = seconds / replicas
 
     def get_last_step_value(self) -> float:
         return self._last_samples / self._last_seconds if self._last_seconds else 0.0
@@ -211,17 +217,19 @@ class ThroughputMetric(Metric):
         return self.describe_last_step()
 
     def describe_last_step(self) -> str:
-        return self._describe(self.get_last_step_value(), 1, self._last_seconds)
+        rate = self.get_last_step_value()
+        return self._describe(rate, self._last_tokens, self._last_tflop, self._last_seconds)
 
     def describe_accumulated(self) -> str:
-        return self._describe(self.get_accumulated_value(), self._steps, self._seconds)
+        return self._describe(self.get_accumulated_value(), self._tokens, self._tflop, self._seconds)
 
-    def _describe(self, rate: float, steps: int, seconds: float) -> str:
-        text = f"{format_number(rate)} sample_per_sec"
-        if self.tflop_per_step:
-            tflops = self.tflop_per_step * steps / seconds if seconds else 0.0
-            text += f", {format_number(tflops)} Tflops"
-        return text
+    def _describe(self, rate: float, tokens: float, tflop: float, seconds: float) -> str:
+        parts = [f"{format_number(rate)} sample_per_sec"]
+        if tokens and seconds:
+            parts.append(f"{format_number(tokens / seconds)} token_per_sec")
+        if tflop or self.tflop_per_step:
+            parts.append(work_text(tflop / seconds if seconds else 0.0))
+        return ", ".join(parts)
 
     @staticmethod
     def is_better(a: float, b: float) -> bool:

@@ -592,7 +592,8 @@ def init_chunk_manager(
         mb = size * dtype.itemsize / MB
         get_dist_logger().info(
             f"chunks of {mb:.1f} MB for {total * dtype.itemsize / MB:.1f} MB of parameters;"
-            f" {wasted * dtype.itemsize / MB:.2f} MB ({wasted / max(total + wasted, 1):.2%}) are wasted"
+            f" {wasted * dtype.itemsize / MB:.2f} MB ({wasted / max(total + wasted, 1):.2%}) are wasted",
+            ranks=[0],
         )
     if manager.get("ranks") is None:
         manager["ranks"] = data_ranks(model_mesh(model), manager.get("device"))

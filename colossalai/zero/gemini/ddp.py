@@ -25,7 +25,7 @@ from colossalai.checkpoint_io.files.sharding import MB, calculate_tensor_size, p
 from colossalai.checkpoint_io.ranks import FromFirst, JobRanks
 from colossalai.interface import ModelWrapper
 from colossalai.interface.arguments import Copies
-from colossalai.interface.holding import Holding
+from colossalai.interface.holding import Holding, RestingPlace
 from colossalai.mesh import Mesh, own_grad, unshard
 from colossalai.tensor import ColoTensor
 from colossalai.tensor.colo_tensor import cut_dim
@@ -346,6 +346,20 @@ class ZeroDDP(ModelWrapper):
             found.append(
                 Holding(chunk.slots[index].param, chunk.shard[:0] if own is None else own, start, end)
             )
+        return found
+
+    def resting_places(self) -> dict[int, RestingPlace]:
+        found = super().resting_places()
+        for chunk in self.chunk_manager.chunks:
+            layout = chunk.layout()
+            for index, slot in enumerate(chunk.slots):
+                start, end = layout.piece(index, chunk.ranks.rank)
+                found[id(slot.param)] = RestingPlace(
+                    numel=end - start,
+                    dtype=chunk.dtype,
+                    tier=chunk.home.name if chunk.home is not None else "-",
+                    words=f"in chunk {chunk.index}, which {chunk.ranks.size} ranks share",
+                )
         return found
 
     def _own_parts(self) -> Iterator[tuple[Chunk, FlatLayout, int, Tensor | None]]:

@@ -1,0 +1,29 @@
+"""Sizes and tables in words, for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size_text(nbytes: float) -> str:
+    """1536 becomes 1.5 KiB."""
+    unit = 0
+    while nbytes >= 1024 and unit < len(_UNITS) - 1:
+        nbytes /= 1024
+        unit += 1
+    return f"{nbytes:.1f} {_UNITS[unit]}" if unit else f"{nbytes:.0f} B"
+
+
+def table(rows: Sequence[Sequence[str]], indent: int = 0, right: Collection[int] = ()) -> list[str]:
+    """Columns as wide as they must be; those in ``right`` hold numbers, which end alike."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        " " * indent
+        + "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
