@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, overload
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,7 +25,7 @@ from colossalai.booster.accelerator import Accelerator
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory, precision_name
 from colossalai.booster.pipelines import Pipelines
 from colossalai.booster.plans import choose_plan
-from colossalai.booster.plugin import Plugin
+from colossalai.booster.plugin import GeminiPlugin, Plugin
 from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.booster.runs import Runs
 from colossalai.booster.save_options import by_name
@@ -40,6 +41,11 @@ from colossalai.interface import (
     user_module,
 )
 from colossalai.interface.first_step import watch_first_step, watch_steps
+from colossalai.interface.foreign_parameters import strangers
+from colossalai.mesh import placement
+from colossalai.mesh.deferred import fill_beside_parameters, fill_deferred, materialize, states_of
+from colossalai.mesh.meta_models import defer_meta, draws_itself, is_on_meta
+from colossalai.nn.policies.stage import ModelStage
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import launched_mesh, raised_together
@@ -148,8 +154,11 @@ class Booster:
         model = with_chunks(model)
         plan = None if self.plugin is None else Plan.of(self.plugin)
         check_supported(Wanted(model=model, optimizer=optimizer, plan=plan, criterion=criterion))
+        if any(map(is_on_meta, user_module(model).parameters())) and self._draws_meta(model):
+            defer_meta(user_module(model))
         if self.accelerator is not None:
             model = self.accelerator.configure_model(model)
+        self._give_memory(model, optimizer, criterion)
         if self.mixed_precision is not None:
             model, optimizer, criterion = self.mixed_precision.configure(model, optimizer, criterion)
         if self.plugin is not None:
@@ -170,6 +179,35 @@ class Booster:
         _boosted.update(raw)
         self._runs.add(model, optimizer, lr_scheduler, dataloader)
         return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    def _draws_meta(self, model: nn.Module) -> bool:
+        """Whether a model on the meta device is drawn here: not in a dry run, and not what Gemini draws from
+        its own seed.
+        """
+        if dist.is_initialized() and dist.get_backend() == "fake":
+            return False
+        if not draws_itself(user_module(model)) and isinstance(self.plugin, GeminiPlugin):
+            return False
+        if any(placement(p).sharded for p in model.parameters()) or any(
+            isinstance(part, ModelStage) for part in model.modules()
+        ):
+            raise ValueError(
+                f"this {type(user_module(model)).__name__} was cut on the meta device, and nothing says which"
+                " values its pieces have; build it in colossalai.lazy.LazyInitContext(), or fill it by"
+                " colossalai.checkpoint_io.load_pretrained before boost"
+            )
+        return True
+
+    def _give_memory(self, model: nn.Module, optimizer: Optimizer | None, criterion: Any) -> None:
+        """Fill what was built in a ``LazyInitContext``, but for parameters that the plugin fills itself."""
+        if self.plugin is not None and self.plugin.fills_parameters:
+            fill_beside_parameters(model)
+        else:
+            materialize(model)
+        if optimizer is not None:
+            fill_deferred([*strangers(optimizer, model).held, *states_of(optimizer)])
+        if isinstance(criterion, nn.Module):
+            materialize(criterion)
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """The backward pass of ``loss``, scaled and synchronized as the plan needs it.

@@ -28,6 +28,7 @@ from colossalai.engine.ophooks import BaseOpHook
 from colossalai.engine.schedule import BaseSchedule, InterleavedPipelineSchedule, PipelineSchedule
 from colossalai.engine.zero_section import zero_plugin
 from colossalai.logging import get_dist_logger
+from colossalai.mesh.deferred import materialize
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.utils import get_current_device, is_using_pp, is_using_sequence
@@ -204,7 +205,7 @@ def _share_weights(model: nn.Module, mode: ParallelMode) -> None:
     """Replicas start alike, with the values of the first one; DDP does this by itself."""
     if gpc.get_world_size(mode) == 1:
         return
-    model.to(get_current_device())  # where the group can reach them
+    materialize(model).to(get_current_device())  # where the group can reach them
     broadcast_from_first((*model.parameters(), *model.buffers()), gpc.get_group(mode))
 
 

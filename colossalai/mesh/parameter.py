@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from colossalai.mesh.layout import Layout, replicated, shard
 from colossalai.mesh.mesh import Mesh
 from colossalai.mesh.movement import redistribute, unshard
+from colossalai.mesh.unfilled import Unfilled
 
 # The attribute of a parameter that several pipeline stages hold: the group of the ranks that hold the same
 # piece of it.
@@ -126,10 +127,10 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
     """
     with torch._C.DisableTorchFunction():  # Deferred would answer for tensors that it has not built yet
         spans = sorted(
-            (str(p.device), p.data_ptr(), not _is_dense(p), p.numel() * p.element_size(), name)
+            (*_address(p), not _is_dense(p), p.numel() * p.element_size(), name)
             for name, p in named
-            if p.layout is torch.strided and not p.is_meta and not hasattr(p, "to_local")
-            if p.numel() and has_values(p)
+            if p.layout is torch.strided and not hasattr(p, "to_local")
+            if p.numel() and (isinstance(p, Unfilled) or has_values(p))
         )
     where, end, before = "", 0, ""  # until where the last dense one goes, and its name
     for device, start, scattered, size, name in spans:
@@ -138,6 +139,13 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
         if not scattered:
             where, end, before = device, start + size, name
     return None
+
+
+def _address(p: Tensor) -> tuple[str, int]:
+    """The device of ``p`` and where it lies there; of one without memory, its storage and where in it."""
+    if p.is_meta:
+        return f"storage {p.untyped_storage()._cdata}", int(p.storage_offset()) * p.element_size()
+    return str(p.device), p.data_ptr()
 
 
 def _is_dense(p: Tensor) -> bool:

@@ -71,7 +71,7 @@ def split_model(
     if derived and placement.stages > 1:
         plan.verify(model)
     if not isinstance(model, WholeOutputs):
-        model = _parallelize(model, policy, recording)
+        model = _parallelize(model, policy)
     holders = plan.parameters(model)
     stages = plan.take(model, rank)
     result = stages[0] if len(stages) == 1 else nn.ModuleList(stages)
@@ -151,13 +151,10 @@ def _check_layer_drop(model: nn.Module, placement: Placement) -> None:
         )
 
 
-def _parallelize(model: nn.Module, policy: Policy | None, recording: Deferred | None) -> nn.Module:
+def _parallelize(model: nn.Module, policy: Policy | None) -> nn.Module:
     if policy is not None and not policy.rules:
         return model  # it speaks of the depth alone
-    if recording is None:
-        return parallelize(model, policy=policy)
-    with recording:  # so that the pieces are recorded as well
-        return parallelize(model, policy=policy)
+    return parallelize(model, policy=policy)
 
 
 @dataclass(init=False)

@@ -3,7 +3,8 @@
 They become so at the end of the block, from the values that the ordinary constructors gave them.  So a model
 begins with the weights of the serial model, bit for bit, whatever its process group, dist spec, device and
 dtype; constructors that change the weights of their children afterwards, tie them, or load them from a file
-need no care.  Until the block ends the model is whole in the memory of its constructors.
+need no care.  Inside the block large tensors have no memory (:mod:`colossalai.mesh.deferred`); at its end
+each is computed, cut and forgotten before the next one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.mesh import shard
+from colossalai.mesh.deferred import Deferred, fill_beside_parameters, paused, recording_of
 from colossalai.tensor.colo_parameter import ColoParameter
 from colossalai.tensor.distspec import DistSpec, ReplicaSpec, layout_of
 from colossalai.tensor.process_group import JobProcessGroup, ProcessGroup
@@ -45,6 +47,7 @@ class ColoInitContext:
         self.default_pg = default_pg or JobProcessGroup()
         self.default_dist_spec = default_dist_spec or ReplicaSpec()
         self._built: list[nn.Module] = []
+        self._recording = Deferred()
 
     def __enter__(self) -> ColoInitContext:
         original, built = nn.Module.__init__, self._built
@@ -55,17 +58,20 @@ class ColoInitContext:
 
         self._original = original
         nn.Module.__init__ = init  # type: ignore[method-assign, assignment]
+        self._recording.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._recording.__exit__(kind, error, trace)
         nn.Module.__init__ = self._original  # type: ignore[method-assign]
         built, self._built = self._built, []
         if kind is None:
             inner = {id(child) for module in built for child in module.children()}
             roots = [module for module in built if id(module) not in inner]
-            _convert(roots, self.device, self.dtype, self.default_pg, self.default_dist_spec)
+            with paused():  # the blocks around this one
+                _convert(roots, self.device, self.dtype, self.default_pg, self.default_dist_spec)
 
 
 def post_process_colo_init_ctx(
@@ -98,6 +104,8 @@ def _convert(
                     layout_of(dist_spec, param.shape, pg, whole=True)
                 except ValueError as problem:
                     raise ValueError(f"parameter {name!r} of {type(model).__name__}: {problem}") from None
+    for model in models:
+        fill_beside_parameters(model)
     # the old ones are kept until all is done, or their ids would be given to others
     done: dict[int, tuple[Tensor, ColoParameter]] = {}
     for module in {id(m): m for model in models for m in model.modules()}.values():
@@ -116,7 +124,8 @@ def _converted(
     param: nn.Parameter, device: torch.device, dtype: torch.dtype, pg: ProcessGroup, dist_spec: DistSpec
 ) -> ColoParameter:
     layout = layout_of(dist_spec, param.shape, pg, whole=True)
-    data = param.detach()
+    recording = recording_of(param)
+    data = param.detach() if recording is None else recording.values(param)
     piece = shard(data, layout, pg.mesh) if layout.sharded else data
     piece = piece.to(device, dtype if param.is_floating_point() else None)
     new = ColoParameter(piece, param.requires_grad, ColoTensorSpec(pg, dist_spec))

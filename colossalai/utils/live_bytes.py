@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from colossalai._numeric import round_up
@@ -50,6 +50,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _count(self, tensor: Tensor) -> None:
+        if is_traceable_wrapper_subclass(tensor):
+            return  # a DTensor has no memory but that of its piece, which is counted
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages or tensor.is_meta != self._meta:

@@ -66,7 +66,7 @@ def test_values_and_generator_are_as_without(name: str, large: int) -> None:
         model = BUILDERS[name]()
         assert all(not t.is_meta and t.device.type == "cpu" for t in model.state_dict().values())
     assert torch.equal(torch.rand(3), drawn_after)
-    deferred = [n for n, t in model.state_dict().items() if t.is_meta]
+    deferred = [n for n, t in model.state_dict().items() if recording_of(t) is not None]
     assert bool(deferred) == (large <= max(t.numel() for t in expected.state_dict().values()))
     state = torch.get_rng_state()
     assert recording.materialize(model) is model
@@ -88,23 +88,23 @@ def test_a_part_alone_and_what_is_tied() -> None:
     part = nn.ModuleList([model.blocks[1], model.head, model.embed])
     recording.materialize(part)
     assert model.head.dense.weight is model.embed.word_embeddings.weight
-    assert {n for n, p in model.named_parameters() if not p.is_meta} == {
+    assert {n for n, p in model.named_parameters() if recording_of(p) is None} == {
         n for n, _ in model.named_parameters() if n.startswith(("blocks.1.", "head.", "embed."))
     }
     serial = dict(expected.named_parameters())
     for name, p in model.named_parameters():
-        assert p.is_meta or torch.equal(p, serial[name])
+        assert torch.equal(p, serial[name])  # computed and forgotten, where the layer has no memory
 
 
 def test_a_source_that_has_changed_is_noticed() -> None:
-    source = torch.ones(8, 8)
+    source = torch.ones(80, 80)  # a smaller one is copied
     with Deferred(1) as recording:
-        layer = nn.Linear(8, 8)
+        layer = nn.Linear(80, 80)
         with torch.no_grad():
             layer.weight.copy_(source)
     source.add_(1)
     with pytest.raises(
-        RuntimeError, match=r"a tensor of shape \(8, 8\) .* has changed since; give the model a clone"
+        RuntimeError, match=r"a tensor of shape \(80, 80\) .* has changed since; give the model a clone"
     ):
         recording.materialize(layer)
 
@@ -117,10 +117,15 @@ def test_what_cannot_be_postponed_is_named() -> None:
         torch._foreach_zero_([torch.ones(2), torch.empty(8)])
 
 
-def test_no_recording_outside() -> None:
+def test_recording_of_a_tensor() -> None:
     assert recording_of(torch.empty(8, device="meta")) is None
     with Deferred(1) as recording:
         weight = torch.empty(8)
         assert recording_of(weight) is recording
         assert recording_of(torch.tensor(1.0)) is None
+    assert recording_of(weight) is recording  # until it has memory
+    for shape in (weight.to("meta"), torch.empty_like(weight, device="meta")):
+        assert shape.is_meta
+        assert recording_of(shape) is None
+    recording.fill([weight])
     assert recording_of(weight) is None

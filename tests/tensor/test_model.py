@@ -36,6 +36,7 @@ from colossalai.tensor import (
 )
 from colossalai.testing import RankError, spawn
 from colossalai.testing.parity import Problem, assert_equal_to_serial
+from colossalai.utils.live_bytes import LiveBytes
 from tests.tensor.gpt2 import ColoRun
 from tests.tensor.net import HIDDEN, PLANS, build, lay_out, loss, problem
 from tests.tensor.world import start, whole
@@ -188,6 +189,20 @@ def test_clipping() -> None:
     spawn(_clipping, 2)
 
 
+def _check_memory(pg: ProcessGroup) -> None:
+    """Beside its pieces, a rank has memory for one weight of the constructors."""
+    sizes = [80] * 8
+    torch.manual_seed(0)
+    serial = nn.Sequential(*(nn.Linear(size, size) for size in sizes))
+    torch.manual_seed(0)
+    with LiveBytes() as live, ColoInitContext(default_pg=pg, default_dist_spec=ShardSpec([-1], [2])):
+        model = nn.Sequential(*(nn.Linear(size, size) for size in sizes))
+    weight = serial[0].weight.nbytes  # type: ignore[union-attr]
+    assert live.peak < len(sizes) / 2 * weight + 2 * weight
+    for (name, a), (_, b) in zip(serial.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(whole(b), a), name
+
+
 def _contexts(rank: int, world_size: int, port: int) -> None:
     start(rank, world_size, port)
     serial, pg = build(), ProcessGroup(tp_degree=2)
@@ -214,6 +229,7 @@ def _contexts(rank: int, world_size: int, port: int) -> None:
     assert inner.weight.process_group == ProcessGroup()  # the innermost context decides
     for module in (first, second, clones):
         assert all(p.process_group == pg for p in module.parameters())
+    _check_memory(pg)
     with contextlib.suppress(ZeroDivisionError), ColoInitContext():
         broken = nn.Linear(2, 2)
         _ = 1 / 0

@@ -11,7 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,6 +28,11 @@ Configured = tuple[
 
 class Plugin(ABC):
     """A parallel plan."""
+
+    fills_parameters: ClassVar[bool] = False
+    """Whether the plan gives parameters memory that were built without it (``colossalai.lazy``), piece by
+    piece; else the booster does so before.
+    """
 
     @abstractmethod
     def supported_devices(self) -> list[str]:

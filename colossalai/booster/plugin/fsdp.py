@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
 
 from colossalai.amp.naive_amp import FP16Optimizer
-from colossalai.booster.plugin.dp import DPPluginBase, check_backend, host_group, start_alike
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend, host_group
 from colossalai.booster.plugin.fsdp_lockstep import Lockstep, compare_ranks
 from colossalai.booster.plugin.fsdp_model import (
     Policy,
@@ -34,7 +34,10 @@ from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
 from colossalai.interface import OptimizerWrapper, user_module
+from colossalai.mesh.deferred import fill_deferred, recording_of
+from colossalai.mesh.initial import give_storage
 from colossalai.utils import copy_tensor_parallel_attributes
+from colossalai.utils.parallel import broadcast_from_first
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -192,6 +195,7 @@ class TorchFSDPPlugin(DPPluginBase):
     """
 
     model_type = TorchFSDPModel
+    fills_parameters = True
 
     def __init__(
         self,
@@ -265,12 +269,14 @@ class TorchFSDPPlugin(DPPluginBase):
         units = find_units(module, self.auto_wrap_policy, ignored)
         _check_dtypes(module, units, ignored)
         mesh = self._mesh(device.type)
-        _make_alike(module, mesh, self.sync_module_states)
         before = dict(module.named_parameters())
         # FSDP2 does not cut what has no dims; such a parameter is a copy on every rank
         scalars = [p for p in before.values() if p.ndim == 0 and p not in ignored]
+        fill_deferred([*scalars, *ignored])
+        alike = _Alike(module, mesh, self.sync_module_states)
+        alike.make((p for p in before.values() if recording_of(p) is None), module.buffers())
         roots = _roots(module)
-        self._cut(roots, units, mesh, ignored | set(scalars))
+        self._cut(roots, units, mesh, ignored | set(scalars), alike)
         watch = None
         if scalars and self.world_size > 1:
             watch = GradientWatch(module, scalars, self._everyone(mesh), quiet=True)
@@ -294,17 +300,17 @@ class TorchFSDPPlugin(DPPluginBase):
         units: Sequence[nn.Module],
         mesh: DeviceMesh,
         ignored: set[nn.Parameter],
+        alike: _Alike,
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         offload = self.options.offload and mesh.device_type != "cpu"  # on the CPU there is nowhere to go
         precision = self.options.precision or MixedPrecisionPolicy()
         inside = replace(precision, output_dtype=None)  # meant for what the model returns, not for its units
-        for p in (p for root in roots for p in root.parameters()):
-            p.data = p.data.contiguous()  # FSDP2 refuses other strides, which do not change the values
         # gloo's averages depend on its version and device; its sums do not
         only_sums = mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(0)) == "gloo"
         for unit in (*units, *roots):
+            _prepare(unit, alike)
             cut: Any = fully_shard(
                 unit,
                 mesh=mesh,
@@ -464,27 +470,51 @@ def _point_to(optimizer: Optimizer, new: dict[Any, Any]) -> None:
         optimizer.state[param] = values
 
 
-def _make_alike(module: nn.Module, mesh: DeviceMesh, broadcast: bool) -> None:
-    """Each rank keeps its part of its own copy, so copies that differ would be mixed."""
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    if broadcast:
-        for group in reversed(groups):  # within the first copy, then from copy to copy
-            start_alike(module, group)
-        return
-    sums = [_bits(p.detach()) for p in module.parameters()]
-    own = torch.stack([*sums, torch.zeros((), dtype=torch.int64)]).to(mesh.device_type)
-    least, most = own.clone(), own.clone()
-    for group in groups:  # one dim of the mesh after the other, so that in the end all ranks know the same
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    differ = (least != most).nonzero().flatten().tolist()
-    if differ:
-        name = [name for name, _ in module.named_parameters()][differ[0]]
-        raise RuntimeError(
-            f"the ranks start from different values of {name!r}, and TorchFSDPPlugin would mix them; set the"
-            " same seed on every rank before the model is built, or pass sync_module_states=True to take"
-            " rank 0's"
-        )
+def _prepare(unit: nn.Module, alike: _Alike) -> None:
+    """Give what is cut next whole and alike values on all ranks, if it has none yet.
+
+    Its other parameters are in units that were cut before.
+    """
+    pending = [(p, found) for p in unit.parameters() if (found := recording_of(p)) is not None]
+    # the optimizer still holds those without memory, so that no list keeps the whole weights
+    filled = [give_storage(unit, p, recording.pending(p)()) for p, recording in pending]
+    if pending:
+        alike.make(filled, ())
+    for p in unit.parameters():
+        if not hasattr(p, "to_local"):
+            p.data = p.data.contiguous()  # FSDP2 refuses other strides, which do not change the values
+
+
+class _Alike:
+    """Makes or checks that all ranks have the same values: each keeps its part of its own copy, so copies
+    that differ would be mixed.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, broadcast: bool) -> None:
+        self._module, self._mesh, self._broadcast = module, mesh, broadcast
+
+    def make(self, params: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+        params, mesh = list(params), self._mesh
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        if self._broadcast:
+            for group in reversed(groups):  # within the first copy, then from copy to copy
+                broadcast_from_first((*params, *buffers), group)
+            return
+        sums = [_bits(p.detach()) for p in params]
+        own = torch.stack([*sums, torch.zeros((), dtype=torch.int64)]).to(mesh.device_type)
+        least, most = own.clone(), own.clone()
+        for group in groups:  # one dim after the other, so that in the end all ranks know the same
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        differ = (least != most).nonzero().flatten().tolist()
+        if differ:
+            found = params[differ[0]]
+            name = next(name for name, p in self._module.named_parameters() if p is found)
+            raise RuntimeError(
+                f"the ranks start from different values of {name!r}, and TorchFSDPPlugin would mix them; set"
+                " the same seed on every rank before the model is built, or pass sync_module_states=True to"
+                " take rank 0's"
+            )
 
 
 def _bits(tensor: Tensor) -> Tensor:

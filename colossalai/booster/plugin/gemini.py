@@ -77,6 +77,7 @@ class GeminiPlugin(HalfWeightPlugin):
     """
 
     model_type = GeminiDDP
+    fills_parameters = True
 
     def __init__(
         self,

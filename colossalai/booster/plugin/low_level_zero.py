@@ -25,7 +25,9 @@ from colossalai.interface.holding import RestingPlace
 from colossalai.interface.nest import tensors
 from colossalai.mesh import own_grad, set_own_grad
 from colossalai.mesh.backward import before_backward
+from colossalai.mesh.deferred import fill_deferred, recording_of
 from colossalai.utils import is_using_pp
+from colossalai.utils.parallel import broadcast_from_first
 from colossalai.zero import LowLevelZeroOptimizer
 from colossalai.zero.absent_tensors import KeptGradients
 
@@ -110,6 +112,7 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
     """
 
     model_type = LowLevelZeroModel
+    fills_parameters = True
 
     def __init__(
         self,
@@ -171,7 +174,11 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
             )
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         check_backend(device)
-        start_alike(module, self._group)
+        trained = set() if optimizer is None else {p for g in optimizer.param_groups for p in g["params"]}
+        waiting = {p for p in trained if p.requires_grad and recording_of(p) is not None}
+        rest = [p for p in module.parameters() if p not in waiting]  # of the others, the buckets take care
+        fill_deferred(rest)
+        broadcast_from_first((*rest, *module.buffers()), self._group)
         boosted = LowLevelZeroModel(model, dtype, self.world_size)
         kept = [m for m in module.modules() if is_batch_norm(m)] if dtype != torch.float32 else []
         if optimizer is not None:
@@ -181,6 +188,7 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
                 optimizer,
                 forced_dtype=dtype if dtype != torch.float32 else None,
                 keep_dtype=[*beside, *(p for m in kept for p in m.parameters(recurse=False))],
+                start_alike=True,
                 **self.options,
             )
             boosted.optimizer.is_kept_local = lambda: boosted._is_kept_local

@@ -27,6 +27,8 @@ from colossalai.checkpoint_io.held_tensors import is_dtensor, is_piece, serial_s
 from colossalai.checkpoint_io.model_state import ModelState, mesh_of
 from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.mesh import Layout, Mesh, local_slices, placement, serial_form
+from colossalai.mesh.deferred import materialize, recording_of
+from colossalai.mesh.unfilled import become
 from colossalai.nn.policies.stage import ModelStage, StageList
 from colossalai.nn.policies.wrap_forward import native_class
 from colossalai.utils import get_current_device
@@ -69,6 +71,7 @@ def load_pretrained(
     for target, value in _pieces(own, sources, mesh):
         _write(model, target, value, device)
     for stage in stages:
+        materialize(stage)
         _fill_buffers(stage, device)
     return model
 
@@ -214,11 +217,14 @@ def _take(stored: Any, chosen: tuple[slice, ...], ranges: tuple[tuple[tuple[int,
 
 
 def _write(model: nn.Module, target: Tensor, value: Tensor, device: torch.device) -> None:
-    if not target.is_meta:
+    if not target.is_meta and recording_of(target) is None:
         with torch.no_grad():
             target.copy_(value)
         return
     data = torch.empty(target.shape, dtype=target.dtype, device=device).copy_(value)
+    if not target.is_meta:
+        become(target, data)
+        return
     new: Tensor = data
     if isinstance(target, nn.Parameter):
         new = type(target)(data, requires_grad=target.requires_grad)

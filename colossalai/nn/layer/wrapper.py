@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import PIPELINE_AXIS, full_shape, mesh_groups, placement
+from colossalai.mesh.deferred import fill_deferred
 from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
 from colossalai.utils.parallel import broadcast_from_first
 
@@ -82,6 +83,7 @@ class PipelineSharedModuleWrapper:
             setattr(p, SHARED_GROUP, self.group)
             setattr(p, SHARED_MARK, (self._number, self._count))
             self._count += 1
+        fill_deferred(params)
         if not any(p.is_meta for p in params):
             self._make_equal(params)
 

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from colossalai.context.tensor_modes import tensor_mode
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, placement
+from colossalai.mesh.deferred import resumed
 from colossalai.mesh.parameter import overlapping
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
@@ -79,7 +80,11 @@ def parallelize(
         raise ValueError(f"this {type(model).__name__} is parallel already; parallelize a model once")
     if mesh is None or tp.size == 1:
         return model
-    context = CutContext(tp, mesh, whole_scores, _shared(model))
+    with resumed(model):  # where the model has no memory yet, neither has its piece
+        return _parallelize(model, policy, CutContext(tp, mesh, whole_scores, _shared(model)), verify)
+
+
+def _parallelize(model: M, policy: Policy | None, context: CutContext, verify: bool | None) -> M:
     policy = policy or _find_policy(model, context)
     matches = list(policy.matches(model))
     _check(model, policy, matches, context)
@@ -90,10 +95,10 @@ def parallelize(
     _replace(model, matches, context)
     _retie(model, context)
     wrap_forward(model, WholeOutputs)
-    model.cut_as = tp, mesh  # type: ignore[assignment]
+    model.cut_as = context.tp, context.mesh  # type: ignore[assignment]
     model.cut_attentions = cut_attentions  # type: ignore[assignment]
-    model.first_step = first_step(mesh)  # type: ignore[assignment]
-    cut_scores = None if whole_scores else compute_loss_from_pieces(model, mesh)
+    model.first_step = first_step(context.mesh)  # type: ignore[assignment]
+    cut_scores = None if context.whole_scores else compute_loss_from_pieces(model, context.mesh)
     model.cut_scores = cut_scores  # type: ignore[assignment]
     if verification is not None:
         verification.compare(model)

@@ -1,8 +1,9 @@
 """How the parameters of a model get into their chunks, and what Gemini refuses about them.
 
 A model that was built in the ordinary way gives its tensors away while its chunks are filled, one at a time;
-all ranks take the values of the first rank.  A model on the meta device has no values yet: they are drawn
-here, each straight into its chunk, and depend on the seed and the parameter's name alone.
+all ranks take the values of the first rank.  So does one that was built without memory (``colossalai.lazy``):
+the first rank computes the values of one parameter after the other, straight into its chunk.  A model on the
+meta device has no values at all: they are drawn here, and depend on the seed and the parameter's name alone.
 
 Parameters show what lies in their chunks.  What a script writes to them, or puts in their place, would be
 lost with the next fetch; ``ParameterGuard`` refuses it.
@@ -10,17 +11,19 @@ lost with the next fetch; ``ParameterGuard`` refuses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from colossalai.amp._compat import changes
 from colossalai.amp.casting import is_batch_norm
+from colossalai.mesh.deferred import Deferred, fill_beside_parameters, recording_of
 from colossalai.mesh.initial import give_storage, initial_values
 from colossalai.mesh.mesh import Mesh
+from colossalai.mesh.unfilled import become
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.chunk_manager import ChunkManager, first_ranks
 from colossalai.zero.gemini.tiers import Tier
@@ -146,6 +149,25 @@ def give_meta_storage(module: nn.Module, device: torch.device) -> Replaced:
     return replaced
 
 
+Pending = dict[nn.Parameter, Callable[[], Tensor]]
+
+
+def take_deferred(module: nn.Module, device: torch.device) -> Pending:
+    """Let parameters that were built without memory wait for their chunks: return what computes the values of
+    each.
+    """
+    fill_beside_parameters(module)
+    found = [(p, recording) for p in module.parameters() if (recording := recording_of(p)) is not None]
+    return {p: _take(p, recording, device) for p, recording in found}
+
+
+def _take(param: nn.Parameter, recording: Deferred, device: torch.device) -> Callable[[], Tensor]:
+    values = recording.pending(param)
+    blank = torch.full((), float("nan"), dtype=param.dtype, device=device)
+    become(param, blank.expand(param.shape))
+    return values
+
+
 def register(module: nn.Module, chunks: ChunkManager, dtype: torch.dtype) -> None:
     """Register all parameters with chunks, in the order in which the model made them."""
     exact = {p for m in module.modules() if is_batch_norm(m) for p in m.parameters(recurse=False)}
@@ -163,14 +185,29 @@ def fill(
     *,
     seed: int | None,
     mesh: Mesh | None,
+    pending: Pending,
 ) -> None:
     """Allocate and fill all chunks, with values drawn with ``seed``, or, if it is None, the parameters'."""
     values = (
         initial_values(module, seed, mesh, chunks.device)
         if seed is not None
-        else ((p, p.data) for p in module.parameters())  # of a ColoParameter, its piece
+        else _own_values(module, pending, chunks)
     )
     chunks.lay_in(values, home, alike=seed is not None)
+
+
+def _own_values(
+    module: nn.Module, pending: Pending, chunks: ChunkManager
+) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    """Every parameter with its values, or None where they come from the first rank."""
+    for p in module.parameters():
+        ranks = chunks.get_chunk(p).ranks
+        if p not in pending:
+            yield p, p.data  # of a ColoParameter, its piece
+        elif ranks.size > 1 and ranks.rank > 0:
+            yield p, None
+        else:
+            yield p, pending[p]()
 
 
 def place_buffers(module: nn.Module, chunks: ChunkManager, dtype: torch.dtype) -> None:

@@ -203,16 +203,24 @@ class ChunkManager:
 
     @torch.no_grad()
     def lay_in(
-        self, values: Iterable[tuple[nn.Parameter, Tensor]], home: Callable[[Chunk], Tier], *, alike: bool
+        self,
+        values: Iterable[tuple[nn.Parameter, Tensor | None]],
+        home: Callable[[Chunk], Tier],
+        *,
+        alike: bool,
     ) -> None:
-        """Allocate all chunks and fill them; without ``alike``, all ranks take the values of the first."""
+        """Allocate all chunks and fill them; without ``alike``, all ranks take the values of the first, and
+        the others may have None.
+        """
         missing = {chunk.index: len(chunk.slots) for chunk in self.chunks}
         for param, value in values:
             chunk, slot = self._find(param)
             if chunk.home is None:
                 where = home(chunk)
                 chunk.place(self.compute, where, self.shelf is not None and where is self.shelf.tier)
-            slot.view.copy_(value)
+            if value is not None:
+                slot.view.copy_(value)
+            del value  # the next one is computed before the name is used again
             param.data = slot.blank  # its old memory is free from here on
             missing[chunk.index] -= 1
             if not missing[chunk.index]:

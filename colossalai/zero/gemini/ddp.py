@@ -42,6 +42,7 @@ from colossalai.zero.gemini.chunk_filling import (
     give_meta_storage,
     place_buffers,
     register,
+    take_deferred,
 )
 from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks, init_chunk_manager
 from colossalai.zero.gemini.chunk_search import model_mesh
@@ -129,6 +130,7 @@ class ZeroDDP(ModelWrapper):
         if not pin_memory:
             self.chunk_manager.host.pinned = False
         user = self.unwrap()
+        pending = take_deferred(user, self.chunk_manager.device)
         self.replaced: Replaced = give_meta_storage(user, self.chunk_manager.device)
         register(user, self.chunk_manager, dtype)
         if self.chunk_manager.reader is not None:
@@ -141,6 +143,7 @@ class ZeroDDP(ModelWrapper):
             gemini_manager.first_home,
             seed=seed if self.replaced else None,
             mesh=self.mesh,
+            pending=pending,
         )
         place_buffers(user, self.chunk_manager, dtype)
         self.gradients = gemini_manager.gradients

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
 from colossalai.mesh import own_grad, set_own_grad
+from colossalai.mesh.deferred import recording_of
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils.host_memory import HUGE, host_empty
 from colossalai.zero.pieces import (
@@ -106,6 +108,8 @@ class BucketOptions:
     """The optimizer steps on the host."""
     dtype: torch.dtype | None = None
     """Weights become of this dtype."""
+    alike: dist.ProcessGroup | None = None
+    """Whose first rank gives parameters that were built without memory their values; None: each rank."""
 
 
 def make_buckets(
@@ -152,7 +156,7 @@ def _bucket(
     home = _home(optimizer, layout, dtype, device, options)
     pieces = []
     for i, param in enumerate(params):
-        before = param.data
+        before = _values(param, options)
         param.data = flat[layout.offsets[i] : layout.offsets[i] + sizes[i]].view(param.shape)
         param.data.copy_(before)
         piece = make_piece(param, layout, i, options.rank, flat, home=home)
@@ -160,6 +164,23 @@ def _bucket(
             _keep_digits(optimizer, piece, before)
         pieces.append(piece)
     return Bucket(number, layout, params, pieces, flat, home)
+
+
+def _values(param: Tensor, options: BucketOptions) -> Tensor:
+    """The values of ``param``; those of one without memory are computed here, so that there is one at a
+    time.
+    """
+    recording = recording_of(param)
+    if recording is None:
+        return param.data
+    if options.alike is None or options.rank == 0:
+        values = recording.values(param)
+    else:
+        values = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+    if options.alike is not None:
+        values = values.contiguous()
+        dist.broadcast(values, group=options.alike, group_src=0)
+    return values
 
 
 def _home(

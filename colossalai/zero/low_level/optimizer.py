@@ -22,6 +22,7 @@ from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler
 from colossalai.interface import OptimizerWrapper
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, own_grad
+from colossalai.mesh.deferred import fill_deferred, states_of
 from colossalai.utils import is_ddp_ignored
 from colossalai.utils.parallel import data_parallel_group
 from colossalai.zero.low_level.bucket import BucketOptions, make_buckets
@@ -81,6 +82,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         mesh: Mesh | None = None,
         norm_type: float = 2.0,
         keep_dtype: Iterable[Tensor] = (),
+        start_alike: bool = False,
     ) -> None:
         scaler = LossScaleOptions.of(locals()).scaler(verbose)
         _check(optimizer, reduce_bucket_size, communication_dtype, forced_dtype)
@@ -88,9 +90,15 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         parts, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         options = BucketOptions(
-            size=reduce_bucket_size, parts=parts, rank=rank, offload=cpu_offload, dtype=forced_dtype
+            size=reduce_bucket_size,
+            parts=parts,
+            rank=rank,
+            offload=cpu_offload,
+            dtype=forced_dtype,
+            alike=group if start_alike and parts > 1 else None,
         )
         self._frozen = [p for g in optimizer.param_groups for p in g["params"] if not p.requires_grad]
+        fill_deferred([*self._frozen, *states_of(optimizer)])
         self.buckets = make_buckets(optimizer, params, options, keep_dtype)
         self._places = [(p, p.data_ptr()) for p in params]
         super().__init__(
