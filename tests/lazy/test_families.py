@@ -25,6 +25,7 @@ GROUPS = [[*KINDS[:3], "stored llama", "meta gpt2"], *(KINDS[i : i + 6] for i in
 KNOWN = ("gpt2", "bert", "opt", "llama", "stored llama", "mistral", "qwen2", "qwen3", "t5", "vit")
 NO_PLAN = (
     "was cut on the meta device, and nothing says",
+    "could not try the stages, as the model has no values yet",
     "parallelize has no policy",
     "split_model does not know",
     "asks for style",

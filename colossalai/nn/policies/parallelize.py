@@ -80,11 +80,7 @@ def parallelize(
         raise ValueError(f"this {type(model).__name__} is parallel already; parallelize a model once")
     if mesh is None or tp.size == 1:
         return model
-    with resumed(model):  # where the model has no memory yet, neither has its piece
-        return _parallelize(model, policy, CutContext(tp, mesh, whole_scores, _shared(model)), verify)
-
-
-def _parallelize(model: M, policy: Policy | None, context: CutContext, verify: bool | None) -> M:
+    context = CutContext(tp, mesh, whole_scores, _shared(model))
     policy = policy or _find_policy(model, context)
     matches = list(policy.matches(model))
     _check(model, policy, matches, context)
@@ -92,13 +88,14 @@ def _parallelize(model: M, policy: Policy | None, context: CutContext, verify: b
     cut_attentions = _complete(model, matches, context, inputs)
     compares = isinstance(policy, DerivedPolicy) if verify is None else verify
     verification = Verification(model) if compares else None
-    _replace(model, matches, context)
-    _retie(model, context)
+    with resumed(model):  # where the model has no memory yet, neither has its piece
+        _replace(model, matches, context)
+        _retie(model, context)
     wrap_forward(model, WholeOutputs)
-    model.cut_as = context.tp, context.mesh  # type: ignore[assignment]
+    model.cut_as = tp, mesh  # type: ignore[assignment]
     model.cut_attentions = cut_attentions  # type: ignore[assignment]
-    model.first_step = first_step(context.mesh)  # type: ignore[assignment]
-    cut_scores = None if context.whole_scores else compute_loss_from_pieces(model, context.mesh)
+    model.first_step = first_step(mesh)  # type: ignore[assignment]
+    cut_scores = None if whole_scores else compute_loss_from_pieces(model, mesh)
     model.cut_scores = cut_scores  # type: ignore[assignment]
     if verification is not None:
         verification.compare(model)
