@@ -22,6 +22,8 @@ def test_a_rank_holds_its_own_pieces_and_one_layer() -> None:
     spare = {"ddp": whole + layer, "gemini cpu": 3.5 * layer, "gemini auto": 3.5 * layer}
     for measured in spawn(measure_plans, 2, timeout=300.0):
         for plan, (own, most) in measured.items():
-            assert own <= share.get(plan, whole / 2) * 1.01 + 1000, f"{plan}: {own} of {whole}"
-            limit = own + spare.get(plan, layer)
+            # a thread of gloo may still hold the last tensor that was sent
+            limit = share.get(plan, whole / 2) * 1.01 + layer
+            assert own <= limit, f"{plan}: {own} of {whole}"
+            limit += spare.get(plan, layer)
             assert most <= limit, f"{plan}: {most} at once, {own} in the end, a layer has {layer}"
