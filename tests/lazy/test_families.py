@@ -26,6 +26,7 @@ KNOWN = ("gpt2", "bert", "opt", "llama", "stored llama", "mistral", "qwen2", "qw
 NO_PLAN = (
     "was cut on the meta device, and nothing says",
     "could not try the stages, as the model has no values yet",
+    "cannot be split: its parameter",
     "parallelize has no policy",
     "split_model does not know",
     "asks for style",
