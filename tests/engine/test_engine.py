@@ -133,7 +133,7 @@ def test_losses_on_a_device_are_looked_at_in_bundles() -> None:
         watch.report()
         watch.report()
     assert "(backward passes 1 to 3)" in messages[-1]
-    assert len(messages) == 2, "place and message, once"
+    assert len(messages) == 1, "one line, once"
 
 
 def test_a_frozen_model_is_refused_when_it_is_to_learn() -> None:
