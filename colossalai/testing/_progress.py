@@ -1,8 +1,8 @@
 """Whether ranks get on: a script may take as long as it likes, but one that is stuck must be noticed.
 
-A rank gets on while it, or a process that it has started, uses the CPU, or prints something.  Waiting for a message or a lock uses
-none; waiting for CUDA does, so where CUDA is in use its code must also be at another place, or have allocated
-memory.  A loop that computes for ever is not told from a long computation.
+A rank gets on while it prints, or while it, or a process that it has started, uses the CPU.  Waiting for a
+message or a lock uses none; waiting for CUDA does, so where CUDA is in use its code must also be at another
+place, or have allocated memory.  A loop that computes for ever is not told from a long computation.
 """
 
 from __future__ import annotations

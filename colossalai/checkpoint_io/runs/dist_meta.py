@@ -165,9 +165,7 @@ _ATTRIBUTES = ("placement", "full_shape", "process_group")
 
 
 @contextmanager
-def described(
-    model: nn.Module, metas: Mapping[str, ParamDistMeta] | None
-) -> Iterator[dict[str, Shape]]:
+def described(model: nn.Module, metas: Mapping[str, ParamDistMeta] | None) -> Iterator[dict[str, Shape]]:
     """Inside, the plain parameters of ``model`` say of themselves what ``metas`` says of them.
 
     Parameters that know how they lie must agree with ``metas``.  It gives the shapes of the pieces that it
@@ -201,8 +199,8 @@ def check_even(told: Sequence[Mapping[str, Shape]]) -> None:
                 raise ValueError(
                     f"the pieces of {name!r} are not alike: {expected} on rank {other} and {shape} on rank"
                     f" {rank}. tp_shard_dims and tp_num_parts describe a dim that is cut evenly, into pieces"
-                    " of one size. Pad the parameter to a multiple of the ranks before it is cut, or gather it"
-                    " and save it whole, without a description; layers and ColoTensors of this package may be"
+                    " of one size. Pad the parameter to a multiple of the ranks before it is cut, or gather"
+                    " it and save it whole, without a description; layers and ColoTensors of this package may be"
                     " cut unevenly and need no description"
                 )
 

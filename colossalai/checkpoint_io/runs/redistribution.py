@@ -300,8 +300,8 @@ def _check_copies(held: Sequence[Mapping[tuple[str, Box], tuple[Numbers, float]]
                 raise ValueError(
                     f"ranks {owner} and {rank} hold the same elements of the parameter {name!r}, of shape"
                     f" {key[1].sizes}, with different values, and only those of one rank would be saved. If"
-                    " they are pieces of one parameter, which the script has cut itself, describe them on each"
-                    f" rank: dist_meta={{{name!r}: ParamDistMeta(dp_rank, dp_world_size, tp_rank,"
+                    " they are pieces of one parameter that the script has cut itself, describe them on"
+                    f" each rank: dist_meta={{{name!r}: ParamDistMeta(dp_rank, dp_world_size, tp_rank,"
                     " tp_world_size, [dim], [tp_world_size])}. If they are copies, make them equal first"
                     " (dist.broadcast(parameter.data, 0)). If they are different parameters, give them"
                     " different names, or save each rank's model to a file of its own by torch.save"
