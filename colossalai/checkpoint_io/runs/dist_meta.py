@@ -200,8 +200,8 @@ def check_even(told: Sequence[Mapping[str, Shape]]) -> None:
                     f"the pieces of {name!r} are not alike: {expected} on rank {other} and {shape} on rank"
                     f" {rank}. tp_shard_dims and tp_num_parts describe a dim that is cut evenly, into pieces"
                     " of one size. Pad the parameter to a multiple of the ranks before it is cut, or gather"
-                    " it and save it whole, without a description; layers and ColoTensors of this package may be"
-                    " cut unevenly and need no description"
+                    " it and save it whole, without a description; layers and ColoTensors of this package may"
+                    " be cut unevenly and need no description"
                 )
 
 
