@@ -17,12 +17,17 @@ from typing import Any
 from colossalai.context import Config
 from colossalai.context.backend import default_backend
 from colossalai.context.parallel_context import refuse_second_launch
+from colossalai.context.rendezvous import read_seconds
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
+from colossalai.utils.watchdog import Watchdog
 
 ConfigLike = Config | Mapping[str, Any] | str | Path | None
 
 # launcher -> what it tells us, and in which environment variable
+WATCHDOG_VARIABLE = "COLOSSALAI_WATCHDOG_TIMEOUT"
+_watchdogs: list[Watchdog] = []  # of this job: one, or none
+
 _TORCHRUN = {
     "rank": "RANK",
     "local_rank": "LOCAL_RANK",
@@ -78,6 +83,7 @@ def launch(
     """
     refuse_second_launch()
     _check_arguments(rank=rank, world_size=world_size, host=host, port=port, local_rank=local_rank, seed=seed)
+    patience = read_seconds(WATCHDOG_VARIABLE) if os.environ.get(WATCHDOG_VARIABLE) else None
     try:
         gpc.verbose = verbose
         gpc.load_config(config)
@@ -91,12 +97,23 @@ def launch(
         raise
     atexit.unregister(_let_gloo_finish)  # of an earlier launch
     atexit.register(_let_gloo_finish)
+    if patience is not None:
+        _watch(patience)
     if verbose:
         get_dist_logger().info(
             f"Distributed environment is initialized, data parallel size: {gpc.data_parallel_size}, pipeline"
             f" parallel size: {gpc.pipeline_parallel_size}, tensor parallel size: {gpc.tensor_parallel_size}",
             ranks=[0],
         )
+
+
+def _watch(seconds: float) -> None:
+    """Report where all ranks are whenever one has not moved for ``seconds``, until the process ends."""
+    while _watchdogs:  # of an earlier launch
+        _watchdogs.pop().stop()
+    _watchdogs.append(Watchdog(timeout=seconds))
+    _watchdogs[0].start()
+    atexit.register(_watchdogs[0].stop)
 
 
 def launch_from_torch(

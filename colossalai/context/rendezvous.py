@@ -229,13 +229,18 @@ def _sign_in(store: Store, rank: int) -> str:
 
 def read_timeout() -> float:
     """Seconds to wait for the other ranks, from the environment or the default."""
-    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT))
+    return read_seconds(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT)
+
+
+def read_seconds(variable: str, default: float = 0.0) -> float:
+    """The positive number of seconds that an environment variable says, or the default."""
+    text = os.environ.get(variable, str(default))
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise ValueError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds, got {text!r}")
+        raise ValueError(f"{variable} must be a positive number of seconds, got {text!r}")
     return seconds
 
 

@@ -35,6 +35,7 @@ class RankHandle:
         self.outcome: Returned | Raised | None = None
         self.snapshot: RankSnapshot | None = None
         self.pulse: Pulse | None = None
+        self.last_output = float("-inf")
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self._control, control = context.Pipe()
         lifeline, self._lifeline = context.Pipe(duplex=False)
@@ -161,6 +162,8 @@ class _Output:
     def read(self) -> None:
         data = os.read(self.connection.fileno(), 1 << 16)
         self.open = bool(data)
+        if data:
+            self._owner.last_output = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
         self._forward(lines)
 

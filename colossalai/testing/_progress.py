@@ -1,8 +1,8 @@
 """Whether ranks get on: a script may take as long as it likes, but one that is stuck must be noticed.
 
-A rank gets on while it, or a process that it has started, uses the CPU.  Waiting for a message or a lock uses
-none; waiting for CUDA does, so where CUDA is in use its code must also be at another place, or have allocated
-memory.  A loop that computes for ever is not told from a long computation.
+A rank gets on while it prints, or while it, or a process that it has started, uses the CPU.  Waiting for a
+message or a lock uses none; waiting for CUDA does, so where CUDA is in use its code must also be at another
+place, or have allocated memory.  A loop that computes for ever is not told from a long computation.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Watched(Protocol):
     """A rank as its parent sees it."""
 
     pulse: Pulse | None
+    last_output: float
 
     @property
     def is_done(self) -> bool: ...
@@ -88,6 +89,7 @@ class Progress:
     def __init__(self, ranks: Sequence[Watched], timeout: float) -> None:
         self._ranks = ranks
         self._last: dict[int, Pulse] = {}
+        self._timeout = timeout
         self._pause = timeout / _LOOKS
         # a pulse also counts what was done since the one before it
         self._patience = timeout - self._pause
@@ -100,7 +102,10 @@ class Progress:
         if now < self.next_look:
             return False
         for i, rank in enumerate(self._ranks):
-            if rank.pulse is None or rank.is_done:
+            if rank.is_done:
+                continue
+            self._deadline = max(self._deadline, rank.last_output + self._timeout)
+            if rank.pulse is None:
                 continue
             if i not in self._last or rank.pulse.shows_progress_since(self._last[i]):
                 self._deadline = max(self._deadline, rank.pulse.when + self._patience)

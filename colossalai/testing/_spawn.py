@@ -52,9 +52,9 @@ def spawn(
     """Call ``func(rank=..., world_size=..., port=..., **kwargs)`` on ``nprocs`` ranks; return their results.
 
     ``func`` must be a function of a module (or a ``functools.partial`` of one).  When a rank raises or dies,
-    or when no rank gets on for ``timeout`` seconds (none uses the CPU: they wait for each other), all are
-    killed and ``RankError`` tells which rank, why, and where the others were.  What ranks print appears on
-    this process's stdout and stderr.
+    or when no rank gets on for ``timeout`` seconds (none uses the CPU or prints: they wait for each other),
+    all are killed and ``RankError`` tells which rank, why, and where the others were.  What ranks print
+    appears on this process's stdout and stderr.
     """
     __tracebackhide__ = True
     if nprocs < 1:

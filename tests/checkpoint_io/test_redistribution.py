@@ -159,6 +159,16 @@ def _cut_by_hand(rank: int, root: Path) -> None:
         with pytest.raises(kind, match=message):
             save(root / "bad", mine, optimizer, **options)
     assert not (root / "bad").exists() or not any((root / "bad").iterdir())
+    forgotten = r"ranks 0 and 1 hold .* 'weight', of shape \(4, 3\), with different .*: dist_meta=\{'weight'"
+    with pytest.raises(ValueError, match=forgotten):
+        save(root / "bad", Mine(WEIGHT.chunk(2, 1)[rank], BIAS))
+    uneven = Mine(torch.arange(5.0).chunk(2)[rank], BIAS)
+    with pytest.raises(ValueError, match=r"'weight' .* \(3,\) on rank 0 and \(2,\) on rank 1. .* cut evenly"):
+        save(root / "bad", uneven, dist_meta={"weight": meta(0)["weight"]})
+    assert not (root / "bad").exists() or not any((root / "bad").iterdir())
+    drifted = Mine(WEIGHT * (1 + 1e-6 * rank), BIAS)  # copies that differ by rounding, and a buffer
+    drifted.register_buffer("statistics", torch.full((2,), float(rank)))
+    save(root / "drifted", drifted)
     if rank == 0:  # one rank alone is wrong, and all refuse
         with pytest.raises(ValueError, match="'wait' is described"):
             save(root / "bad", mine, dist_meta={"wait": meta(0)["weight"]})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,22 @@ def scripts() -> dict[str, str]:
     return {block.splitlines()[0].removeprefix("# "): block for block in blocks}
 
 
-def _run(rank: int, world_size: int, port: int, script: str, folder: Path) -> dict[str, float | None]:
-    """What the script knows at its end of its loss and its steps."""
+def _run(rank: int, world_size: int, port: int, script: str, folder: Path) -> dict[str, Any]:
+    """What the script knows at its end of its loss and its steps, and what it has printed."""
     os.chdir(folder)
     torch.set_num_threads(1)
     # ranks may have to share one GPU, which NCCL does not allow
     colossalai.launch_from_torch = partial(colossalai.launch_from_torch, backend="gloo", verbose=False)
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(script, "README.md", "exec"), names)
+    said = StringIO()
+    with redirect_stdout(said):
+        exec(compile(script, "README.md", "exec"), names)
     loss = names.get("loss")
-    return {"loss": None if loss is None else loss.item(), "step": names.get("step")}
+    return {
+        "loss": None if loss is None else loss.item(),
+        "step": names.get("step"),
+        "said": said.getvalue().splitlines(),
+    }
 
 
 def test_every_script_is_tested() -> None:
@@ -49,18 +57,25 @@ def test_the_training_script_ends_well(tmp_path: Path) -> None:
     assert result.code == 0, result
     assert "terminate called" not in result.err
     assert (tmp_path / "checkpoint" / "manifest.json").exists()
+    assert len(re.findall(r"(?m)^step \d+: loss \d+\.\d+$", result.out)) == 2  # of 8, by one rank
 
 
 def test_the_hybrid_script_has_the_losses_of_one_process(tmp_path: Path) -> None:
     script = scripts()["hybrid.py"]
-    losses = [end["loss"] for end in spawn(_run, 4, script=script, folder=tmp_path)]
+    ends = spawn(_run, 4, script=script, folder=tmp_path)
+    losses = [end["loss"] for end in ends]
+    assert [len(end["said"]) for end in ends] == [0, 0, 0, 3]
+    assert ends[3]["said"][2] == f"step 2: loss {losses[3]:.4f}"
     assert losses[:2] == [None, None], "the first stage has no loss"
     assert losses[2] == losses[3]
     (alone,) = spawn(_run, 1, script=re.sub("plan = .*", "plan = dict()", script), folder=tmp_path)
     assert losses[2] == pytest.approx(alone["loss"], rel=1e-5)
+    assert len(alone["said"]) == 3
 
 
 def test_a_run_under_gemini_goes_on_under_ddp(tmp_path: Path) -> None:
-    spawn(_run, 2, script=scripts()["large.py"], folder=tmp_path)
+    first, second = spawn(_run, 2, script=scripts()["large.py"], folder=tmp_path)
+    assert first["said"][2] == f"step 2: loss {first['loss']:.4f}"
+    assert second["said"] == []
     (end,) = spawn(_run, 1, script=scripts()["resume.py"], folder=tmp_path)
     assert end["step"] == 2

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from colossalai.mesh import Mesh
 from colossalai.testing import RankError, spawn
-from colossalai.testing._progress import Pulse
+from colossalai.testing._handle import RankHandle
+from colossalai.testing._progress import Progress, Pulse
 
 TIMEOUT = 5.0
 
@@ -142,6 +143,46 @@ def compute_for(rank: int, world_size: int, port: int, seconds: float) -> int:
 def test_ranks_that_get_on_may_take_longer() -> None:
     counts = spawn(compute_for, 2, timeout=2, seconds=3)
     assert counts[0] == counts[1] > 1
+
+
+class Waiting:
+    """A rank that uses no CPU: it waits for something outside, and prints now and then."""
+
+    is_done = False
+    last_output = 0.0
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ask_pulse()
+
+    def ask_pulse(self) -> None:
+        self.pulse: Pulse | None = Pulse(self.now, 1.0, None)
+
+
+def test_a_rank_that_prints_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Waiting()
+    monkeypatch.setattr("colossalai.testing._progress.time.monotonic", lambda: rank.now)
+    progress = Progress([rank], timeout=60)
+    for rank.now in range(10, 300, 10):
+        if rank.now % 50 == 0:
+            rank.last_output = rank.now
+        assert not progress.has_stopped(), rank.now
+    stopped = [rank.now for rank.now in range(300, 400, 10) if progress.has_stopped()]
+    assert stopped[0] == 250 + 60, "silent since 250"
+
+
+def said(rank: int, world_size: int, port: int) -> None:
+    print("said", rank)
+
+
+def test_output_of_ranks_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(
+        RankHandle, "close", lambda self, end=RankHandle.close: (end(self), seen.append(self.last_output))
+    )
+    before = time.monotonic()
+    spawn(said)
+    assert before <= seen[0] <= time.monotonic()
 
 
 def test_what_counts_as_progress() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from colossalai import launch
 from colossalai.testing import spawn
 from colossalai.utils.watchdog import Frame, Issued, RankSnapshot, Wait, Watchdog, explain, take_snapshot
 from colossalai.utils.watchdog.snapshot import show_ranks
@@ -43,6 +46,41 @@ def be_late(rank: int, world_size: int, port: int) -> tuple[str, int]:
             store.get("release")
         dist.all_reduce(torch.ones(1))
     return store.get("report 1").decode(), store.add("reports", 0)
+
+
+class Heard(io.StringIO):
+    """A stream that tells the other rank what was written to it."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
+
+    def write(self, text: str) -> int:
+        if "has not moved" in text:
+            self.store.set("heard", text)
+        return len(text)
+
+
+def be_late_in_a_job(rank: int, world_size: int, port: int) -> str:
+    """The variable starts the watchdogs; rank 1 comes to the collective when one has spoken."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLOSSALAI_WATCHDOG_TIMEOUT", "soon")
+        with pytest.raises(ValueError, match="COLOSSALAI_WATCHDOG_TIMEOUT must be a positive number"):
+            launch({}, rank, world_size, "127.0.0.1", port, "gloo", verbose=False)
+        patch.setenv("COLOSSALAI_WATCHDOG_TIMEOUT", str(TIMEOUT))
+        patch.setattr(sys, "stderr", Heard(port))
+        launch({}, rank, world_size, "127.0.0.1", port, "gloo", verbose=False)
+        if rank == 1:
+            store.wait(["heard"])
+        dist.all_reduce(torch.ones(1))
+    return store.get("heard").decode()
+
+
+def test_a_variable_starts_it_in_a_launched_job() -> None:
+    text, _ = spawn(be_late_in_a_job, 2)
+    assert re.search(r"(?m)^rank 0 waits in all_reduce", text)
+    assert re.search(r"(?m)^rank 1 is at .* in be_late_in_a_job", text)
 
 
 def test_a_job_that_stands_still_is_reported_once_with_all_ranks() -> None:

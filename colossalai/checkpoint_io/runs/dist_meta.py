@@ -6,7 +6,7 @@ Models of this package know how they lie.  These descriptions are for parameters
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,13 +165,14 @@ _ATTRIBUTES = ("placement", "full_shape", "process_group")
 
 
 @contextmanager
-def described(model: nn.Module, metas: Mapping[str, ParamDistMeta] | None) -> Iterator[None]:
+def described(model: nn.Module, metas: Mapping[str, ParamDistMeta] | None) -> Iterator[dict[str, Shape]]:
     """Inside, the plain parameters of ``model`` say of themselves what ``metas`` says of them.
 
-    Parameters that know how they lie must agree with ``metas``.
+    Parameters that know how they lie must agree with ``metas``.  It gives the shapes of the pieces that it
+    describes, for ``check_even``.
     """
     params: dict[str, Any] = dict(user_module(model).named_parameters())
-    marked: list[Any] = []
+    marked: dict[str, Any] = {}
     try:
         for name, meta in (metas or {}).items():
             if name not in params:
@@ -180,12 +181,28 @@ def described(model: nn.Module, metas: Mapping[str, ParamDistMeta] | None) -> It
                     f" {', '.join(list(params)[:6])}{', ...' * (len(params) > 6)}"
                 )
             if _describe(name, params[name], meta):
-                marked.append(params[name])
-        yield
+                marked[name] = params[name]
+        yield {own: tuple(param.shape) for own, param in marked.items()}
     finally:
-        for param in marked:
+        for param in marked.values():
             for attribute in _ATTRIBUTES:
                 delattr(param, attribute)
+
+
+def check_even(told: Sequence[Mapping[str, Shape]]) -> None:
+    """Refuse pieces of different shapes, from what ``described`` gives on all ranks."""
+    first: dict[str, tuple[int, Shape]] = {}
+    for rank, shapes in enumerate(told):
+        for name, shape in shapes.items():
+            other, expected = first.setdefault(name, (rank, shape))
+            if shape != expected:
+                raise ValueError(
+                    f"the pieces of {name!r} are not alike: {expected} on rank {other} and {shape} on rank"
+                    f" {rank}. tp_shard_dims and tp_num_parts describe a dim that is cut evenly, into pieces"
+                    " of one size. Pad the parameter to a multiple of the ranks before it is cut, or gather"
+                    " it and save it whole, without a description; layers and ColoTensors of this package may"
+                    " be cut unevenly and need no description"
+                )
 
 
 def _describe(name: str, param: Any, meta: ParamDistMeta) -> bool:

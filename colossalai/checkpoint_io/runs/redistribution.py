@@ -13,13 +13,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io.boxes import Box, whole
 from colossalai.checkpoint_io.held_tensors import HeldBox, HeldTensor
 from colossalai.checkpoint_io.ranks import JobRanks
-from colossalai.checkpoint_io.runs.dist_meta import ParamDistMeta, RedistMeta, boxes_of_plan, described
+from colossalai.checkpoint_io.runs.dist_meta import (
+    ParamDistMeta,
+    RedistMeta,
+    boxes_of_plan,
+    check_even,
+    described,
+)
 from colossalai.checkpoint_io.runs.manifest import Manifest, StoredTensor, read_manifest
 from colossalai.checkpoint_io.runs.reading import RunReader
 from colossalai.checkpoint_io.runs.run_state import (
@@ -31,8 +38,13 @@ from colossalai.checkpoint_io.runs.run_state import (
 from colossalai.checkpoint_io.runs.writing import Contents, Writer
 from colossalai.interface import user_module
 from colossalai.logging import get_dist_logger
+from colossalai.mesh.agreement import Numbers, differ, project
 
 Metas = Mapping[str, ParamDistMeta]
+
+COPIES = "copies"
+# of copies that ranks have updated in different orders; pieces of a tensor differ by much more
+ROUNDING = 1e-3
 
 
 def save(
@@ -62,10 +74,16 @@ def save(
     def collect() -> Contents:
         _check_target(path, overwrite)
         _check_states(model, optimizer, param_to_os)
-        return state.collect()
+        contents = state.collect()
+        contents.merged[COPIES] = _numbers(contents.entries) if JobRanks().size > 1 else {}
+        return contents
+
+    def merged(values: dict[str, Any], parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        _check_copies([part[COPIES] for part in parts])
+        return state.merge(values, parts)
 
     with _described_everywhere(model, dist_meta):
-        Writer().save(collect, state.merge, path, size_per_shard=_size(max_shard_size_gb))
+        Writer().save(collect, merged, path, size_per_shard=_size(max_shard_size_gb))
 
 
 def load(
@@ -244,15 +262,47 @@ def _check_names(metas: Sequence[Mapping[str, Any]] | None, manifest: Manifest) 
 def _described_everywhere(model: nn.Module, metas: Metas | None) -> Iterator[None]:
     """``described``, which all ranks refuse if one does."""
     with ExitStack() as stack:
-        _together(JobRanks(), lambda: stack.enter_context(described(model, metas)))
+        check_even(_together(JobRanks(), lambda: stack.enter_context(described(model, metas))))
         yield
 
 
-def _together(ranks: JobRanks, do: Callable[[], Any]) -> None:
-    """Fail on all ranks if one fails."""
-    failure = None
+def _together(ranks: JobRanks, do: Callable[[], Any]) -> list[Any]:
+    """Return what all ranks return; fail on all ranks if one fails."""
+    failure, value = None, None
     try:
-        do()
+        value = do()
     except Exception as error:
         failure = error
-    ranks.agree(failure, what="read the description of a checkpoint")
+    return ranks.agree(failure, value, what="read the description of a checkpoint")
+
+
+def _numbers(entries: Sequence[HeldTensor]) -> dict[tuple[str, Box], tuple[Numbers, float]]:
+    """Return, of each box of a parameter that lies here, what tells it from another, and its rounding."""
+    found = {}
+    for entry in entries:
+        if not entry.name.startswith("model/") or entry.by_first:
+            continue
+        eps = torch.finfo(entry.dtype).eps if entry.dtype.is_floating_point else 0.0
+        for piece in entry.pieces:
+            if isinstance(piece.tensor, Tensor) and not piece.tensor.is_meta:
+                found[entry.name, piece.box] = project(piece.tensor), max(ROUNDING, eps)
+    return found
+
+
+def _check_copies(held: Sequence[Mapping[tuple[str, Box], tuple[Numbers, float]]]) -> None:
+    """Refuse, on all ranks alike, parameters of which ranks hold the same elements with different values."""
+    first: dict[tuple[str, Box], tuple[int, Numbers]] = {}
+    for rank, boxes in enumerate(held):
+        for key, (numbers, tolerance) in boxes.items():
+            owner, expected = first.setdefault(key, (rank, numbers))
+            if differ([expected, numbers], tolerance):
+                name = key[0].removeprefix("model/")
+                raise ValueError(
+                    f"ranks {owner} and {rank} hold the same elements of the parameter {name!r}, of shape"
+                    f" {key[1].sizes}, with different values, and only those of one rank would be saved. If"
+                    " they are pieces of one parameter that the script has cut itself, describe them on"
+                    f" each rank: dist_meta={{{name!r}: ParamDistMeta(dp_rank, dp_world_size, tp_rank,"
+                    " tp_world_size, [dim], [tp_world_size])}. If they are copies, make them equal first"
+                    " (dist.broadcast(parameter.data, 0)). If they are different parameters, give them"
+                    " different names, or save each rank's model to a file of its own by torch.save"
+                )

@@ -31,9 +31,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _make(directory: Path) -> None:
-    """Make ``directory`` if it is missing; where its parent is missing too, a disk may not be mounted."""
+    """Make ``directory``, and its parents, if they are missing."""
     try:
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"{directory} is not a directory and cannot be made ({os.strerror(error.errno or 0)}), so nothing"

@@ -327,7 +327,12 @@ class ChunkManager:
 
     def move_chunk(self, chunk: Chunk, device: torch.device | str | int, force_copy: bool = False) -> None:
         """Let ``chunk`` rest on another device; moves are copies, so ``force_copy`` changes nothing."""
-        self.give_home(chunk, self._tier_of(torch.device(device)))
+        device = torch.device(device)
+        if device.type != "cpu" and (
+            device.type != self.device.type or device.index not in (None, self.device.index)
+        ):
+            raise ValueError(f"move_chunk lets a chunk rest on {self.device} or cpu, got {device}")
+        self.give_home(chunk, self._tier_of(device))
 
     def _tier_of(self, device: torch.device) -> Tier:
         return self.compute if device.type == self.device.type != "cpu" else self.host

@@ -357,7 +357,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         optim.HybridAdam(p, nvme_offload_fraction=1.0, nvme_offload_dir="/proc/self")
     optim.HybridAdam(p, nvme_offload_dir=tmp_path / "missing")  # not used
     assert not (tmp_path / "missing").exists()
-    optim.HybridAdam(p, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path / "missing")  # made
+    optim.HybridAdam(p, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path / "missing" / "too")  # made
     assert (tmp_path / "missing").is_dir()
     optimizer = optim.HybridAdam(p, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
     p[0].grad = torch.ones(2)

@@ -285,9 +285,9 @@ def test_without_preallocation(store: DiskStore, monkeypatch: pytest.MonkeyPatch
 def test_wrong_arguments(store: DiskStore, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
-        match=r"here is not a directory and cannot be made \(No such file.*offloaded there; create it",
+        match=r"/proc/not/here is not a directory and cannot be made \(No such file.*there; create it",
     ):
-        DiskStore(tmp_path / "not" / "here")
+        DiskStore("/proc/not/here")
     with pytest.raises(
         OSError, match=r"no file can be created in /proc/self \(.*\); name a directory that you may"
     ):

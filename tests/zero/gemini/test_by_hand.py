@@ -126,7 +126,10 @@ def check_chunks(rank: int, world_size: int) -> None:
         assert first.present
         manager.release_chunk(first)
         assert not first.present
-        manager.move_chunk(first, "cpu")
+        manager.move_chunk(first, "cpu:0")
+        for unknown in ("meta", torch.device("xpu", 1)):
+            with pytest.raises(ValueError, match=rf"rest on {manager.device} or cpu, got {unknown}"):
+                manager.move_chunk(first, unknown)
         manager.access_chunk(first)
         assert torch.equal(tensors[0].data, values[0] + 1)  # what was written is kept
         assert not tensors[1].data.any()
