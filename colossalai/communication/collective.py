@@ -3,8 +3,8 @@
 With ``async_op=True`` each returns ``(tensor, work)``; the tensor may be read after ``work.wait()``.  In a
 group of one rank a function returns its input, and there is no work to wait for.
 
-Each first compares the calls of the ranks, with their shapes and dtypes, by a gather of 512 bytes over the CPU
-group: these functions are for scripts, and nothing in a training step of ours uses them.  With
+Each first compares the calls of the ranks, with their shapes and dtypes, by a gather of 512 bytes over the
+CPU group: these functions are for scripts, and nothing in a training step of ours uses them.  With
 ``async_op=True`` the comparison is read by ``work.wait()``.
 """
 
