@@ -6,7 +6,8 @@ have the widths of what its ranks got.  Scores that no classifier made are taken
 would, if the loss knows whether they are cut along the classes; otherwise they are refused.
 
 A width may fit by chance.  So when scores lie in a place for the first time, the ranks compare what they
-have: copies must be alike, and the rows of a batch that is cut must not be, nor the classes of scores that are.
+have: copies must be alike, and the rows of a batch that is cut must not be, nor the classes of scores that
+are cut along them.
 """
 
 from __future__ import annotations
