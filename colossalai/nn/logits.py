@@ -81,6 +81,8 @@ class _Held(NamedTuple):
     """Whether there are as many labels as scores here, so that both may be of a batch that is not cut."""
     flat: bool
     """Whether each row has one score for all classes, as from a Linear of zeros."""
+    one_row: bool
+    """Whether all rows are alike."""
 
 
 @dataclass(eq=False)
@@ -117,6 +119,8 @@ class LogitsFinder:
         self._check_labels(place, told)
         made = place in self._noted()
         doubtful = not made and self._check_classes(place, told)
+        if not made:
+            self._check_whole_rows(place, told, targets)
         # a mean over copies of a batch that went through our layers uncut is right; a count of them is not,
         # and neither are gradients of scores that come from elsewhere
         if self.counts or not made:
@@ -226,12 +230,40 @@ class LogitsFinder:
         if any(not group[0].flat for group in copies):
             raise ValueError(
                 f"{self.who}: scores of {place} are of other classes on ranks that differ in"
-                f" {' and '.join(axes)}, but these ranks have the same scores; if each rank has all"
-                f" {told[0][1].width} classes, use the loss without VocabParallel in its name, or"
-                " vocab_parallel=False, and otherwise give each rank its own part of the classes"
-                " (colossalai.mesh.shard)"
+                f" {' and '.join(axes)}, but these ranks have the same scores; {self._all_classes(told)}"
             )
         return bool(copies)
+
+    def _check_whole_rows(
+        self, place: Logits, told: Sequence[tuple[dict[str, int], _Held]], targets: Tensor
+    ) -> None:
+        """Refuse scores of all classes in a mode that cuts the rows of such scores along other axes.
+
+        Ranks that should have other rows then have the same scores, though the labels of these rows differ.
+        """
+        rows, whole = place.layout.dims[0], self._own_layout(False).dims[0]
+        sizes = [self.mesh.size[axis] for axis in rows]
+        if not place.layout.dims[-1] or len(told) == 1 or targets.size(0) % math.prod(sizes):
+            return
+        if any(held.same_rows or held.one_row for _, held in told):
+            return
+        labels = targets.unflatten(0, (*sizes, -1)).flatten(len(sizes))[..., :_SAMPLE]
+        for k, axis in enumerate(rows):
+            first = labels.narrow(k, 0, 1)
+            if axis in whole or not bool(((labels != first) & (labels >= 0) & (first >= 0)).any()):
+                continue
+            if all(held.scores == group[0].scores for group in _groups(told, (axis,)) for held in group):
+                raise ValueError(
+                    f"{self.who}: scores of {place} are of other rows on ranks that differ in {axis}, but"
+                    f" these ranks have the same scores; {self._all_classes(told)}"
+                )
+
+    def _all_classes(self, told: Sequence[tuple[dict[str, int], _Held]]) -> str:
+        return (
+            f"if each rank has all {told[0][1].width} classes, use the loss without VocabParallel in its"
+            " name, or vocab_parallel=False, and otherwise give each rank its own part of the classes"
+            " (colossalai.mesh.shard)"
+        )
 
     def _check_rows(self, place: Logits, told: Sequence[tuple[dict[str, int], _Held]]) -> None:
         """Refuse the scores and labels of the whole batch where each rank should have its own rows."""
@@ -254,7 +286,9 @@ def _held(logits: Tensor, targets: Tensor) -> _Held:
     sample = logits.detach().flatten(0, -2)[:_SAMPLE]
     same_rows = targets.shape == logits.shape[:-1]
     flat = bool((sample == sample[:, :1]).all())
-    return _Held(logits.size(-1), project(sample), fingerprint(sample), fingerprint(targets), same_rows, flat)
+    one_row = bool((sample == sample[:1]).all())
+    labels = fingerprint(targets)
+    return _Held(logits.size(-1), project(sample), fingerprint(sample), labels, same_rows, flat, one_row)
 
 
 def _groups(told: Sequence[tuple[dict[str, int], _Held]], axes: Axes) -> list[list[_Held]]:

@@ -67,8 +67,8 @@ class ParallelLayer(nn.Module):
                 f"{type(self).__name__} works on the hidden layout of the stream, but the last Linear built"
                 " without a role left the stream in its inner layout: Linears come in pairs, one that"
                 " expands and one that contracts; build the model again with role='expand' or"
-                " role='contract', or call colossalai.nn.modes.set_stream_position('hidden', mesh) before this"
-                " layer"
+                " role='contract', or call colossalai.nn.modes.set_stream_position('hidden', mesh) before"
+                " this layer"
             )
 
     def _check_size(self, what: str, size: int, cuts: Sequence[Axes], blocks: int = 1) -> None:
