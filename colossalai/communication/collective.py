@@ -2,6 +2,10 @@
 
 With ``async_op=True`` each returns ``(tensor, work)``; the tensor may be read after ``work.wait()``.  In a
 group of one rank a function returns its input, and there is no work to wait for.
+
+Each first compares the calls of the ranks, with their shapes and dtypes, by a gather of 512 bytes over the
+CPU group: these functions are for scripts, and nothing in a training step of ours uses them.  With
+``async_op=True`` the comparison is read by ``work.wait()``.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.communication.same_call import SameCall
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
@@ -22,16 +27,20 @@ from colossalai.mesh.collectives import Kind, note_transfer
 class Work:
     """A collective under way; ``wait`` ends it."""
 
-    def __init__(self, work: dist.Work | None, finish: Callable[[], None], *alive: Tensor) -> None:
+    def __init__(
+        self, call: SameCall, work: dist.Work | None, finish: Callable[[], None], *alive: Tensor
+    ) -> None:
+        self._check = call.check
         self._work = work
         self._finish = finish
         self._alive = alive  # what is being sent must live until it has arrived
 
     def wait(self) -> None:
+        self._check()
         if self._work is not None:
             self._work.wait()
         self._finish()
-        self._work, self._finish, self._alive = None, _nothing, ()
+        self._check, self._work, self._finish, self._alive = _nothing, None, _nothing, ()
 
     def is_completed(self) -> bool:
         return self._work is None or self._work.is_completed()
@@ -44,14 +53,16 @@ SUM = dist.ReduceOp.SUM
 def all_gather(tensor: Tensor, dim: int, parallel_mode: ParallelMode, async_op: bool = False) -> Result:
     """Join the tensors of all ranks along ``dim``; they have one shape."""
     size = gpc.get_world_size(parallel_mode)
-    if size == 1:
+    problem = _bad_dim("all_gather", tensor, dim)
+    if size == 1 and problem is None:
         return _result(tensor, None, async_op)
+    call = _begin("all_gather", tensor, parallel_mode, async_op, problem, dim=_counted(dim, tensor))
     own = tensor.detach().movedim(dim, 0).contiguous()
     joined = own.new_empty((size * own.shape[0], *own.shape[1:]))
     work = all_gather_single(joined, own, group=gpc.get_group(parallel_mode), async_op=True)
     _note("all_gather", parallel_mode, joined)
     out = without_gradient("all_gather", tensor, joined.movedim(0, dim))
-    return _result(out, Work(work, _nothing, own), async_op)
+    return _result(out, Work(call, work, _nothing, own), async_op)
 
 
 def reduce_scatter(
@@ -63,20 +74,23 @@ def reduce_scatter(
 ) -> Result:
     """Reduce the tensors of all ranks, and keep this rank's part of the result along ``dim``."""
     size = gpc.get_world_size(parallel_mode)
-    if size == 1:
+    problem = _bad_dim("reduce_scatter", tensor, dim)
+    if size == 1 and problem is None:
         return _result(tensor, None, async_op)
-    if tensor.shape[dim] % size:
-        raise ValueError(
+    if problem is None and tensor.shape[dim] % size:
+        problem = ValueError(
             f"reduce_scatter: dim {dim} of size {tensor.shape[dim]} cannot be cut into {size} equal parts,"
             f" one for each rank of {parallel_mode}; choose a multiple of {size}"
         )
+    arguments = {"dim": _counted(dim, tensor), "op": _named(op)}
+    call = _begin("reduce_scatter", tensor, parallel_mode, async_op, problem, **arguments)
     whole = tensor.detach().movedim(dim, 0).contiguous()
     part = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
     group = gpc.get_group(parallel_mode)
     work = reduce_scatter_single(part, whole, op=op, group=group, async_op=True)
     _note("reduce_scatter", parallel_mode, whole)
     out = without_gradient("reduce_scatter", tensor, part.movedim(0, dim))
-    return _result(out, Work(work, _nothing, whole), async_op)
+    return _result(out, Work(call, work, _nothing, whole), async_op)
 
 
 def all_reduce(
@@ -88,29 +102,32 @@ def all_reduce(
     """Reduce the tensors of all ranks, in ``tensor`` itself, which is also returned."""
     if gpc.get_world_size(parallel_mode) == 1:
         return _result(tensor, None, async_op)
-    tensor = _changed("all_reduce", tensor)
+    problem = _no_change("all_reduce", tensor)
+    call = _begin("all_reduce", tensor, parallel_mode, async_op, problem, op=_named(op))
+    tensor = without_gradient("all_reduce", tensor, tensor)
     sent = tensor.detach().contiguous()
     work = dist.all_reduce(sent, op=op, group=gpc.get_group(parallel_mode), async_op=True)
     _note("all_reduce", parallel_mode, sent)
-    return _result(tensor, Work(work, _put_back(sent, tensor), sent), async_op)
+    return _result(tensor, Work(call, work, _put_back(sent, tensor), sent), async_op)
 
 
 def broadcast(tensor: Tensor, src: int, parallel_mode: ParallelMode, async_op: bool = False) -> Result:
     """Give ``tensor`` the values that it has on the rank ``src``, counted in the whole job; it is also
     returned.
     """
-    _check_member("broadcast", "src", src, parallel_mode)
-    if gpc.get_world_size(parallel_mode) == 1:
+    problem = _no_member("broadcast", "src", src, parallel_mode)
+    if gpc.get_world_size(parallel_mode) == 1 and problem is None:
         return _result(tensor, None, async_op)
-    if gpc.get_global_rank() == src:
-        sent = tensor.detach().contiguous()
-    else:
-        tensor = _changed("broadcast", tensor)
-        sent = tensor.detach().contiguous()
+    here = gpc.get_global_rank() == src
+    problem = problem or (None if here else _no_change("broadcast", tensor))
+    call = _begin("broadcast", tensor, parallel_mode, async_op, problem, src=src)
+    if not here:
+        tensor = without_gradient("broadcast", tensor, tensor)
+    sent = tensor.detach().contiguous()
     work = dist.broadcast(sent, src=src, group=gpc.get_group(parallel_mode), async_op=True)
     _note("broadcast", parallel_mode, sent)
-    finish = _nothing if gpc.get_global_rank() == src else _put_back(sent, tensor)
-    return _result(tensor, Work(work, finish, sent), async_op)
+    finish = _nothing if here else _put_back(sent, tensor)
+    return _result(tensor, Work(call, work, finish, sent), async_op)
 
 
 def reduce(
@@ -124,11 +141,14 @@ def reduce(
 
     The other ranks keep what they have.
     """
-    _check_member("reduce", "dst", dst, parallel_mode)
-    if gpc.get_world_size(parallel_mode) == 1:
+    problem = _no_member("reduce", "dst", dst, parallel_mode)
+    if gpc.get_world_size(parallel_mode) == 1 and problem is None:
         return _result(tensor, None, async_op)
-    if gpc.get_global_rank() == dst:
-        tensor = _changed("reduce", tensor)
+    here = gpc.get_global_rank() == dst
+    problem = problem or (_no_change("reduce", tensor) if here else None)
+    call = _begin("reduce", tensor, parallel_mode, async_op, problem, dst=dst, op=_named(op))
+    if here:
+        tensor = without_gradient("reduce", tensor, tensor)
         sent = tensor.detach().contiguous()
         finish = _put_back(sent, tensor)
     else:  # backends leave parts of the sum in what other ranks send
@@ -136,7 +156,7 @@ def reduce(
         finish = _nothing
     work = dist.reduce(sent, dst=dst, op=op, group=gpc.get_group(parallel_mode), async_op=True)
     _note("reduce", parallel_mode, sent)
-    return _result(tensor, Work(work, finish, sent), async_op)
+    return _result(tensor, Work(call, work, finish, sent), async_op)
 
 
 def scatter_object_list(
@@ -151,7 +171,8 @@ def scatter_object_list(
     ``group`` may be a ``ParallelMode``.  The objects are pickled.
     """
     if isinstance(group, ParallelMode):
-        _check_member("scatter_object_list", "src", src, group)
+        if (problem := _no_member("scatter_object_list", "src", src, group)) is not None:
+            raise problem
         group = gpc.get_cpu_group(group)
     dist.scatter_object_list(scatter_object_output_list, scatter_object_input_list, src=src, group=group)
 
@@ -183,14 +204,46 @@ def without_gradient(name: str, tensor: Tensor, out: Tensor) -> Tensor:
     return _NoGradient.apply(name, tensor, out) if in_graph else out
 
 
-def _changed(name: str, tensor: Tensor) -> Tensor:
-    """``tensor`` as it is after a change in place."""
+def _begin(
+    name: str,
+    tensor: Tensor,
+    mode: ParallelMode,
+    async_op: bool,
+    problem: Exception | None,
+    **arguments: object,
+) -> SameCall:
+    """Tell the other ranks of this call; all of them raise where one has a ``problem`` or calls differ."""
+    call = SameCall(name, tensor, mode, **arguments)
+    call.tell(problem)
+    if not async_op:
+        call.check()
+    return call
+
+
+def _no_change(name: str, tensor: Tensor) -> Exception | None:
+    """Why ``tensor`` may not be changed in place."""
     if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
-        raise RuntimeError(
+        return RuntimeError(
             f"colossalai.communication.{name} would change a tensor in place that requires gradients, such as"
             " a parameter; call it under torch.no_grad(), or with tensor.data"
         )
-    return without_gradient(name, tensor, tensor)
+    return None
+
+
+def _bad_dim(name: str, tensor: Tensor, dim: int) -> Exception | None:
+    if -tensor.ndim <= dim < tensor.ndim:
+        return None
+    have = f"has dims 0 to {tensor.ndim - 1}" if tensor.ndim else "has none; give tensor.reshape(1)"
+    return ValueError(f"{name}: dim={dim} is no dim of a tensor of shape {tuple(tensor.shape)}, which {have}")
+
+
+def _counted(dim: int, tensor: Tensor) -> int:
+    """``dim`` counted from the front."""
+    return dim + tensor.ndim if dim < 0 else dim
+
+
+def _named(op: object) -> str:
+    return getattr(op, "name", type(op).__name__)
 
 
 def _put_back(sent: Tensor, tensor: Tensor) -> Callable[[], None]:
@@ -217,14 +270,15 @@ def _result(tensor: Tensor, work: Work | None, async_op: bool) -> Result:
     return tensor
 
 
-def _check_member(name: str, argument: str, rank: int, parallel_mode: ParallelMode) -> None:
+def _no_member(name: str, argument: str, rank: int, parallel_mode: ParallelMode) -> Exception | None:
     ranks = gpc.get_ranks_in_group(parallel_mode)
-    if rank not in ranks:
-        raise ValueError(
-            f"{name}: {argument}={rank} is not among the ranks {', '.join(map(str, ranks))} of"
-            f" {parallel_mode} on rank {gpc.get_global_rank()}; ranks are counted in the whole job, as"
-            " gpc.get_ranks_in_group gives them"
-        )
+    if rank in ranks:
+        return None
+    return ValueError(
+        f"{name}: {argument}={rank} is not among the ranks {', '.join(map(str, ranks))} of"
+        f" {parallel_mode} on rank {gpc.get_global_rank()}; ranks are counted in the whole job, as"
+        " gpc.get_ranks_in_group gives them"
+    )
 
 
 def _note(kind: Kind, parallel_mode: ParallelMode, tensor: Tensor) -> None:

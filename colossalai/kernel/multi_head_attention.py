@@ -54,8 +54,8 @@ class MultiHeadAttention(nn.Module):
     def forward(self, hidden_states: Tensor, encoder_padding_mask: Tensor | None = None) -> Tensor:
         """Of (batch, sequence, features).
 
-        ``encoder_padding_mask`` (batch, sequence) is true for keys that do not count, or a number that is
-        added to their scores.
+        ``encoder_padding_mask`` (batch, sequence) is true, or 1 in any dtype, for keys that do not count.  A
+        float mask with other values than 0 and 1 is added to the scores.
         """
         self._check(hidden_states)
         x = self.norm(hidden_states) if self.norm_first else hidden_states
@@ -86,6 +86,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None = None, dr
     """
     mask = None
     if padding is not None:
-        mask = padding[:, None, None, :]
-        mask = ~mask if mask.dtype is torch.bool else mask.to(q.dtype)
+        mask = _kept_or_added(padding, q.dtype)[:, None, None, :]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+
+def _kept_or_added(padding: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as PyTorch's attention takes it: true for keys that count, or numbers that are added."""
+    if padding.dtype is torch.bool:
+        return ~padding
+    if bool(((padding == 0) | (padding == 1)).all()):  # 1 is padding; added to a score it would hide nothing
+        return padding == 0
+    if not padding.is_floating_point():
+        raise ValueError(
+            f"a padding mask of {padding.dtype} has 1 for keys that do not count and 0 for the others, got"
+            f" values from {int(padding.min())} to {int(padding.max())}; give a bool mask, or a float mask"
+            " that is added to the scores"
+        )
+    return padding.to(dtype)

@@ -8,8 +8,6 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-MASKED = -10000.0  # small enough for a weight of 0, and a row without keys has no nan
-
 
 class AttnMaskType(Enum):
     """Which scores do not count."""
@@ -25,17 +23,24 @@ def future(scores: Tensor) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1 + keys - queries)
 
 
+def widened(x: Tensor) -> Tensor:
+    """``x`` in float32, as the exponentials of half precision would be rounded before they are summed; in
+    float64 if it has that dtype.
+    """
+    return x if x.dtype is torch.float64 else x.float()
+
+
 def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
-    """Computed in float32, as the exponentials of half precision would be rounded before they are summed."""
-    wide = scores.float() if scale is None else scores.float() * scale
-    if mask is not None:
-        wide = wide.masked_fill(mask, MASKED)
+    """``softmax(scale * scores)`` without the masked ones, computed in float32 or float64."""
+    wide = widened(scores) if scale is None else widened(scores) * scale
+    if mask is not None:  # below any score, and a row without keys has no nan
+        wide = wide.masked_fill(mask, torch.finfo(wide.dtype).min)
     return wide.softmax(-1).to(scores.dtype)
 
 
 def softmax_backward(output_grads: Tensor, results: Tensor, scale: float) -> Tensor:
     """The gradient of the scores of ``masked_softmax``, from its results."""
-    grads, weights = output_grads.float(), results.float()
+    grads, weights = widened(output_grads), widened(results)
     inner = (grads * weights).sum(-1, keepdim=True)
     return (weights * (grads - inner) * scale).to(results.dtype)
 
@@ -49,7 +54,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         scaled_masked_softmax_fusion: ``False`` lets ``mask_func`` apply the mask in the dtype of the scores;
             otherwise masked scores get no weight.
         mask_func: ``mask_func(scores, mask)`` gives scores that are small where the mask is true.
-        softmax_in_fp32: compute in float32.
+        softmax_in_fp32: compute in float32, and scores of float64 in float64.
         scale: needs ``softmax_in_fp32``.
     """
 
@@ -96,7 +101,7 @@ class FusedScaleMaskSoftmax(nn.Module):
             hidden = future(input) if hidden is None else hidden | future(input)
         if self.fusion or self.mask_func is None:
             return masked_softmax(input, hidden, self.scale)
-        scores = input.float() if self.softmax_in_fp32 else input
+        scores = widened(input) if self.softmax_in_fp32 else input
         scores = scores if self.scale is None else scores * self.scale
         scores = scores if hidden is None else self.mask_func(scores, hidden)
         return scores.softmax(-1).to(input.dtype)

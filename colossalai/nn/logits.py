@@ -6,7 +6,8 @@ have the widths of what its ranks got.  Scores that no classifier made are taken
 would, if the loss knows whether they are cut along the classes; otherwise they are refused.
 
 A width may fit by chance.  So when scores lie in a place for the first time, the ranks compare what they
-have: copies must be alike, and the rows of a batch that is cut must not be.
+have: copies must be alike, and the rows of a batch that is cut must not be, nor the classes of scores that
+are cut along them.
 """
 
 from __future__ import annotations
@@ -78,6 +79,10 @@ class _Held(NamedTuple):
     labels: Any
     same_rows: bool
     """Whether there are as many labels as scores here, so that both may be of a batch that is not cut."""
+    flat: bool
+    """Whether each row has one score for all classes, as from a Linear of zeros."""
+    one_row: bool
+    """Whether all rows are alike."""
 
 
 @dataclass(eq=False)
@@ -113,13 +118,16 @@ class LogitsFinder:
         self._check_copies(place, told, logits.dtype)
         self._check_labels(place, told)
         made = place in self._noted()
+        doubtful = not made and self._check_classes(place, told)
+        if not made:
+            self._check_whole_rows(place, told, targets)
         # a mean over copies of a batch that went through our layers uncut is right; a count of them is not,
         # and neither are gradients of scores that come from elsewhere
         if self.counts or not made:
             self._check_rows(place, told)
         if made:
             _compared.setdefault(self.mesh, set()).add(place)
-        else:
+        elif not doubtful:
             self._own = place
         return place
 
@@ -206,6 +214,57 @@ class LogitsFinder:
                 " different labels; give all of them the same batch, with the labels of all of its rows"
             )
 
+    def _check_classes(self, place: Logits, told: Sequence[tuple[dict[str, int], _Held]]) -> bool:
+        """Refuse scores of all classes where each rank should have its own part of them.
+
+        Says whether the scores do not tell, since each row has only one value.
+        """
+        axes = tuple(axis for axis in place.layout.dims[-1] if self.mesh.size[axis] > 1)
+        if not axes or len(told) == 1:
+            return False
+        copies = [
+            group
+            for group in _groups(told, axes)
+            if all(held.scores == group[0].scores and math.prod(held.scores[1]) for held in group)
+        ]
+        if any(not group[0].flat for group in copies):
+            raise ValueError(
+                f"{self.who}: scores of {place} are of other classes on ranks that differ in"
+                f" {' and '.join(axes)}, but these ranks have the same scores; {self._all_classes(told)}"
+            )
+        return bool(copies)
+
+    def _check_whole_rows(
+        self, place: Logits, told: Sequence[tuple[dict[str, int], _Held]], targets: Tensor
+    ) -> None:
+        """Refuse scores of all classes in a mode that cuts the rows of such scores along other axes.
+
+        Ranks that should have other rows then have the same scores, though the labels of these rows differ.
+        """
+        rows, whole = place.layout.dims[0], self._own_layout(False).dims[0]
+        sizes = [self.mesh.size[axis] for axis in rows]
+        if not place.layout.dims[-1] or len(told) == 1 or targets.size(0) % math.prod(sizes):
+            return
+        if any(held.same_rows or held.one_row for _, held in told):
+            return
+        labels = targets.unflatten(0, (*sizes, -1)).flatten(len(sizes))[..., :_SAMPLE]
+        for k, axis in enumerate(rows):
+            first = labels.narrow(k, 0, 1)
+            if axis in whole or not bool(((labels != first) & (labels >= 0) & (first >= 0)).any()):
+                continue
+            if all(held.scores == group[0].scores for group in _groups(told, (axis,)) for held in group):
+                raise ValueError(
+                    f"{self.who}: scores of {place} are of other rows on ranks that differ in {axis}, but"
+                    f" these ranks have the same scores; {self._all_classes(told)}"
+                )
+
+    def _all_classes(self, told: Sequence[tuple[dict[str, int], _Held]]) -> str:
+        return (
+            f"if each rank has all {told[0][1].width} classes, use the loss without VocabParallel in its"
+            " name, or vocab_parallel=False, and otherwise give each rank its own part of the classes"
+            " (colossalai.mesh.shard)"
+        )
+
     def _check_rows(self, place: Logits, told: Sequence[tuple[dict[str, int], _Held]]) -> None:
         """Refuse the scores and labels of the whole batch where each rank should have its own rows."""
         axes = tuple(axis for axis in place.layout.dims[0] if self.mesh.size[axis] > 1)
@@ -226,7 +285,10 @@ class LogitsFinder:
 def _held(logits: Tensor, targets: Tensor) -> _Held:
     sample = logits.detach().flatten(0, -2)[:_SAMPLE]
     same_rows = targets.shape == logits.shape[:-1]
-    return _Held(logits.size(-1), project(sample), fingerprint(sample), fingerprint(targets), same_rows)
+    flat = bool((sample == sample[:, :1]).all())
+    one_row = bool((sample == sample[:1]).all())
+    labels = fingerprint(targets)
+    return _Held(logits.size(-1), project(sample), fingerprint(sample), labels, same_rows, flat, one_row)
 
 
 def _groups(told: Sequence[tuple[dict[str, int], _Held]], axes: Axes) -> list[list[_Held]]:

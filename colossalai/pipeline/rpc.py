@@ -74,6 +74,7 @@ class PipelineEngine:
         if self.notice is not None:
             warnings.warn(self.notice, stacklevel=2)
         self._check_launch(stage_num)
+        self._check_chunk(chunk)
         schedule = self.schedules[chunk > 1]
         placement = Placement(stage_num, chunk)
         rank = gpc.get_local_rank(ParallelMode.PIPELINE)
@@ -93,6 +94,10 @@ class PipelineEngine:
             start = (*self.model.parameters(), *self.model.buffers())
             broadcast_from_first(start, gpc.get_group(ParallelMode.DATA))
         self.pipeline = Pipeline(self.model, gpc.mesh, schedule=schedule, microbatches=num_microbatches)
+
+    def _check_chunk(self, chunk: int) -> None:
+        if chunk < 1:
+            raise ValueError(f"{type(self).__name__}: chunk is at least 1, got {chunk}")
 
     def _check_launch(self, stage_num: int) -> None:
         name = type(self).__name__
@@ -184,6 +189,13 @@ class ChimeraPipelineEngine(PipelineEngine):
         "ChimeraPipelineEngine runs the zero-bubble schedule zbh1, in one direction and with one copy of the"
         " weights; the results are the same"
     )
+
+    def _check_chunk(self, chunk: int) -> None:
+        if chunk != 1:
+            raise ValueError(
+                f"ChimeraPipelineEngine has one chunk of the model on each rank, got chunk={chunk}; leave"
+                " chunk=1, or use OneFOneBPipelineEngine, which interleaves several"
+            )
 
 
 def _own(device: str | torch.device) -> torch.device:

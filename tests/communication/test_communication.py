@@ -110,6 +110,41 @@ def check_refusals() -> None:
         comm.split_tensor_into_1d_equal_chunks(torch.ones(3))
 
 
+def check_different_calls() -> None:
+    """Ranks whose calls do not fit each other all refuse them, and no rank waits."""
+    here = gpc.get_local_rank(TENSOR)
+    first, second = gpc.get_ranks_in_group(TENSOR)
+    longer, wider = torch.ones(2 + 2 * here), torch.ones(4, dtype=(torch.float32, torch.float64)[here])
+    calls: list[Any] = [
+        lambda x: comm.all_gather(x, 0, TENSOR),
+        lambda x: comm.reduce_scatter(x, 0, TENSOR),
+        lambda x: comm.all_reduce(x, TENSOR),
+        lambda x: comm.broadcast(x, first, TENSOR),
+        lambda x: comm.reduce(x, second, TENSOR),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"of shape \(2,\) on cpu.*, rank \d .* of shape \(4,\) on cpu"):
+            call(longer)
+        with pytest.raises(ValueError, match=r"float32 of shape \(4,\).*float64 .*; make the same call"):
+            call(wider)
+    with pytest.raises(ValueError, match=r"rank \d all_reduce\(.* op=SUM\), rank \d broadcast\(.* src="):
+        calls[2 + here](torch.ones(2))
+    assert torch.equal(longer, torch.ones(2 + 2 * here))
+    _, work = comm.broadcast(longer, first, TENSOR, async_op=True)  # type: ignore[misc]
+    assert work is not None
+    with pytest.raises(ValueError, match="make different calls"):
+        work.wait()
+    with pytest.raises(RuntimeError, match=r"(?s)(refused its part of broadcast.*)?would change a tensor in"):
+        comm.broadcast(nn.Parameter(torch.ones(2)), first, TENSOR)
+    with pytest.raises(
+        ValueError, match=r"dim=5 is no dim of a tensor of shape \(2, 2\), which has dims 0 to"
+    ):
+        comm.reduce_scatter(torch.ones(2, 2), 5, TENSOR)
+    for mode in (TENSOR, DATA):
+        with pytest.raises(ValueError, match=r"shape \(\), which has none; give tensor\.reshape\(1\)"):
+            comm.all_gather(torch.tensor(1.0), 0, mode)
+
+
 def stages() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(7)
     return nn.Linear(6, 8).to(get_current_device()), nn.Linear(8, 2).to(get_current_device())
@@ -197,6 +232,7 @@ def check_all(rank: int, world_size: int, port: int) -> None:
     check_account()
     check_gradients()
     check_refusals()
+    check_different_calls()
     for scatter in (False, True):
         check_a_schedule_by_hand(scatter)
     check_ring_of_chunks()

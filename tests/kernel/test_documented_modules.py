@@ -214,3 +214,35 @@ def test_warming_up_changes_no_random_state(fusion: bool) -> None:
     before = torch.get_rng_state()
     jit.warmup_jit_fusion(2, 8, seq_length=4, dtype=torch.float32)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.long, torch.float32, torch.float16])
+def test_a_padding_mask_of_any_dtype_hides_keys(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = MultiHeadAttention(8, 2, 2, 5, fp16=False)
+    reference = nn.MultiheadAttention(8, 2, batch_first=True)
+    reference.in_proj_weight, reference.in_proj_bias = module.qkv.weight, module.qkv.bias
+    reference.out_proj.weight, reference.out_proj.bias = module.out.weight, module.out.bias
+    x, mask = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    mask[0, 3:] = True
+    expected = module.norm(x + reference(x, x, x, key_padding_mask=mask)[0])
+    torch.testing.assert_close(module(x, mask.to(dtype)), expected)
+
+
+def test_an_integer_mask_that_is_no_padding_mask_is_refused() -> None:
+    module = MultiHeadAttention(8, 2, 2, 5, fp16=False)
+    with pytest.raises(ValueError, match=r"has 1 for keys that do not count .* values from -10000 to 0"):
+        module(torch.randn(2, 5, 8), torch.tensor([[0, 0, 0, 0, -10000]] * 2))
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+def test_softmax_of_low_scores_and_of_float64(fusion: bool) -> None:
+    def hide(x: Tensor, mask: Tensor) -> Tensor:
+        return x.masked_fill(mask, torch.finfo(x.dtype).min)
+
+    softmax = FusedScaleMaskSoftmax(False, False, AttnMaskType.padding, fusion, hide, True, None)
+    mask = torch.tensor([[False, True], [True, True]]).view(1, 1, 2, 2)
+    weights = softmax(torch.full((1, 1, 2, 2), -30000.0), mask)
+    assert weights.flatten().tolist() == [1, 0, 0.5, 0.5]  # the last query has no keys, and no nan
+    scores = torch.randn(1, 1, 3, 4, dtype=torch.float64)
+    torch.testing.assert_close(softmax(scores), scores.softmax(-1), rtol=1e-12, atol=0)

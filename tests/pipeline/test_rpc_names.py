@@ -105,6 +105,13 @@ def check_engines(rank: int, world_size: int, port: int) -> None:
         OneFOneBPipelineEngine(partition, STAGES, 4, "cpu").step()
     with pytest.warns(UserWarning, match="runs the zero-bubble schedule zbh1"):
         ChimeraPipelineEngine(partition, STAGES, 4, "cpu")
+    with (
+        pytest.warns(UserWarning, match="zbh1"),
+        pytest.raises(ValueError, match=r"got chunk=2; leave chunk=1, or use OneFOneBPipelineEngine"),
+    ):
+        ChimeraPipelineEngine(partition, STAGES, 4, "cpu", chunk=2)
+    with pytest.raises(ValueError, match="OneFOneBPipelineEngine: chunk is at least 1, got 0"):
+        OneFOneBPipelineEngine(partition, STAGES, 4, "cpu", chunk=0)
 
 
 def test_engines_equal_the_serial_model() -> None:

@@ -345,6 +345,8 @@ def _check_colo_ddp(pg: ProcessGroup, rebuild_bucket: bool) -> None:
     model.up.bias.data.add_(pg.dp_local_rank())  # all take the first one's, but of what is ignored
     model.norm.weight.data.mul_(1 + pg.dp_local_rank())
     ColoDDP.set_params_to_ignore([model.norm.weight])
+    with pytest.raises(TypeError, match=r"takes parameters, got str 'norm.weight'; pass \[model.get_param"):
+        ColoDDP.set_params_to_ignore(["norm.weight"])  # type: ignore[list-item]
     wrapped = ColoDDP(model, pg, bucket_cap_mb=1, rebuild_bucket=rebuild_bucket)
     assert isinstance(wrapped, nn.Module)
     assert list(wrapped.state_dict()) == list(serial.state_dict())

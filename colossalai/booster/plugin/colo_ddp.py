@@ -56,7 +56,13 @@ class ColoDDP(TorchDDPModel):
 
         Call it before the model is wrapped.
         """
+        params_to_ignore = list(params_to_ignore)
         for param in params_to_ignore:
+            if not isinstance(param, Tensor):
+                raise TypeError(
+                    "set_params_to_ignore takes parameters, got"
+                    f" {type(param).__name__} {param!r}; pass [model.get_parameter(name), ...] for names"
+                )
             if getattr(param, WRAPPED, False):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(param.shape)} belongs to a ColoDDP already, which averages"

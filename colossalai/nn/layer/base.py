@@ -29,7 +29,7 @@ from colossalai.mesh import (
     shard,
 )
 from colossalai.nn.init import Initializer
-from colossalai.nn.modes import TensorParallel, current, mode_serial, stream_position
+from colossalai.nn.modes import TensorParallel, current, mode_serial, set_stream_position, stream_position
 from colossalai.utils import get_current_device
 
 # Initializer is one; so is any function that fills a whole tensor of the serial model.
@@ -61,11 +61,14 @@ class ParallelLayer(nn.Module):
         """Refuse to be built where the stream is between an expanding and a contracting linear."""
         tp = self.tp
         if not self.plain and tp.hidden != tp.inner and stream_position(self.mesh) == "inner":
+            # the model under construction is lost; the next one begins as any other
+            set_stream_position("hidden", self.mesh)
             raise ValueError(
                 f"{type(self).__name__} works on the hidden layout of the stream, but the last Linear built"
                 " without a role left the stream in its inner layout: Linears come in pairs, one that"
-                " expands and one that contracts; pass role='expand' or role='contract', or call"
-                " colossalai.nn.modes.set_stream_position('hidden', mesh)"
+                " expands and one that contracts; build the model again with role='expand' or"
+                " role='contract', or call colossalai.nn.modes.set_stream_position('hidden', mesh) before"
+                " this layer"
             )
 
     def _check_size(self, what: str, size: int, cuts: Sequence[Axes], blocks: int = 1) -> None:

@@ -67,10 +67,11 @@ def sum_rows(x: Tensor, axes: Axes, mesh: Mesh, reduce_mean: bool) -> Tensor:
 class TakesWholeBatch(ParallelLayer):
     """Mixed into a first layer that is given the whole batch on every rank, and keeps this rank's rows.
 
-    Ids of one dim, or of one row, number the positions of a sequence and serve all rows.
+    Ids of one dim, or of one row, number the positions of a sequence and serve all rows.  The ranks compare
+    the batches of calls 1, 2, 4, 8 and so on.
     """
 
-    _compared = False
+    _calls = 0
 
     def forward(self, batch: Tensor) -> Tensor:
         found: Tensor = super().forward(self._own_rows(batch))
@@ -81,9 +82,11 @@ class TakesWholeBatch(ParallelLayer):
         axes = self.tp.hidden.dims[0]
         if self.plain or not axes or positions:
             return batch
-        if not self._compared and can_compare(batch):
-            self._check_whole(batch)
-            self._compared = True
+        if can_compare(batch):
+            calls = self._calls + 1  # alike on all ranks, as a new shape may not be
+            if not calls & (calls - 1):
+                self._check_whole(batch)
+            self._calls = calls  # a batch that was refused does not count
         return split_rows(batch, axes, self.mesh, 0)
 
     def _check_whole(self, batch: Tensor) -> None:

@@ -161,7 +161,7 @@ def search_chunk_configuration(
 def check_configuration(config: Any) -> None:
     """Refuse a configuration without a chunk size."""
     sizes = list(config.values()) if isinstance(config, Mapping) else [{"chunk_size": config}]
-    for size in sizes:
+    for size in sizes or [None]:
         found = size.get("chunk_size") if isinstance(size, Mapping) else None
         if not isinstance(found, int) or found < 1:
             raise ValueError(

@@ -189,13 +189,15 @@ def test_roles_alternate_and_an_odd_count_is_loud() -> None:
         assert stream_position(mesh) == "hidden"  # a role that is given does not move the cursor
         assert col_nn.Linear1D(4, 4, gather_output=True, **here).role == "expand"
         assert stream_position(mesh) == "hidden"  # whole features are 1D's hidden layout
-        col_nn.Linear(4, 4, **here)
-        assert col_nn.Dropout(0.1, **here).layout == tp.inner
         for build in (lambda: col_nn.LayerNorm(4, **here), lambda: col_nn.Embedding(4, 4, **here)):
+            col_nn.Linear(4, 4, **here)
+            assert col_nn.Dropout(0.1, **here).layout == tp.inner
             with pytest.raises(
                 ValueError, match="left the stream in its inner layout: Linears come in pairs"
             ):
                 build()
+            assert stream_position(mesh) == "hidden"  # for the next model
+        col_nn.Linear(4, 4, **here)
         set_stream_position("hidden", mesh)
         col_nn.LayerNorm(4, **here)
     with fake_world(0, 4):  # in 2D there is one layout, so that any number of Linears is fine

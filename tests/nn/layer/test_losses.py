@@ -271,6 +271,15 @@ def _own_refused(whole_loss, cut_loss, accuracy, rows: list, cut: list) -> None:
             whole_loss()(logits, targets)
         with pytest.raises(ValueError, match="these ranks have the same scores and the same labels; cut the"):
             accuracy()(logits, targets)
+    # all classes on every rank, for a loss of scores that are cut along them
+    criterion = cut_loss()
+    flat = criterion(torch.ones_like(chunk(logits, cut)), targets)  # a Linear of zeros: not to be told apart
+    close(flat, torch.tensor(8.0).log(), "loss of flat scores")
+    for cuts in ([c for c in cut if c[0] == 0], rows):  # as the loss has its rows, and as the model has
+        with pytest.raises(
+            ValueError, match=r"have the same scores; if each rank has all 8 classes, use the"
+        ):
+            criterion(chunk(logits, cuts), targets)
     assert cut_loss(num_classes=8)(chunk(logits, cut), targets).ndim == 0
 
 

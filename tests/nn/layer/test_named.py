@@ -195,6 +195,10 @@ def _refused(suffix: str) -> None:
         layer = getattr(col_nn, f"{kind}{suffix}")(*sizes)
         with pytest.raises(ValueError, match=f"{kind}{suffix} takes the whole batch .* given different ones"):
             layer(col_nn.partition_batch(x))
+        layer(x)
+        for _ in range(2):  # the second call is compared as well, again if it was refused
+            with pytest.raises(ValueError, match=r"takes the whole batch .* given different ones"):
+                layer(col_nn.partition_batch(x))
         with pytest.raises(ValueError, match="a batch of 3 rows is shared by"):
             layer(x[:3])
         general = col_nn.PatchEmbedding if kind == "PatchEmbedding" else col_nn.Embedding

@@ -75,7 +75,7 @@ def test_plugins_refuse_at_once() -> None:
     spawn(check_plugin, 1)
 
 
-@pytest.mark.parametrize("config", [-3, None, "x", {2: 3}, {2: {"size": 3}}, {2: {"chunk_size": 0}}])
+@pytest.mark.parametrize("config", [-3, None, "x", {}, {2: 3}, {2: {"size": 3}}, {2: {"chunk_size": 0}}])
 def test_a_chunk_configuration_without_size(config: Any) -> None:
     with pytest.raises(ValueError, match=r"a chunk configuration is a chunk size of at least 1"):
         ChunkManager(config)
