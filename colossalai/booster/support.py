@@ -31,8 +31,9 @@ from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import split_problem
 from colossalai.pipeline.schedule import make_timetable
 from colossalai.tensor import ColoTensor
+from colossalai.tensor.colo_tensor import cut_dim
 from colossalai.utils import is_using_pp
-from colossalai.utils.parallel import first_problem, launched_mesh
+from colossalai.utils.parallel import first_problem, is_ddp_ignored, launched_mesh
 from colossalai.zero.pieces import is_elementwise, or_say_so, whole_parameters_problem
 from colossalai.zero.renormalizing import renormalizing, renormalizing_on
 
@@ -103,6 +104,8 @@ class Wanted:
     plan: Plan | None = None
     pipeline: PipelineOptions | None = None
     criterion: Any = None
+    averaged_over: frozenset[int] = frozenset()
+    """Ranks that are replicas although there is no plan, as those of gradient handlers."""
 
 
 def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> None:
@@ -238,6 +241,28 @@ def _cut_already(wanted: Wanted) -> str | None:
     )
 
 
+def _pieces_as_replicas(wanted: Wanted) -> str | None:
+    plan = wanted.plan
+    if plan is not None and issubclass(plan.kind, GeminiPlugin):
+        return None  # it takes the replicas from the process group of the parameters
+    ranks = wanted.averaged_over if plan is None else plan.ranks or frozenset()
+    for name, p in user_module(wanted.model).named_parameters():
+        if cut_dim(p) is None or is_ddp_ignored(p):
+            continue
+        pg = p.process_group  # type: ignore[attr-defined]
+        if ranks <= set(pg.dp_rank_list()):
+            continue
+        who = "initialize" if plan is None else plan.kind.__name__
+        return (
+            f"{who} would take the ranks {sorted(ranks)} for replicas and average {name} over them, but that"
+            f" is a ColoParameter of which they hold different pieces: {pg} cuts it over the ranks"
+            f" {pg.tp_rank_list()}. Launch with config=dict(parallel=dict(tensor=dict("
+            f"size={pg.tp_world_size()}, mode='1d'))), so that the job knows of the pieces too; or wrap the"
+            " model with ColoDDP(model, process_group) or ZeroDDP, which ask the process group"
+        )
+    return None
+
+
 def _overlapping(wanted: Wanted) -> str | None:
     plan = wanted.plan
     moving = TorchFSDPPlugin | LowLevelZeroPlugin | GeminiPlugin
@@ -295,6 +320,7 @@ CHECKS: tuple[Callable[[Wanted], str | None], ...] = (
     _schedule,
     _early_updates,
     _strangers,
+    _pieces_as_replicas,
     _cut_already,
     _nothing_to_train,
     _renormalizing,

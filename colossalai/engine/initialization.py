@@ -100,7 +100,12 @@ def _make_booster(features: Features, model: nn.Module, optimizer: Optimizer, cr
     plugin = _plugin(features, mode, model, optimizer)
     plan = None if plugin is None else Plan.of(plugin)
     wanted = Wanted(
-        model=model, optimizer=optimizer, plan=plan, pipeline=_pipeline_options(), criterion=criterion
+        model=model,
+        optimizer=optimizer,
+        plan=plan,
+        pipeline=_pipeline_options(),
+        criterion=criterion,
+        averaged_over=frozenset(gpc.get_ranks_in_group(mode)) if plan is None else frozenset(),
     )
     check_supported(wanted, ConfigException)
     booster = Booster(mixed_precision=features.precision, plugin=plugin)

@@ -20,6 +20,7 @@ from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh, clip_grads
 from colossalai.mesh.gradient_norm import is_whole, own_part
 from colossalai.utils.optimizer_state import check_state
+from colossalai.utils.parallel import launched_mesh
 
 
 def check_clip_value(clip_value: Any) -> None:
@@ -143,9 +144,10 @@ class OptimizerWrapper(Optimizer):
         if isinstance(self.optim, OptimizerWrapper):
             return self.optim.clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
         self.unscale_grad()
-        return clip_grads(
-            self.parameters(), max_norm, self.mesh, norm_type, error_if_nonfinite=error_if_nonfinite
-        )
+        params, mesh = self.parameters(), self.mesh
+        if mesh is None and not is_whole(params, None):
+            mesh = launched_mesh()  # of an optimizer that a script has wrapped itself
+        return clip_grads(params, max_norm, mesh, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def torch_may_clip(self, *, elementwise: bool) -> bool:
         """Whether torch's own functions for clipping (``elementwise``: by value) see in ``p.grad`` what they

@@ -5,7 +5,8 @@ The norm of norms is the norm.  Gradients whose other pieces lie on the same ran
 rank; these numbers are gathered from those ranks and joined; then the groups are joined.  Where the other
 pieces lie is written on the parameter:
 
-- its ``placement`` names the mesh axes that cut it (a parameter without one is a copy);
+- its ``placement`` names the mesh axes that cut it (a parameter without one is a copy); a ColoParameter
+  brings the mesh of its process group, any other lies on the mesh of the model;
 - torch's ``DTensor`` (FSDP2) brings a device mesh of its own;
 - ``is_tensor_parallel``, the mark of layers in the old style, means all axes but data and pipeline.
 
@@ -41,10 +42,14 @@ class _Where:
     """
 
     axes: Axes = ()
+    mesh: Mesh | None = None  # of the axes
     groups: tuple[dist.ProcessGroup, ...] = ()
     device_type: str | None = (
         None  # what the groups can reach: the parts of an offloaded DTensor wait on the CPU
     )
+
+    def order(self) -> tuple[Axes, list[int]]:
+        return self.axes, [] if self.mesh is None or not self.axes else self.mesh.ranks(*self.axes)
 
 
 @torch.no_grad()
@@ -143,13 +148,13 @@ def _over_model(
     home = _home([part for parts in grads.values() for part in parts], mesh)
     joined = []
     # Every rank must join the same groups in the same order, whatever the order of its parameters.
-    for where, parts in sorted(grads.items(), key=lambda item: item[0].axes):
+    for where, parts in sorted(grads.items(), key=lambda item: item[0].order()):
         numbers = measure(
             [part for part in parts if part.numel()], p
         )  # a rank may hold nothing of a small tensor
-        joined.append(_over_ranks(_join([n.to(home) for n in numbers], p, home), where, mesh, p))
+        joined.append(_over_ranks(_join([n.to(home) for n in numbers], p, home), where, p))
     stages = (PIPELINE_AXIS,) if mesh is not None and PIPELINE_AXIS in mesh.size else ()
-    return _over_ranks(_join(joined, p, home), _Where(stages, tuple(others)), mesh, p)
+    return _over_ranks(_join(joined, p, home), _Where(stages, mesh, tuple(others)), p)
 
 
 def counts_here(param: Tensor) -> bool:
@@ -161,12 +166,19 @@ def counts_here(param: Tensor) -> bool:
 
 
 def _where(param: Any, mesh: Mesh | None) -> _Where:
+    mesh = own_mesh(param) or mesh
     axes = piece_axes(param, mesh)
     if not hasattr(param, "placements"):  # a DTensor; a ColoTensor lies where its placement says
-        return _Where(axes)
+        return _Where(axes, mesh if axes else None)
     dims = [dim for dim, kind in enumerate(param.placements) if not kind.is_replicate()]
     grid = param.device_mesh
-    return _Where(axes, tuple(grid.get_group(dim) for dim in dims), grid.device_type)
+    return _Where(axes, mesh if axes else None, tuple(grid.get_group(dim) for dim in dims), grid.device_type)
+
+
+def own_mesh(param: Any) -> Mesh | None:
+    """The mesh over which a ColoParameter is cut; None for any other, which lies on the mesh of its model."""
+    found = param.process_group.mesh if placement(param).sharded and hasattr(param, "process_group") else None
+    return found if isinstance(found, Mesh) else None
 
 
 def tensor_axes(mesh: Mesh) -> Axes:
@@ -182,8 +194,8 @@ def piece_axes(param: Tensor, mesh: Mesh | None) -> Axes:
         if cut:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} is cut over {', '.join(sorted(cut))}, but no mesh"
-                " says who holds its other pieces; give the optimizer its mesh, or call colossalai.launch"
-                " first"
+                " says who holds its other pieces; call colossalai.launch first, or give the mesh:"
+                " clip_grads(params, max_norm, mesh), OptimizerWrapper(optim, mesh)"
             )
         return ()
     if not marked:
@@ -224,7 +236,7 @@ def _join(numbers: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     )
 
 
-def _over_ranks(number: Tensor, where: _Where, mesh: Mesh | None, p: float) -> Tensor:
+def _over_ranks(number: Tensor, where: _Where, p: float) -> Tensor:
     # gathered and joined by torch: a maximum by the backend may lose a nan
     home = number.device
     if where.device_type not in (None, home.type):
@@ -234,7 +246,7 @@ def _over_ranks(number: Tensor, where: _Where, mesh: Mesh | None, p: float) -> T
             number = torch.linalg.vector_norm(collectives.gather_numbers(number, group), p)
     number = number.to(home)
     for axis in where.axes:
-        assert mesh is not None
-        if mesh.size[axis] > 1:
-            number = torch.linalg.vector_norm(collectives.all_gather(number.view(1), mesh, axis, 0), p)
+        assert where.mesh is not None
+        if where.mesh.size[axis] > 1:
+            number = torch.linalg.vector_norm(collectives.all_gather(number.view(1), where.mesh, axis, 0), p)
     return number

@@ -16,7 +16,7 @@ from colossalai.constants import IS_TENSOR_PARALLEL, TENSOR_PARALLEL_ATTRIBUTES
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, Mesh, full_shape, place, placement
-from colossalai.mesh.gradient_norm import piece_axes, tensor_axes
+from colossalai.mesh.gradient_norm import own_mesh, piece_axes, tensor_axes
 from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
 
 
@@ -118,6 +118,8 @@ def copy_tensor_parallel_attributes(src_tensor: torch.Tensor, dst_tensor: torch.
     if hasattr(src_tensor, "placement"):
         turned = getattr(src_tensor, "transposed", False)
         place(dst_tensor, placement(src_tensor), full_shape(src_tensor), transposed=turned)
+    if own_mesh(src_tensor) is not None:  # a ColoParameter is cut over a mesh of its own
+        dst_tensor.process_group = src_tensor.process_group  # type: ignore[attr-defined]
     for name in (*TENSOR_PARALLEL_ATTRIBUTES, SHARED_GROUP, SHARED_MARK):
         if hasattr(src_tensor, name):
             setattr(dst_tensor, name, getattr(src_tensor, name))

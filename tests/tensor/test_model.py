@@ -331,8 +331,40 @@ def _ddp(rank: int, world_size: int, port: int) -> None:
     assert dist.get_world_size(pg.dp_process_group()) == 2
     for rebuild_bucket in (True, False):
         _check_colo_ddp(pg, rebuild_bucket)
+    _check_missing_gradients(pg)
     with pytest.raises(TypeError, match=r"ColoDDP takes a colossalai.tensor.ProcessGroup .* got str: 'dp'"):
         ColoDDP(build(), "dp")
+
+
+class Checkpointed(nn.Module):
+    """One of two layers, behind a reentrant checkpoint: its backward pass lies inside another."""
+
+    def __init__(self, unused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.unused = unused
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.utils.checkpoint.checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+        return x if self.unused else self.second(x)
+
+
+def _check_missing_gradients(pg: ProcessGroup) -> None:
+    """A backward pass without some gradients is refused, whoever calls it, before a step uses the others."""
+    x = torch.full((2, 4), 1.0 + pg.dp_local_rank())
+    for backward in (lambda model, loss: loss.backward(), lambda model, loss: model.backward(loss)):
+        wrapped = ColoDDP(Checkpointed(unused=True), pg)
+        with pytest.raises(RuntimeError, match=r"2 parameters have got no gradient .*second.weight.*rebuild"):
+            backward(wrapped, wrapped(x.clone()).sum())
+    wrapped = ColoDDP(Checkpointed(unused=False), pg)
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(x.clone()).sum().backward()
+        both = [torch.empty(4, 4) for _ in range(2)]
+        dist.all_gather(both, wrapped.module.first.weight.grad, group=pg.dp_process_group())
+        assert torch.equal(*both)
+    assert type(wrapped.module) is Checkpointed
 
 
 def _check_colo_ddp(pg: ProcessGroup, rebuild_bucket: bool) -> None:

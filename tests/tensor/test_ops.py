@@ -93,6 +93,11 @@ CASES: list[tuple[str, Callable[..., Any], list[Arg], int | None]] = [
     ("choose from the cut", lambda x: x[:, 2:5], [((3, 8), 1)], None),
     ("choose with a tensor", lambda x: x[torch.tensor([0, 2])], [((3, 8), 1)], None),
     ("new dim", lambda x: x[None, :, None], [((3, 8), 1)], 3),
+    # of each row by itself
+    ("softmax of rows", lambda x: F.softmax(x, 1), [((4, 8), 0)], 0),
+    ("softmax of rows, float64", lambda x: x.softmax(dim=-1, dtype=torch.float64), [((4, 8), 0)], 0),
+    ("log_softmax of columns", lambda x: torch.log_softmax(x, dim=0), [((3, 8), 1)], 1),
+    ("log_softmax over the cut", lambda x: F.log_softmax(x, dim=1), [((3, 8), 1)], None),
     # everything else is computed on wholes
     ("softmax", lambda x: x.softmax(-1), [((3, 8), 1)], None),
     ("cumsum", lambda x: torch.cumsum(x, 0), [((4, 3), 0)], None),

@@ -18,15 +18,17 @@ WRAPPED = "_colo_in_ddp"  # the attribute of a parameter whose gradients a ColoD
 class ColoDDP(TorchDDPModel):
     """A model whose gradients are averaged over the data-parallel ranks of ``process_group``.
 
-    It is torch's ``DistributedDataParallel`` with the names of the user's module.  ``model.backward(loss)``
-    and ``loss.backward()`` are the same; any optimizer of the parameters steps with the averages.
+    It is torch's ``DistributedDataParallel`` with the names of the user's module, which is ``model.module``.
+    ``model.backward(loss)`` and ``loss.backward()`` are the same; any optimizer of the parameters steps with
+    the averages.
 
     Args:
         process_group: its dp ranks are replicas, which start with the weights of the first of them; its tp
             ranks may cut ColoParameters between them.  A group of torch is taken as the replicas.
         bucket_cap_mb: gradients are averaged in buckets of this size, while the backward pass goes on.
         rebuild_bucket: order the buckets anew after the first step, in the order in which gradients come.
-            Then every parameter must get a gradient in each step; with False, some may get none.
+            Then every parameter must get a gradient in each backward pass, which is refused otherwise; with
+            False, some may get none.
     """
 
     def __init__(
@@ -43,9 +45,12 @@ class ColoDDP(TorchDDPModel):
                 "ColoDDP takes a colossalai.tensor.ProcessGroup as process_group, got"
                 f" {type(process_group).__name__}: {process_group!r}"
             )
-        self._may_miss = not rebuild_bucket
         super().__init__(
-            module, process_group, bucket_cap_mb=bucket_cap_mb, find_unused_parameters=not rebuild_bucket
+            module,
+            process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=not rebuild_bucket,
+            refuse=_refuse,
         )
         for param in module.parameters():
             setattr(param, WRAPPED, True)
@@ -70,13 +75,20 @@ class ColoDDP(TorchDDPModel):
                 )
             setattr(param, DDP_IGNORED, True)
 
+    @property
+    def module(self) -> nn.Module:  # type: ignore[override]
+        """The user's module, as scripts of old expect; DDP lies between."""
+        return self.unwrap()
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of ``loss``."""
         loss.backward(*args, **kwargs)
-        if not self._may_miss and self.watch is not None and (missing := self.watch.missing()):
-            raise RuntimeError(
-                f"{len(missing)} parameters have got no gradient in the backward pass"
-                f" ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)}), and ColoDDP averages when it has"
-                " all; pass rebuild_bucket=False, freeze them, or name them in set_params_to_ignore, before"
-                " the model is wrapped"
-            )
+
+
+def _refuse(missing: list[str]) -> None:
+    raise RuntimeError(
+        f"{len(missing)} parameters have got no gradient in the backward pass"
+        f" ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)}), and ColoDDP averages when it has all;"
+        " pass rebuild_bucket=False, freeze them, or name them in set_params_to_ignore, before the model is"
+        " wrapped"
+    )

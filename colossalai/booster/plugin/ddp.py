@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,7 +38,11 @@ class TorchDDPModel(ModelWrapper):
     keeps_parameters = True
 
     def __init__(
-        self, module: nn.Module, process_group: dist.ProcessGroup | None = None, **options: Any
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        refuse: Callable[[list[str]], None] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(module)
         self.watch: GradientWatch | None = None  # of several replicas
@@ -61,16 +65,23 @@ class TorchDDPModel(ModelWrapper):
                 process_group or everyone,
                 ddp=ddp,
                 broadcast_buffers=options.get(BUFFERS, True),
+                refuse=refuse,
             )
 
+    @property
+    def _called(self) -> nn.Module:
+        """The module that is called: DDP, or the user's where there is nothing to average."""
+        return cast(nn.Module, self._modules["module"])  # ``self.module`` may be another, see ColoDDP
+
     def unwrap(self) -> nn.Module:
-        inner = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
-        return user_module(inner)
+        inner = self._called
+        return user_module(inner.module if isinstance(inner, DistributedDataParallel) else inner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._in_pipeline and isinstance(self.module, DistributedDataParallel):
-            return self.module.module(*args, **kwargs)
-        return super().forward(*args, **kwargs)
+        inner = self._called
+        if self._in_pipeline and isinstance(inner, DistributedDataParallel):
+            inner = inner.module
+        return inner(*args, **kwargs)
 
     @contextmanager
     def in_pipeline(self) -> Iterator[None]:
@@ -91,8 +102,8 @@ class TorchDDPModel(ModelWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        watch = self.watch
-        with self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext():
+        watch, inner = self.watch, self._called
+        with inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext():
             if watch is not None:
                 watch.no_sync_depth += 1
             try:

@@ -51,6 +51,8 @@ class GradientWatch:
         group: the replicas.
         ddp: averages the gradients of those that are not frozen now.
         broadcast_buffers: together with averaged gradients, buffers are those of the first replica.
+        refuse: is called at the end of a backward pass that leaves DDP waiting, with the names of the
+            parameters that it waits for, to raise; by default the optimizer refuses the step.
         quiet: that gradients are averaged after the backward pass is nothing to speak of.
     """
 
@@ -62,9 +64,10 @@ class GradientWatch:
         *,
         ddp: DistributedDataParallel | None = None,
         broadcast_buffers: bool = False,
+        refuse: Callable[[list[str]], None] | None = None,
         quiet: bool = False,
     ) -> None:
-        self._group = group
+        self._group, self._refuse = group, refuse
         self._model, self._ddp = weakref.ref(model), weakref.ref(ddp) if ddp is not None else None
         self._broadcast_buffers = broadcast_buffers
         self._expected = Expected.NOTHING
@@ -147,9 +150,12 @@ class GradientWatch:
         """DDP has called the model, with gradients to come."""
         if sync:
             self._expected, self._covered, self._begun_by = Expected.AVERAGED, set(), -1
-            if static_graph:  # its backward pass may contain others, of reentrant checkpoints
-                roots = [tensor for tensor in tensors(output) if tensor.grad_fn is not None]
+            # its backward pass may contain others, of reentrant checkpoints
+            roots = [tensor for tensor in tensors(output) if tensor.grad_fn is not None]
+            if static_graph:
                 before_backward(roots, partial(_begins, weakref.ref(self)))
+            if self._refuse is not None:
+                before_backward(roots, partial(_has_all_at_end, weakref.ref(self)))
         elif self._expected is not Expected.AVERAGED:  # which no_sync does not revoke
             self._expected = Expected.LOCAL
 
@@ -225,6 +231,11 @@ class GradientWatch:
         left = (self._params[i]() for i in sorted(self._by_ddp - self._covered))
         return [names.get(id(p), "one that is not in the model any more") for p in left]
 
+    def refuse_missing(self) -> None:
+        """The backward pass of an output of DDP has ended, with all passes inside of it."""
+        if self._refuse is not None and (missing := self.missing()):
+            self._refuse(missing)
+
     def _average(self) -> None:
         late = torch.zeros(len(self._params), dtype=torch.uint8)
         late[sorted(self._late | self._local)] = 1
@@ -297,6 +308,15 @@ def used_up(p: Tensor) -> RuntimeError:
 def _begins(watch: weakref.ref[GradientWatch], grad: Tensor) -> None:
     if (alive := watch()) is not None:
         alive.begins()
+
+
+def _has_all_at_end(watch: weakref.ref[GradientWatch], grad: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_check_missing, watch))
+
+
+def _check_missing(watch: weakref.ref[GradientWatch]) -> None:
+    if (alive := watch()) is not None:
+        alive.refuse_missing()
 
 
 def _ends(watch: weakref.ref[GradientWatch], task: int) -> None:

@@ -1,8 +1,10 @@
-"""Operations on ColoTensors that need a sum over the ranks with the other pieces: losses and norms."""
+"""Operations on ColoTensors that need a sum along a dim, also over the ranks with the other pieces: losses,
+norms, softmax.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from colossalai.mesh.row_loss import Classes, row_losses
 from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes, whole_result, wrap
 from colossalai.tensor.op_wrapper import colo_op_impl
 from colossalai.tensor.ops.embedding import outside
-from colossalai.tensor.pieces import as_piece
+from colossalai.tensor.pieces import as_piece, plain_torch
 from colossalai.tensor.process_group import TP
 
 _cross_entropy = torch.nn.functional.cross_entropy
@@ -69,3 +71,24 @@ def _(
     # I -> R: every rank applies the parameters to its own rows
     weight, bias = (None if p is None else spread(as_piece(as_whole(p)), TP, pg.mesh) for p in (weight, bias))
     return wrap(_normalize(as_piece(input), normalized_shape, weight, bias, eps), pg, input.placement)
+
+
+def _along_one_dim(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func(input, dim, ...)`` of each row along ``dim`` by itself: where another dim is cut, on the
+    pieces.
+    """
+
+    def implementation(input: Any, *args: Any, **kwargs: Any) -> Any:
+        along, cut = args[0] if args else kwargs.get("dim"), cut_dim(input)
+        if cut is None or not isinstance(along, int) or along % input.ndim == cut or "out" in kwargs:
+            return on_wholes(func, (input, *args), kwargs)
+        with plain_torch():
+            result = func(as_piece(input), *args, **kwargs)
+        return wrap(result, input.process_group, input.placement)
+
+    return implementation
+
+
+for _owner in (torch, torch.Tensor, torch.nn.functional):
+    for _name in ("softmax", "log_softmax"):
+        colo_op_impl(getattr(_owner, _name))(_along_one_dim(getattr(_owner, _name)))

@@ -107,6 +107,7 @@ class ChunkManager:
         if disk_dir is not None:
             self.add_disk(disk_dir, disk_capacity)
         self.chunks: list[Chunk] = []
+        self._model: str | None = None  # the class of the model in the chunks
         self._open: dict[Any, Chunk] = {}
         self._by_hand: dict[
             nn.Parameter, Tensor
@@ -152,6 +153,19 @@ class ChunkManager:
         return self.host.free - sum(buffers.missing_bytes for buffers in self.passing)
 
     # Registration
+
+    def take(self, model: nn.Module) -> None:
+        """Serve ``model``; a second one is refused, as names, gradients and homes of chunks are those of one
+        model.
+        """
+        name = type(model).__name__
+        if self._model is not None:
+            raise ValueError(
+                f"this ChunkManager holds the chunks of a {self._model} already, and cannot hold those of a"
+                f" {name} too; make a ChunkManager and a GeminiManager for each model, or put both models"
+                " into one module"
+            )
+        self._model = name
 
     def share_with(self, mesh: Mesh | None) -> None:
         """Let the data-parallel ranks of ``mesh`` share the chunks, unless the ranks were named."""

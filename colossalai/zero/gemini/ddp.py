@@ -125,6 +125,7 @@ class ZeroDDP(ModelWrapper):
         self.dtype, self.mesh = dtype, mesh if mesh is not None else model_mesh(module)
         self.force_outputs_fp32 = force_outputs_fp32
         self.scatter_after_inference = scatter_after_inference
+        self.chunk_manager.take(self.unwrap())
         self.chunk_manager.share_with(self.mesh)
         gemini_manager.strict = strict_ddp_mode or self.chunk_manager.keep_gathered
         if not pin_memory:

@@ -23,6 +23,7 @@ from colossalai.interface import OptimizerWrapper
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, own_grad
 from colossalai.mesh.deferred import fill_deferred, states_of
+from colossalai.tensor.colo_tensor import cut_dim
 from colossalai.utils import is_ddp_ignored
 from colossalai.utils.parallel import data_parallel_group
 from colossalai.zero.low_level.bucket import BucketOptions, make_buckets
@@ -276,6 +277,11 @@ def _check(optimizer: Any, size: Any, *dtypes: torch.dtype | None) -> None:
             raise ValueError(
                 f"{who} needs parameters of a plain model, but one of shape {tuple(p.shape)} {what}; give it"
                 " the parameters of a model with values, before any other plan"
+            )
+        if cut_dim(p) is not None:
+            raise ValueError(
+                f"{who} divides whole parameters between the replicas, but one of shape {tuple(p.shape)} is a"
+                " ColoParameter that is cut; use GeminiPlugin (or ZeroDDP), ColoDDP or TorchDDPPlugin"
             )
         if hasattr(p, "to_local") or is_ddp_ignored(p):
             what = (

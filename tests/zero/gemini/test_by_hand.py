@@ -179,6 +179,16 @@ def check_static(rank: int, world_size: int, tp: int) -> None:
     GeminiDDP(static, "cpu", dtype=torch.float32)  # it is a model like any other
 
 
+def check_one_model(world_size: int) -> None:
+    """Names and gradients of chunks are those of one model, so a second one is refused."""
+    chunks = ChunkManager({world_size: {"chunk_size": 512, "keep_gathered": False}})
+    ZeroDDP(nn.Linear(4, 4), GeminiManager("cpu", chunks))
+    with pytest.raises(
+        ValueError, match=r"holds the chunks of a Linear already.* a ChunkManager .* for each"
+    ):
+        ZeroDDP(pair(), GeminiManager("cpu", chunks))
+
+
 def _on_two_ranks(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
     check_chunks(rank, world_size)
@@ -186,6 +196,7 @@ def _on_two_ranks(rank: int, world_size: int, port: int) -> None:
     check_static(rank, world_size, tp=1)
     check_static(rank, world_size, tp=2)
     check_chain(rank, world_size)
+    check_one_model(world_size)
 
 
 def test_by_hand() -> None:
