@@ -10,6 +10,7 @@ from torch import nn
 
 from colossalai.lazy.stored_weights import reading_later
 from colossalai.mesh.deferred import LARGE, Deferred, materialize
+from colossalai.mesh.unfilled import Unfilled
 
 
 class LazyInitContext:
@@ -17,9 +18,8 @@ class LazyInitContext:
 
     The weights are those that the same lines give without it, bit for bit, from the same seed; so are
     buffers, what a script does to the model before it is boosted, and weights that ``from_pretrained`` reads
-    from files.  Each rank computes what its plan needs
-    of the model, one weight after the other: never is there memory for more than its own pieces and the
-    tensors that one weight is made from.
+    from files.  Each rank computes what its plan needs of the model, one weight after the other: never is
+    there memory for more than its own pieces and the tensors that one weight is made from.
 
     Args:
         default_device: where the tensors will lie, by default torch's default device.
@@ -55,6 +55,19 @@ class LazyInitContext:
         stack.__exit__(*details)
 
     @staticmethod
-    def materialize(module: nn.Module) -> nn.Module:
-        """Give all of ``module`` memory and values in this process, in place, for use without ``boost``."""
-        return materialize(module)
+    def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
+        """Give all of ``module`` memory and values in this process, in place, for use without ``boost``.
+
+        ``verbose`` prints how many tensors got theirs.
+        """
+        lazy = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t, Unfilled)]
+        materialize(module)
+        missing = [name for name, p in module.named_parameters() if p.is_meta]
+        if missing:
+            raise RuntimeError(
+                f"{len(missing)} parameters have no memory, and no LazyInitContext knows their values:"
+                f" {', '.join(missing[:6])}; build them inside the context, not on the meta device"
+            )
+        if verbose:
+            print(f"{len(lazy)} tensors, {sum(t.numel() for t in lazy)} elements are materialized")
+        return module

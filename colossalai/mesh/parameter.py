@@ -130,7 +130,7 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
             (*_address(p), not _is_dense(p), p.numel() * p.element_size(), name)
             for name, p in named
             if p.layout is torch.strided and not hasattr(p, "to_local")
-            if p.numel() and (isinstance(p, Unfilled) or has_values(p))
+            if p.numel() and (isinstance(p, Unfilled) or (not p.is_meta and has_values(p)))
         )
     where, end, before = "", 0, ""  # until where the last dense one goes, and its name
     for device, start, scattered, size, name in spans:

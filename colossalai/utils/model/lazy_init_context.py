@@ -1,5 +1,5 @@
 """The older documented place of ``LazyInitContext``."""
 
-from colossalai.utils.model.experimental import LazyInitContext
+from colossalai.lazy import LazyInitContext
 
 __all__ = ["LazyInitContext"]
