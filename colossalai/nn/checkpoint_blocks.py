@@ -49,13 +49,13 @@ def checkpoint_blocks(model: M, mode: Mode = "selective", blocks: Sequence[str] 
         )
     _refuse_others(model, found)
     for block in found:
-        if not isinstance(block, Recomputed):
-            wrap_forward(block, Recomputed)
+        if not isinstance(block, RecomputedBlock):
+            wrap_forward(block, RecomputedBlock)
         block.recompute = mode  # type: ignore[assignment]
     return model
 
 
-class Recomputed(ForwardWrapper):
+class RecomputedBlock(ForwardWrapper):
     """A block that computes again in the backward pass what its forward pass does not keep."""
 
     training: bool

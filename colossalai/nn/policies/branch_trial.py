@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colossalai.nn.policies.branches import BATCH, LENGTH, Branch, Call
+from colossalai.nn.policies.branches import BATCH, LENGTH, Call, LinearBranch
 from colossalai.nn.policies.meta_inputs import detach_from_script, looking_at
 from colossalai.nn.policies.rules import is_product, sizes_of
 
@@ -82,7 +82,7 @@ class Played(nn.Module):
 class BranchTrial:
     """The code of one branch, with what its linear layers were given and gave in the whole run."""
 
-    def __init__(self, model: nn.Module, branch: Branch, call: Call, parts: int) -> None:
+    def __init__(self, model: nn.Module, branch: LinearBranch, call: Call, parts: int) -> None:
         self.branch, self.parts = branch, parts
         self.home = self._copy(model.get_submodule(branch.home))
         with torch.random.fork_rng(devices=[]):
@@ -389,7 +389,7 @@ def _same(own: Tensor, whole: Tensor) -> bool:
     return torch.allclose(own, whole, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-def try_branch(model: nn.Module, branch: Branch, call: Call, parts: int) -> BranchTrial | None:
+def try_branch(model: nn.Module, branch: LinearBranch, call: Call, parts: int) -> BranchTrial | None:
     """The trial of ``branch``; None if its code cannot be run alone."""
     with looking_at(model.get_submodule(branch.home), "cpu"):
         try:

@@ -27,7 +27,7 @@ BATCH, LENGTH = 3, 7  # primes that numbers of heads are seldom multiples of
 
 
 @dataclass(frozen=True)
-class Branch:
+class LinearBranch:
     """Linear layers by their paths: ``openers`` take the stream, ``closers`` what was made of their outputs.
 
     ``home`` is the smallest module that holds all of them.
@@ -50,7 +50,7 @@ class Call:
 class BranchedModel:
     """What one forward pass has told about a model."""
 
-    branches: list[Branch]
+    branches: list[LinearBranch]
     calls: dict[str, Call]
     """The first call of each module, by its path."""
     inputs: MetaInputs | None
@@ -161,7 +161,7 @@ class Reach(Flow):
         return made[-1] > x.shape[-1] or (made[-1] == x.shape[-1] and len(made) < x.ndim)
 
 
-def _pair(edges: dict[str, frozenset[str]]) -> list[Branch]:
+def _pair(edges: dict[str, frozenset[str]]) -> list[LinearBranch]:
     """Branches of the layers, from the last to the first: a layer that opens one does not close another."""
     opens: set[str] = set()
     found: dict[tuple[str, ...], list[str]] = {}
@@ -174,7 +174,7 @@ def _pair(edges: dict[str, frozenset[str]]) -> list[Branch]:
             found.setdefault(openers, []).append(closer)
     closing = {path for closers in found.values() for path in closers}
     branches = [
-        Branch(_common([*openers, *closers]), openers, tuple(closers))
+        LinearBranch(_common([*openers, *closers]), openers, tuple(closers))
         for openers, closers in found.items()
         if not closing & set(openers)
     ]
@@ -204,7 +204,7 @@ def _common(paths: list[str]) -> str:
     return ".".join(shared)
 
 
-def _disjoint(branches: list[Branch]) -> list[Branch]:
+def _disjoint(branches: list[LinearBranch]) -> list[LinearBranch]:
     """Those that share no opener with another one: what two branches need is left whole."""
     users: dict[str, int] = {}
     for branch in branches:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from colossalai.nn.policies.branch_trial import Way, try_branch
-from colossalai.nn.policies.branches import Branch, BranchedModel, find_branches
+from colossalai.nn.policies.branches import BranchedModel, LinearBranch, find_branches
 from colossalai.nn.policies.policy import Policy
 from colossalai.nn.policies.rules import (
     Attributes,
@@ -40,7 +40,7 @@ CUT, GATHERED, WHOLE = "cut", "gathered", "whole"
 class PlannedBranch:
     """A branch with what is done with it."""
 
-    branch: Branch
+    branch: LinearBranch
     kind: str
     """The same for the like branches of all blocks."""
     state: str
@@ -55,7 +55,7 @@ class PlannedBranch:
             yield from _rules(self.branch, self.way)
 
 
-def _rules(branch: Branch, way: Way) -> Iterator[tuple[str, Rule]]:
+def _rules(branch: LinearBranch, way: Way) -> Iterator[tuple[str, Rule]]:
     yield from ((path, Cut("expand", fused)) for path, fused in way.fused.items())
     yield from ((path, Repeated(way.groups)) for path in way.repeated)
     yield from ((path, Cut("expand", divided=first)) for path, first in way.divided.items())
@@ -153,10 +153,10 @@ def _plan(model: nn.Module, found: BranchedModel, context: CutContext) -> Iterat
 class _RelativeWay:
     """A way that fitted one branch, to be tried with another one of its kind."""
 
-    branch: Branch
+    branch: LinearBranch
     way: Way
 
-    def at(self, other: Branch) -> Way:
+    def at(self, other: LinearBranch) -> Way:
         def moved(path: str) -> str:
             return other.home + path[len(self.branch.home) :]
 
@@ -171,14 +171,14 @@ class _RelativeWay:
         )
 
 
-def _kind(branch: Branch) -> str:
+def _kind(branch: LinearBranch) -> str:
     """The home of a branch with its layers, where numbers of blocks are left out."""
     start = len(branch.home) + 1
     openers, closers = (",".join(p[start:] for p in paths) for paths in (branch.openers, branch.closers))
     return f"{_in_blocks(branch.home)}: {openers} -> {closers}"
 
 
-def _gathered(model: nn.Module, branch: Branch, kind: str, parts: int, why: str) -> PlannedBranch:
+def _gathered(model: nn.Module, branch: LinearBranch, kind: str, parts: int, why: str) -> PlannedBranch:
     divides = all(sizes_of(model.get_submodule(p))[1] % parts == 0 for p in branch.openers) and all(
         sizes_of(model.get_submodule(p))[0] % parts == 0 for p in branch.closers
     )
