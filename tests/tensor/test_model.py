@@ -351,7 +351,7 @@ class Checkpointed(nn.Module):
 
 
 def _check_missing_gradients(pg: ProcessGroup) -> None:
-    """A backward pass without some gradients is refused, whoever calls it, before a step uses the others."""
+    """A backward pass without some gradients is refused by both calls, before a step uses the others."""
     x = torch.full((2, 4), 1.0 + pg.dp_local_rank())
     for backward in (lambda model, loss: loss.backward(), lambda model, loss: model.backward(loss)):
         wrapped = ColoDDP(Checkpointed(unused=True), pg)

@@ -88,6 +88,8 @@ def parallelize(
     cut_attentions = _complete(model, matches, context, inputs)
     compares = isinstance(policy, DerivedPolicy) if verify is None else verify
     verification = Verification(model) if compares else None
+    if verification is not None and not verification.possible:
+        _say_unverified(model, verify)
     with resumed(model):  # where the model has no memory yet, neither has its piece
         _replace(model, matches, context)
         _retie(model, context)
@@ -100,6 +102,19 @@ def parallelize(
     if verification is not None:
         verification.compare(model)
     return model
+
+
+def _say_unverified(model: nn.Module, verify: bool | None) -> None:
+    """Refuse ``verify=True`` for a model that cannot be run whole, and warn where it was not asked for."""
+    words = (
+        f"parallelize({type(model).__name__}) cannot compare the cut model with the whole one: its weights"
+        " have no values yet (meta device, LazyInitContext), or no arguments are known that its forward takes"
+    )
+    if verify:
+        raise ValueError(f"{words}; leave verify=True out, or build the model with its weights")
+    get_dist_logger().warning(
+        f"{words}; its plan was derived, so compare its loss with the serial one", ranks=[0]
+    )
 
 
 def _mode_and_mesh(mode: str | None, mesh: Mesh | None) -> tuple[TensorParallel, Mesh | None]:

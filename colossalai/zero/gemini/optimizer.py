@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -107,16 +108,10 @@ class GeminiOptimizer(ShardedOptimizer):
         scaler = LossScaleOptions.of(locals()).scaler(verbose) if in_fp16 else None
         check_params(optim, module)
         share = share_on_disk(optim, module)
-        # a step that may be clipped or skipped: without memory for a way back, updates wait for it
-        may_be_rejected = scaler is not None or clipping_norm > 0
-        is_automatic = update_in_backward is None
-        if update_in_backward is None:
-            update_in_backward = undo_ratio > 0 and _why_not_speculative(optim, module) is None
-        self.update_in_backward = update_in_backward and not (may_be_rejected and undo_ratio == 0)
-        is_speculative = self.update_in_backward and (may_be_rejected or is_automatic)
-        if is_speculative and (why_not := _why_not_speculative(optim, module)) is not None:
-            why = "a loss scale" if scaler is not None else "clipping"
-            raise ValueError(f"update_in_backward=True with {why} {why_not}, or leave update_in_backward out")
+        # why a step may be clipped or skipped, so that its updates may have to be rolled back
+        rejects = "a loss scale" if scaler is not None else "clipping" if clipping_norm > 0 else None
+        early = _early_updates(optim, module, update_in_backward, undo_ratio, rejects)
+        self.update_in_backward = early is not EarlyUpdates.NONE
         self._places = make_pieces(optim, module)
         super().__init__(
             optim,
@@ -131,7 +126,9 @@ class GeminiOptimizer(ShardedOptimizer):
         self._numbers = {piece: number for number, piece in self._numbered.items()}
         self._build_parts(share, gpu_margin_mem_ratio)
         self._speculative = (
-            SpeculativeUpdates(self._updates, undo_ratio, heeds_host=is_automatic) if is_speculative else None
+            SpeculativeUpdates(self._updates, undo_ratio, heeds_host=update_in_backward is None)
+            if early is EarlyUpdates.SPECULATIVE
+            else None
         )
         self._by_hand = False  # the script has looked at the gradients of this step
         self._expects_acceptance = True  # that the next step will neither be clipped nor overflow
@@ -516,6 +513,34 @@ class GeminiAdamOptimizer(GeminiOptimizer):
 
 
 _OWN = [name for name in inspect.signature(GeminiOptimizer).parameters if name not in ("optim", "module")]
+
+
+class EarlyUpdates(Enum):
+    """How chunks are updated in the backward pass."""
+
+    NONE = "all updates wait for the step"
+    FINAL = "updates stand, as the script has promised that nothing comes between them and the step"
+    SPECULATIVE = "the step accepts updates, or rolls them back"
+
+
+def _early_updates(
+    optim: Optimizer, module: ZeroDDP, asked: bool | None, undo_ratio: float, rejects: str | None
+) -> EarlyUpdates:
+    """Choose how chunks are updated in the backward pass, from ``update_in_backward`` as ``asked``.
+
+    ``rejects`` names what may reject the updates of a step, if anything does.
+    """
+    is_off = asked is not None and not asked
+    if is_off or (undo_ratio == 0 and (asked is None or rejects is not None)):
+        return EarlyUpdates.NONE
+    if asked and rejects is None:
+        return EarlyUpdates.FINAL
+    why_not = _why_not_speculative(optim, module)
+    if why_not is None:
+        return EarlyUpdates.SPECULATIVE
+    if asked is None:
+        return EarlyUpdates.NONE
+    raise ValueError(f"update_in_backward=True with {rejects} {why_not}, or leave update_in_backward out")
 
 
 def _why_not_speculative(optim: Optimizer, module: ZeroDDP) -> str | None:

@@ -61,6 +61,13 @@ def test_sizes_that_do_not_divide_leave_the_model_whole() -> None:
     assert type(model) is transformers.BertForMaskedLM
 
 
+def test_a_comparison_that_cannot_be_made_is_not_left_out_silently() -> None:
+    model = _meta("gpt2")
+    with pytest.raises(ValueError, match=r"cannot compare the cut model .* leave verify=True out"):
+        _cut(model, verify=True)
+    _cut(model)  # refused before anything was cut
+
+
 def test_unknown_architectures() -> None:
     with pytest.raises(
         ValueError, match=r"no policy for Linear \(model_type None\).*pass policy=.*gpt2, bert, opt"
