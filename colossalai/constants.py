@@ -18,6 +18,8 @@ INITIALIZER_MAPPING: dict[str, str] = {
     "2.5d": "Initializer_2p5D",
     "3d": "Initializer_3D",
     "sequence": "Initializer_Sequence",
+    "moe": "Initializer_Moe",
+    "embedding": "Initializer_Embedding",
 }
 
 # Attributes of a parameter that a tensor-parallel layer holds only in part.

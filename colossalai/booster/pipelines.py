@@ -16,7 +16,6 @@ from colossalai.interface import OptimizerWrapper, below_compile
 from colossalai.interface.attached import attach, attached
 from colossalai.interface.batch import next_batch, split_batch
 from colossalai.interface.nest import to_device
-from colossalai.mesh import DATA_AXIS
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import Pipeline
 from colossalai.pipeline.tied import synchronized_gradients
@@ -44,10 +43,10 @@ class Pipelines:
             batch if device is None else to_device(batch, device), None, criterion is not None, "Booster"
         )
         replica = below_compile(model)
-        averages = optimizer is not None and not optimizer.averages_gradients and gpc.data_parallel_size > 1
-        replicas = gpc.mesh.group(DATA_AXIS) if averages else None
+        averages = optimizer is not None and not optimizer.averages_gradients
+        rows = gpc.mesh if averages else None
         with (
-            nullcontext() if optimizer is None else synchronized_gradients(model.parameters(), replicas),
+            nullcontext() if optimizer is None else synchronized_gradients(model.parameters(), rows),
             replica.in_pipeline() if isinstance(replica, TorchDDPModel) else nullcontext(),
         ):
             outputs, loss = pipeline.step(

@@ -12,28 +12,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchFSDPPlugin
 from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
-from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper, user_module
 from colossalai.interface.foreign_parameters import strangers
-from colossalai.mesh import DATA_AXIS, placement
+from colossalai.mesh import DATA_AXES, PIPELINE_AXIS, placement
+from colossalai.mesh.gradient_norm import tensor_axes
 from colossalai.mesh.parameter import overlapping
-from colossalai.nn.policies.stage import wrapped_elsewhere
+from colossalai.nn.policies.stage import adapted_too_late, wrapped_elsewhere
 from colossalai.pipeline.chunks import count_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import split_problem
 from colossalai.pipeline.schedule import make_timetable
 from colossalai.tensor import ColoTensor
 from colossalai.tensor.colo_tensor import cut_dim
-from colossalai.utils import is_using_pp
-from colossalai.utils.parallel import first_problem, is_ddp_ignored, launched_mesh
+from colossalai.utils import is_using_pp, is_using_sequence
+from colossalai.utils.parallel import (
+    cut_over_rows,
+    first_problem,
+    is_ddp_ignored,
+    launched_mesh,
+    row_mode,
+)
 from colossalai.zero.pieces import is_elementwise, or_say_so, whole_parameters_problem
 from colossalai.zero.renormalizing import renormalizing, renormalizing_on
 
@@ -84,7 +89,7 @@ class Plan:
     updates_early: bool = False
     """Whether it updates weights for good in the backward pass."""
     ranks: frozenset[int] | None = None
-    """Those it divides and averages over; None for the data-parallel ranks of the launched job."""
+    """Those it divides and averages over; None for those of the launched job with the same weights."""
 
     @classmethod
     def of(cls, plugin: Plugin) -> Plan:
@@ -92,7 +97,7 @@ class Plan:
             return cls(kind=type(plugin))
         early = isinstance(plugin, GeminiPlugin) and plugin.updates_early
         ranks = frozenset(plugin.divided_over())
-        return cls(kind=type(plugin), replicas=plugin.world_size, updates_early=early, ranks=ranks)
+        return cls(kind=type(plugin), replicas=len(ranks), updates_early=early, ranks=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +127,16 @@ def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> Non
 
 
 def shares_models() -> bool:
-    """Whether several ranks of the launched job hold one model together; without a plugin, each rank is a job
-    of its own if not.
+    """Whether several ranks of the launched job train one model together, also on one sequence; without a
+    plugin, each rank is a job of its own if not.
     """
     mesh = launched_mesh()
-    return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA_AXIS)
+    return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis not in DATA_AXES)
+
+
+def _holds_a_part() -> bool:
+    mesh = launched_mesh()
+    return mesh is not None and any(mesh.size[axis] > 1 for axis in (PIPELINE_AXIS, *tensor_axes(mesh)))
 
 
 def problem_of(wanted: Wanted) -> str | None:
@@ -227,17 +237,45 @@ def _whole_parameters(wanted: Wanted) -> str | None:
     return whole_parameters_problem(raw, plan.replicas)
 
 
-def _cut_already(wanted: Wanted) -> str | None:
+def _cut_by_specs(wanted: Wanted) -> str | None:
     plan = wanted.plan
     if plan is None or not issubclass(plan.kind, TorchFSDPPlugin):
         return None
     named = user_module(wanted.model).named_parameters()
-    cut = next((name for name, p in named if placement(p).sharded), None)
+    cut = next((name for name, p in named if cut_dim(p) is not None), None)
     if cut is None:
         return None
     return (
-        f"TorchFSDPPlugin cuts whole parameters, but {cut} is cut already, by tensor parallelism; use"
-        " TorchDDPPlugin"
+        f"TorchFSDPPlugin cannot divide {cut}, a ColoParameter that is cut already: FSDP2 computes with plain"
+        " tensors; cut the model by colossalai.nn.parallelize, or use TorchDDPPlugin"
+    )
+
+
+def _cut_over_rows(wanted: Wanted) -> str | None:
+    """Plugins average all parameters over one group of ranks; those of an expert would need another."""
+    plan = wanted.plan
+    if plan is None or not issubclass(plan.kind, DPPluginBase):
+        return None
+    if (cut := cut_over_rows(user_module(wanted.model))) is None:
+        return None
+    return (
+        f"{plan.kind.__name__} averages all parameters over the ranks {sorted(plan.ranks or ())}, but {cut}"
+        " is cut over some of them, whose pieces would be mixed; average it by a gradient handler"
+        " (gradient_handler=[dict(type='DataParallelGradientHandler')]), which asks each parameter"
+    )
+
+
+def _unaveraged(wanted: Wanted) -> str | None:
+    """Every rank of one sequence has the gradients of its own tokens."""
+    if wanted.plan is not None or wanted.optimizer is None or not is_using_sequence():
+        return None
+    handlers = gpc.config.get("gradient_handler") or gpc.config.get("gradient_handlers")
+    if wanted.averaged_over or handlers or is_using_pp():
+        return None
+    return (
+        "the launched plan cuts sequences, so each rank has the gradients of its own tokens, and without a"
+        " plugin nothing would average them; pass plugin=TorchDDPPlugin() or another to Booster, or name a"
+        " gradient_handler in the config of colossalai.initialize"
     )
 
 
@@ -278,6 +316,8 @@ def _overlapping(wanted: Wanted) -> str | None:
 
 
 def _wrapped_elsewhere(wanted: Wanted) -> str | None:
+    if (late := adapted_too_late(wanted.model)) is not None:
+        return late
     path = wrapped_elsewhere(wanted.model)
     if path is None or (
         wanted.plan is None and wanted.pipeline is None
@@ -293,21 +333,32 @@ def _reach(wanted: Wanted) -> str | None:
     if wanted.optimizer is None:
         return None
     kind = None if wanted.plan is None else wanted.plan.kind
-    return reach_problem(wanted.optimizer, kind, shares_models())
+    return reach_problem(wanted.optimizer, kind, _holds_a_part())
 
 
 def _foreign_ranks(wanted: Wanted) -> str | None:
     plan = wanted.plan
-    if plan is None or plan.ranks is None or not is_using_pp():
+    if plan is None or plan.ranks is None or launched_mesh() is None:
         return None
-    own = dist.get_process_group_ranks(gpc.get_group(ParallelMode.DATA))
+    own = gpc.get_ranks_in_group(row_mode())
     if plan.ranks <= set(own):
         return None
+    if is_using_pp():
+        what, whose = "a stage of a pipeline", "this stage"
+    elif (cut := _piece(wanted.model)) is not None:
+        what, whose = f"{cut}, which tensor parallelism has cut,", "this piece"
+    else:
+        return None
     return (
-        f"{plan.kind.__name__} would divide or average a stage of a pipeline over the ranks"
-        f" {sorted(plan.ranks)}, of which only {own} hold this stage; leave out process_group and"
-        " HYBRID_SHARD"
+        f"{plan.kind.__name__} would divide or average {what} over the ranks {sorted(plan.ranks)}, of which"
+        f" only {own} hold {whose}; leave out process_group and HYBRID_SHARD"
     )
+
+
+def _piece(model: nn.Module) -> str | None:
+    """The name of a parameter that is a piece on the mesh of the launched job."""
+    named = user_module(model).named_parameters()
+    return next((name for name, p in named if placement(p).sharded and cut_dim(p) is None), None)
 
 
 def _cannot_divide(plan: Plan, why: str) -> str:
@@ -321,7 +372,9 @@ CHECKS: tuple[Callable[[Wanted], str | None], ...] = (
     _early_updates,
     _strangers,
     _pieces_as_replicas,
-    _cut_already,
+    _cut_by_specs,
+    _cut_over_rows,
+    _unaveraged,
     _nothing_to_train,
     _renormalizing,
     _overlapping,

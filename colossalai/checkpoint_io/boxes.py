@@ -51,6 +51,11 @@ class Box:
             for a, base, n in zip(self.offsets, outer.offsets, self.sizes, strict=True)
         )
 
+    def moved(self, outer: Box, to: Box) -> Box:
+        """This part of ``outer``, after that has moved to where ``to`` begins."""
+        places = zip(self.offsets, outer.offsets, to.offsets, strict=True)
+        return Box(tuple(a - before + after for a, before, after in places), self.sizes)
+
     def without(self, inner: Box) -> Iterator[Box]:
         """The elements that are not in ``inner``, a part of this box, as boxes: at most two for each dim."""
         offsets, ends = list(self.offsets), list(self.ends)

@@ -98,10 +98,7 @@ def pieces_of_holding(
         turned, spot = _turned(part, holding.param), _turned_box(place, holding.param)
         for box, own in _places(holding.param, mesh, name):
             if (common := own.common(spot)) is not None:
-                shift = tuple(
-                    b + c - o for b, c, o in zip(box.offsets, common.offsets, own.offsets, strict=True)
-                )
-                found.append(HeldBox(Box(shift, common.sizes), turned[common.within(spot)]))
+                found.append(HeldBox(common.moved(own, box), turned[common.within(spot)]))
     return found
 
 
@@ -149,8 +146,20 @@ def shared_mark(param: Tensor) -> tuple[int, int] | None:
 
 def _places(like: Tensor, mesh: Mesh | None, name: str) -> Sequence[tuple[Box, Box]]:
     """Return the boxes of the parameter ``like`` here: their places in the serial and in the local tensor."""
-    if is_dtensor(like):
-        return _places_of_dtensor(like)
+    piece = _places_of_piece(like, mesh, name)
+    if not is_dtensor(like):
+        return piece
+    own = _box_of_dtensor(like)
+    here = whole(own.sizes)
+    return [
+        (common.moved(place, box), common.moved(own, here))
+        for box, place in piece
+        if (common := place.common(own)) is not None
+    ]
+
+
+def _places_of_piece(like: Tensor, mesh: Mesh | None, name: str) -> Sequence[tuple[Box, Box]]:
+    """The same, if FSDP had not cut the local tensor."""
     layout = placement(like)
     own = getattr(like, "process_group", None)  # a ColoTensor has a mesh of its own
     mesh = mesh if own is None else own.mesh
@@ -161,7 +170,7 @@ def _places(like: Tensor, mesh: Mesh | None, name: str) -> Sequence[tuple[Box, B
                 " piece of what it"
                 " is; tell with colossalai.mesh.place(parameter, layout, full_shape)"
             )
-        box = whole_of(like)
+        box = whole(serial_shape(like))
         return [(box, box)] if box.numel else []
     if mesh is None:
         raise ValueError(f"{name} is cut as {layout}, but no mesh says over which ranks: launch first")
@@ -170,7 +179,8 @@ def _places(like: Tensor, mesh: Mesh | None, name: str) -> Sequence[tuple[Box, B
     return boxes_of_ranges(local_slices(serial_shape(like), layout, mesh, uneven=True))
 
 
-def _places_of_dtensor(tensor: Any) -> list[tuple[Box, Box]]:
+def _box_of_dtensor(tensor: Any) -> Box:
+    """The elements that this rank holds of ``tensor``, in the orientation of the serial model."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(kind.is_partial() for kind in tensor.placements):
@@ -178,8 +188,7 @@ def _places_of_dtensor(tensor: Any) -> list[tuple[Box, Box]]:
             f"a DTensor with the placements {tensor.placements} is a partial sum and cannot be saved"
         )
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    box = Box(tuple(offset), tuple(shape))
-    return [(box, whole(tuple(shape)))] if box.numel else []
+    return _turned_box(Box(tuple(offset), tuple(shape)), tensor)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -87,7 +87,7 @@ OTHER_NAMES = dict.fromkeys(
 )
 
 # What belongs inside ``parallel``; one level up it would be taken for a hyper-parameter and do nothing.
-_SIZES_OF_PARALLEL = ("tensor", "pipeline")
+_SIZES_OF_PARALLEL = ("tensor", "pipeline", "sequence")
 
 
 def load_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
@@ -121,7 +121,8 @@ def check_config(config: Mapping[str, Any]) -> None:
                 f"config key {key!r} is not a feature; did you mean {meant!r}? "
                 f"If it is a hyper-parameter of yours, give it a name less like {meant!r}"
             )
-        if key in _SIZES_OF_PARALLEL and (is_positive_int(value) or _has_size(value)):
+        is_size = _has_size(value) or (key != "sequence" and is_positive_int(value))  # a length, perhaps
+        if key in _SIZES_OF_PARALLEL and is_size:
             raise ConfigException(
                 f"config key {key!r} stands one level too high: write parallel=dict({key}={value!r})"
             )

@@ -16,7 +16,6 @@ from colossalai.constants import INITIALIZER_MAPPING
 from colossalai.context.config import ConfigException
 from colossalai.context.parallel_config import ParallelConfig
 from colossalai.context.parallel_mode import ParallelMode
-from colossalai.context.tensor_modes import mode_axes
 from colossalai.mesh import Axes, Mesh
 from colossalai.registry import DIST_GROUP_INITIALIZER
 
@@ -89,7 +88,7 @@ class TableInitializer(ProcessGroupInitializer):
 
     def init_dist_group(self) -> GroupInfo | list[GroupInfo]:  # type: ignore[override]
         plan = ParallelConfig.parse(self.config.get("parallel")).fit(self.world_size)
-        axes = mode_axes(plan.mode)
+        axes = plan.mode_axes
         if unknown := [mode for mode in self.modes if mode not in axes]:
             raise ConfigException(
                 f"{type(self).__name__} cannot make {unknown[0]} with tensor mode {plan.mode!r}"
@@ -101,11 +100,18 @@ class TableInitializer(ProcessGroupInitializer):
 
 def group_info(mesh: Mesh, axes: Axes, mode: ParallelMode) -> GroupInfo:
     """The group of this rank over ``axes``.  Modes that join the same ranks share one process group."""
-    ranks = mesh.ranks(*axes)
-    wide = tuple(axis for axis in axes if mesh.size[axis] > 1)
-    whole = len(ranks) == dist.get_world_size()
-    group = dist.group.WORLD if whole else mesh.group(*(wide or axes[:1]))
+    ranks, group = mesh.ranks(*axes), joined_group(mesh, axes)
     return GroupInfo(ranks.index(mesh.rank), len(ranks), group, group, ranks, mode)
+
+
+def joined_group(mesh: Mesh, axes: Axes) -> dist.ProcessGroup:
+    """The process group over ``axes``: that of all ranks, or of those axes that have several, if these are
+    the same ranks.
+    """
+    world: Any = dist.group.WORLD
+    wide = tuple(axis for axis in axes if mesh.size[axis] > 1)
+    whole = mesh.group_size(*axes) == dist.get_world_size()
+    return world if whole else mesh.group(*(wide or axes[:1]))
 
 
 def check_initializers(plan: ParallelConfig) -> None:

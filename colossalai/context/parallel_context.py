@@ -106,7 +106,8 @@ class ParallelContext(metaclass=SingletonMeta):
             host=host.strip("[]"),
             port=port,
             timeout=read_timeout(),
-            plan=f"backend={backend}, data={plan.data}, pipeline={plan.pipeline}, tensor={plan.tensor},"
+            plan=f"backend={backend}, data={plan.data}, moe={plan.moe}, pipeline={plan.pipeline},"
+            f" sequence={plan.sequence} ({plan.attention}, ulysses={plan.ulysses}), tensor={plan.tensor},"
             f" mode={plan.mode}",
         ).meet()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -207,7 +208,10 @@ class ParallelContext(metaclass=SingletonMeta):
             raise RuntimeError(f"{parallel_mode} has no process group yet; call colossalai.launch first")
         known = creators(parallel_mode)
         remedy = (
-            f"parallel=dict(tensor=dict(size=..., mode={known[0]!r}))"
+            "parallel=dict(moe=dict(size=...))"
+            if known == ["moe"]
+            else f"parallel=dict(tensor=dict(size=..., mode={known[0]!r}))"
+            + (", or by parallel=dict(sequence=...)" if known == ["sequence"] else "")
             if known
             else f"a parallel.tensor.mode whose initializer returns a group for {parallel_mode}"
         )

@@ -16,6 +16,11 @@ class ParallelMode(Enum):
     TENSOR = "tensor"
     SEQUENCE = "sequence"
     SEQUENCE_DP = "sequence_dp"
+    # the ranks that share the experts out, and those that hold the same ones
+    MOE_MODEL = "moe_model"
+    MOE_DATA = "moe_data"
+    # the first and the last stage of a pipeline, which may share one table
+    EMBEDDING = "embedding"
     PARALLEL_1D = "1d"
     # a ROW group holds the ranks of one row, so the rank inside it is the column index; COL the other way
     # round

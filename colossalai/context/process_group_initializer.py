@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossalai.context.initializer import GroupInfo, ProcessGroupInitializer, TableInitializer
+from colossalai.context.parallel_config import ParallelConfig
 from colossalai.context.parallel_mode import ParallelMode
-from colossalai.context.tensor_modes import TENSOR_MODES
+from colossalai.context.tensor_modes import EXPERT_MODES, SEQUENCE_MODES, TENSOR_MODES
+from colossalai.mesh import PIPELINE_AXIS, mesh_groups
 from colossalai.registry import DIST_GROUP_INITIALIZER
 
 __all__ = [
@@ -28,7 +30,9 @@ __all__ = [
     "Initializer_3D_OutputxWeight",
     "Initializer_3D_Weight",
     "Initializer_Data",
+    "Initializer_Embedding",
     "Initializer_Model",
+    "Initializer_Moe",
     "Initializer_Pipeline",
     "Initializer_Sequence",
     "Initializer_Sequence_DP",
@@ -149,9 +153,29 @@ class Initializer_3D_OutputxWeight(TableInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_Sequence(TableInitializer):
-    modes = tuple(TENSOR_MODES["sequence"].modes)
+    modes = SEQUENCE_MODES
 
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_Sequence_DP(TableInitializer):
     modes = (ParallelMode.SEQUENCE_DP,)
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Moe(TableInitializer):
+    modes = EXPERT_MODES
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Embedding(ProcessGroupInitializer):
+    """Makes a group of the first and the last stage of each pipeline; a stage between them is alone.
+
+    No plan needs it, since stages that share a weight find each other; it is there for scripts.
+    """
+
+    def init_dist_group(self) -> GroupInfo:
+        axes = ParallelConfig.parse(self.config.get("parallel")).fit(self.world_size).axes
+        groups: list[list[int]] = []
+        for stages in mesh_groups(axes, (PIPELINE_AXIS,)):
+            groups += [sorted({stages[0], stages[-1]}), *([rank] for rank in stages[1:-1])]
+        return self.new_group(groups, ParallelMode.EMBEDDING)

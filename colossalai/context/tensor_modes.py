@@ -1,7 +1,8 @@
 """The one table of tensor modes: the mesh axes of each, and the axes that every ``ParallelMode`` joins.
 
-A job is a mesh ``(dp, pp, tensor axes)``, major first, so tensor ranks are neighbours.  A process group is
-the set of ranks that differ only on the axes of its mode; in 2D, ``PARALLEL_2D_COL`` holds the ranks of one
+A job is a mesh ``(dp, ep ..., pp, sp, su, tensor axes)``, major first, so tensor ranks are neighbours; a plan
+without experts or cut sequences lacks their axes.  A process group is the set of ranks that differ only on
+the axes of its mode; in 2D, ``PARALLEL_2D_COL`` holds the ranks of one
 column, which differ by their *row*.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colossalai.context.parallel_mode import ParallelMode
-from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, Axes
+from colossalai.mesh import DATA_AXES, DATA_AXIS, EXPERT_AXES, PIPELINE_AXIS, SEQUENCE_AXES, Axes
 
 
 def _line(size: int) -> tuple[int, ...]:
@@ -114,30 +115,45 @@ TENSOR_MODES: dict[str | None, TensorMode] = {
             "output_x_weight_group_3d": ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT,
         },
     ),
-    "sequence": TensorMode(
-        axes=("sp",),
-        modes={ParallelMode.SEQUENCE: ("sp",), ParallelMode.SEQUENCE_DP: (DATA_AXIS, "sp")},
-    ),
+    # the ranks that cut the sequence are the tensor ranks
+    "sequence": TensorMode(axes=SEQUENCE_AXES[:1]),
 }
+
+# What a plan has whose mesh has axes that cut the sequence, be it by this mode or beside another.
+SEQUENCE_MODES = (ParallelMode.SEQUENCE, ParallelMode.SEQUENCE_DP)
+
+# What a plan has that shares experts out.
+EXPERT_MODES = (ParallelMode.MOE_MODEL, ParallelMode.MOE_DATA)
 
 
 def tensor_mode(name: str | None) -> TensorMode:
     return TENSOR_MODES.get(name, PLAIN)
 
 
-def mode_axes(name: str | None) -> dict[ParallelMode, Axes]:
-    """The axes that each parallel mode joins when the tensor mode is ``name``."""
+def mode_axes(name: str | None, mesh_axes: Axes) -> dict[ParallelMode, Axes]:
+    """The axes that each parallel mode joins when the tensor mode is ``name`` and the mesh has
+    ``mesh_axes``.
+    """
     row = tensor_mode(name)
+    data = tuple(axis for axis in mesh_axes if axis in DATA_AXES)
+    sequence = tuple(axis for axis in mesh_axes if axis in SEQUENCE_AXES)
+    experts = tuple(axis for axis in mesh_axes if axis in EXPERT_AXES)
     return {
-        ParallelMode.GLOBAL: (DATA_AXIS, PIPELINE_AXIS, *row.axes),
-        ParallelMode.DATA: (DATA_AXIS,),
-        ParallelMode.MODEL: (PIPELINE_AXIS, *row.axes),
+        ParallelMode.GLOBAL: mesh_axes,
+        ParallelMode.DATA: data,
+        ParallelMode.MODEL: tuple(axis for axis in mesh_axes if axis not in data),
         ParallelMode.PIPELINE: (PIPELINE_AXIS,),
         ParallelMode.TENSOR: row.axes,
         **row.modes,
+        **(dict(zip(SEQUENCE_MODES, (sequence, data + sequence), strict=True)) if sequence else {}),
+        **(dict(zip(EXPERT_MODES, (experts, (DATA_AXIS,)), strict=True)) if experts else {}),
     }
 
 
 def creators(mode: ParallelMode) -> list[str]:
     """The tensor modes whose config creates ``mode``."""
+    if mode in SEQUENCE_MODES:
+        return ["sequence"]
+    if mode in EXPERT_MODES:
+        return ["moe"]
     return [name for name, row in TENSOR_MODES.items() if name is not None and mode in row.modes]

@@ -36,6 +36,7 @@ from colossalai.pipeline.schedule import make_timetable
 from colossalai.pipeline.schedule.base import Action, PassKind, Timetable
 from colossalai.pipeline.stage import pipeline_rank
 from colossalai.utils import is_using_pp
+from colossalai.utils.parallel import averaging_size
 
 # A batch, as the data loader gives it: any nest of tensors with one row for each sample.
 Batch = Any
@@ -207,7 +208,7 @@ def _step(engine: WatchedEngine, batch: Batch) -> None:
 
 def _buckets(features: Features, model: nn.Module) -> int:
     """What DDP adds, which averages the gradients of a model without a pipeline."""
-    alone = gpc.pipeline_parallel_size == 1 and gpc.data_parallel_size > 1 and not features.handlers
+    alone = gpc.pipeline_parallel_size == 1 and averaging_size() > 1 and not features.handlers
     if not alone or features.ddp_options.get("gradient_as_bucket_view"):
         return 0
     return sum(p.nbytes for p in model.parameters() if p.requires_grad)

@@ -27,11 +27,12 @@ from colossalai.dry_run.link import Way
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.dry_run.zero import ZeroPlan, divided, estimate_zero, zero_plan
 from colossalai.engine.features import Features
-from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, full_shape, mesh_coordinates, placement
+from colossalai.mesh import DATA_AXES, PIPELINE_AXIS, full_shape, mesh_coordinates, placement
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.stage import pipeline_rank
 from colossalai.utils import is_using_pp
+from colossalai.utils.parallel import averaging_size, row_mode
 
 
 class Parts(NamedTuple):
@@ -72,7 +73,9 @@ def dry_run(
         # refused below
         launched["fp16"] = {"mode": AMP_TYPE.NAIVE}
     axes = ParallelConfig.parse(config.get("parallel")).fit(world_size).axes
-    ranks = [rank for rank in range(world_size) if mesh_coordinates(axes, rank)[DATA_AXIS] == 0]
+    first = [axis for axis in axes if axis in DATA_AXES]
+    places = [mesh_coordinates(axes, rank) for rank in range(world_size)]
+    ranks = [rank for rank, place in enumerate(places) if not any(place[axis] for axis in first)]
     reports: list[RankReport] = []
     player = _Player(build, config)
     for rank in progress(ranks):
@@ -107,7 +110,7 @@ class _Player:
 
     def _estimate(self, parts: Parts) -> MemoryEstimate:
         zero = None if self._config.get("zero") is None else Features.from_config(self._config).zero
-        ranks, plan = gpc.data_parallel_size, None if zero is None else zero_plan(zero)
+        ranks, plan = averaging_size(), None if zero is None else zero_plan(zero)
         _check_supported(parts, plan)
         if plan is None:
             return self._play(parts)
@@ -117,7 +120,7 @@ class _Player:
         return divided(self._play(parts, with_step=False), model, ranks, plan)
 
     def _play(self, parts: Parts, with_step: bool = True) -> MemoryEstimate:
-        place = tuple(c for axis, c in gpc.mesh.coord.items() if axis not in (DATA_AXIS, PIPELINE_AXIS))
+        place = tuple(c for axis, c in gpc.mesh.coord.items() if axis not in (*DATA_AXES, PIPELINE_AXIS))
         specs = self._specs.setdefault(place, {})
         stage, stored = pipeline_rank(gpc.mesh), stored_microbatches()
         shapes = tuple((tuple(p.shape), p.dtype) for p in parts.model.parameters())
@@ -136,9 +139,15 @@ def _check_supported(parts: Parts, zero: ZeroPlan | None) -> None:
     plan = None
     if zero is not None:
         kind = GeminiPlugin if zero.level == 3 else LowLevelZeroPlugin
-        plan = Plan(kind=kind, replicas=gpc.data_parallel_size, updates_early=zero.updates_early)
+        plan = Plan(kind=kind, replicas=averaging_size(), updates_early=zero.updates_early)
     pipeline = PipelineOptions.from_config(gpc.config, gpc.plan) if is_using_pp() else None
-    wanted = Wanted(model=with_chunks(parts.model), optimizer=parts.optimizer, plan=plan, pipeline=pipeline)
+    wanted = Wanted(
+        model=with_chunks(parts.model),
+        optimizer=parts.optimizer,
+        plan=plan,
+        pipeline=pipeline,
+        averaged_over=frozenset(gpc.get_ranks_in_group(row_mode())) if plan is None else frozenset(),
+    )
     if (problem := problem_of(wanted)) is not None:
         raise ConfigException(problem)
 

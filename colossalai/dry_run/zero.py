@@ -65,8 +65,9 @@ def zero_plan(zero: Mapping[str, Any]) -> ZeroPlan:
             f" got {policy!r}"
         )
     may_be_bad = options["max_norm"] or options["precision"] in (None, "fp16")
-    on_trial = options["update_in_backward"] and may_be_bad
-    early = bool(options["update_in_backward"]) and not may_be_bad
+    asked = options["update_in_backward"]
+    on_trial = asked is None or (asked and may_be_bad)  # snapshots, on the host
+    early = bool(asked) and not may_be_bad
     return ZeroPlan(level, policy == "cpu", options["undo_ratio"] if on_trial else 0.0, early)
 
 

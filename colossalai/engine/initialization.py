@@ -33,7 +33,7 @@ from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.utils import get_current_device, is_using_pp, is_using_sequence
 from colossalai.utils.dataloader import check_not_empty
-from colossalai.utils.parallel import broadcast_from_first
+from colossalai.utils.parallel import averaging_group, averaging_size, row_mode, share_weights
 
 Initialized = tuple[Engine, Any, Any, Any]
 
@@ -96,8 +96,7 @@ def initialize(
 
 def _make_booster(features: Features, model: nn.Module, optimizer: Optimizer, criterion: Any) -> Booster:
     """Make the booster of the config, refuse plans that it cannot train, and let the replicas start alike."""
-    mode = ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
-    plugin = _plugin(features, mode, model, optimizer)
+    plugin = _plugin(features, model, optimizer)
     plan = None if plugin is None else Plan.of(plugin)
     wanted = Wanted(
         model=model,
@@ -105,12 +104,12 @@ def _make_booster(features: Features, model: nn.Module, optimizer: Optimizer, cr
         plan=plan,
         pipeline=_pipeline_options(),
         criterion=criterion,
-        averaged_over=frozenset(gpc.get_ranks_in_group(mode)) if plan is None else frozenset(),
+        averaged_over=frozenset(gpc.get_ranks_in_group(row_mode())) if plan is None else frozenset(),
     )
     check_supported(wanted, ConfigException)
     booster = Booster(mixed_precision=features.precision, plugin=plugin)
     if booster.plugin is None:
-        _share_weights(model, mode)  # before boost, which may copy them into master weights
+        _share_weights(model)  # before boost, which may copy them into master weights
     return booster
 
 
@@ -176,18 +175,18 @@ def schedule_of_config() -> BaseSchedule | None:
     )
 
 
-def _plugin(features: Features, mode: ParallelMode, model: nn.Module, optimizer: Optimizer) -> Plugin | None:
-    """DDP averages gradients over ``mode``, unless ZeRO or handlers do so or there is nothing to average."""
+def _plugin(features: Features, model: nn.Module, optimizer: Optimizer) -> Plugin | None:
+    """DDP averages gradients, unless ZeRO or handlers do so or there is nothing to average."""
     if features.zero is not None:
-        return zero_plugin(features.zero, gpc.get_group(mode), model, optimizer)
-    if gpc.get_world_size(mode) == 1 or features.handlers or is_using_pp():
+        return zero_plugin(features.zero, averaging_group(), model, optimizer)
+    if averaging_size() == 1 or features.handlers or is_using_pp():
         if features.ddp_options:
             by_handlers = features.handlers or is_using_pp()
             why = "gradient handlers take the place of DDP" if by_handlers else "there is one replica"
             get_dist_logger().warning(f"config section 'torch_ddp' has no effect: {why}", ranks=[0])
         return None
     try:
-        return TorchDDPPlugin(process_group=gpc.get_group(mode), **features.ddp_options)
+        return TorchDDPPlugin(process_group=averaging_group(), **features.ddp_options)
     except TypeError as error:
         raise ConfigException(f"config section 'torch_ddp': {error}") from error
 
@@ -197,21 +196,20 @@ def handlers_of(features: Features, model: nn.Module, optimizer: Optimizer) -> l
     means.
     """
     configs = list(features.handlers)
-    if is_using_pp() and not configs and features.zero is None and gpc.get_world_size(ParallelMode.DATA) > 1:
+    if is_using_pp() and not configs and features.zero is None and averaging_size() > 1:
         # once after all micro-batches, where DDP would do so after each
-        configs.append({"type": "DataParallelGradientHandler"})
+        rows = "Sequence" if is_using_sequence() else "Data"
+        configs.append({"type": f"{rows}ParallelGradientHandler"})
     shared = {"type": "PipelineSharedModuleGradientHandler"}
     if any(hasattr(p, SHARED_GROUP) for p in model.parameters()) and shared not in configs:
         configs.insert(0, shared)  # sums before means, as in Booster.execute_pipeline
     return [build_gradient_handler(config, model, optimizer) for config in configs]
 
 
-def _share_weights(model: nn.Module, mode: ParallelMode) -> None:
+def _share_weights(model: nn.Module) -> None:
     """Replicas start alike, with the values of the first one; DDP does this by itself."""
-    if gpc.get_world_size(mode) == 1:
-        return
-    materialize(model).to(get_current_device())  # where the group can reach them
-    broadcast_from_first((*model.parameters(), *model.buffers()), gpc.get_group(mode))
+    if averaging_size() > 1:
+        share_weights(materialize(model).to(get_current_device()))  # where the group can reach them
 
 
 def _set_cudnn(features: Features) -> None:

@@ -58,7 +58,7 @@ def with_clipping(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, 
     if zero is None or norm == 0 or not means_gemini(zero):
         return zero, norm
     options = read_gemini(zero).options
-    early = options.get("update_in_backward", False)
+    early = options.get("update_in_backward")
     same = options.get("max_norm", norm) == norm and options.get("norm_type", 2.0) == 2.0
     if early is False or (early is None and not same):
         return zero, norm

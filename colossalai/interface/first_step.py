@@ -14,32 +14,39 @@ from colossalai.interface.optimizer import OptimizerWrapper
 from colossalai.mesh import PIPELINE_AXIS, Mesh
 from colossalai.mesh.agreement import FirstStep, SameSteps
 from colossalai.mesh.gradient_norm import tensor_axes
+from colossalai.mesh.rows import sequence_axes
 from colossalai.nn.policies.wrap_forward import WholeOutputs
 
 # The modes whose layers leave complete gradients after the backward pass; one of the user's own may complete
 # them later.
 _OURS = ("1d", "2d", "2.5d", "3d")
 # The handlers that leave what tensor-parallel ranks have as it is.
-_DATA_HANDLERS = ("DataParallelGradientHandler", "ZeROGradientHandler", "PipelineSharedModuleGradientHandler")
+_DATA_HANDLERS = (
+    "DataParallelGradientHandler",
+    "SequenceParallelGradientHandler",
+    "ZeROGradientHandler",
+    "PipelineSharedModuleGradientHandler",
+)
 LINE = "tp"  # the axis of 1D
 
 
 def shared_axes(model: nn.Module, mesh: Mesh) -> tuple[str, ...]:
     """The axes along which the ranks that share ``model`` must be given the same batch.
 
-    In 2D, 2.5D and 3D a model that was not made by ``parallelize`` may begin with a layer that is given
-    pieces of the batch, cut by the user.
+    In 2D, 2.5D, 3D and the tensor mode 'sequence' a model that was not made by ``parallelize`` may begin with
+    a layer that is given pieces of the batch, cut by the user.
     """
     whole = any(isinstance(m, WholeOutputs) for m in model.modules())
     tensor = tensor_axes(mesh) if whole else (LINE,)
-    return tuple(axis for axis in (PIPELINE_AXIS, *tensor) if mesh.size.get(axis, 1) > 1)
+    cut = sequence_axes(mesh) if whole or gpc.plan.sequence > 1 else ()
+    return tuple(axis for axis in (PIPELINE_AXIS, *cut, *tensor) if mesh.size.get(axis, 1) > 1)
 
 
 def watch_first_step(model: nn.Module, mesh: Mesh | None) -> None:
     """Compare batches and gradients of ``model`` in its first training step, unless it does so by itself."""
     if (
         mesh is None
-        or gpc.plan.mode not in _OURS
+        or (gpc.plan.mode not in _OURS and gpc.plan.sequence == 1)
         or any(isinstance(m, WholeOutputs) for m in model.modules())
     ):
         return

@@ -80,17 +80,22 @@ class WandbWriter(MetricWriter):
     """
 
     def __init__(self, **options: Any) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError("WandbWriter needs the package wandb; install it: pip install wandb") from error
-        self._run = wandb.init(**options)
+        self._run = import_wandb().init(**options)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         self._run.log({name: float(value) for name, value in values.items()}, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def import_wandb() -> Any:
+    """The package wandb, which is not installed with colossalai."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError("WandbWriter needs the package wandb; install it: pip install wandb") from error
+    return wandb
 
 
 def _json_number(value: Any) -> float | str:

@@ -25,14 +25,28 @@ from colossalai.mesh.initial import (
 )
 from colossalai.mesh.layout import Layout, local_range, local_shape, local_slices, replicated, shard
 from colossalai.mesh.matmul import matmul
-from colossalai.mesh.mesh import DATA_AXIS, PIPELINE_AXIS, Axes, Mesh, mesh_coordinates, mesh_groups
+from colossalai.mesh.mesh import (
+    DATA_AXES,
+    DATA_AXIS,
+    EXPERT_AXES,
+    PIPELINE_AXIS,
+    ROW_AXES,
+    SEQUENCE_AXES,
+    Axes,
+    Mesh,
+    expert_axis_sizes,
+    mesh_coordinates,
+    mesh_groups,
+)
 from colossalai.mesh.movement import (
     all_to_all,
+    all_to_all_ragged,
     collect,
     gather,
     move,
     redistribute,
     reduce,
+    ring_shift,
     route,
     scatter,
     split,
@@ -55,8 +69,12 @@ from colossalai.mesh.plan import MatmulPlan, Order, Role
 from colossalai.mesh.random import RandomStream, dropout_mask, random_key
 
 __all__ = [
+    "DATA_AXES",
     "DATA_AXIS",
+    "EXPERT_AXES",
     "PIPELINE_AXIS",
+    "ROW_AXES",
+    "SEQUENCE_AXES",
     "Axes",
     "CommunicationLog",
     "Constant",
@@ -74,11 +92,13 @@ __all__ = [
     "Uniform",
     "ZeroRow",
     "all_to_all",
+    "all_to_all_ragged",
     "clip_grads",
     "collect",
     "count_communication",
     "draw",
     "dropout_mask",
+    "expert_axis_sizes",
     "full_shape",
     "gather",
     "grad_norm",
@@ -100,6 +120,7 @@ __all__ = [
     "redistribute",
     "reduce",
     "replicated",
+    "ring_shift",
     "route",
     "scatter",
     "serial_form",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from colossalai.mesh._compat import at_end_of_task
 from colossalai.mesh.backward import before_backward
-from colossalai.mesh.gradient_norm import piece_axes, tensor_axes
+from colossalai.mesh.gradient_norm import own_part, piece_axes, tensor_axes
 from colossalai.mesh.mesh import Axes, Mesh, mesh_groups
 from colossalai.mesh.parameter import own_grad
 
@@ -280,7 +280,7 @@ class SameSteps:
         self._steps = 0
         for name, param in named:
             copies = tuple(axis for axis in self._axes if axis not in piece_axes(param, mesh))
-            if copies and not hasattr(param, "placements"):
+            if copies:
                 self._params.append(weakref.ref(param))
                 self._names.append(name)
                 self._copies.append(copies)
@@ -297,7 +297,7 @@ class SameSteps:
         for index, ref in enumerate(self._params):
             grad = None if (param := ref()) is None else own_grad(param)
             if grad is not None and not grad.is_sparse and not grad.is_meta:
-                numbers[index] = project(grad.detach())
+                numbers[index] = project(own_part(grad.detach()))
                 tolerance[index] = math.sqrt(torch.finfo(grad.dtype).eps)
         bad = _differing(self._mesh, self._axes, self._names, self._copies, numbers, tolerance)[0]
         if bad:
@@ -306,7 +306,9 @@ class SameSteps:
                 " hold alike have different gradients on these ranks, so the copies would drift apart:"
                 f" {_listed(bad)}. They were changed after the backward pass by something that each rank"
                 " computes of its own pieces, such as a norm of p.grad; use optimizer.clip_grad_by_norm, or"
-                " torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
+                " torch.nn.utils.clip_grad_norm_(model.parameters(), ...). Or, under TorchFSDPPlugin, the"
+                " ranks apply them to their own heads or features; name the module in the policy, as"
+                " Pieces('inner'), so that its gradients are summed"
             )
 
 

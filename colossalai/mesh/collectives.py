@@ -9,7 +9,7 @@ of the whole dim.  Backends want equal pieces, so uneven ones travel padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -23,7 +23,7 @@ from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
 from colossalai.mesh.layout import piece
 from colossalai.mesh.mesh import Mesh
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "shift"]
 
 # A collective under way: calling it waits for the end and gives the result.
 Pending = Callable[[], Tensor]
@@ -51,10 +51,14 @@ class Transfer:
     """Ranks that took part."""
     bytes: int
     """Size of the whole tensor: what a gather yields, and what the other kinds take."""
+    leaving: int | None = None
+    """Bytes that leave this rank, where they do not follow from the above: of shifts and ragged exchanges."""
 
     @property
     def sent(self) -> float:
         """Bytes this rank sends with the ring algorithm; for broadcast and reduce the mean over the ranks."""
+        if self.leaving is not None:
+            return self.leaving
         return _RING_PASSES[self.kind] * self.bytes * (self.size - 1) / self.size
 
 
@@ -104,10 +108,10 @@ def count_communication() -> Iterator[CommunicationLog]:
         _active_logs[:] = [other for other in _active_logs if other is not log]
 
 
-def note_transfer(kind: Kind, axis: str, size: int, nbytes: int) -> None:
+def note_transfer(kind: Kind, axis: str, size: int, nbytes: int, leaving: int | None = None) -> None:
     """Put a collective among ``size`` ranks into the account; for plans that talk to a group themselves."""
     for log in _active_logs:
-        log.transfers.append(Transfer(kind, axis, size, nbytes))
+        log.transfers.append(Transfer(kind, axis, size, nbytes, leaving))
 
 
 def _record(kind: Kind, mesh: Mesh, axis: str, nbytes: int) -> None:
@@ -208,6 +212,59 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, uncut: int, cut: int, length: i
         t.narrow(uncut, 0, n).narrow(cut, 0, own) for t, n in zip(received.unbind(0), lengths, strict=True)
     ]
     return torch.cat(arrived, uncut)
+
+
+def all_to_all_ragged(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], mesh: Mesh, axis: str
+) -> Tensor:
+    """The rows that all ranks of ``axis`` have for this one, in their order.
+
+    ``x`` holds ``send[i]`` rows (along dim 0) for the rank at coordinate i, which gives ``receive[i]``: what
+    a rank sends to another must be what the other receives, so ranks exchange the numbers first.
+    """
+    if len(send) != mesh.size[axis] or len(receive) != mesh.size[axis] or sum(send) != x.size(0):
+        raise ValueError(
+            f"axis {axis!r} has {mesh.size[axis]} ranks and the tensor {x.size(0)} rows: one number for each"
+            f" rank is needed, of rows that are sent and of rows that come; got {send} and {receive}"
+        )
+    return _start_exchange("all_to_all", x, send, receive, mesh, axis)()
+
+
+def ring_shift(x: Tensor, mesh: Mesh, axis: str, by: int = 1) -> Tensor:
+    """What the rank ``by`` places before this one on the ring of ``axis`` holds, of the same shape."""
+    return start_ring_shift(x, mesh, axis, by)()
+
+
+def start_ring_shift(x: Tensor, mesh: Mesh, axis: str, by: int = 1) -> Pending:
+    """The same while the caller does something else; ``x`` must not change before the end.
+
+    It is an all-to-all with one piece for one rank: gloo cannot send a GPU's tensor by itself, and NCCL makes
+    one send and one receive of it.
+    """
+    parts, here = mesh.size[axis], mesh.coord[axis]
+    if by % parts == 0:
+        return lambda: x
+    shape, rows = x.shape, x.contiguous().flatten()
+    send, receive = [0] * parts, [0] * parts
+    send[(here + by) % parts] = receive[(here - by) % parts] = rows.numel()
+    pending = _start_exchange("shift", rows, send, receive, mesh, axis)
+    return lambda: pending().view(shape)
+
+
+def _start_exchange(
+    kind: Kind, x: Tensor, send: Sequence[int], receive: Sequence[int], mesh: Mesh, axis: str
+) -> Pending:
+    if mesh.size[axis] == 1:
+        return lambda: x
+    x = x.contiguous()
+    arrived = x.new_empty((sum(receive), *x.shape[1:]))
+    work = dist.all_to_all_single(
+        arrived, x, list(receive), list(send), group=mesh.group(axis), async_op=True
+    )
+    row = _nbytes(x) // x.size(0) if x.size(0) else 0
+    leaving = (sum(send) - send[mesh.coord[axis]]) * row
+    note_transfer(kind, axis, mesh.size[axis], _nbytes(x), leaving)
+    return _after(work, lambda: arrived, x)
 
 
 def cut(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: bool = False) -> Tensor:

@@ -81,6 +81,12 @@ class _View:
                 tensor.dtype,
             )
 
+    @property
+    def nbytes(self) -> int:
+        """How far the tensor reaches in its storage."""
+        steps = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return (self.offset + steps + 1) * self.dtype.itemsize if 0 not in self.size else 0
+
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
@@ -132,6 +138,7 @@ class Deferred:
         self._devices: dict[int, torch.device] = {}
         self._real: dict[int, torch.UntypedStorage] = {}
         self._classes: dict[type, type] = {}
+        self._scratch = _Scratch()
 
     def __enter__(self) -> Deferred:
         self._modes = (_Describe(self), _AsReal(self))
@@ -152,6 +159,7 @@ class Deferred:
         for mode in reversed(self._modes):
             mode.__exit__(*details)
         self.active.remove(self)
+        self._scratch = _Scratch()
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -286,7 +294,7 @@ class Deferred:
             return  # a view
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            state = _move_on(func, args, kwargs, device)
+            state = _move_on(func, args, kwargs, device, self._scratch)
         named = tree_map(lambda x: self._name(x) if isinstance(x, Tensor) else x, (args, kwargs))
         over = storage_of(args[0]) if func in _OVERWRITING and _is_all(args[0]) else None
         self._append(
@@ -520,7 +528,7 @@ def _device(kwargs: dict[str, Any]) -> torch.device:
 
 
 def _move_on(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, memory: _Scratch
 ) -> tuple[torch.Generator, Tensor]:
     """The generator and its state before ``func``, which is then run on tensors that are thrown away."""
     generator = kwargs.get("generator")
@@ -528,14 +536,31 @@ def _move_on(
         at = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
         generator = torch.cuda.default_generators[at] if device.type == "cuda" else torch.default_generator
     before = generator.get_state()
-    scratch = tree_map(lambda x: _scratch(x, device) if isinstance(x, Tensor) else x, (args, kwargs))
+    thrown_away = iter(memory.like(_tensors((args, kwargs)), device))
+    scratch = tree_map(lambda x: next(thrown_away) if isinstance(x, Tensor) else x, (args, kwargs))
     func(*scratch[0], **scratch[1])
     return generator, before
 
 
-def _scratch(tensor: Tensor, device: torch.device) -> Tensor:
-    # strided alike: torch draws contiguous tensors by another method
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+class _Scratch:
+    """Memory for the tensors of one operation after the other, whose values are thrown away.
+
+    Were it freed each time, the C library would keep it: states of generators, which stay, lie above it.
+    """
+
+    def __init__(self) -> None:
+        self._storages: list[torch.UntypedStorage] = []
+
+    def like(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        # strided alike: torch draws contiguous tensors by another method
+        views = [_View(0, tuple(t.shape), t.stride(), 0, t.dtype) for t in tensors]
+        return [view.on(self._storage(i, view.nbytes, device)) for i, view in enumerate(views)]
+
+    def _storage(self, number: int, size: int, device: torch.device) -> torch.UntypedStorage:
+        old = self._storages[number : number + 1]
+        if not old or old[0].nbytes() < size or old[0].device != device:
+            self._storages[number : number + 1] = [torch.UntypedStorage(size, device=device)]
+        return self._storages[number]
 
 
 def _is_all(tensor: Tensor) -> bool:

@@ -8,7 +8,8 @@ pieces lie is written on the parameter:
 - its ``placement`` names the mesh axes that cut it (a parameter without one is a copy); a ColoParameter
   brings the mesh of its process group, any other lies on the mesh of the model;
 - torch's ``DTensor`` (FSDP2) brings a device mesh of its own;
-- ``is_tensor_parallel``, the mark of layers in the old style, means all axes but data and pipeline.
+- ``is_tensor_parallel``, the mark of layers in the old style, means all tensor axes;
+- ``SLICED_OVER`` names a process group whose ranks hold other slices of it (ZeRO).
 
 The ranks of a pipeline hold different parameters, so the result is joined over the axis ``pp`` last.  A
 parameter that several stages share (``pipeline_shared_module_pg``) is counted by the first of them; its
@@ -29,16 +30,19 @@ from torch import Tensor
 
 import colossalai.mesh.collectives as collectives
 from colossalai.mesh._compat import multiply_all, norms_of
-from colossalai.mesh.mesh import DATA_AXIS, PIPELINE_AXIS, Axes, Mesh
+from colossalai.mesh.mesh import PIPELINE_AXIS, ROW_AXES, Axes, Mesh
 from colossalai.mesh.parameter import SHARED_GROUP, placement
+
+# The attribute of a slice of a parameter (ZeRO): the group whose ranks hold the others.
+SLICED_OVER = "sliced_over"
 
 Measure = Callable[[list[Tensor], float], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class _Where:
-    """Over which ranks the pieces of a parameter lie: axes of our mesh, groups of the mesh of a
-    ``DTensor``.
+    """Over which ranks the pieces of a parameter lie: axes of our mesh, and groups, of the mesh of a
+    ``DTensor`` or of ZeRO.
     """
 
     axes: Axes = ()
@@ -48,8 +52,9 @@ class _Where:
         None  # what the groups can reach: the parts of an offloaded DTensor wait on the CPU
     )
 
-    def order(self) -> tuple[Axes, list[int]]:
-        return self.axes, [] if self.mesh is None or not self.axes else self.mesh.ranks(*self.axes)
+    def order(self) -> tuple[Axes, list[int], list[list[int]]]:
+        ranks = [] if self.mesh is None or not self.axes else self.mesh.ranks(*self.axes)
+        return self.axes, ranks, [dist.get_process_group_ranks(group) for group in self.groups]
 
 
 @torch.no_grad()
@@ -65,7 +70,8 @@ def grad_norm(
     Every rank that holds a part of the model calls it.
 
     Args:
-        params: this rank's parameters; those without a gradient are passed over.
+        params: this rank's parameters, also those without a gradient here: other ranks may have one, and
+            then all join their numbers.
         mesh: the ranks; None for a model of which nothing is cut, but for ``DTensor``.
         others: groups, beside the mesh, whose ranks hold other parameters altogether.
     """
@@ -84,7 +90,7 @@ def grad_zeros(
     def count(grads: list[Tensor], _: float) -> list[Tensor]:
         return [(grad == 0).sum(dtype=torch.float64) for grad in grads]
 
-    return round(_over_model(params, mesh, 1.0, count, others).item())
+    return round(_over_model(params, mesh, 1.0, count, others, torch.float64).item())
 
 
 @torch.no_grad()
@@ -99,9 +105,10 @@ def clip_grads(
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most ``max_norm``; returns the norm before."""
     check_clipping(max_norm, norm_type)
-    params = [p for p in params if p.grad is not None]
+    params = list(params)
     norm = grad_norm(params, mesh, norm_type, others=others)
-    multiply_all([own_part(p.grad) for p in params], clip_factor(norm, max_norm, error_if_nonfinite))
+    grads = [own_part(p.grad) for p in params if p.grad is not None]
+    multiply_all(grads, clip_factor(norm, max_norm, error_if_nonfinite))
     return norm
 
 
@@ -139,22 +146,35 @@ def _over_model(
     p: float,
     measure: Measure,
     others: Sequence[dist.ProcessGroup],
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The ``p``-norm of the numbers that ``measure`` finds in the gradients of the whole model."""
+    """The ``p``-norm of the numbers, of ``dtype``, that ``measure`` finds in the gradients of the whole
+    model; by default as wide as the widest gradients.
+    """
     grads: dict[_Where, list[Tensor]] = {}
+    params = list(params)
+    if dtype is None:  # also where another stage counts every gradient: stages send numbers of one type
+        dtype = torch.float64 if any(x.dtype is torch.float64 for x in params) else torch.float32
+    devices: list[torch.device] = []
     for param in params:
-        if param.grad is not None and counts_here(param):
-            grads.setdefault(_where(param, mesh), []).append(own_part(param.grad))
-    home = _home([part for parts in grads.values() for part in parts], mesh)
+        if not counts_here(param) or not (param.requires_grad or param.grad is not None):
+            continue
+        devices.append(param.device)
+        # the groups are those of the parameters: a rank that has not used some of them still joins
+        parts = grads.setdefault(_where(param, mesh), [])
+        if param.grad is not None:
+            parts.append(own_part(param.grad))
+    found = [part.device for parts in grads.values() for part in parts]
+    home = _home(found or devices, mesh)
     joined = []
     # Every rank must join the same groups in the same order, whatever the order of its parameters.
     for where, parts in sorted(grads.items(), key=lambda item: item[0].order()):
         numbers = measure(
             [part for part in parts if part.numel()], p
         )  # a rank may hold nothing of a small tensor
-        joined.append(_over_ranks(_join([n.to(home) for n in numbers], p, home), where, p))
+        joined.append(_over_ranks(_join([n.to(home) for n in numbers], p, home, dtype), where, p))
     stages = (PIPELINE_AXIS,) if mesh is not None and PIPELINE_AXIS in mesh.size else ()
-    return _over_ranks(_join(joined, p, home), _Where(stages, mesh, tuple(others)), p)
+    return _over_ranks(_join(joined, p, home, dtype), _Where(stages, mesh, tuple(others)), p)
 
 
 def counts_here(param: Tensor) -> bool:
@@ -169,7 +189,8 @@ def _where(param: Any, mesh: Mesh | None) -> _Where:
     mesh = own_mesh(param) or mesh
     axes = piece_axes(param, mesh)
     if not hasattr(param, "placements"):  # a DTensor; a ColoTensor lies where its placement says
-        return _Where(axes, mesh if axes else None)
+        group = getattr(param, SLICED_OVER, None)
+        return _Where(axes, mesh if axes else None, () if group is None else (group,))
     dims = [dim for dim, kind in enumerate(param.placements) if not kind.is_replicate()]
     grid = param.device_mesh
     return _Where(axes, mesh if axes else None, tuple(grid.get_group(dim) for dim in dims), grid.device_type)
@@ -182,8 +203,8 @@ def own_mesh(param: Any) -> Mesh | None:
 
 
 def tensor_axes(mesh: Mesh) -> Axes:
-    """The axes that are neither data nor pipeline."""
-    return tuple(axis for axis in mesh.size if axis not in (DATA_AXIS, PIPELINE_AXIS))
+    """The axes that neither cut rows nor stages: their ranks share layers and have the same tokens."""
+    return tuple(axis for axis in mesh.size if axis not in (*ROW_AXES, PIPELINE_AXIS))
 
 
 def piece_axes(param: Tensor, mesh: Mesh | None) -> Axes:
@@ -222,18 +243,18 @@ def is_whole(params: Iterable[Tensor], mesh: Mesh | None) -> bool:
     )
 
 
-def _home(parts: Sequence[Tensor], mesh: Mesh | None) -> torch.device:
+def _home(devices: Sequence[torch.device], mesh: Mesh | None) -> torch.device:
     """Where the numbers meet: on the device of the gradients, and not on the CPU if some are elsewhere."""
-    devices = [part.device for part in parts] or [torch.device(mesh.device_type if mesh else "cpu")]
+    devices = devices or [torch.device(mesh.device_type if mesh else "cpu")]
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
-def _join(numbers: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
+def _join(numbers: Sequence[Tensor], p: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if not numbers:
+        return torch.zeros((), device=device, dtype=dtype)
     if len(numbers) == 1:
         return numbers[0]  # as it is: a power and its root would change the last bit
-    return (
-        torch.linalg.vector_norm(torch.stack(list(numbers)), p) if numbers else torch.zeros((), device=device)
-    )
+    return torch.linalg.vector_norm(torch.stack(list(numbers)), p)
 
 
 def _over_ranks(number: Tensor, where: _Where, p: float) -> Tensor:

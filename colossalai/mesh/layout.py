@@ -43,9 +43,14 @@ class Layout:
     """For every dim the number of equal blocks that are cut one by one: (1, 3) for a weight that holds q, k
     and v.
     """
+    zigzag: frozenset[str] = frozenset()
+    """Axes of n ranks that cut their dim into 2 n chunks, of which rank i holds i and 2 n - 1 - i, one behind
+    the other: of causal attention every rank then has the same work.  Such an axis is the first one of its
+    dim; the others cut each of the two chunks.
+    """
 
     def __post_init__(self) -> None:
-        for axes in (*self.dims, self.partial, self.spread):
+        for axes in (*self.dims, self.partial, self.spread, self.zigzag):
             if isinstance(axes, str):  # a string is a sequence of letters
                 raise TypeError(
                     f"axes are given as a tuple or a set of names: write ({axes!r},), not {axes!r}"
@@ -62,6 +67,12 @@ class Layout:
             )
         if any(blocks < 1 for blocks in self.fused):
             raise ValueError(f"fused={self.fused}: a dim that is cut as one has 1 block")
+        for axis in self.zigzag:
+            dim = next((d for d, axes in enumerate(self.dims) if axes[:1] == (axis,)), None)
+            if dim is None or (self.fused and self.fused[dim] > 1):
+                raise ValueError(
+                    f"zigzag axis {axis!r} must be the first axis of a dim that is not fused, in {self}"
+                )
 
     def state(self, axis: str) -> State:
         """``"I"``, ``"R"``, ``"P"``, or the tensor dim that the axis cuts."""
@@ -91,20 +102,23 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.dims, self.partial, self.spread, self.fused))
+        return hash((self.dims, self.partial, self.spread, self.fused, self.zigzag))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         # without what was computed: strings have other hashes in other processes
-        return Layout, (self.dims, self.partial, self.spread, self.fused)
+        return Layout, (self.dims, self.partial, self.spread, self.fused, self.zigzag)
 
     def whole(self) -> Layout:
         """The same tensor with nothing cut."""
-        return replace(self, dims=((),) * len(self.dims))
+        return replace(self, dims=((),) * len(self.dims), zigzag=frozenset())
 
     def blocks(self, dim: int) -> int:
+        """The number of equal blocks of the dim that are cut one by one."""
+        if self.zigzag and self.zigzag.intersection(self.dims[dim]):
+            return 2
         return self.fused[dim] if self.fused else 1
 
     @property
@@ -118,7 +132,9 @@ class Layout:
         return frozenset(a for axes in self.dims[:-1] for a in axes)
 
     def __str__(self) -> str:
-        cuts = ", ".join("+".join(axes) or "-" for axes in self.dims)
+        cuts = ", ".join(
+            "+".join(f"zigzag({a})" if a in self.zigzag else a for a in axes) or "-" for axes in self.dims
+        )
         states = "".join(
             f" {s}({','.join(sorted(axes))})" for s, axes in (("P", self.partial), ("R", self.spread)) if axes
         )
@@ -158,17 +174,32 @@ def local_slices(
     shape: tuple[int, ...], layout: Layout, mesh: Mesh, *, uneven: bool = False
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """For every dim the (start, length) ranges of the whole tensor that this rank holds: one, or one per
-    fused block.
+    fused block, or the two chunks of a zig-zag.
     """
     _check_rank(shape, layout)
     slices = []
     for dim, (size, axes) in enumerate(zip(shape, layout.dims, strict=True)):
         blocks = layout.blocks(dim)
+        if zigzag := bool(layout.zigzag.intersection(axes)):
+            check_zigzag(dim, size, mesh.group_size(*axes))
         if size % blocks:
             raise ValueError(f"dim {dim} of size {size} does not hold {blocks} equal fused blocks")
         start, length = local_range(size // blocks, axes, mesh, uneven=uneven)
-        slices.append(tuple((b * (size // blocks) + start, length) for b in range(blocks)))
+        starts = [b * (size // blocks) + start for b in range(blocks)]
+        if zigzag:  # the second half is dealt in reverse order
+            parts, chunk = mesh.size[axes[0]], size // 2 // mesh.size[axes[0]]
+            starts[1] += (parts - 1 - 2 * mesh.coord[axes[0]]) * chunk
+        slices.append(tuple((begin, length) for begin in starts))
     return tuple(slices)
+
+
+def check_zigzag(dim: int, size: int, parts: int) -> None:
+    """Refuse a size that 2 chunks for each of ``parts`` ranks do not divide: chunks are equally long."""
+    if size % (2 * parts):
+        raise ValueError(
+            f"dim {dim} of size {size} cannot be dealt as two chunks to each of {parts} ranks; pad it to a"
+            f" multiple of {2 * parts} (the next is {round_up(size, 2 * parts)})"
+        )
 
 
 def local_shape(

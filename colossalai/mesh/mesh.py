@@ -18,7 +18,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 Axes = tuple[str, ...]
 
 DATA_AXIS, PIPELINE_AXIS = "dp", "pp"
-"""The axes of replicas and of pipeline stages; all other axes of a launched job are tensor-parallel."""
+EXPERT_AXES: Axes = ("ep", *(f"ep{i}" for i in range(1, 16)))
+"""The axes over which experts lie on different ranks, one for each prime factor of their number of ranks: a
+layer with fewer experts is cut over some of them.
+"""
+SEQUENCE_AXES: Axes = ("sp", "su")
+"""The axes that cut the sequence: ``sp`` (a ring, or Ulysses alone) and, where both are used, ``su`` of
+Ulysses within the ring.
+"""
+DATA_AXES: Axes = (DATA_AXIS, *EXPERT_AXES)
+"""The axes whose ranks read different samples."""
+ROW_AXES: Axes = (*DATA_AXES, *SEQUENCE_AXES)
+"""The axes whose ranks have different tokens, and whole weights but for experts; all other axes of a launched
+job, except the pipeline's, are tensor-parallel.  Its mesh is ``dp, ep, ep1 ..., pp, sp, su, tensor axes``,
+major first, with the axes of experts and sequences only where the plan has them.
+"""
+
+
+def expert_axis_sizes(size: int) -> dict[str, int]:
+    """The axes of ``size`` ranks that share experts, with their sizes: the prime factors, largest first."""
+    factors, divisor = [], 2
+    while size > 1:
+        while size % divisor == 0:
+            factors.append(divisor)
+            size //= divisor
+        divisor += 1
+    return dict(zip(EXPERT_AXES, reversed(factors), strict=False))
 
 
 def mesh_coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:

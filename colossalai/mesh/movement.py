@@ -16,12 +16,16 @@ total       P -> R       all-reduce        all-reduce (P -> R)
 all_to_all  S(d) -> S(e) all-to-all        all-to-all
 ==========  ===========  ================  =======================
 
+Two moves are between pieces that no layout describes: :func:`ring_shift` (backward: the shift the other way)
+and :func:`all_to_all_ragged` (backward: the same with the numbers of rows exchanged).
+
 R -> I is refused: it would claim that ranks which go on to do different things do the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -31,7 +35,7 @@ from torch.overrides import has_torch_function_unary
 
 import colossalai.mesh.collectives as collectives
 from colossalai.mesh._compat import plain_torch
-from colossalai.mesh.layout import Layout, local_range
+from colossalai.mesh.layout import Layout, check_zigzag, local_range
 from colossalai.mesh.mesh import Axes, Mesh
 
 _ALLOWED = {"S>S", "S>R", "S>I", "P>S", "P>I", "P>R", "P>P", "I>R", "I>S", "I>I", "R>R"}
@@ -46,6 +50,12 @@ class RouteStep:
     dim: int = -1
     before: Axes = ()
     to_dim: int = -1  # all_to_all only: the dim that is cut instead
+    blocks: int = 1
+    """Into how many blocks ``dim`` falls, through each of which the cut goes."""
+    to_blocks: int = 1
+    zigzag: bool = False
+    """Whether the second of two blocks of ``dim`` is dealt to the ranks of the axis in reverse order."""
+    to_zigzag: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -54,6 +64,11 @@ def route(src: Layout, dst: Layout) -> tuple[RouteStep, ...]:
     group.
     """
     _check(src, dst)
+    if other_order := [d for d in range(len(src.dims)) if _reordered(src, dst, d)]:
+        # the same axis deals the same dim in another order: by way of the whole dim
+        dims = tuple(() if d in other_order else axes for d, axes in enumerate(src.dims))
+        between = replace(src, dims=dims, zigzag=frozenset(a for axes in dims for a in axes) & src.zigzag)
+        return route(src, between) + route(between, dst)
     have = [list(axes) for axes in src.dims]
     partial = set(src.partial - dst.partial)
     steps: list[RouteStep] = []
@@ -71,7 +86,23 @@ def route(src: Layout, dst: Layout) -> tuple[RouteStep, ...]:
             have[step.dim].pop()
         else:
             return tuple(steps)
-        steps.append(step)
+        steps.append(_with_blocks(step, src, dst))
+
+
+def _reordered(src: Layout, dst: Layout, dim: int) -> bool:
+    return any((a in src.zigzag) != (a in dst.zigzag) for a in {*src.dims[dim]} & {*dst.dims[dim]})
+
+
+def _with_blocks(step: RouteStep, src: Layout, dst: Layout) -> RouteStep:
+    """``step`` with what it must know about the blocks of its dims."""
+    if step.do == "all_reduce":
+        return step
+    # what is given up is cut as in src, what is taken as in dst
+    here = src if step.do in ("all_gather", "all_to_all") else dst
+    step = replace(step, blocks=here.blocks(step.dim), zigzag=step.axis in here.zigzag)
+    if step.do != "all_to_all":
+        return step
+    return replace(step, to_blocks=dst.blocks(step.to_dim), to_zigzag=step.axis in dst.zigzag)
 
 
 def _check(src: Layout, dst: Layout) -> None:
@@ -79,7 +110,8 @@ def _check(src: Layout, dst: Layout) -> None:
         raise ValueError(
             f"cannot move a tensor of {len(src.dims)} dims, {src}, to a layout of {len(dst.dims)}, {dst}"
         )
-    if any(src.blocks(d) != dst.blocks(d) for d in range(len(src.dims))):
+    one = (1,) * len(src.dims)
+    if (src.fused or one) != (dst.fused or one):
         raise ValueError(f"cannot move {src} to {dst}: the fused blocks differ")
     for axis in sorted({*src.sharded, *src.partial, *src.spread, *dst.sharded, *dst.partial, *dst.spread}):
         a, b = src.state(axis), dst.state(axis)
@@ -137,7 +169,7 @@ def move(x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...]
         with plain_torch():
             x = x.as_subclass(Tensor)
     for step in route(src, dst):
-        x = _apply(x, step, src, mesh, shape)
+        x = _apply(x, step, mesh, shape)
     return x
 
 
@@ -151,8 +183,11 @@ def start_move(
     if not steps:
         return lambda: x
     first = steps[0]
-    fused = first.do != "all_reduce" and src.blocks(first.dim) > 1
-    if fused or shape is not None or first.do not in ("all_reduce", "reduce_scatter", "all_gather"):
+    if (
+        first.blocks > 1
+        or shape is not None
+        or first.do not in ("all_reduce", "reduce_scatter", "all_gather")
+    ):
         return lambda: move(x, src, dst, mesh, shape)
     if first.do == "all_reduce":
         pending = collectives.start_all_reduce(x, mesh, first.axis)
@@ -164,27 +199,28 @@ def start_move(
     def finish() -> Tensor:
         moved = pending()
         for step in steps[1:]:
-            moved = _apply(moved, step, src, mesh, shape)
+            moved = _apply(moved, step, mesh, shape)
         return moved
 
     return finish
 
 
-def _apply(x: Tensor, step: RouteStep, layout: Layout, mesh: Mesh, shape: tuple[int, ...] | None) -> Tensor:
+def _apply(x: Tensor, step: RouteStep, mesh: Mesh, shape: tuple[int, ...] | None) -> Tensor:
     if step.do == "all_reduce":
         return collectives.all_reduce(x, mesh, step.axis)
     uneven, length = shape is not None, None
     if shape is not None:
-        size = shape[step.dim] // layout.blocks(step.dim)
-        length = local_range(size, step.before, mesh, uneven=True)[1]
-    # A fused dim is seen as (blocks, rest): the cut goes through every block.
-    for dim in reversed(range(x.ndim)):
-        if layout.blocks(dim) > 1 and dim in (step.dim, step.to_dim):
-            x = x.unflatten(dim, (layout.blocks(dim), -1))
-    places = {
-        d: d + sum(layout.blocks(e) > 1 for e in (step.dim, step.to_dim) if 0 <= e <= d)
-        for d in (step.dim, step.to_dim)
-    }
+        length = local_range(shape[step.dim] // step.blocks, step.before, mesh, uneven=True)[1]
+    parts, blocks = mesh.size[step.axis], {step.dim: step.blocks, step.to_dim: step.to_blocks}
+    if step.zigzag and step.do in ("cut", "reduce_scatter"):
+        x = _second_half_reversed(x, step.dim, parts)
+    if step.to_zigzag:
+        x = _second_half_reversed(x, step.to_dim, parts)
+    # A dim of several blocks is seen as (blocks, rest): the cut goes through every block.
+    split = sorted(d for d, n in blocks.items() if n > 1)
+    for dim in reversed(split):
+        x = x.unflatten(dim, (blocks[dim], -1))
+    places = {d: d + sum(e <= d for e in split) for d in blocks}
     dim = places[step.dim]
     if step.do == "all_gather":
         x = collectives.all_gather(x, mesh, step.axis, dim, length)
@@ -193,10 +229,22 @@ def _apply(x: Tensor, step: RouteStep, layout: Layout, mesh: Mesh, shape: tuple[
     else:
         act = collectives.reduce_scatter if step.do == "reduce_scatter" else collectives.cut
         x = act(x, mesh, step.axis, dim, uneven=uneven)
-    for d, place in sorted(places.items(), reverse=True):
-        if d >= 0 and layout.blocks(d) > 1:
-            x = x.flatten(place - 1, place)
+    for d in reversed(split):
+        x = x.flatten(places[d] - 1, places[d])
+    if step.zigzag and step.do in ("all_gather", "all_to_all"):
+        x = _second_half_reversed(x, step.dim, parts)
     return x
+
+
+def _second_half_reversed(x: Tensor, dim: int, parts: int) -> Tensor:
+    """The 2 x ``parts`` chunks of a dim in the order in which ranks that come one after the other hold them,
+    or from there back to their own.
+    """
+    if parts == 1 or x.size(dim) == 0:
+        return x
+    check_zigzag(dim, x.size(dim), parts)
+    chunks = x.chunk(2 * parts, dim)
+    return torch.cat([*chunks[:parts], *reversed(chunks[parts:])], dim)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -282,3 +330,43 @@ def total(x: Tensor, axis: str, mesh: Mesh) -> Tensor:
 def all_to_all(x: Tensor, axis: str, mesh: Mesh, uncut: int, cut: int) -> Tensor:
     """S(uncut) -> S(cut)."""
     return redistribute(x, _on_axis(x, "S", axis, uncut), _on_axis(x, "S", axis, cut), mesh)
+
+
+class _RingShift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: str, mesh: Mesh, by: int) -> Tensor:
+        ctx.back = axis, mesh, -by
+        moved = collectives.ring_shift(x, mesh, axis, by)
+        return moved.view_as(moved) if moved is x else moved
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ring_shift(grad, *ctx.back), None, None, None
+
+
+def ring_shift(x: Tensor, axis: str, mesh: Mesh, by: int = 1) -> Tensor:
+    """What the rank ``by`` places before this one on the ring of ``axis`` passed, of the same shape."""
+    return _RingShift.apply(x, axis, mesh, by)
+
+
+class _AllToAllRagged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: str, mesh: Mesh
+    ) -> Tensor:
+        ctx.back = receive, send, axis, mesh
+        moved = collectives.all_to_all_ragged(x, send, receive, mesh, axis)
+        return moved.view_as(moved) if moved is x else moved
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return all_to_all_ragged(grad, *ctx.back), None, None, None, None
+
+
+def all_to_all_ragged(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], axis: str, mesh: Mesh
+) -> Tensor:
+    """The rows that the ranks of ``axis`` have for this one, in their order; ``x`` holds ``send[i]`` rows
+    (along dim 0) for the rank at coordinate i, which gives ``receive[i]``.
+    """
+    return _AllToAllRagged.apply(x, tuple(send), tuple(receive), axis, mesh)

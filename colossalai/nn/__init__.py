@@ -3,6 +3,7 @@
 from colossalai.nn import init, layer, loss, lr_scheduler, metric, modes, optimizer, policies
 from colossalai.nn.layer import (
     ACT2FN,
+    AttnMaskType,
     CheckpointModule,
     Classifier,
     Classifier1D,
@@ -36,7 +37,10 @@ from colossalai.nn.layer import (
     PatchEmbedding2p5D,
     PatchEmbedding3D,
     PipelineSharedModuleWrapper,
+    RingAV,
+    RingQK,
     RMSNorm,
+    TransformerSelfAttentionRing,
     VanillaClassifier,
     VanillaLayerNorm,
     VanillaLinear,
@@ -86,6 +90,7 @@ from colossalai.nn.metric import Accuracy, Accuracy2D, Accuracy2p5D, Accuracy3D
 from colossalai.nn.optimizer import CPUAdam, FusedAdam, FusedLAMB, FusedSGD, HybridAdam, Lamb, Lars
 from colossalai.nn.policies import parallelize
 from colossalai.nn.policies.causal_loss import chunk_causal_loss
+from colossalai.nn.policies.causal_mask import skip_causal_mask
 
 __all__ = [
     "ACT2FN",
@@ -93,6 +98,7 @@ __all__ = [
     "Accuracy2D",
     "Accuracy2p5D",
     "Accuracy3D",
+    "AttnMaskType",
     "CPUAdam",
     "CheckpointModule",
     "Classifier",
@@ -138,6 +144,9 @@ __all__ = [
     "PatchEmbedding3D",
     "PipelineSharedModuleWrapper",
     "RMSNorm",
+    "RingAV",
+    "RingQK",
+    "TransformerSelfAttentionRing",
     "VanillaClassifier",
     "VanillaLayerNorm",
     "VanillaLinear",
@@ -179,6 +188,7 @@ __all__ = [
     "reduce_by_batch_3d",
     "set_tensor_parallel_attribute_by_partition",
     "set_tensor_parallel_attribute_by_size",
+    "skip_causal_mask",
     "split_batch_2d",
     "split_batch_2p5d",
     "split_batch_3d",

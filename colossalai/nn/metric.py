@@ -7,11 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from colossalai.mesh import Mesh, collectives, local_range
+from colossalai.mesh import Mesh, collectives, local_range, replicated
 from colossalai.nn.layer.base import FOLLOW_CONFIG, resolve
 from colossalai.nn.logits import Logits, LogitsFinder
 from colossalai.nn.loss.cross_entropy import local_rows
 from colossalai.nn.modes import TensorParallel
+from colossalai.nn.sequence import current_sequence
 
 
 def calc_acc(logits: Tensor, targets: Tensor) -> Tensor:
@@ -31,8 +32,10 @@ def _check_shapes(logits: Tensor, targets: Tensor) -> None:
 class Accuracy(nn.Module):
     """The number of correct predictions in a batch; the trainer divides by the number of labels.
 
-    Where the rows or the classes of ``logits`` are cut, every rank gets the number for the whole batch of the
-    model.  ``num_classes`` and ``vocab_parallel`` are those of ``CrossEntropyLoss``.
+    Where the rows or the classes of ``logits`` are cut, or the sequences of the launched job, every rank gets
+    the number for the whole batch of the model, whose labels ``targets`` are.
+
+    ``num_classes`` and ``vocab_parallel`` are those of ``CrossEntropyLoss``.
     """
 
     mode: ClassVar[str | None] = FOLLOW_CONFIG
@@ -49,6 +52,7 @@ class Accuracy(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.mesh = resolve(self, self.mode, tp, mesh)
+        self.sequence = current_sequence() if tp is None and self.mode is not None else None
         self._finder = None
         if self.mesh is not None and self.tp.size > 1:
             own_cut, who = self.own_cut if vocab_parallel is None else vocab_parallel, type(self).__name__
@@ -56,13 +60,17 @@ class Accuracy(nn.Module):
 
     @torch.no_grad()
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        mesh = self.mesh
-        if mesh is None or self._finder is None:
+        mesh, sequence = self.mesh, self.sequence
+        if mesh is None or (self._finder is None and sequence is None):
             return calc_acc(logits, targets)
-        place = self._finder.find(logits, targets)
-        targets = local_rows(logits, targets, place.layout, mesh)
-        correct = (_predictions(logits, place, mesh) == targets).sum()
-        for axis in place.layout.dims[0]:
+        place = Logits(replicated(logits.ndim), logits.size(-1))
+        if self._finder is not None:
+            place = self._finder.find(logits, targets)
+        # what a sequence is padded with has a label that no class has
+        rows = local_rows(logits, targets, place.layout, mesh, sequence, ignore_index=-1)
+        correct = (_predictions(logits, place, mesh) == rows).sum()
+        cut = () if sequence is None or rows.shape[1:] == targets.shape[1:] else sequence.axes
+        for axis in (*place.layout.dims[0], *cut):
             correct = collectives.all_reduce(correct, mesh, axis)
         return correct
 

@@ -206,7 +206,7 @@ def at_rank(layout: Layout, ndim: int) -> Layout:
             f"a tensor of {ndim} dims cannot hold a batch of features; the first dim is the batch"
         )
     if ndim == 2:
-        return replace(layout, dims=(batch, feature))
+        return replace(layout, dims=(batch, feature), zigzag=frozenset())
     return replace(layout, dims=(batch, sequence, *((),) * (ndim - 3), feature))
 
 
@@ -221,9 +221,11 @@ _rows: WeakKeyDictionary[Mesh, TensorParallel] = WeakKeyDictionary()
 
 
 def current() -> Current:
-    """The mode that the job was launched with.  Before a launch layers are serial; mode 'sequence' has none.
+    """The mode that the job was launched with.  Before a launch layers are serial, and so they are in mode
+    'sequence': they work on single tokens.
 
-    The data-parallel axis is not part of it: data parallelism averages gradients of whole models afterwards.
+    Row axes are no part of it: whatever averages gradients of whole models over data also does so over a
+    sequence that is cut (:mod:`colossalai.nn.sequence`).
     """
     if not gpc.is_initialized(ParallelMode.TENSOR):
         return Current(mode_serial(), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ def _tensor_shape(config: Mapping[str, Any], plan: ParallelConfig) -> tuple[int,
             name, config[name], f"{', '.join(_SIZES)} together say what pipeline stages send to each other"
         )
     length, batch, hidden = (config[name] for name in _SIZES)
-    length //= plan.tensor if plan.mode == "sequence" else 1
+    length //= math.prod(plan.sequence_axes.values())
     size = batch // (plan.data or 1) // config["NUM_MICRO_BATCHES"]
     return (length, size, hidden) if length and size else None
 

@@ -26,7 +26,7 @@ from colossalai.pipeline.stage import Placement
 from colossalai.pipeline.tied import synchronized_gradients
 from colossalai.utils import checkpoint as checkpointed
 from colossalai.utils import get_current_device
-from colossalai.utils.parallel import broadcast_from_first
+from colossalai.utils.parallel import share_weights
 
 PartitionFunction = Callable[[int, int, int], nn.Module]
 
@@ -90,9 +90,7 @@ class PipelineEngine:
         self.criterion, self.metric = criterion, metric
         self.data_process_func = data_process_func
         self.optimizer: Optimizer | None = None
-        if gpc.get_world_size(ParallelMode.DATA) > 1:
-            start = (*self.model.parameters(), *self.model.buffers())
-            broadcast_from_first(start, gpc.get_group(ParallelMode.DATA))
+        share_weights(self.model)
         self.pipeline = Pipeline(self.model, gpc.mesh, schedule=schedule, microbatches=num_microbatches)
 
     def _check_chunk(self, chunk: int) -> None:
@@ -137,8 +135,7 @@ class PipelineEngine:
         if forward_only:
             output, loss = self.pipeline.step(data, label, self.criterion, None, return_loss=has_loss)
         else:
-            replicas = gpc.get_group(ParallelMode.DATA) if gpc.data_parallel_size > 1 else None
-            with synchronized_gradients(self.model.parameters(), replicas):
+            with synchronized_gradients(self.model.parameters(), gpc.mesh):
                 output, loss = self.pipeline.step(data, label, self.criterion, self)
             if self.optimizer is not None:
                 self.step()

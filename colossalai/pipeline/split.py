@@ -177,7 +177,9 @@ class _Plan:
         """The parameters of every stage by name; those that are tied are the same."""
         found: list[dict[str, nn.Parameter]] = [{} for _ in self.ranges]
         for name, param in model.named_parameters(remove_duplicate=False):
-            found[self._stage_of(self.parts.owner(name))][name] = param
+            everywhere = self.parts.is_shared(name)
+            for stage in range(len(found)) if everywhere else [self._stage_of(self.parts.owner(name))]:
+                found[stage][name] = param
         return found
 
     def _stage_of(self, owner: int) -> int:
@@ -200,30 +202,33 @@ class _Plan:
     def verify(self, model: nn.Module) -> None:
         """Refuse stages that, one after the other, do not compute what ``model`` does.
 
-        They are views of the model here, on every rank, and run on a tiny batch of random numbers.
+        They are tried on every rank, with other weights and a tiny batch of random numbers.
         """
         who = f"split_model found the blocks of {type(model).__name__} at {self.parts.towers[0].blocks!r}"
         advice = "pass policy=Policy(..., depth=Depth(blocks=..., entry=...))"
-        whole = Verification(model)
+        whole = Verification(model, weightless=True)
         if whole.inputs is None:
             raise ValueError(
-                f"{who}, but could not try the stages, as the model has no values yet or takes arguments that"
-                f" are not known; {advice}"
+                f"{who}, but could not try the stages, as the model is on the plain meta device (build it in"
+                f" colossalai.lazy.LazyInitContext() instead) or takes arguments that are not known; {advice}"
             )
-        inputs = whole.inputs
-        stages = [
-            take_stage(copy_above(model, self.parts.paths), self.parts, self._share(i), refuses=False)
-            for i in range(len(self.ranges))
-        ]
+        model, inputs = whole.model, whole.inputs
 
         def run() -> Any:
             output: Any = ()
-            for stage in stages:
+            for i in range(len(self.ranges)):
+                twin = copy_above(model, self.parts.paths)
+                stage = take_stage(twin, self.parts, self._share(i), refuses=False)
                 output = stage(*(output if isinstance(output, tuple) else (output,)), **inputs)
             return output
 
         try:
             problem = whole.difference(whole.answers(model, run))
+            if not problem and (name := whole.coupled()) is not None:
+                problem = (
+                    f"its output {name!r} relates the rows of a batch to each other, and a pipeline cuts the"
+                    " batch into micro-batches"
+                )
         except Exception as error:  # whatever the code of the model raises
             problem = f"{type(error).__name__}: {error}"
         if problem:
@@ -269,7 +274,8 @@ def _ranges(model: nn.Module, parts: ModelParts, stages: int, partition: str | S
     else:
         weights = [0.0] * count
         for name, param in model.named_parameters(remove_duplicate=False):
-            weights[min(max(parts.owner(name), 0), count - 1)] += param.numel()
+            if not parts.is_shared(name):
+                weights[min(max(parts.owner(name), 0), count - 1)] += param.numel()
         dealt = partition_balanced(weights, stages)
     return [range(*only) for (only,) in dealt]
 

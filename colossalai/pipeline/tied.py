@@ -8,17 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
+from colossalai.mesh import Mesh
 from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK, own_grad, set_own_grad
+from colossalai.mesh.rows import by_averaging_axes, row_axes
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.partition import StageRanges
 from colossalai.utils import is_ddp_ignored
 from colossalai.utils.bucket import bucket_allreduce
+from colossalai.utils.parallel import averaging_group
 
 
 class Use(NamedTuple):
@@ -119,27 +121,26 @@ def sum_shared_gradients(parameters: Iterable[Tensor]) -> None:
         bucket_allreduce(params, group, average=False)
 
 
-def synchronize_gradients(
-    parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None, *, stages: bool = True
-) -> None:
-    """Sum the gradients of weights that stages share over these ``stages``, then average all over the
-    ``replicas``.
+def synchronize_gradients(parameters: Iterable[Tensor], rows: Mesh | None, *, stages: bool = True) -> None:
+    """Sum the gradients of weights that stages share over these ``stages``, then average all over the row
+    axes of ``rows``, the launched mesh.
 
     Both doors of a pipeline call this function: ``Booster.execute_pipeline`` after each batch, the gradient
-    handlers of an engine before each step.  Without ``replicas`` nothing is averaged: there is one replica,
-    or ZeRO's optimizer averages.
+    handlers of an engine before each step.  Without ``rows`` nothing is averaged: ZeRO's optimizer does.
     """
     parameters = list(parameters)
     if stages:
         sum_shared_gradients(parameters)
-    if replicas is not None:
-        bucket_allreduce([p for p in parameters if not is_ddp_ignored(p)], replicas)
+    if rows is not None:
+        # what a row axis cuts (an expert) holds its sum over that axis, and is a mean as all others are
+        divisor = rows.group_size(*row_axes(rows))
+        averaged = [p for p in parameters if not is_ddp_ignored(p)]
+        for axes, params in by_averaging_axes(averaged, rows).items():
+            bucket_allreduce(params, averaging_group(axes), divisor=divisor)
 
 
 @contextmanager
-def synchronized_gradients(
-    parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None
-) -> Iterator[None]:
+def synchronized_gradients(parameters: Iterable[Tensor], rows: Mesh | None) -> Iterator[None]:
     """Synchronize the gradients of the passes inside the block, at its end.
 
     Gradients of weights that stages share and that were there before are sums over the stages already: they
@@ -152,7 +153,7 @@ def synchronized_gradients(
         set_own_grad(p, None)
     try:
         yield
-        synchronize_gradients(parameters, replicas)
+        synchronize_gradients(parameters, rows)
     except BaseException:
         for p, grad in zip(shared, before, strict=True):
             set_own_grad(p, grad)

@@ -12,15 +12,20 @@ from torch.utils._pytree import tree_map_only
 
 from colossalai.booster import Booster
 from colossalai.interface import OptimizerWrapper
+from colossalai.mesh import serial_tensor
 from colossalai.testing.parity import Problem
+from colossalai.utils.dataloader import data_parallel_place
+from colossalai.utils.parallel import launched_mesh
 
 
 class BoosterRun:
-    """A problem under the plugin of ``booster``, where every rank is a replica.
+    """A problem under the plugin of ``booster``, on the mesh of the launched job, if there is one.
 
-    Tensors of a batch are cut along their first dim, among the ranks and then into ``accumulate`` backward
-    passes of which only the last synchronizes gradients; the problem's loss must be a mean over that dim.
-    ``clip`` is called with the optimizer before each step.
+    Tensors of a batch are cut along their first dim, among the data-parallel ranks and then into
+    ``accumulate`` backward passes of which only the last synchronizes gradients; the problem's loss must be a
+    mean over that dim.  Ranks that share one model or one sequence take the same part, and each has its loss.
+    ``clip`` is called with the optimizer before each step; ``convert`` makes a tensor-parallel model of the
+    serial one, whose parameters keep their names.
     """
 
     def __init__(
@@ -30,28 +35,29 @@ class BoosterRun:
         *,
         accumulate: int = 1,
         clip: Callable[[OptimizerWrapper], Any] | None = None,
+        convert: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
         self.problem, self.booster, self.accumulate, self.clip = problem, booster, accumulate, clip
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        model = self.build()
+        self.rank, self.replicas = data_parallel_place()
+        model = convert(self.build())
         self.model, self.optimizer, *_ = booster.boost(model, problem.optimizer(model.parameters()))
 
     def build(self) -> nn.Module:
         return self.problem.build()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: _whole(p) for name, p in self.model.named_parameters()}
+        return {name: _whole(p, p) for name, p in self.model.named_parameters()}
 
     def forward_backward(self, batch: Any) -> Tensor:
-        own = _part(batch, self.rank, self.world_size)
+        own = _part(batch, self.rank, self.replicas)
         losses = []
         for i in range(self.accumulate - 1):
             with self.booster.no_sync(self.model):
                 losses.append(self._backward(_part(own, i, self.accumulate)))
         losses.append(self._backward(_part(own, self.accumulate - 1, self.accumulate)))
         total = torch.stack(losses).sum()
-        dist.all_reduce(total)
-        return total / self.world_size
+        dist.all_reduce(total)  # every replica is counted by all of its ranks
+        return total / dist.get_world_size()
 
     def _backward(self, part: Any) -> Tensor:
         loss = self.problem.loss(self.model, part) / self.accumulate
@@ -59,7 +65,7 @@ class BoosterRun:
         return loss.detach()
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: _whole(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        return {name: _whole(p.grad, p) for name, p in self.model.named_parameters() if p.grad is not None}
 
     def gradient_norm(self) -> Tensor:
         return self.optimizer.clip_grad_by_norm(float("inf"))
@@ -82,10 +88,12 @@ def whole_tensor(value: Any) -> Tensor:
     return value.detach().to("cpu" if by_gloo else mesh.device_type).full_tensor()
 
 
-def _whole(tensor: Any) -> Tensor:
-    """A copy of all of ``tensor``, which may be a ``DTensor`` cut over the ranks."""
+def _whole(tensor: Any, param: Tensor) -> Tensor:
+    """A copy of all of ``tensor``, which lies as ``param`` does: a ``DTensor``, a piece, or both."""
     tensor = tensor.detach()
-    return (whole_tensor(tensor) if hasattr(tensor, "full_tensor") else tensor).clone()
+    tensor = whole_tensor(tensor) if hasattr(tensor, "full_tensor") else tensor
+    mesh = launched_mesh()
+    return (tensor if mesh is None else serial_tensor(tensor, param, mesh)).clone()
 
 
 def _part(batch: Any, index: int, parts: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import colossalai
+from colossalai.booster import Booster
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.mesh import grad_norm, serial_tensor
+from colossalai.engine import Engine
+from colossalai.interface import OptimizerWrapper
+from colossalai.mesh import grad_norm
 from colossalai.pipeline.stage import Placement, Shape
 from colossalai.testing.boosted import _part as part_of
+from colossalai.testing.boosted import _whole as whole_of
 from colossalai.testing.parity import Problem
 
 Convert = Callable[[nn.Module], nn.Module]
@@ -29,6 +34,7 @@ class PipelineRun:
 
     Args:
         convert: makes a tensor-parallel layer of a serial one; parameters keep their names.
+        booster: trains by ``Booster.execute_pipeline``; without one, an ``Engine`` does.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class PipelineRun:
         chunks: int = 1,
         shape: Shape = Shape.LOOP,
         convert: Convert | None = None,
+        booster: Booster | None = None,
     ) -> None:
         serial = problem.build()
         assert isinstance(serial, nn.Sequential), "a PipelineRun cuts a nn.Sequential"
@@ -48,40 +55,62 @@ class PipelineRun:
             stages = [
                 nn.Sequential(OrderedDict((n, convert(m)) for n, m in s.named_children())) for s in stages
             ]
-        self.names = {p: name for stage in stages for name, p in stage.named_parameters()}
         model = stages[0] if chunks == 1 else nn.ModuleList(stages)
-        self.engine, *_ = colossalai.initialize(
-            model, problem.optimizer(model.parameters()), criterion, verbose=False
-        )
-        self.engine.train()
+        optimizer = problem.optimizer(model.parameters())
+        if booster is None:
+            self.engine, *_ = colossalai.initialize(model, optimizer, criterion, verbose=False)
+            self.engine.train()
+        else:
+            boosted, self.boosted_optimizer, *_ = booster.boost(model, optimizer)
+            self.execute = partial(
+                booster.execute_pipeline,
+                model=boosted,
+                criterion=criterion,
+                optimizer=self.boosted_optimizer,
+            )
+        self.names = {p: name for stage in stages for name, p in stage.named_parameters()}
+
+    engine: Engine
+    execute: Callable[..., dict[str, Any]] | None = None
+    """``Booster.execute_pipeline`` for a batch, where a booster trains."""
+    boosted_optimizer: OptimizerWrapper
+
+    @property
+    def optimizer(self) -> Any:
+        return self.engine.optimizer if self.execute is None else self.boosted_optimizer
+
+    def _step(self, batch: Any) -> Tensor | None:
+        if self.execute is not None:
+            found: Tensor | None = self.execute(iter([batch]))["loss"]
+            return found
+        loss = self.engine.execute_schedule(iter([batch]), return_output_label=False)[2]
+        self.engine.handle_gradients()
+        return loss
+
+    def _whole(self, piece: Tensor, param: Tensor) -> Tensor:
+        return whole_of(piece, param)
 
     def weights(self) -> dict[str, Tensor]:
-        return self._everywhere((name, self._whole(p, p)) for p, name in self.names.items())
+        return self._everywhere((name, whole_of(p, p)) for p, name in self.names.items())
 
     def forward_backward(self, batch: Any) -> Tensor:
         size = gpc.data_parallel_size
         own = part_of(batch, gpc.get_local_rank(ParallelMode.DATA), size)
-        _, _, loss = self.engine.execute_schedule(iter([own]), return_output_label=False)
-        self.engine.handle_gradients()
+        loss = self._step(own)
         held = torch.zeros(()) if loss is None else loss.detach().cpu().float().reshape(())
         total = torch.stack([held, torch.tensor(float(loss is not None))])
         dist.all_reduce(total, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
         return total[0] / total[1]
 
     def gradients(self) -> dict[str, Tensor]:
-        return self._everywhere(
-            (n, self._whole(p.grad, p)) for p, n in self.names.items() if p.grad is not None
-        )
+        return self._everywhere((n, whole_of(p.grad, p)) for p, n in self.names.items() if p.grad is not None)
 
     def gradient_norm(self) -> Tensor:
         return grad_norm(self.names, gpc.mesh)
 
     def update(self) -> None:
-        self.engine.optimizer.step()
-        self.engine.optimizer.zero_grad()
-
-    def _whole(self, piece: Tensor, param: Tensor) -> Tensor:
-        return serial_tensor(piece, param, gpc.mesh).clone()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def _everywhere(self, items: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """The tensors of all stages, on every rank."""

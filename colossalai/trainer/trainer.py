@@ -18,12 +18,8 @@ from colossalai.engine.schedule import PipelineSchedule
 from colossalai.interface.nest import to_device
 from colossalai.logging import DistributedLogger, get_dist_logger
 from colossalai.trainer.hooks import BaseHook
-from colossalai.utils import (
-    MultiTimer,
-    get_current_device,
-    is_dp_rank_0,
-    is_tp_rank_0,
-)
+from colossalai.utils import MultiTimer, get_current_device
+from colossalai.utils.parallel import is_first_of_stage
 
 # ---- An iterator that knows whether there is more, and a progress bar over it ----
 
@@ -475,7 +471,7 @@ class Trainer:
             metric.synchronize()
 
     def _is_display_rank(self) -> bool:
-        return is_dp_rank_0() and is_tp_rank_0() and self._engine.schedule.has_loss
+        return is_first_of_stage() and self._engine.schedule.has_loss
 
     def _is_over(self) -> bool:
         reached = self._max_steps is not None and self._cur_step >= self._max_steps

@@ -16,8 +16,9 @@ are never known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -225,6 +226,21 @@ def _contexts_that_keep_products() -> Any:
     return _KeepProducts(kept), _ReuseProducts(kept)
 
 
+_again: ContextVar[bool] = ContextVar("computed again", default=False)
+
+
+@contextmanager
+def computed_again() -> Iterator[None]:
+    """Inside the block, ``keep_products`` keeps nothing: for a function that computes a result in many parts,
+    or in place.
+    """
+    before = _again.set(True)
+    try:
+        yield
+    finally:
+        _again.reset(before)
+
+
 class _Kept(NamedTuple):
     """A result of ``operation``, and the versions of its tensors."""
 
@@ -247,8 +263,10 @@ class _KeepProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _products():
-            detached = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        if func in _products() and not _again.get():
+            # with the key that lets both count the same versions; below autograd it is excluded
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                detached = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
             self.kept.append(_Kept(func, detached, _versions(result)))
         return result
 
@@ -269,7 +287,7 @@ class _ReuseProducts(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _products():
+        if func not in _products() or _again.get():
             return func(*args, **(kwargs or {}))
         if self.next == len(self.kept) or self.kept[self.next].operation is not func:
             raise RuntimeError(

@@ -21,9 +21,14 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def bucket_allreduce(
-    param_list: Iterable[Tensor], group: dist.ProcessGroup | None = None, *, average: bool = True
+    param_list: Iterable[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    average: bool = True,
+    divisor: int | None = None,
 ) -> None:
-    """Replace the gradient of every parameter by its mean over the ranks of ``group``, or by its sum.
+    """Replace the gradient of every parameter by its mean over the ranks of ``group``, or by its sum, or by
+    its sum over ``divisor``.
 
     Every rank passes the same parameters in the same order.  ``None`` is the group of all ranks.
     """
@@ -35,10 +40,11 @@ def bucket_allreduce(
                 f" shape {tuple(p.shape)}; build its layer with sparse=False"
             )
     size = dist.get_world_size(group)
-    if size == 1:
+    divisor = divisor or (size if average else 1)
+    if size == divisor == 1:
         return
     for bucket in _buckets(params):
-        _allreduce(bucket, group, size if average else 1)
+        _allreduce(bucket, group, divisor)
 
 
 def _buckets(params: list[Tensor]) -> Iterator[list[Tensor]]:

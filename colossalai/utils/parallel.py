@@ -5,7 +5,7 @@ Before a launch the answers are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,10 +14,21 @@ from torch import nn
 
 from colossalai.constants import IS_TENSOR_PARALLEL, TENSOR_PARALLEL_ATTRIBUTES
 from colossalai.context import ParallelMode
+from colossalai.context.initializer import joined_group
 from colossalai.core import global_context as gpc
-from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, Mesh, full_shape, place, placement
+from colossalai.mesh import (
+    PIPELINE_AXIS,
+    ROW_AXES,
+    Axes,
+    Mesh,
+    full_shape,
+    mesh_coordinates,
+    place,
+    placement,
+)
 from colossalai.mesh.gradient_norm import own_mesh, piece_axes, tensor_axes
 from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
+from colossalai.mesh.rows import averaging_axes, by_averaging_axes, row_axes, sequence_axes
 
 
 def launched_mesh() -> Mesh | None:
@@ -33,6 +44,14 @@ def is_dp_rank_0() -> bool:
 def is_tp_rank_0() -> bool:
     """Whether this is the first rank of its tensor-parallel group."""
     return not gpc.is_initialized(ParallelMode.TENSOR) or gpc.is_first_rank(ParallelMode.TENSOR)
+
+
+def is_first_of_stage() -> bool:
+    """Whether this is the first of the ranks that compute with its layers, of all replicas and pieces: the
+    one that speaks for them.
+    """
+    mesh = launched_mesh()
+    return mesh is None or not any(place for axis, place in mesh.coord.items() if axis != PIPELINE_AXIS)
 
 
 def is_no_pp_or_last_stage() -> bool:
@@ -86,7 +105,7 @@ def raised_together(what: str, is_due: bool = True) -> Iterator[None]:
 
 
 def is_using_sequence() -> bool:
-    """Whether sequences are divided over ranks (``mode='sequence'``)."""
+    """Whether sequences are divided over ranks (``mode='sequence'``, or ``parallel.sequence``)."""
     return _is_using(ParallelMode.SEQUENCE)
 
 
@@ -94,7 +113,7 @@ def is_model_parallel_parameter(param: torch.Tensor) -> bool:
     """Whether ``param`` is one piece of a parameter that is divided over tensor-parallel ranks."""
     return bool(
         getattr(param, IS_TENSOR_PARALLEL, False)
-        or set(placement(param).sharded) - {DATA_AXIS, PIPELINE_AXIS}
+        or set(placement(param).sharded) - {*ROW_AXES, PIPELINE_AXIS}
     )
 
 
@@ -133,15 +152,63 @@ def is_ddp_ignored(param: torch.Tensor) -> bool:
     return bool(getattr(param, DDP_IGNORED, False))
 
 
-def data_parallel_group() -> dist.ProcessGroup | None:
-    """Return the group of the ranks with the same weights as this one; None in a process alone.
+def row_mode() -> ParallelMode:
+    """The mode that joins all row axes: data, and the sequence if it is cut."""
+    return ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
 
-    By the launched config; without a launch, all ranks.  Ranks that share one model (tensor and pipeline
-    parallelism) read the same data.
+
+def averaging_group(axes: Axes | None = None) -> dist.ProcessGroup | None:
+    """Return the ranks over which gradients are averaged, by default over all row axes; None in a process
+    alone.
+
+    By the launched config; without a launch, all ranks.  These ranks hold the same weights and compute with
+    other tokens, but those of one sequence read the same data: see ``data_place``.
     """
-    if gpc.is_initialized(ParallelMode.DATA):
-        return gpc.get_group(ParallelMode.DATA)
+    mesh = launched_mesh()
+    if mesh is not None:
+        return joined_group(mesh, row_axes(mesh) if axes is None else axes)
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def averaging_size() -> int:
+    """Over how many ranks gradients of weights that no row axis cuts are averaged."""
+    group = averaging_group()
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def data_place(ranks: Sequence[int]) -> tuple[int, int]:
+    """Return this rank's place among those of ``ranks`` that read different data, and their number: the ranks
+    of one sequence read the same.
+    """
+    mesh, own = launched_mesh(), dist.get_rank()
+    if mesh is not None:
+        axes = sequence_axes(mesh)
+        coords = {rank: mesh_coordinates(mesh.size, rank) for rank in ranks}
+        ranks = [rank for rank in ranks if all(coords[rank][axis] == mesh.coord[axis] for axis in axes)]
+    return ranks.index(own), len(ranks)
+
+
+def share_weights(module: nn.Module) -> None:
+    """Let the ranks of the launched job that average a parameter begin with the values of their first; every
+    rank calls this.
+    """
+    mesh = launched_mesh()
+    if mesh is None:
+        return
+    for axes, params in by_averaging_axes(module.parameters(), mesh).items():
+        broadcast_from_first(params, averaging_group(axes))
+    broadcast_from_first(module.buffers(), averaging_group())
+
+
+def cut_over_rows(module: nn.Module) -> str | None:
+    """Return the name of a parameter that a row axis of the launched mesh cuts, so that it is averaged over
+    fewer ranks than others; None if there is none.
+    """
+    mesh = launched_mesh()
+    if mesh is None:
+        return None
+    rows, named = row_axes(mesh), module.named_parameters()
+    return next((name for name, p in named if averaging_axes(p, mesh) != rows), None)
 
 
 def broadcast_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -37,7 +37,7 @@ from colossalai.interface.hooks import tell_of_local_hooks
 from colossalai.interface.optimizer import check_clip_value
 from colossalai.mesh import Layout, Mesh, grad_norm, own_grad, place, placement, set_own_grad
 from colossalai.mesh._compat import multiply_all
-from colossalai.mesh.gradient_norm import check_clipping, clip_factor
+from colossalai.mesh.gradient_norm import SLICED_OVER, check_clipping, clip_factor
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.nn.optimizer.large_batch import FusedLAMB
 from colossalai.nn.optimizer.refresh_masters import UncountedWrites
@@ -104,9 +104,9 @@ class ShardedOptimizer(ScaledOptimizer):
         if self.group is not None:
             tell_of_local_hooks(optim, [piece.param for piece in self.pieces], type(self).__name__)
         # ranks that hold nothing of the parameters of some axes must still take part in their norm
-        axes = dict.fromkeys(placement(p.value).sharded for p in self.pieces)
         home = self.pieces[0].value.device if self.pieces else torch.device("cpu")
-        self._witnesses = [_witness(names, home) for names in axes]
+        lie = dict.fromkeys(lies_over(piece) for piece in self.pieces)
+        self._witnesses = [stand_in(where, torch.empty(0, device=home)) for where in lie]
 
     def _adopt(self, pieces: Sequence[Piece]) -> None:
         by_param = {id(piece.param): piece for piece in pieces}
@@ -119,6 +119,7 @@ class ShardedOptimizer(ScaledOptimizer):
                 if piece is not None:
                     group["params"][place_] = piece.value
                     setattr(piece.value, PIECE, piece)
+                    setattr(piece.value, SLICED_OVER, self.group)
                     self.pieces.append(piece)
                     self._numbered[number] = piece
                     if state := cut_state(self.optim.state.pop(param, {}), piece):
@@ -225,8 +226,7 @@ class ShardedOptimizer(ScaledOptimizer):
         """The norm of the gradients of the whole model, unscaled and as far as they are clipped already."""
         if norm_type not in self._norms:
             held = self.measured(norm_type)
-            others = [] if self.group is None else [self.group]
-            self._norms[norm_type] = grad_norm([*held, *self._witnesses], self.mesh, norm_type, others=others)
+            self._norms[norm_type] = grad_norm([*held, *self._witnesses], self.mesh, norm_type)
         return self._norms[norm_type] * self._factor
 
     def measured(self, norm_type: float) -> list[Tensor]:
@@ -466,17 +466,23 @@ def _multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
             multiply_all(grads, torch.as_tensor(factor, device=grads[0].device))
 
 
-def _witness(axes: Sequence[str], home: torch.device) -> Tensor:
-    return stand_in(axes, torch.empty(0, device=home))
+Lies = tuple[tuple[str, ...], dist.ProcessGroup | None]
 
 
-def stand_in(axes: Sequence[str], norms: Tensor) -> Tensor:
-    """A tensor for some pieces that the ranks of ``axes`` hold other parts of:
-    its gradient, ``norms``, has their norm.
+def lies_over(piece: Piece) -> Lies:
+    """The axes whose ranks hold other parts of the parameter of ``piece``, and the group whose ranks hold
+    other slices of this part.
     """
+    return tuple(placement(piece.value).sharded), getattr(piece.value, SLICED_OVER)
+
+
+def stand_in(where: Lies, norms: Tensor) -> Tensor:
+    """A tensor for pieces that lie alike: its gradient, ``norms``, has their norm."""
+    axes, group = where
     made = nn.Parameter(torch.empty_like(norms))
+    setattr(made, SLICED_OVER, group)
     if axes:
-        place(made, Layout((tuple(axes),)), (norms.numel(),))
+        place(made, Layout((axes,)), (norms.numel(),))
     made.grad = norms
     return made
 

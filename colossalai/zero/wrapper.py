@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from colossalai.interface import OptimizerWrapper
 from colossalai.interface.foreign_parameters import strangers
-from colossalai.utils.parallel import data_parallel_group
+from colossalai.utils.parallel import averaging_group
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from colossalai.zero.renormalizing import renormalizing_on
@@ -39,7 +39,7 @@ def zero_model_wrapper(
         raise ValueError(
             f"zero_model_wrapper takes a gemini_config for stage 3 only, got one for stage {zero_stage}"
         )
-    group = data_parallel_group()
+    group = averaging_group()
     if group is not None and (problem := renormalizing_on(dist.get_world_size(group), model)) is not None:
         raise ValueError(problem)
     setattr(model, STAGE, zero_stage)

@@ -1,4 +1,7 @@
-"""LoRA models of PEFT: under every plugin only the adapters are trained and saved, as in one process."""
+"""LoRA models of PEFT: under every plugin only the adapters are trained and saved, as in one process.
+
+Tensor and pipeline plans: ``tests/nn/policies/test_adapters.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,6 @@ from colossalai.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from colossalai.core import global_context as gpc
-from colossalai.nn import parallelize
-from colossalai.pipeline import split_model
 from colossalai.testing import spawn
 
 transformers = pytest.importorskip("transformers", reason="needs `pip install transformers`")
@@ -135,37 +135,3 @@ def check_saved(where: Path, expected: dict[str, Tensor], name: str) -> None:
 
 def test_only_the_adapters_are_trained_and_saved(tmp_path: Path) -> None:
     spawn(check_adapters, 2, folder=tmp_path)
-
-
-def check_stages(rank: int, world_size: int, port: int, folder: Path) -> None:
-    """A pipeline trains them too; tensor parallelism says that it does not know these layers."""
-    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, verbose=False)
-    with pytest.raises(ValueError, match=r"is for nn.Linear and Conv1D, got a peft.tuners.lora.layer.Linear"):
-        parallelize(with_adapters())
-    gpc.destroy()
-    config = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}
-    colossalai.launch_from_torch(config, verbose=False)
-    expected, losses = serial(3)
-    for name in ("none", "zero-1"):
-        booster = Booster(device="cpu", plugin=LowLevelZeroPlugin(1, "fp32") if name == "zero-1" else None)
-        inner = split_model(with_adapters())
-        model, optimizer, *_ = booster.boost(inner, optimizer_of(inner, all_parameters=False))
-        for wanted in losses:
-            optimizer.zero_grad()
-            batch = iter([{"input_ids": WORDS, "labels": WORDS}])
-            loss = booster.execute_pipeline(batch, model, None, optimizer)["loss"]
-            assert loss is None or float(loss) == pytest.approx(wanted, abs=1e-5)
-            optimizer.step()
-        with pytest.raises(TypeError, match=rf"which is stage {rank} of 2; call booster.save_model"):
-            colossalai.save_pretrained(model, folder / name)
-        booster.save_model(model, folder / "whole.bin")
-        if rank == 0:
-            whole = with_adapters()
-            whole.load_state_dict(torch.load(folder / "whole.bin", weights_only=True))
-            whole.save_pretrained(folder / name)
-            check_saved(folder / name, expected, name)
-        dist.barrier()
-
-
-def test_stages_of_a_model_with_adapters(tmp_path: Path) -> None:
-    spawn(check_stages, 2, folder=tmp_path)

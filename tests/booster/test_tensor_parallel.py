@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import colossalai
 import colossalai.nn as col_nn
 from colossalai.booster import Booster
-from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
+from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import unshard
@@ -52,10 +52,6 @@ def _train(rank: int, world_size: int, port: int, folder: str) -> None:
     booster.save_model(boosted, Path(folder) / "model.bin")  # whole tensors, as the serial model has them
     saved = torch.load(Path(folder) / "model.bin", weights_only=True)
     torch.testing.assert_close(saved, dict(serial.state_dict()), rtol=0, atol=0)
-    with pytest.raises(
-        ValueError, match=r"0\.weight is cut already, by tensor parallelism; use TorchDDPPlugin"
-    ):
-        Booster(plugin=TorchFSDPPlugin()).boost(_model())
 
 
 def test_replicas_are_the_data_parallel_ranks(tmp_path: Path) -> None:

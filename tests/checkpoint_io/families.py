@@ -66,6 +66,8 @@ FAMILIES = {
     "ddp4": Family(4, plugin=DDP),
     "fsdp2": Family(2, plugin=FSDP),
     "fsdp4": Family(4, plugin=FSDP),
+    "fsdp2-1d2": Family(4, _tensor("1d", 2), FSDP),
+    "fsdp2-pp2": Family(4, _pipeline("1f1b"), FSDP),
     "zero1-2": Family(2, plugin=ZERO1),
     "zero2-4": Family(4, plugin=ZERO2),
     "zero1-2-1d2": Family(4, _tensor("1d", 2), ZERO1),

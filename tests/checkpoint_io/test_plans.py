@@ -14,7 +14,7 @@ from tests.checkpoint_io.families import FAMILIES, Job, batches, start, stored_t
 
 BEFORE, AFTER = 2, 3
 # What CI runs; all pairs take `make test-all`.
-SAMPLE = ("serial", "fsdp2", "gemini-2", "zero1-2-1d2", "2d-4", "interleaved")
+SAMPLE = ("serial", "fsdp2-1d2", "gemini-2", "zero1-2-1d2", "2d-4", "interleaved")
 
 
 def _save(rank: int, world_size: int, port: int, name: str, folder: Path) -> list[float]:

@@ -49,9 +49,13 @@ PLUGINS: dict[str, Callable[[], Plugin | None]] = {
 # the parallel section of a job of four ranks, how its model is cut, and the plugins that go around it
 JOBS: list[tuple[dict[str, Any], Callable[[nn.Module], nn.Module], tuple[str, ...]]] = [
     ({}, lambda model: model, tuple(PLUGINS)),
-    ({"tensor": {"size": 2, "mode": "1d"}}, parallelize, ("not boosted", "ddp", "zero-2", "gemini cpu")),
+    (
+        {"tensor": {"size": 2, "mode": "1d"}},
+        parallelize,
+        ("not boosted", "ddp", "zero-2", "gemini cpu", "fsdp"),
+    ),
     ({"tensor": {"size": 4, "mode": "2d"}}, parallelize, ("not boosted", "none")),
-    ({"pipeline": 2}, split_model, ("not boosted", "ddp", "zero-1", "gemini cpu")),
+    ({"pipeline": 2}, split_model, ("not boosted", "ddp", "zero-1", "gemini cpu", "fsdp")),
     ({"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, split_model, ("not boosted", "ddp")),
 ]
 

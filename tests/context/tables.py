@@ -16,7 +16,8 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         tensor = self.parallel.get("tensor", {})
         pipeline = self.parallel.get("pipeline", 1)
-        return f"{self.world_size}-pp{pipeline}-{tensor.get('mode')}{tensor.get('size', 1)}"
+        cut = f"-sp{self.parallel['sequence']['size']}" if "sequence" in self.parallel else ""
+        return f"{self.world_size}-pp{pipeline}{cut}-{tensor.get('mode')}{tensor.get('size', 1)}"
 
 
 SINGLES_4 = "(0)(1)(2)(3)"
@@ -53,6 +54,33 @@ TABLES = [
             "TENSOR": "(0,1)(2,3)",
             "SEQUENCE": "(0,1)(2,3)",
             "SEQUENCE_DP": ALL_4,
+        },
+    ),
+    Case(
+        8,
+        {"sequence": {"size": 2}, "tensor": {"size": 2, "mode": "1d"}},
+        {
+            "GLOBAL": ALL_8,
+            "DATA": STEP4_8,
+            "MODEL": FOURS_8,
+            "PIPELINE": SINGLES_8,
+            "TENSOR": PAIRS_8,
+            "PARALLEL_1D": PAIRS_8,
+            "SEQUENCE": STEP2_8,
+            "SEQUENCE_DP": "(0,2,4,6)(1,3,5,7)",
+        },
+    ),
+    Case(
+        8,
+        {"pipeline": 2, "sequence": {"size": 4, "attention": "both"}},
+        {
+            "GLOBAL": ALL_8,
+            "DATA": SINGLES_8,
+            "MODEL": ALL_8,
+            "PIPELINE": STEP4_8,
+            "TENSOR": SINGLES_8,
+            "SEQUENCE": FOURS_8,
+            "SEQUENCE_DP": FOURS_8,
         },
     ),
     Case(

@@ -100,7 +100,28 @@ POSITIVE = "must be a positive integer, got"
         ),
         ({"tensors": 1}, "parallel has an unknown key 'tensors': did you mean 'tensor'"),
         ({"piepline": 2}, "parallel has an unknown key 'piepline': did you mean 'pipeline'"),
-        ({"qqqq": 2}, "unknown key 'qqqq': known: 'data', 'pipeline', 'tensor'"),
+        ({"qqqq": 2}, "unknown key 'qqqq': known: 'data', 'moe', 'pipeline', 'sequence', 'tensor'"),
+        ({"sequence": 0}, f"size of parallel.sequence {POSITIVE} int 0"),
+        ({"sequence": {"size": 2, "attentoin": "ring"}}, "unknown key 'attentoin': did you mean 'attention'"),
+        (
+            {"sequence": {"size": 2, "attention": "rings"}},
+            "attention 'rings' is unknown: did you mean 'ring'",
+        ),
+        ({"sequence": {"size": 4, "ulysses": 2}}, "but attention is 'ring'; leave ulysses out"),
+        ({"sequence": {"size": 4, "attention": "both", "ulysses": 0}}, f"sequence.ulysses {POSITIVE} int 0"),
+        ({"sequence": {"size": 3, "attention": "both"}}, "size 3 cannot be divided by ulysses=2"),
+        (
+            {"sequence": 2, "tensor": {"size": 2, "mode": "sequence"}},
+            "size 2 beside tensor mode 'sequence': it cuts the sequence already",
+        ),
+        (
+            {"sequence": 2, "tensor": {"size": 4, "mode": "2d"}},
+            "beside tensor mode '2d': it cuts rows by its own axes; cut sequences go with",
+        ),
+        (
+            {"sequence": 2, "tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}},
+            "beside parallel.tensor.sequence_parallel=True, which cuts the same sequence",
+        ),
         ({"pipeline": {"sizes": 2}}, "parallel.pipeline has an unknown key 'sizes': did you mean 'size'"),
         (
             {"tensor": {"size": 4, "mod": "2d"}},
@@ -121,6 +142,27 @@ def test_the_data_size_fills_the_world() -> None:
     plan = ParallelConfig.parse({"pipeline": 2, "tensor": {"size": 4, "mode": "2d"}}).fit(16)
     assert plan.data == 2
     assert plan.axes == {"dp": 2, "pp": 2, "row": 2, "col": 2}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "axes", "attention"),
+    [
+        ({"sequence": 4}, {"sp": 4}, ("sp", None)),
+        ({"sequence": {"size": 4, "attention": "ulysses"}}, {"sp": 4}, (None, "sp")),
+        ({"sequence": {"size": 4, "attention": "both"}}, {"sp": 2, "su": 2}, ("sp", "su")),
+        ({"sequence": {"size": 8, "attention": "both", "ulysses": 4}}, {"sp": 2, "su": 4}, ("sp", "su")),
+        ({"sequence": 1}, {}, (None, None)),
+        ({"tensor": {"size": 4, "mode": "sequence"}}, {"sp": 4}, ("sp", None)),
+        ({"tensor": {"size": 2, "mode": "1d"}}, {}, (None, None)),
+    ],
+)
+def test_the_axes_of_a_cut_sequence(parallel: Any, axes: dict[str, int], attention: tuple[Any, Any]) -> None:
+    plan = ParallelConfig.parse({"pipeline": 2, **parallel}).fit(16)
+    assert plan.sequence_axes == axes
+    assert (plan.ring_axis, plan.heads_axis) == attention
+    # beside 1D the tensor ranks stay neighbours
+    tensor = {"tp": plan.tensor} if plan.mode != "sequence" else {}
+    assert list(plan.axes.items()) == list({"dp": plan.data, "pp": 2, **axes, **tensor}.items())
 
 
 def test_the_plan_cannot_be_changed() -> None:
@@ -145,6 +187,11 @@ def test_the_plan_cannot_be_changed() -> None:
             " parallel.data",
         ),
         ({"data": 1}, 2, "data 1 x pipeline 1 x tensor 1 = 1, but the world size is 2"),
+        (
+            {"sequence": 4},
+            6,
+            "6 is not a multiple of pipeline 1 x sequence 4 x tensor 1 = 4; .*, parallel.sequence or",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_the_world_show_the_arithmetic(
@@ -206,3 +253,26 @@ def test_a_mode_of_the_user_is_known_once_it_is_mapped(monkeypatch: pytest.Monke
 def test_constants() -> None:
     assert list(TENSOR_MODES) == constants.ALLOWED_MODES
     assert constants.TENSOR_PARALLEL_ATTRIBUTES == ["is_tensor_parallel", "num_partitions"]
+
+
+def test_experts_are_shared_out_over_data_ranks() -> None:
+    """The figure of page 07: four ranks, of which two share the experts out."""
+    table = rank_table({"moe": {"size": 2}}, 4)
+    assert table[ParallelMode.DATA] == [[0, 1, 2, 3]]
+    assert table[ParallelMode.MOE_MODEL] == [[0, 1], [2, 3]]
+    assert table[ParallelMode.MOE_DATA] == [[0, 2], [1, 3]]
+    axes = ParallelConfig.parse({"moe": 12, "tensor": {"size": 2, "mode": "1d"}}).fit(48).axes
+    assert axes == {"dp": 2, "ep": 3, "ep1": 2, "ep2": 2, "pp": 1, "tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"moe": {"size": 3}}, "parallel.moe has size 3, which does not divide the 4 data-parallel ranks"),
+        ({"moe": 0}, "the size of parallel.moe must be a positive integer, got int 0"),
+        ({"moe": {"sizes": 2}}, "parallel.moe has an unknown key 'sizes'"),
+    ],
+)
+def test_wrong_numbers_of_expert_ranks(parallel: Any, message: str) -> None:
+    with pytest.raises(ConfigException, match=message):
+        ParallelConfig.parse(parallel).fit(4)

@@ -9,7 +9,6 @@ def _all(module: str, names: str, issue: str, reason: str) -> dict[str, tuple[st
     return {f"{module}.{name}": (issue, reason) for name in names.split()}
 
 
-_SEQUENCE = ("issue 21", "sequence parallelism")
 _EXPERTS = ("issue 22", "mixture of experts")
 _COSTS = ("issue 23", "costs, conversion of layouts, tracing")
 _AUTO = ("issue 24", "automatic parallelism")
@@ -23,7 +22,6 @@ _EXPERT_LAYERS = (
 
 # name, or module with all that is in it -> (issue, reason)
 MISSING: dict[str, tuple[str, str]] = {
-    **_all("colossalai.nn", "TransformerSelfAttentionRing AttnMaskType RingQK RingAV", *_SEQUENCE),
     **_all("colossalai.nn", _EXPERT_LAYERS, *_EXPERTS),
     **_all("colossalai.nn.loss", "MoeCrossEntropyLoss MoeLoss", *_EXPERTS),
     "colossalai.context.moe_context": _EXPERTS,

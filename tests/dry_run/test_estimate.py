@@ -85,8 +85,8 @@ def test_further_stored_micro_batches_add_the_same_each() -> None:
 
 def test_zero3_divides_what_rests_and_leaves_activations() -> None:
     def zero(policy: str, ranks: int) -> MemoryEstimate:
-        config = {"zero": {"model_config": {"tensor_placement_policy": policy}, "optimizer_config": {}}}
-        (report,) = dry_run(config, ranks, functools.partial(build, True))
+        section = {"model_config": {"tensor_placement_policy": policy}, "update_in_backward": False}
+        (report,) = dry_run({"zero": section}, ranks, functools.partial(build, True))
         return report.memory
 
     count = sum(p.numel() for p in build(True).model.parameters())
@@ -123,10 +123,11 @@ def test_updates_on_trial_hold_a_part_twice() -> None:
         return report.memory.host
 
     count = sum(p.numel() for p in build(True).model.parameters())
-    waiting = host(clip=1.0)
+    waiting = host(clip=1.0, update_in_backward=False)
     assert waiting == host(update_in_backward=True, precision="bf16")
     early = functools.partial(host, update_in_backward=True)
     assert early() == early(1.0) == early(max_norm=1.0, precision="bf16") == early(1.0, precision="bf16")
+    assert host() == early(), "by default updates can be rolled back"
     assert early() - waiting == pytest.approx(14 * count / 4 / 4, rel=1e-3)
     assert early(undo_ratio=0.5) - waiting == pytest.approx(14 * count / 4 / 2, rel=1e-3)
 
@@ -142,7 +143,7 @@ def test_stages_of_a_pipeline_are_divided_by_zero() -> None:
     pipeline = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 4}
     parts = functools.partial(build, True, tied=False)
     plain = dry_run({**pipeline, "fp16": {"mode": AMP_TYPE.NAIVE}}, 2, parts)
-    divided = dry_run({**pipeline, "zero": {"level": 3}}, 4, parts)
+    divided = dry_run({**pipeline, "zero": {"level": 3, "update_in_backward": False}}, 4, parts)
     whole = dry_run({**pipeline, "zero": {"level": 1}}, 4, parts)
     for one, other, first in zip(plain, divided, whole, strict=True):
         assert other.parameters == first.parameters == one.parameters

@@ -18,6 +18,7 @@ from colossalai.engine.gradient_handler import (
     bucket_allreduce,
     build_gradient_handler,
 )
+from colossalai.mesh import Layout, place
 from colossalai.registry import GRADIENT_HANDLER
 from colossalai.testing import assert_close, spawn
 from colossalai.utils import bucket
@@ -72,9 +73,14 @@ def check_groups(rank: int, world_size: int, port: int) -> None:
         return float(next(model.parameters()).grad.mean())  # type: ignore[union-attr]
 
     optimizer = sgd(model.parameters())
-    in_data = gpc.get_ranks_in_group(ParallelMode.DATA)
-    assert handled(DataParallelGradientHandler(model, optimizer)) == sum(in_data) / len(in_data)
+    # not over data alone: the ranks of one sequence would drift apart
+    assert handled(DataParallelGradientHandler(model, optimizer)) == 1.5, "all four ranks"
     assert handled(SequenceParallelGradientHandler(model, optimizer)) == 1.5, "all four ranks"
+    # a parameter that a row axis cuts holds its sum over that axis: it is divided, but not mixed with others
+    place(next(model.parameters()), Layout((("sp",), ())), (32, 6))
+    in_data = gpc.get_ranks_in_group(ParallelMode.DATA)
+    assert handled(DataParallelGradientHandler(model, optimizer)) == sum(in_data) / world_size
+    place(next(model.parameters()), Layout(((), ())), (16, 6))
 
     group = dist.new_group([0, 3])
     assert handled(PipelineSharedModuleGradientHandler(model, optimizer)) == rank, "nothing is shared"

@@ -44,6 +44,16 @@ def write_cifar(folder: Path, per_batch: int = 32) -> None:
         (folder / name).write_bytes(pickle.dumps({b"data": images.numpy(), b"labels": labels.tolist()}))
 
 
+def changed_config(example: Path, path: Path, *changes: tuple[str, str]) -> Path:
+    """The config of ``example`` with these changes, written to ``path``."""
+    text = (example / "config.py").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
 def run_script(name: str, *options: object, data: Path | None = None, nprocs: int = 1, rank: int = 0) -> str:
     """What ``colossalai run --nproc_per_node nprocs examples/name options`` shows of one rank."""
     arguments = [str(option) for option in options]

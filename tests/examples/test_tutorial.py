@@ -11,7 +11,7 @@ import pytest
 from colossalai.context import Config
 from colossalai.testing import RankError
 from tests.cli.tools import Command, free_port
-from tests.examples.scripts import EXAMPLES, run_script
+from tests.examples.scripts import EXAMPLES, changed_config, run_script
 
 HYBRID = EXAMPLES / "tutorial" / "hybrid_parallel"
 
@@ -21,16 +21,6 @@ QUICK = (
     ("NUM_EPOCHS = 2", "NUM_EPOCHS = 1"),
     ("WARMUP_EPOCHS = 1", "WARMUP_EPOCHS = 0"),
 )
-
-
-def changed(path: Path, *changes: tuple[str, str]) -> Path:
-    """The tutorial's config with these changes."""
-    text = (HYBRID / "config.py").read_text()
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    path.write_text(text)
-    return path
 
 
 def losses(text: str) -> list[float]:
@@ -107,7 +97,7 @@ PLANS = [
 
 @pytest.mark.parametrize(("nprocs", "changes"), PLANS)
 def test_only_the_config_changes(nprocs: int, changes: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
-    config = changed(tmp_path / "config.py", *QUICK, *changes)
+    config = changed_config(HYBRID, tmp_path / "config.py", *QUICK, *changes)
     text = run_script("tutorial/hybrid_parallel/train.py", "--config", config, "-s", nprocs=nprocs)
     assert re.search(r"Epoch 0 / 1: 100%.* 10/10 ", text)
     (loss,) = losses(text)
@@ -120,7 +110,7 @@ def test_it_learns_images_from_a_path(cifar: Path, tmp_path: Path) -> None:
         ("BATCH_SIZE = 4", "BATCH_SIZE = 12"),
         ("fp16 = dict(", "fp16 = dict(enabled=False, "),  # slow on a CPU
     )
-    config = changed(tmp_path / "config.py", *QUICK, *few, PIPELINE_1)
+    config = changed_config(HYBRID, tmp_path / "config.py", *QUICK, *few, PIPELINE_1)
     text = run_script("tutorial/hybrid_parallel/train.py", "--config", config, "--data", cifar, nprocs=2)
     assert f"build_cifar uses CIFAR-10 in {cifar}: 160 images to train" in text
     assert " 13/13 " in text  # 160 = 13 x 12 + 4, which are left out
@@ -137,6 +127,8 @@ def test_a_wrong_number_of_processes_is_refused_once(tmp_path: Path) -> None:
 
 
 def test_a_micro_batch_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
-    config = changed(tmp_path / "config.py", *QUICK, *tensor("2d", 4), ("BATCH_SIZE = 4", "BATCH_SIZE = 2"))
+    config = changed_config(
+        HYBRID, tmp_path / "config.py", *QUICK, *tensor("2d", 4), ("BATCH_SIZE = 4", "BATCH_SIZE = 2")
+    )
     with pytest.raises(RankError, match=r"a batch of 1 rows is shared by .* = 2 ranks; the nearest valid"):
         run_script("tutorial/hybrid_parallel/train.py", "--config", config, "-s", nprocs=8)

@@ -1,8 +1,10 @@
-"""Families of transformers under every plan, built in a ``LazyInitContext`` and without."""
+"""Families of transformers, and models of timm and torchvision, under every plan, built in a
+``LazyInitContext`` and without.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from colossalai.lazy import LazyInitContext
 from colossalai.mesh.deferred import recording_in
 from colossalai.nn import parallelize
 from colossalai.pipeline import split_model
+from tests.lazy import vision
 from tests.nn.policies import families
 
 PLUGINS: dict[str, Callable[[], Plugin]] = {
@@ -44,6 +47,8 @@ STORED = "stored "  # before the name of a family whose weights from_pretrained 
 
 def builder(kind: str, folder: str) -> Callable[[], nn.Module]:
     """What builds a model of a family, by its constructor or from the files in ``folder``."""
+    if kind in vision.MODELS:
+        return vision.builder(kind)
     kind = kind.removeprefix(META)
     stored = kind.removeprefix(STORED)
     cls, config = families.model_class(stored), families.config(stored)
@@ -112,6 +117,12 @@ def check_buffers(model: nn.Module, serial: nn.Module, what: str) -> None:
         assert same(value, expected[name]), f"{what}: the buffer {name}"
 
 
+@torch.no_grad()
+def check_output(model: nn.Module, serial: nn.Module, given: Tensor, what: str) -> None:
+    """Also tensors that are attributes of modules have a part in it."""
+    assert torch.equal(model.eval()(given), serial.eval()(given)), f"{what}: the output"
+
+
 def outcome(kind: str, plan: str, folder: str, rank: int) -> str:
     """ "equal", or why the family has no such plan."""
     make, what = builder(kind, folder), f"{kind} under {plan}"
@@ -125,6 +136,8 @@ def outcome(kind: str, plan: str, folder: str, rank: int) -> str:
     except ValueError as refusal:
         return str(refusal)
     check_buffers(user_module(found), serial, what)
+    if kind in vision.MODELS:
+        check_output(found, serial, vision.images(kind), what)
     state = whole_state(booster, found, folder, rank)
     if state is not None:
         check_equal(state, serial, what)
@@ -139,7 +152,7 @@ LAUNCHES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 def run_plans(
-    rank: int, world_size: int, port: int, kinds: list[str], folder: str
+    rank: int, world_size: int, port: int, kinds: list[str], folder: str, launches: Iterable[str] = LAUNCHES
 ) -> dict[tuple[str, str], str]:
     import transformers
 
@@ -149,7 +162,7 @@ def run_plans(
         if kind.startswith(STORED):
             store(kind.removeprefix(STORED), folder, rank)
     found = {}
-    for config, plans in LAUNCHES.values():
+    for config, plans in map(LAUNCHES.__getitem__, launches):
         colossalai.launch_from_torch(config=config, backend="gloo", verbose=False)
         dist.barrier()  # the files are there
         found |= {(kind, plan): outcome(kind, plan, folder, rank) for kind in kinds for plan in plans}

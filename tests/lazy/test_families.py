@@ -23,12 +23,11 @@ NAMES = """
 KINDS = NAMES.split()
 GROUPS = [[*KINDS[:3], "stored llama", "meta gpt2"], *(KINDS[i : i + 6] for i in range(3, len(KINDS), 6))]
 KNOWN = ("gpt2", "bert", "opt", "llama", "stored llama", "mistral", "qwen2", "qwen3", "t5", "vit")
+NO_STAGES = ("clip", "wav2vec2", "vit_mae", "meta gpt2")  # here: models without a head
 NO_PLAN = (
     "was cut on the meta device, and nothing says",
-    "could not try the stages, as the model has no values yet",
-    "cannot be split: its parameter",
+    "do not compute what the whole model does",
     "parallelize has no policy",
-    "split_model does not know",
     "asks for style",
     "it works whole, but",
 )
@@ -39,5 +38,6 @@ def test_weights_are_those_of_the_serial_constructor(kinds: list[str], tmp_path:
     found, other = spawn(run_plans, 2, kinds=kinds, folder=str(tmp_path), timeout=600.0)
     assert found == other
     for (kind, plan), outcome in found.items():
-        refused = kind not in KNOWN and any(words in outcome for words in NO_PLAN)
-        assert outcome == "equal" or (plan in ("1d", "pipeline") and refused), f"{kind} {plan}: {outcome}"
+        may_refuse = kind not in KNOWN if plan == "1d" else plan == "pipeline" and kind in NO_STAGES
+        refused = may_refuse and any(words in outcome for words in NO_PLAN)
+        assert outcome == "equal" or refused, f"{kind} {plan}: {outcome}"

@@ -54,6 +54,44 @@ def test_each_kind_is_counted() -> None:
     spawn(_each_kind, 4)
 
 
+def _shifts(rank: int, world_size: int, port: int, device: str) -> None:
+    start(rank, world_size, port)
+    mesh = Mesh({"dp": 1, "sp": 3}, device)
+    before, after = (rank - 1) % 3, (rank + 1) % 3
+    x = torch.full((2, 5), float(rank), device=device, requires_grad=True)  # 40 bytes
+    with count_communication() as log:
+        y = movement.ring_shift(x.t(), "sp", mesh)  # not contiguous
+        assert torch.equal(y, torch.full((5, 2), float(before), device=device))
+        (y * (rank + 1)).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.full_like(x, after + 1.0))
+        assert torch.equal(
+            collectives.ring_shift(x.detach(), mesh, "sp", by=-1), torch.full_like(x, float(after))
+        )
+        movement.ring_shift(x, "dp", mesh).sum().backward()
+    assert [(t.kind, t.bytes, t.sent) for t in log.transfers] == [("shift", 40, 40)] * 3
+
+    # rank r sends r + c rows to coordinate c: nothing from 0 to 0, and rank 0 receives 0, 1, 2 rows
+    send, receive = [rank + c for c in range(3)], [c + rank for c in range(3)]
+    rows = torch.tensor([10.0 * rank + c for c in range(3) for _ in range(send[c])], device=device)[:, None]
+    rows = rows.expand(-1, 2).clone().requires_grad_()
+    with count_communication() as log:
+        got = movement.all_to_all_ragged(rows, send, receive, "sp", mesh)
+        assert got[:, 0].tolist() == [10.0 * c + rank for c in range(3) for _ in range(receive[c])]
+        (got * (rank + 1)).sum().backward()
+    assert rows.grad is not None
+    assert rows.grad[:, 0].tolist() == [c + 1.0 for c in range(3) for _ in range(send[c])]
+    leaves = 8 * (sum(send) - send[rank])
+    assert [(t.kind, t.sent) for t in log.transfers] == [("all_to_all", leaves)] * 2
+    with pytest.raises(ValueError, match=r"axis 'sp' has 3 ranks and the tensor \d+ rows"):
+        movement.all_to_all_ragged(rows, send[:2], receive, "sp", mesh)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_shifts_and_ragged_exchanges(device: str) -> None:
+    spawn(_shifts, 3, device=device)
+
+
 def _sent_and_saved(rank: int, world_size: int, port: int, device: str) -> None:
     start(rank, world_size, port)
     mesh = Mesh({"tp": 2})

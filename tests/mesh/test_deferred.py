@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colossalai.mesh.deferred import Deferred, recording_of
+from colossalai.mesh.deferred import Deferred, _Scratch, recording_of
 from colossalai.nn import init
 from titans.model.gpt import GPT
 from titans.model.resnet import resnet18
@@ -129,3 +129,14 @@ def test_recording_of_a_tensor() -> None:
         assert recording_of(shape) is None
     recording.fill([weight])
     assert recording_of(weight) is None
+
+
+def test_numbers_that_are_thrown_away_take_the_same_memory() -> None:
+    scratch, cpu = _Scratch(), torch.device("cpu")
+    shapes = [torch.empty(4, 6).t(), torch.empty(3, dtype=torch.float64)]
+    one, other = scratch.like(shapes, cpu)
+    assert one.stride() == (1, 6)
+    assert other.dtype is torch.float64
+    assert [t.data_ptr() for t in scratch.like(shapes, cpu)] == [one.data_ptr(), other.data_ptr()]
+    assert scratch.like([torch.empty(2, 2)], cpu)[0].data_ptr() == one.data_ptr()
+    assert scratch.like([torch.empty(9, 9)], cpu)[0].untyped_storage().nbytes() == 9 * 9 * 4

@@ -6,11 +6,22 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
-from colossalai.mesh import Layout, Mesh, collectives, movement, redistribute, route, shard, unshard
+from colossalai.mesh import (
+    Layout,
+    Mesh,
+    collectives,
+    local_slices,
+    movement,
+    redistribute,
+    route,
+    shard,
+    unshard,
+)
 from colossalai.testing import RankError, spawn
 from tests.mesh.world import lay_out, represents, start
 
@@ -42,10 +53,29 @@ def allowed(src: Layout, dst: Layout) -> bool:
     return True
 
 
-def check_moves(mesh: Mesh, shape: tuple[int, int], fused: tuple[int, ...] = (), uneven: bool = False) -> int:
+def zigzag_layouts() -> list[Layout]:
+    """All layouts whose dims are dealt in zig-zag order or not, less what others show as well."""
+    layouts = [x for x in all_layouts() if not x.spread and len(x.partial) < 2]
+    firsts = [[axes[0] for axes in x.dims if axes] for x in layouts]
+    zigzags = [
+        replace(x, zigzag=frozenset(chosen))
+        for x, first in zip(layouts, firsts, strict=True)
+        for chosen in [first[:1], first[1:]]
+        if chosen
+    ]
+    return layouts + zigzags
+
+
+def check_moves(
+    mesh: Mesh,
+    shape: tuple[int, int],
+    fused: tuple[int, ...] = (),
+    uneven: bool = False,
+    layouts: list[Layout] | None = None,
+) -> int:
     x_full = torch.arange(1.0, 1 + shape[0] * shape[1]).reshape(shape)
     g_full = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    layouts, count = all_layouts(fused), 0
+    layouts, count = layouts or all_layouts(fused), 0
     for src, dst in itertools.product(layouts, layouts):
         if not allowed(src, dst):
             continue
@@ -67,6 +97,10 @@ def _all_moves(rank: int, world_size: int, port: int) -> None:
     assert check_moves(mesh, (7, 5), uneven=True) == expected
     assert check_moves(mesh, (6, 36), fused=(1, 3)) == expected
     assert check_moves(mesh, (24, 12), fused=(2, 2)) == expected
+    zigzag = zigzag_layouts()
+    expected = sum(allowed(s, d) for s, d in itertools.product(zigzag, repeat=2))
+    assert expected > 400
+    assert check_moves(mesh, (12, 24), layouts=zigzag) == expected
 
 
 def test_all_moves_represent_the_tensor_and_its_gradient() -> None:
@@ -192,6 +226,12 @@ A, B, C = ("a",), ("b",), ("c",)
         (Layout((("a", "b"), ())), Layout((A, B)), ["all_to_all b"]),
         (Layout((("a", "b"), ())), Layout((B, ())), ["all_gather b", "all_gather a", "cut b"]),
         (Layout(((), ())), Layout(((), ()), spread=frozenset("a")), []),
+        (
+            Layout((("a", "b"), ()), zigzag=frozenset("a")),
+            Layout((A, B), zigzag=frozenset("a")),
+            ["all_to_all b"],
+        ),
+        (Layout((A, ()), zigzag=frozenset("a")), Layout((A, ())), ["all_gather a", "cut a"]),
     ],
 )
 def test_routes(src: Layout, dst: Layout, steps: list[str]) -> None:
@@ -235,6 +275,29 @@ def _sizes(rank: int, world_size: int, port: int) -> None:
     assert torch.equal(unshard(shard(one, layout, mesh, uneven=True), layout, mesh, (1,)), one)
 
 
+def _zigzag(rank: int, world_size: int, port: int) -> None:
+    start(rank, world_size, port)
+    mesh = Mesh({"sp": 2, "su": 2})
+    layout = Layout(((), ("sp", "su")), zigzag=frozenset({"sp"}))
+    chunks = {(0, 0): (0, 12), (0, 1): (2, 14), (1, 0): (4, 8), (1, 1): (6, 10)}
+    first, second = chunks[mesh.coord["sp"], mesh.coord["su"]]
+    assert local_slices((3, 16), layout, mesh) == (((0, 3),), ((first, 2), (second, 2)))
+    full = torch.arange(48.0).reshape(3, 16)
+    mine = shard(full, layout, mesh)
+    assert torch.equal(mine, full[:, [first, first + 1, second, second + 1]])
+    assert torch.equal(unshard(mine, layout, mesh), full)
+    assert torch.equal(unshard(mine, layout, mesh, (3, 16)), full)
+    for act in (lambda x: shard(x, layout, mesh), lambda x: shard(x, layout, mesh, uneven=True)):
+        with pytest.raises(
+            ValueError, match="size 12 cannot be dealt as two chunks to each of 4 ranks; pad it to"
+        ):
+            act(torch.zeros(3, 12))
+
+
+def test_zigzag_ranges() -> None:
+    spawn(_zigzag, 4)
+
+
 def test_sizes_that_do_not_divide() -> None:
     spawn(_sizes, 2)
 
@@ -248,6 +311,11 @@ def test_a_layout_names_each_axis_once() -> None:
         Layout((A, ()), fused=(3,))
     with pytest.raises(ValueError, match="has 1 block"):
         Layout((A, ()), fused=(0, 3))
+    for dims, fused in (((("b", "a"),), ()), ((A,), (2,)), (((),), ())):
+        with pytest.raises(
+            ValueError, match="zigzag axis 'a' must be the first axis of a dim that is not fused"
+        ):
+            Layout(dims, fused=fused, zigzag=frozenset("a"))
 
 
 def test_axes_are_not_letters() -> None:
@@ -258,3 +326,4 @@ def test_axes_are_not_letters() -> None:
 
 def test_a_layout_in_words() -> None:
     assert str(Layout((("a", "b"), ()), partial=frozenset("c"), fused=(1, 3))) == "[a+b, -] P(c) fused(1, 3)"
+    assert str(Layout(((), ("sp", "su")), zigzag=frozenset({"sp"}))) == "[-, zigzag(sp)+su]"

@@ -82,6 +82,8 @@ class StagedRun(PipelineRun):
 class BoostedRun(StagedRun):
     """The same through ``Booster``; each batch is taken in two halves, whose gradients add up."""
 
+    optimizer: Any = None  # its own, not that of an engine
+
     def __init__(self, task: Problem) -> None:
         model = split_model(task.build())
         self.names = {p: model.share.names[name][0] for name, p in model.named_parameters()}

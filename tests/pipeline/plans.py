@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 import colossalai
 import colossalai.nn as col_nn
+from colossalai.booster import Booster
+from colossalai.booster.plugin import Plugin
 from colossalai.core import global_context as gpc
 from colossalai.nn.modes import current
 from colossalai.pipeline.stage import Shape
@@ -16,6 +19,7 @@ from colossalai.testing.parity import Problem
 from colossalai.testing.pipelined import PipelineRun
 
 HIDDEN, CLASSES, STEPS = 8, 4, 5
+MakePlugin = Callable[[], Plugin]
 
 
 def build() -> nn.Module:
@@ -84,14 +88,23 @@ def to_tensor_parallel(module: nn.Module) -> nn.Module:
 
 
 def tensor_plan(
-    task: Problem, schedule: str, stages: int, microbatches: int, chunks: int, mode: str, size: int
+    task: Problem,
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    mode: str,
+    size: int,
+    plugin: MakePlugin | None = None,
 ) -> PipelineRun:
     settings = config(schedule, stages, microbatches, chunks)
     settings["parallel"]["tensor"] = {"mode": mode, "size": size}
     launch(settings)
     shape = Shape.VEE if schedule == "zbv" else Shape.LOOP
     loss = col_nn.CrossEntropyLoss()
-    return PipelineRun(task, loss, chunks=chunks, shape=shape, convert=to_tensor_parallel)
+    return PipelineRun(
+        task, loss, chunks=chunks, shape=shape, convert=to_tensor_parallel, booster=_booster(plugin)
+    )
 
 
 def config(schedule: str, stages: int, microbatches: int, chunks: int = 1, **others: Any) -> dict[str, Any]:
@@ -104,7 +117,24 @@ def launch(config: dict[str, Any]) -> None:
     colossalai.launch_from_torch(config=config, backend="gloo", verbose=False)
 
 
-def plan(task: Problem, schedule: str, stages: int, microbatches: int, chunks: int = 1) -> PipelineRun:
+def plan(
+    task: Problem,
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    plugin: MakePlugin | None = None,
+) -> PipelineRun:
+    """Without a ``plugin`` by an engine, else by a booster."""
     launch(config(schedule, stages, microbatches, chunks))
     shape = Shape.VEE if schedule == "zbv" else Shape.LOOP
-    return PipelineRun(task, nn.CrossEntropyLoss(), chunks=chunks, shape=shape)
+    return PipelineRun(task, _mean_loss, chunks=chunks, shape=shape, booster=_booster(plugin))
+
+
+def _mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """Of classes, or of tokens."""
+    return nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
+
+
+def _booster(plugin: MakePlugin | None) -> Booster | None:
+    return None if plugin is None else Booster("cpu", plugin=plugin())

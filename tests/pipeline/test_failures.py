@@ -365,7 +365,7 @@ def test_a_failed_step_keeps_earlier_gradients_of_shared_weights(earlier: float 
         p.grad = None if earlier is None else torch.full((2,), earlier)
 
     def step() -> None:
-        with synchronized_gradients([shared, own], replicas=None):
+        with synchronized_gradients([shared, own], rows=None):
             (shared.sum() * 5 + own.sum()).backward()
             raise RuntimeError("a stage fails")
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import colossalai.pipeline.pipeline as pipeline
+from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.testing import RankError, parametrize_sample
 from colossalai.testing.parity import Problem, assert_equal_to_serial
 from colossalai.testing.pipelined import PipelineRun
-from tests.pipeline.plans import plan, problem, tensor_plan, token_problem
+from tests.pipeline.plans import MakePlugin, plan, problem, tensor_plan, token_problem
 
 CHUNKS = {"gpipe": (1, 2), "1f1b": (1,), "interleaved": (1, 2), "zbh1": (1,), "zbv": (2,)}
 
@@ -32,6 +33,38 @@ def test_schedules_equal_the_serial_model(
 ) -> None:
     run = partial(plan, schedule=schedule, stages=stages, microbatches=microbatches, chunks=chunks)
     assert_equal_to_serial(problem, run, stages * data)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "schedule"),
+    [
+        (None, "interleaved"),  # by an engine
+        (TorchDDPPlugin, "interleaved"),
+        (TorchDDPPlugin, "zbv"),
+        (TorchFSDPPlugin, "1f1b"),
+        (TorchFSDPPlugin, "interleaved"),
+    ],
+)
+def test_plugins_around_the_stages(plugin: MakePlugin | None, schedule: str) -> None:
+    """With several chunks on a rank: a pass of one of them is not all of a pass."""
+    chunks = CHUNKS[schedule][-1]
+    run = partial(plan, schedule=schedule, stages=2, microbatches=4, chunks=chunks, plugin=plugin)
+    # FSDP2 takes no stage that begins with an operation in place
+    assert_equal_to_serial(token_problem if plugin is TorchFSDPPlugin else problem, run, 4)
+
+
+def test_fsdp_around_stages_and_tensor_parallelism() -> None:
+    run = partial(
+        tensor_plan,
+        schedule="1f1b",
+        stages=2,
+        microbatches=2,
+        chunks=1,
+        mode="1d",
+        size=2,
+        plugin=TorchFSDPPlugin,
+    )
+    assert_equal_to_serial(token_problem, run, 8)
 
 
 TENSOR_CASES = [

@@ -171,9 +171,9 @@ def adds_sums_again(task: Problem) -> StagedRun:
 
 
 @contextmanager
-def summed_at_the_end(parameters: Iterable[torch.Tensor], replicas: Any) -> Iterator[None]:
+def summed_at_the_end(parameters: Iterable[torch.Tensor], rows: Any) -> Iterator[None]:
     yield
-    tied.synchronize_gradients(parameters, replicas)
+    tied.synchronize_gradients(parameters, rows)
 
 
 def starts_anew(task: Problem) -> StagedRun:

@@ -275,7 +275,9 @@ def test_hugging_face_models_that_cannot_be_split() -> None:
     from tests.nn.policies import zoo
 
     albert = AlbertModel(
-        AlbertConfig(hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=9)
+        AlbertConfig(
+            hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=9, num_hidden_layers=1
+        )
     )
     with pytest.raises(
         ValueError,

@@ -104,6 +104,10 @@ def test_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match="pip install wandb"):
         WandbWriter(project="p")
+    monkeypatch.setattr("colossalai.trainer.hooks.log_hooks._writes_here", lambda: False)
+    with pytest.raises(ImportError, match="pip install wandb"):  # also where another rank would write
+        hooks.WandbHook(project="p")
+    monkeypatch.undo()
     sent: list[Any] = []
     run = types.SimpleNamespace(
         log=lambda values, step: sent.append((values, step)), finish=lambda: sent.append("finish")

@@ -6,6 +6,8 @@ three blocks one after the other, ``[Q | K | V]``, and each block holds the head
 
 Under tensor parallelism a rank computes some of the heads, for some of the rows of the batch, and needs no
 other rank: ``head_dim`` is a property of the model, how many heads there are here follows from the plan.
+Where sequences are cut, a rank has the queries of its tokens and asks the others for their keys and values
+(:mod:`colossalai.nn.attention`).
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from colossalai.nn import Dropout, local_heads
+from colossalai.nn.attention import sequence_attention
 from colossalai.nn.layer.dropout import exact_stream
 from colossalai.nn.modes import current
+from colossalai.nn.sequence import SequenceParallel, current_sequence
 from titans.layer.basic import INIT_STD, linear
 from titans.layer.basic import dropout as residual_dropout
 
@@ -46,7 +50,9 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention; a subclass says whether it is causal.
 
     With ``fuse_scale_mask_softmax`` only torch's fused kernels are used, which never store the
-    (sequence x sequence) scores; where none fits, an error says so.  Without it torch chooses freely.
+    (sequence x sequence) scores; where none fits, an error says so.  Without it torch chooses freely.  Where
+    sequences are cut, no rank has such scores in either case, and the mask is made of documents
+    (``SequenceParallel.documents``).
     """
 
     causal: ClassVar[bool]
@@ -69,8 +75,12 @@ class SelfAttention(nn.Module):
                 "every head gets an equal share, so choose a multiple"
             )
         self.num_heads = num_heads
+        self.sequence = current_sequence()
         self.local_heads, self.head_dim = local_heads(num_heads), hidden_size // num_heads
-        self.attention_dropout = Dropout(attention_dropout, layout=current().tp.heads)
+        scores = current().tp.heads  # (batch, heads, query, key)
+        if self.sequence is not None:
+            scores = self.sequence.cutting(scores, 2)
+        self.attention_dropout = Dropout(attention_dropout, layout=scores)
         self.fuse_scale_mask_softmax = fuse_scale_mask_softmax
         self.query_key_value = linear(
             hidden_size, 3 * hidden_size, role="expand", fused=3, bias=bias, dtype=dtype
@@ -88,9 +98,11 @@ class SelfAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Tensor:
         mask = attention_mask
+        dropout = self.attention_dropout.p if self.training else 0.0
+        if self.sequence is not None:
+            return self._attend_across(q, k, v, mask, dropout, self.sequence)
         if mask is not None and self.causal:
             mask = causal_mask(mask, q.shape[2])
-        dropout = self.attention_dropout.p if self.training else 0.0
         if dropout and exact_stream() is not None:
             return self._attend_step_by_step(q, k, v, mask)
 
@@ -113,6 +125,28 @@ class SelfAttention(nn.Module):
                 f"{q.device.type} with head size {q.shape[-1]} and attention dropout {dropout}; "
                 "set fuse_scale_mask_softmax=False (on a CPU, attention_dropout=0 also helps)"
             ) from error
+
+    def _attend_across(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, p: float, sequence: SequenceParallel
+    ) -> Tensor:
+        if p and exact_stream() is not None:
+            raise ValueError(
+                f"attention_dropout={p} inside plan_independent_dropout: attention over a cut sequence"
+                " draws masks block by block, which no other plan does; set attention_dropout=0 to compare"
+                " plans"
+            )
+        with self.attention_dropout.own_stream():
+            return sequence_attention(
+                q,
+                k,
+                v,
+                sequence.mesh,
+                ring=sequence.ring,
+                heads=sequence.heads,
+                causal=self.causal,
+                documents=documents,
+                dropout_p=p,
+            )
 
     def _attend_step_by_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """The same with a dropout that is alike under every plan, which torch's kernels do not have."""

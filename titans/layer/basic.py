@@ -16,10 +16,12 @@ import math
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossalai.nn import Classifier, Dropout, Embedding, LayerNorm, Linear, PatchEmbedding, init
+from colossalai.nn.layer.dropout import exact_stream
 from colossalai.nn.layer.embedding import WholeEmbedding
+from colossalai.nn.sequence import SequenceParallel
 
 INIT_STD = 0.02
 
@@ -100,6 +102,19 @@ def patches(
 
 def layer_norm(dim: int, *, eps: float = 1e-5, dtype: torch.dtype | None = None) -> LayerNorm:
     return LayerNorm(dim, eps, dtype=dtype)
+
+
+def own_tokens(x: Tensor, sequence: SequenceParallel | None, dim: int = 1) -> Tensor:
+    """This rank's tokens of ``x``, whose ``dim`` is a whole sequence; all of them if it is not cut."""
+    if sequence is None:
+        return x
+    length = x.size(dim)
+    if exact_stream() is not None and sequence.padded(length) != length:
+        raise ValueError(
+            f"plan_independent_dropout cannot draw alike for a sequence of {length} tokens, which is padded"
+            f" to {sequence.padded(length)} to be cut over {sequence.size} ranks; give it that length"
+        )
+    return sequence.cut(x, dim)
 
 
 def dropout(p: float) -> Dropout:

@@ -21,6 +21,8 @@ Checkpoint = bool | Literal["selective"]
 class TransformerBlock(nn.Module):
     """``x += attention(norm1(x)); x += mlp(norm2(x))``.
 
+    The mask is what ``SelfAttention`` takes.
+
     ``apply_post_layernorm`` adds to the normalized stream instead: ``n = norm1(x); x = n + attention(n)``.
     ``checkpoint`` keeps only the block's input for the backward pass and computes the rest again, or, if it
     is ``"selective"``, keeps the results of matrix products and attention too and computes what is cheap
@@ -116,8 +118,8 @@ class ViTBlock(TransformerBlock):
 
     attention = ViTSelfAttention
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(x)
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.run(x, attention_mask)
 
 
 class BertBlock(TransformerBlock):

@@ -1,12 +1,17 @@
-"""Token ids, or the patches of an image, to vectors; a learnt vector of the position is added to each."""
+"""Token ids, or the patches of an image, to vectors; a learnt vector of the position is added to each.
+
+Where the launched job cuts sequences, these layers take whole ones and return the vectors of this rank's
+tokens.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from colossalai.nn.sequence import current_sequence
 from titans.layer.basic import dropout as residual_dropout
-from titans.layer.basic import embedding, layer_norm, patches
+from titans.layer.basic import embedding, layer_norm, own_tokens, patches
 
 
 class GPTEmbedding(nn.Module):
@@ -31,6 +36,7 @@ class GPTEmbedding(nn.Module):
                 f"padding_idx is {padding_idx}, but token ids go from 0 to {vocab_size - 1}; "
                 "choose an id of the vocabulary or None"
             )
+        self.sequence = current_sequence()
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.word_embeddings = embedding(
@@ -43,8 +49,9 @@ class GPTEmbedding(nn.Module):
         self._check(input_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)  # (seq,)
-        words = self.word_embeddings(input_ids)  # (batch, seq, hidden)
-        positions = self.position_embeddings(position_ids)  # (seq, hidden) or (batch, seq, hidden)
+        words = self.word_embeddings(own_tokens(input_ids, self.sequence))  # (batch, seq, hidden)
+        # (seq, hidden) or (batch, seq, hidden)
+        positions = self.position_embeddings(own_tokens(position_ids, self.sequence, -1))
         return self.dropout(words + positions)
 
     def _check(self, input_ids: Tensor) -> None:
@@ -93,6 +100,9 @@ class BertEmbedding(GPTEmbedding):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)  # (seq,)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(positions)  # the first type, for all rows
+        input_ids, positions, token_type_ids = (
+            own_tokens(ids, self.sequence, -1) for ids in (input_ids, positions, token_type_ids)
+        )
         x = self.word_embeddings(input_ids) + self.position_embeddings(positions)  # (batch, seq, hidden)
         return self.dropout(self.norm(x + self.token_type_embeddings(token_type_ids)))
 
@@ -110,8 +120,10 @@ class ViTEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.sequence = current_sequence()
         self.patch_embed = patches(img_size, patch_size, in_chans, hidden_size, dtype=dtype)
         self.dropout = residual_dropout(dropout)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.dropout(self.patch_embed(images))  # (batch, 1 + patches, hidden)
+        x = self.patch_embed(images)  # (batch, 1 + patches, hidden)
+        return self.dropout(own_tokens(x, self.sequence))

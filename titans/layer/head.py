@@ -11,6 +11,7 @@ from torch.nn.functional import gelu
 from colossalai.mesh import full_shape
 from colossalai.nn import first_token, to_hidden
 from colossalai.nn.modes import current
+from colossalai.nn.sequence import current_sequence
 from titans.layer.basic import classifier, layer_norm, linear
 
 
@@ -78,7 +79,7 @@ class ViTHead(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.place = current()
+        self.place, self.sequence = current(), current_sequence()
         inner = representation_size or dim
         self.representation = (
             linear(dim, inner, role="expand", bias=bias, dtype=dtype) if representation_size else None
@@ -86,7 +87,7 @@ class ViTHead(nn.Module):
         self.dense = classifier(inner, num_classes, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = first_token(x, self.place)  # (batch, hidden)
+        x = first_token(x, self.place, self.sequence)  # (batch, hidden)
         if self.representation is not None:
             x = to_hidden(torch.tanh(self.representation(x)), self.place)
         return self.dense(x)  # (batch, classes)

@@ -16,6 +16,7 @@ from torch.nn.functional import gelu
 
 from colossalai.nn import partition_batch
 from colossalai.nn.modes import current
+from colossalai.nn.sequence import SequenceParallel, current_sequence
 from titans.layer.block import BertBlock, Checkpoint
 from titans.layer.embedding import BertEmbedding
 from titans.layer.head import BertLMHead
@@ -55,7 +56,7 @@ class BERT(nn.Module):
         super().__init__()
         if depth < 1:
             raise ValueError(f"a BERT needs at least one block, got depth={depth}")
-        self.place = current()._asdict()
+        self.place, self.sequence = current()._asdict(), current_sequence()
         self.embed = BertEmbedding(
             hidden_size,
             vocab_size,
@@ -96,20 +97,69 @@ class BERT(nn.Module):
         """Logits for ``input_ids`` (batch, sequence); ``attention_mask`` is 1 at real tokens and 0 at
         padding.
         """
-        return self.head(self.encode(input_ids, attention_mask, token_type_ids))
+        return run_layers(self, None, input_ids, attention_mask, token_type_ids)
 
     def encode(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """One vector for each token, (batch, sequence, hidden_size)."""
-        key_mask = None
-        if attention_mask is not None:
-            # (batch, 1, 1, seq): a padding token may look at the real ones, so no row of scores is empty
-            key_mask = partition_batch(as_key_mask(attention_mask, input_ids), at="inner", **self.place)
-        x = self.embed(*partition_batch((input_ids, token_type_ids), **self.place))
-        for block in self.blocks:
-            x, _ = block(x, key_mask)
-        return x
+        """One vector for each token, (batch, sequence, hidden_size), or for each of this rank's tokens where
+        sequences are cut.
+        """
+        return run_blocks(self, None, input_ids, attention_mask, token_type_ids)
+
+
+def run_layers(
+    model: Any,
+    x: Tensor | None,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+) -> Tensor:
+    """What ``model``, a BERT or some of its layers one after the other, makes of ``x`` or, with an embedding,
+    of ``input_ids``.
+    """
+    x = run_blocks(model, x, input_ids, attention_mask, token_type_ids)
+    return x if model.head is None else model.head(x)
+
+
+def run_blocks(
+    model: Any,
+    x: Tensor | None,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    token_type_ids: Tensor | None,
+) -> Tensor:
+    given, name = (x, "hidden_states") if model.embed is None else (input_ids, "input_ids")
+    if given is None:
+        raise ValueError(f"{type(model).__name__} needs {name}, got None")
+    mask = None if attention_mask is None else as_key_mask(attention_mask, input_ids)
+    if model.sequence is not None:
+        mask = _documents(model.sequence, input_ids, mask)
+    if mask is not None:
+        # (batch, 1, 1, seq): a padding token may look at the real ones, so no row of scores is empty
+        mask = partition_batch(mask, at="inner", **model.place)
+    if model.embed is not None:
+        x = model.embed(*partition_batch((input_ids, token_type_ids), **model.place))
+    for block in model.blocks.children():
+        x, _ = block(x, mask)
+    assert x is not None
+    return x
+
+
+def _documents(
+    sequence: SequenceParallel, input_ids: Tensor | None, key_mask: Tensor | None
+) -> Tensor | None:
+    """Which tokens of a sequence that is cut are real; None if all are, and nothing was added to them."""
+    if key_mask is not None:
+        return sequence.documents(key_mask[:, 0, 0], causal=False)
+    if input_ids is None:
+        raise ValueError(
+            "where sequences are cut, each stage of a BERT needs to know how long they are: give the engine"
+            " batches that are dicts with input_ids, which reach all stages"
+        )
+    if sequence.padded(input_ids.shape[1]) == input_ids.shape[1]:
+        return None
+    return sequence.documents(torch.ones_like(input_ids, dtype=torch.bool), causal=False)
 
 
 def bert_base(**kwargs: Any) -> BERT:

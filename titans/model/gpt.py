@@ -16,6 +16,7 @@ from torch.nn.functional import gelu
 
 from colossalai.nn import partition_batch
 from colossalai.nn.modes import current
+from colossalai.nn.sequence import current_sequence
 from titans.layer.basic import layer_norm, residual_std
 from titans.layer.block import Checkpoint, GPTBlock
 from titans.layer.embedding import GPTEmbedding
@@ -35,7 +36,7 @@ class GPT(nn.Module):
 
     Under tensor parallelism every rank of the model gets the whole batch, and the logits are this rank's part
     of the rows and, for a large vocabulary, of the words; the losses of ``colossalai.nn`` and ``GPTLMLoss``
-    take them as they are.
+    take them as they are.  So it is where sequences are cut: the logits are those of this rank's tokens.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class GPT(nn.Module):
         super().__init__()
         if depth < 1:
             raise ValueError(f"a GPT needs at least one block, got depth={depth}")
-        self.place = current()._asdict()
+        self.place, self.sequence = current()._asdict(), current_sequence()
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.embed = GPTEmbedding(
@@ -118,16 +119,18 @@ def run_layers(
     given, name = (x, "hidden_states") if model.embed is None else (input_ids, "input_ids")
     if given is None:
         raise ValueError(f"{type(model).__name__} needs {name}, got None")
-    position_ids = key_mask = None
+    position_ids = mask = None
     if attention_mask is not None:
-        key_mask = as_key_mask(attention_mask, input_ids)  # (batch, 1, 1, seq)
-        position_ids = (key_mask[:, 0, 0].long().cumsum(dim=-1) - 1).clamp(min=0)  # (batch, seq)
-        position_ids = partition_batch(position_ids, **model.place)
-        key_mask = partition_batch(key_mask, at="inner", **model.place)
+        mask = as_key_mask(attention_mask, input_ids)  # (batch, 1, 1, seq)
+        real = mask[:, 0, 0]  # (batch, seq)
+        position_ids = partition_batch((real.long().cumsum(dim=-1) - 1).clamp(min=0), **model.place)
+        if model.sequence is not None:
+            mask = model.sequence.documents(real, causal=True)
+        mask = partition_batch(mask, at="inner", **model.place)
     if model.embed is not None:
         x = model.embed(partition_batch(input_ids, **model.place), position_ids)  # (batch, seq, hidden)
     for block in model.blocks.children():
-        x, _ = block(x, key_mask)
+        x, _ = block(x, mask)
     assert x is not None
     return x if model.head is None else model.head(model.norm(x))  # (batch, seq, vocab)
 

@@ -16,6 +16,10 @@ from titans.model.vit.vit import VisionTransformer, run_layers
 class ViTStage(Stage):
     """Some layers of a ViT.  ``x`` is what the stage before returned, or the images."""
 
+    def __init__(self, model: Any, start: int, end: int) -> None:
+        super().__init__(model, start, end)
+        self.tokens = model.tokens
+
     def forward(self, x: Tensor) -> Tensor:
         return run_layers(self, x)
 

@@ -31,11 +31,11 @@ class Stage(nn.Module):
     def __init__(self, model: Any, start: int, end: int) -> None:
         super().__init__()
         first, last = start == 0, end == len(model.blocks)
-        self.place = model.place
+        self.place, self.sequence = model.place, model.sequence
         self.embed = model.embed if first else None
         # under the numbers that they have in the whole model
         self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(start, end)})
-        self.norm = model.norm if last else None
+        self.norm = model.norm if last and hasattr(model, "norm") else None
         self.head = model.head if last else None
 
 

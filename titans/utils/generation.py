@@ -23,7 +23,7 @@ def generate(
     Each is drawn from ``softmax(logits / temperature)`` over the ``top_k`` most likely tokens (None: over
     all); ``temperature=0`` always takes the most likely one.  The model sees the last
     ``max_position_embeddings`` tokens.  With ``seed`` the draws repeat and do not touch torch's global
-    generator.
+    generator.  Where sequences are cut, all ranks of a sequence give the same ``input_ids`` and ``seed``.
     """
     _check(input_ids, max_new_tokens, temperature, top_k)
     generator = None
@@ -33,12 +33,27 @@ def generate(
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            logits = model(input_ids[:, -model.max_position_embeddings :])[:, -1]  # (batch, vocab)
+            logits = _next_scores(model, input_ids[:, -model.max_position_embeddings :])
             token = _choose(logits.float(), temperature, top_k, generator)  # (batch, 1)
             input_ids = torch.cat([input_ids, token], dim=1)
     finally:
         model.train(was_training)
     return input_ids
+
+
+def _next_scores(model: GPT, input_ids: Tensor) -> Tensor:
+    """The scores (batch, vocab) of what follows the last token, on every rank."""
+    logits, sequence, length = model(input_ids), model.sequence, input_ids.shape[1]
+    last = logits[:, -1]
+    if sequence is not None:
+        here = sequence.positions(length, logits.device) == length - 1  # True on one rank, for one token
+        last = sequence.total(logits[:, here.int().argmax()] * here.any())
+    if last.shape != (len(input_ids), model.vocab_size):
+        raise ValueError(
+            f"generate needs the scores of all {model.vocab_size} words for {len(input_ids)} rows, but this"
+            f" rank has {tuple(last.shape)}: tensor parallelism cuts them; generate with a whole model"
+        )
+    return last
 
 
 def _choose(

@@ -20,6 +20,7 @@ from colossalai.context import ParallelMode
 from colossalai.interface.holding import MASTERS_KEY, Holding
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, clip_grads, grad_zeros
+from colossalai.utils.parallel import row_mode
 
 
 class FP16Optimizer(ScaledOptimizer):
@@ -34,7 +35,7 @@ class FP16Optimizer(ScaledOptimizer):
         grad_scaler: the loss scale.
         verbose: log at construction how many masters there are.
         clip_grad_norm: clip gradients to this norm in every step; 0 for no clipping.
-        dp_process_group: ranks with the same weights, by default those of ``ParallelMode.DATA`` in a launched
+        dp_process_group: ranks with the same weights, by default those of ``averaging_group`` in a launched
             job.
         mp_process_group: ranks with other parts of the model, by default those of ``ParallelMode.MODEL``.
             Both groups decide together.  Without a mesh, the norm is taken over ``mp_process_group`` too.
@@ -71,7 +72,7 @@ class FP16Optimizer(ScaledOptimizer):
                 f"{type(self).__name__} needs clip_grad_norm >= 0 (0: no clipping), got {clip_grad_norm}"
             )
         self._model_groups = group_of(ParallelMode.MODEL, mp_process_group)
-        groups = group_of(ParallelMode.DATA, dp_process_group) + self._model_groups
+        groups = group_of(row_mode(), dp_process_group) + self._model_groups
         super().__init__(optimizer, groups, report, mesh)
         self._groups += groups_of_pieces(self.parameters(), self.mesh, groups)
         self.scaler = grad_scaler

@@ -12,6 +12,7 @@ from torch import nn
 from colossalai.amp.casting import CastModel, cast_model
 from colossalai.amp.groups import group_of
 from colossalai.context import ParallelMode
+from colossalai.utils.parallel import row_mode
 
 
 class NaiveAMPModel(CastModel):
@@ -34,6 +35,8 @@ class NaiveAMPModel(CastModel):
         super().__init__(model, torch.float16, torch.float32 if output_to_fp32 else None)
         cast_model(model, torch.float16)
         modes = [parallel_mode] if isinstance(parallel_mode, ParallelMode) else parallel_mode
+        # where sequences are cut, data lies on their ranks as well
+        modes = [row_mode() if mode is ParallelMode.DATA else mode for mode in modes]
         self._buffer_groups = [group for mode in modes for group in group_of(mode)] if sync_buffer else []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

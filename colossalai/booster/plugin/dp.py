@@ -20,7 +20,7 @@ from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import below_compile
 from colossalai.utils import get_dataloader
 from colossalai.utils.dataloader import check_not_empty
-from colossalai.utils.parallel import broadcast_from_first, data_parallel_group
+from colossalai.utils.parallel import averaging_group, broadcast_from_first, data_place
 from colossalai.utils.sharded_iterable import shard_iterable
 
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
@@ -46,15 +46,15 @@ class Synchronized(Protocol):
 
 
 class DPPluginBase(Plugin):
-    """A plan in which every rank is a replica.
+    """A plan in which every rank has the same weights and computes with other tokens.
 
     What it answers the booster is what most such plans answer; a plan overrides where it differs, and gives
-    ``wrap``. ``rank`` and ``world_size`` count replicas: a plan whose replicas span several ranks sets them
-    to its place on the data axis.
+    ``wrap``. It divides and averages over ``divided_over``. ``rank`` and ``world_size`` count those that read
+    different data: fewer, where the ranks of one sequence read the same.
 
     Args:
-        process_group: the ranks that are replicas of each other; if left out, the data-parallel ranks of the
-            launched config.
+        process_group: the ranks to divide and average over; if left out, those of the launched config that
+            have the same weights: the data-parallel ones, with all ranks of cut sequences.
     """
 
     model_type: ClassVar[type[Synchronized] | None] = (
@@ -68,8 +68,8 @@ class DPPluginBase(Plugin):
                 " colossalai.launch_from_torch() first and start the script with `colossalai run` or torchrun"
             )
         everyone: Any = dist.group.WORLD
-        self._group: dist.ProcessGroup = process_group or data_parallel_group() or everyone
-        self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._group: dist.ProcessGroup = process_group or averaging_group() or everyone
+        self.rank, self.world_size = data_place(self.divided_over())
 
     def divided_over(self) -> list[int]:
         """The ranks that the plan divides and averages over."""

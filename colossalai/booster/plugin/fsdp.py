@@ -21,19 +21,21 @@ from torch.torch_version import TorchVersion
 
 from colossalai.amp.naive_amp import FP16Optimizer
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend, host_group
-from colossalai.booster.plugin.fsdp_lockstep import Lockstep, compare_ranks
+from colossalai.booster.plugin.fsdp_lockstep import Lockstep, compare_ranks, fsdp_params
 from colossalai.booster.plugin.fsdp_model import (
     Policy,
     TorchFSDPModel,
     TorchFSDPOptimizer,
     check_policy,
     find_units,
+    make_room,
 )
 from colossalai.booster.plugin.fsdp_outputs import see_outputs
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
 from colossalai.interface import OptimizerWrapper, user_module
+from colossalai.mesh import placement
 from colossalai.mesh.deferred import fill_deferred, recording_of
 from colossalai.mesh.initial import give_storage
 from colossalai.utils import copy_tensor_parallel_attributes
@@ -210,6 +212,8 @@ class TorchFSDPPlugin(DPPluginBase):
         sync_module_states: bool = False,
     ) -> None:
         check_process_group(process_group)
+        self._process_group = process_group
+        self.options = translate(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
         super().__init__(process_group if isinstance(process_group, dist.ProcessGroup) else None)
         check_policy(auto_wrap_policy)
         if param_init_fn is not None:
@@ -217,19 +221,18 @@ class TorchFSDPPlugin(DPPluginBase):
                 "TorchFSDPPlugin takes no param_init_fn: FSDP2 leaves initial values to the model; build it"
                 " with its weights (sync_module_states=True takes those of rank 0)"
             )
-        self.options = translate(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
         self.auto_wrap_policy = auto_wrap_policy
         self.ignored_modules = check_ignored(ignored_modules)
         self.sync_module_states = sync_module_states
-        self._process_group = process_group
         self._meshes: dict[str, DeviceMesh] = {}
-        self._place_on_data_axis()
 
     def divided_over(self) -> list[int]:
         group = self._process_group
         if group is None or isinstance(group, dist.ProcessGroup):
             return list(range(dist.get_world_size())) if self.options.hybrid else super().divided_over()
         ranks: list[int] = group.mesh.flatten().tolist()
+        if dist.get_rank() not in ranks:
+            raise ValueError(f"rank {dist.get_rank()} is not on the mesh {group}, so it cannot train on it")
         return ranks
 
     def supported_precisions(self) -> list[str]:
@@ -278,7 +281,7 @@ class TorchFSDPPlugin(DPPluginBase):
         roots = _roots(module)
         self._cut(roots, units, mesh, ignored | set(scalars), alike)
         watch = None
-        if scalars and self.world_size > 1:
+        if scalars and len(self.divided_over()) > 1:
             watch = GradientWatch(module, scalars, self._everyone(mesh), quiet=True)
         everything = [*units, *roots]
         boosted = TorchFSDPModel(
@@ -292,6 +295,8 @@ class TorchFSDPPlugin(DPPluginBase):
             if old in new:
                 copy_tensor_parallel_attributes(old, new[old])
                 guard(name, old, new[old])
+        if any(placement(p).sharded for p in new.values()):
+            _place_gathered(everything)
         return boosted, optimizer
 
     def _cut(
@@ -338,18 +343,6 @@ class TorchFSDPPlugin(DPPluginBase):
         world: Any = dist.group.WORLD
         return mesh.get_group() if mesh.ndim == 1 else world
 
-    def _place_on_data_axis(self) -> None:
-        """Every rank that the model is cut over is a replica, with data of its own."""
-        group = self._process_group
-        if group is None or isinstance(group, dist.ProcessGroup):
-            return
-        place = group.get_coordinate()
-        if place is None:
-            raise ValueError(f"rank {dist.get_rank()} is not on the mesh {group}, so it cannot train on it")
-        self.rank, self.world_size = place[0], group.size()
-        if group.ndim == 2:
-            self.rank = place[0] * group.size(1) + place[1]
-
     def _mesh(self, device_type: str) -> DeviceMesh:
         if device_type not in self._meshes:
             self._meshes[device_type] = self._make_mesh(device_type)
@@ -372,14 +365,14 @@ class TorchFSDPPlugin(DPPluginBase):
             return group
         if not self.options.hybrid:
             return DeviceMesh.from_group(group or self._group, device_type)
-        per_node = DistCoordinator().local_world_size
-        if group is not None or self.world_size % per_node:
+        per_node, ranks = DistCoordinator().local_world_size, dist.get_world_size(self._group)
+        if group is not None or ranks % per_node:
             raise ValueError(
                 f"HYBRID_SHARD cuts the model over the {per_node} ranks of each node, which does not fit"
-                f" {self.world_size} ranks{'' if group is None else ' of a process_group'}; pass the mesh as"
+                f" {ranks} ranks{'' if group is None else ' of a process_group'}; pass the mesh as"
                 " process_group=init_device_mesh(device, (copies, parts), mesh_dim_names=('copy', 'part'))"
             )
-        shape = (self.world_size // per_node, per_node)
+        shape = (ranks // per_node, per_node)
         return init_device_mesh(device_type, shape, mesh_dim_names=("copy", "part"))
 
 
@@ -400,6 +393,17 @@ def _roots(module: nn.Module) -> list[nn.Module]:
             " TorchDDPPlugin"
         )
     return roots
+
+
+def _place_gathered(units: Sequence[nn.Module]) -> None:
+    """Write on the gathered weights, which layers compute with, which pieces of the serial ones they are.
+
+    FSDP2 makes these tensors when it first gathers, and keeps them.
+    """
+    for unit in units:
+        make_room(unit)
+        for known in fsdp_params(unit):
+            copy_tensor_parallel_attributes(known.sharded_param, known._unsharded_param)
 
 
 def _pairs(before: dict[str, nn.Parameter], module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

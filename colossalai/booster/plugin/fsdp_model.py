@@ -107,6 +107,14 @@ def check_policy(policy: Any) -> None:
 MIXED = "mixed torch.Tensor and DTensor"  # how torch says that something computes with a weight that is cut
 
 
+@torch.inference_mode(False)
+def make_room(unit: Any) -> None:
+    """Gather the weights of ``unit`` once: FSDP2 keeps the tensors."""
+    if not all(hasattr(p, "_unsharded_param") for p in fsdp_params(unit)):
+        unit.unshard()
+        unit.reshard()
+
+
 class TorchFSDPModel(ModelWrapper):
     """A model that ``fully_shard`` was applied to, in place: its names and structure are still the user's.
 
@@ -158,8 +166,9 @@ class TorchFSDPModel(ModelWrapper):
         if not self._gathered and not torch.compiler.is_compiling():
             self.reshard()  # the module inside may have been called by itself
             self.check_parameters()
-            if torch.is_inference_mode_enabled():
-                self._make_room()
+            if torch.is_inference_mode_enabled():  # none of its tensors could be trained with later
+                for unit in self._units:
+                    make_room(unit)
         self._gathered = True
         if torch.is_grad_enabled():
             self.gradients_are_local = self._is_local
@@ -176,16 +185,6 @@ class TorchFSDPModel(ModelWrapper):
         elif watched:
             before_backward((t for t in tensors(result) if t.requires_grad), self._begin_backward)
         return result
-
-    @torch.inference_mode(False)
-    def _make_room(self) -> None:
-        """Gather the weights of each unit once: FSDP2 keeps the tensors, and none of inference mode could be
-        trained with later.
-        """
-        for unit in self._units:
-            if not all(hasattr(p, "_unsharded_param") for p in fsdp_params(unit)):
-                unit.unshard()
-                unit.reshard()
 
     def _begin_backward(self, grad: Tensor) -> None:
         if torch.is_grad_enabled():

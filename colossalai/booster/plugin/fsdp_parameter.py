@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from colossalai.utils import copy_tensor_parallel_attributes
 from colossalai.zero.absent_tensors import REASON, away_class
 
 
@@ -50,6 +51,7 @@ class CutParameter(DTensor):
             copied.requires_grad_(self.requires_grad)
             if self.grad is not None:
                 copied.grad = self.grad.detach().clone()
+            copy_tensor_parallel_attributes(self, copied)
             memo[id(self)] = _as_parameter(copied)
         return memo[id(self)]
 

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -103,7 +104,7 @@ class GeminiPlugin(HalfWeightPlugin):
         verbose: bool = False,
         *,
         precision: str | None = None,
-        update_in_backward: bool | None = False,
+        update_in_backward: bool | None = None,
         undo_ratio: float = UNDO_RATIO,
         compute_capacity: int | None = None,
         host_capacity: int | None = None,
@@ -129,7 +130,7 @@ class GeminiPlugin(HalfWeightPlugin):
         self.model_options: dict[str, Any] = {
             **{name: given[name] for name in MODEL_OPTIONS},
             "device": self.device,
-            "verbose": verbose and self.rank == 0,
+            "verbose": verbose and dist.get_rank(self._group) == 0,
         }
         self.optimizer_options: dict[str, Any] = {
             **scale,

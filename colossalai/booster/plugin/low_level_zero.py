@@ -179,7 +179,7 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
         rest = [p for p in module.parameters() if p not in waiting]  # of the others, the buckets take care
         fill_deferred(rest)
         broadcast_from_first((*rest, *module.buffers()), self._group)
-        boosted = LowLevelZeroModel(model, dtype, self.world_size)
+        boosted = LowLevelZeroModel(model, dtype, len(self.divided_over()))
         kept = [m for m in module.modules() if is_batch_norm(m)] if dtype != torch.float32 else []
         if optimizer is not None:
             beside = strangers(optimizer, module).held  # of a criterion, which computes in its own precision
@@ -193,7 +193,7 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
             )
             boosted.optimizer.is_kept_local = lambda: boosted._is_kept_local
         _cast_rest(module, dtype, kept)
-        if boosted.optimizer is not None and self.world_size > 1:
+        if boosted.optimizer is not None and len(self.divided_over()) > 1:
             trained = {id(piece.param) for piece in boosted.optimizer.pieces}
             boosted.left_out = LeftOut(p for p in module.parameters() if id(p) not in trained)
         return boosted, boosted.optimizer or optimizer

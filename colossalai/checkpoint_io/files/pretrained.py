@@ -29,11 +29,14 @@ from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.mesh import Layout, Mesh, local_slices, placement, serial_form
 from colossalai.mesh.deferred import materialize, recording_of
 from colossalai.mesh.unfilled import become
-from colossalai.nn.policies.stage import ModelStage, StageList
+from colossalai.nn.policies.adapters import base_of
+from colossalai.nn.policies.stage import ModelStage, StageList, adapted_too_late, empty_copy
 from colossalai.nn.policies.wrap_forward import native_class
 from colossalai.utils import get_current_device
 
 M = TypeVar("M", bound=nn.Module)
+ADAPTERS = "adapter_model.safetensors"
+"""The file in which PEFT stores adapters."""
 
 
 class PretrainedTensor(NamedTuple):
@@ -54,8 +57,9 @@ def load_pretrained(
     """Fill ``model`` with the weights in ``path`` and return it.
 
     ``path`` is a safetensors file, or a folder as ``save_pretrained`` writes it: ``model.safetensors``, or
-    shards with an index.  ``model`` may be what ``colossalai.pipeline.split_model`` returns.  What is on the
-    meta device gets memory on ``device``, by default the current one.  With ``strict=False`` tensors that
+    shards with an index.  Of a model with adapters of PEFT, a folder with adapters fills the active one.
+    ``model`` may be what ``colossalai.pipeline.split_model`` returns.  What is on the meta device gets memory
+    on ``device``, by default the current one.  With ``strict=False`` tensors that
     only one side has are passed over; those on the meta device must be there.  ``mesh`` is that on which the
     model was cut, and found without being given.
 
@@ -64,7 +68,12 @@ def load_pretrained(
     path = Path(path)
     stages = _stages(model)
     own = {name: tensor for s in stages for name, tensor in s.state_dict(keep_vars=True).items()}
-    sources, unknown = _assign(stages[0], own, _stored(path))
+    stored = _stored(path, stages[0])
+    adapters = _adapter_names(stages[0]) if path / ADAPTERS in stored.values() else {}
+    if adapters:  # what is in the base model stays as it is
+        named = {*adapters.values(), *stored}
+        own = {name: tensor for name, tensor in own.items() if name in named}
+    sources, unknown = _assign(stages[0], own, stored, adapters)
     _check(stages[0], path, own, sources, unknown if strict else [], strict)
     mesh = mesh or mesh_of(model)
     device = torch.device(device or get_current_device())
@@ -86,7 +95,7 @@ def read_pretrained(
     """
     path = Path(path)
     own = dict(model.state_dict(keep_vars=True))
-    sources, unknown = _assign(model, own, _stored(path))
+    sources, unknown = _assign(model, own, _stored(path, model), {})
     _check(model, path, own, sources, unknown if strict else [], strict)
     names = {id(tensor): name for name, tensor in reversed(own.items())}
     for target, value in _pieces(own, sources, mesh or mesh_of(model)):
@@ -99,30 +108,51 @@ def _stages(model: nn.Module) -> Sequence[nn.Module]:
     return inner if inner and all(isinstance(stage, ModelStage) for stage in inner) else [model]
 
 
-def _stored(path: Path) -> dict[str, Path]:
+def _stored(path: Path, model: nn.Module) -> dict[str, Path]:
     """The file of every stored tensor."""
     if path.is_file():
         return dict.fromkeys(stored_names(path), path)
+    if (adapters := path / ADAPTERS).is_file() and hasattr(model, "peft_config"):
+        return dict.fromkeys(stored_names(adapters), adapters)
     single, index = (path / name for name in get_base_filenames(use_safetensors=True))
     if index.is_file():
         return {name: path / file for name, file in CheckpointIndexFile.from_file(index).weight_map.items()}
     if single.is_file():
         return dict.fromkeys(stored_names(single), single)
+    if adapters.is_file():
+        raise ValueError(
+            f"{path} holds adapters of PEFT, and this {type(model).__name__} has none; open them by"
+            " PeftModel.from_pretrained(model, path) before the model is cut"
+        )
     raise FileNotFoundError(
         f"{path} is neither a safetensors file nor a folder with {single.name} or {index.name}"
     )
 
 
+def _adapter_names(model: Any) -> dict[str, str]:
+    """The names in ``model`` of the tensors of its active adapter, by those under which PEFT stores them."""
+    from peft import get_peft_model_state_dict
+
+    whole = empty_copy(model)
+    active = getattr(model, "active_adapter", None)
+    chosen = active if isinstance(active, str) else next(iter(model.peft_config))
+    names: Any = {name: name for name in whole.state_dict()}
+    found = get_peft_model_state_dict(whole, names, chosen, save_embedding_layers=False)
+    # a model of transformers with add_adapter stores them as those of a PeftModel
+    prefix = "base_model.model." if base_of(model) is model else ""
+    return {prefix + stored: name for stored, name in found.items()}
+
+
 def _assign(
-    model: nn.Module, own: dict[str, Tensor], stored: dict[str, Path]
+    model: nn.Module, own: dict[str, Tensor], stored: dict[str, Path], adapters: dict[str, str]
 ) -> tuple[dict[str, PretrainedTensor], list[str]]:
     """What is stored for each name of the model, and the stored names that the model does not know."""
     known = _known(model, own)
-    rename = _renaming(model, known)
+    rename = _renaming(model, known) if not adapters else lambda name: adapters.get(name, name)
     sources: dict[str, PretrainedTensor] = {}
     unknown = []
     for name, file in stored.items():
-        to = name if name in known else rename(name)
+        to = name if name in known and name not in adapters else rename(name)
         if to not in known:
             unknown.append(name)
         for target in known.get(to, ()):
@@ -275,6 +305,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> Non
     model = _below_wrappers(model)
     options.pop("is_main_process", None)  # the one that writes has all of it
     user = user_module(model)
+    if (problem := adapted_too_late(user)) is not None:
+        raise ValueError(f"save_pretrained: {problem}")
     native = native_class(_first_stage(user))
     if not callable(getattr(native, "save_pretrained", None)):
         raise TypeError(
@@ -317,14 +349,6 @@ def _first_stage(user: nn.Module) -> nn.Module:
 def _write_gathered(model: nn.Module, folder: Any, options: dict[str, Any]) -> None:
     """Let the first rank write what all ranks hold together, or the ``state_dict`` among ``options``."""
     user, io = user_module(model), GatheredCheckpointIO()
-    first = _first_stage(user)
-    if isinstance(first, ModelStage) and hasattr(first, "peft_config"):
-        raise TypeError(
-            "save_pretrained of a model with adapters of PEFT writes those of the layers in this process,"
-            f" which is stage {first.share.index} of {first.share.stages}; call booster.save_model(model,"
-            " path), and after training load that file into the model with adapters before split_model, and"
-            " save it there"
-        )
     if isinstance(model, nn.ModuleList):
         model = StageList(model)  # knows the names of the whole model
     if "state_dict" not in options:
@@ -391,6 +415,8 @@ def is_spread(model: nn.Module) -> bool:
 def write_pretrained(user: nn.Module, folder: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
     """Write ``state`` by the model's own ``save_pretrained``; ``user`` may be a list of its stages."""
     first: Any = _first_stage(user)
+    if hasattr(first, "peft_config"):
+        first = empty_copy(first)  # PEFT asks modules for the names of what is in them
     native = native_class(first)
     if "state_dict" in inspect.signature(native.save_pretrained).parameters:
         native.save_pretrained(first, folder, state_dict=state, **options)

@@ -1,6 +1,7 @@
-"""The built-in gradient handlers: all of them are ``synchronize_gradients`` over some group.
+"""The built-in gradient handlers: all of them are ``synchronize_gradients``.
 
-Ranks that saw different data average, since every loss is a mean over its own rank's samples (or tokens).
+Ranks that saw different data average, since every loss is a mean over its own rank's samples; those of one
+sequence too, as ``colossalai.nn`` hands back as many times the gradient as there are of them.
 Stages that use one weight together add, since the loss depends on it through each use.
 """
 
@@ -12,10 +13,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.context import ParallelMode
-from colossalai.core import global_context as gpc
 from colossalai.pipeline.tied import synchronize_gradients
 from colossalai.registry import GRADIENT_HANDLER
+from colossalai.utils.parallel import launched_mesh
 
 
 class BaseGradientHandler(ABC):
@@ -34,19 +34,14 @@ class BaseGradientHandler(ABC):
         """Change the gradients in place; every rank calls this."""
 
 
-class _AveragingHandler(BaseGradientHandler):
-    mode: ParallelMode
+@GRADIENT_HANDLER.register_module
+class DataParallelGradientHandler(BaseGradientHandler):
+    """Averages gradients over the ranks with other data, after the backward pass: data-parallel ranks, and
+    those that hold other parts of the sequences, if these are cut.
+    """
 
     def handle_gradient(self) -> None:
-        if gpc.is_initialized(self.mode) and gpc.get_world_size(self.mode) > 1:
-            synchronize_gradients(self._model.parameters(), gpc.get_group(self.mode), stages=False)
-
-
-@GRADIENT_HANDLER.register_module
-class DataParallelGradientHandler(_AveragingHandler):
-    """Averages gradients over the data-parallel ranks, after the backward pass."""
-
-    mode = ParallelMode.DATA
+        synchronize_gradients(self._model.parameters(), launched_mesh(), stages=False)
 
 
 @GRADIENT_HANDLER.register_module
@@ -63,10 +58,10 @@ class ZeROGradientHandler(BaseGradientHandler):
 
 
 @GRADIENT_HANDLER.register_module
-class SequenceParallelGradientHandler(_AveragingHandler):
-    """Averages gradients over all ranks that hold other samples or other parts of the sequences."""
-
-    mode = ParallelMode.SEQUENCE_DP
+class SequenceParallelGradientHandler(DataParallelGradientHandler):
+    """Averages gradients over all ranks that hold other samples or other parts of the sequences: the name of
+    ``DataParallelGradientHandler`` where sequences are cut.
+    """
 
 
 @GRADIENT_HANDLER.register_module
@@ -76,4 +71,4 @@ class PipelineSharedModuleGradientHandler(BaseGradientHandler):
     """
 
     def handle_gradient(self) -> None:
-        synchronize_gradients(self._model.parameters(), replicas=None)
+        synchronize_gradients(self._model.parameters(), rows=None)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colossalai.context import ParallelMode
-from colossalai.context.tensor_modes import mode_axes
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule.base import BaseSchedule, StepResult
 from colossalai.interface.batch import DataProcess, split_batch
@@ -97,7 +96,7 @@ class PipelineSchedule(BaseSchedule):
     def _scatter_axis(self) -> str | None:
         if not self.scatter_gather_tensors:
             return None
-        axes = mode_axes(gpc.plan.mode).get(ParallelMode.PARALLEL_1D)
+        axes = gpc.plan.mode_axes.get(ParallelMode.PARALLEL_1D)
         if axes is None:
             raise ValueError(
                 "scatter_gather_tensors needs the same activations on all tensor-parallel ranks, which"

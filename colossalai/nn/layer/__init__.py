@@ -59,6 +59,12 @@ from colossalai.nn.layer.named import (
     VocabParallelEmbedding3D,
 )
 from colossalai.nn.layer.normalization import LayerNorm, RMSNorm
+from colossalai.nn.layer.parallel_sequence import (
+    AttnMaskType,
+    RingAV,
+    RingQK,
+    TransformerSelfAttentionRing,
+)
 from colossalai.nn.layer.patch import PatchEmbedding
 from colossalai.nn.layer.utils import (
     ACT2FN,
@@ -76,6 +82,7 @@ from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 
 __all__ = [
     "ACT2FN",
+    "AttnMaskType",
     "CheckpointModule",
     "Classifier",
     "Classifier1D",
@@ -110,6 +117,9 @@ __all__ = [
     "PatchEmbedding3D",
     "PipelineSharedModuleWrapper",
     "RMSNorm",
+    "RingAV",
+    "RingQK",
+    "TransformerSelfAttentionRing",
     "VanillaClassifier",
     "VanillaLayerNorm",
     "VanillaLinear",

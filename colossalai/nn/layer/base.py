@@ -180,12 +180,6 @@ def resolve(
         return mode_serial(), None
     launched = current()
     row, mesh = (launched.tp if tp is None else tp), (launched.mesh if mesh is None else mesh)
-    if row.mode == "sequence" and mesh is not None and mesh.size.get("sp", 1) > 1:
-        raise ValueError(
-            f"{who} has no form for the tensor mode 'sequence', so every rank would compute all of it; launch"
-            " with parallel=dict(tensor=dict(size=..., mode='1d', sequence_parallel=True)), which cuts"
-            " activations along the sequence, or build torch's own layers, which know nothing of the mode"
-        )
     if mode not in (FOLLOW_CONFIG, row.mode):
         raise ValueError(
             f"{who} needs the tensor mode {mode!r}, but the mode is {row.mode!r}; launch with"

@@ -1,10 +1,10 @@
 """Dropout whose mask is equal where the tensor is identical and independent where it is cut.
 
-Normally the masks come from torch's generators, through the two streams that ``launch`` made: the one that is
-alike on all ranks for a tensor that every rank holds whole, the one that differs for a tensor that is cut.
-Inside ``plan_independent_dropout(seed)`` they come from a counter instead
-(:class:`colossalai.mesh.RandomStream`), which gives every plan, the serial model included, the same masks;
-this is slower and for comparing plans.
+Normally the masks come from torch's generators: as they are for a tensor that every rank holds whole, which
+all ranks draw alike; for a tensor that is cut, keyed by the rank's place on the axes that cut it
+(``nn.random_streams``), so that they may differ over a cut sequence and be alike over tensor ranks.  Inside
+``plan_independent_dropout(seed)`` they come from a counter instead (:class:`colossalai.mesh.RandomStream`),
+which gives every plan, the serial model included, the same masks; this is slower and for comparing plans.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from colossalai.context import ParallelMode
 from colossalai.context.random import get_seeds, seed
-from colossalai.mesh import Layout, Mesh, RandomStream, dropout_mask
+from colossalai.mesh import PIPELINE_AXIS, Axes, Layout, Mesh, RandomStream, dropout_mask
 from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.modes import TensorParallel, Where, at_rank, stream_position
+from colossalai.nn.random_streams import own_numbers
+from colossalai.nn.sequence import current_sequence
 from colossalai.utils import register_random_state
 
 _exact: list[RandomStream] = []
@@ -65,7 +67,8 @@ class Dropout(ParallelLayer):
 
     ``at`` says where its input rests; by default where the last Linear left the stream.
 
-    ``layout`` gives another place, such as that of attention's scores (``tp.heads``).
+    ``layout`` gives another place, such as that of attention's scores (``tp.heads``).  Where the launched job
+    cuts sequences, the input is this rank's tokens.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class Dropout(ParallelLayer):
         self.p, self.inplace = p, inplace
         if layout is None:
             layout = self.tp.rest(at or ("hidden" if self.plain else stream_position(self.mesh)))
+            if tp is None and (sequence := current_sequence()) is not None:
+                layout = sequence.cutting(layout)
         self.layout = layout
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,19 +96,24 @@ class Dropout(ParallelLayer):
             return x
         stream = exact_stream()
         if stream is not None and self.p < 1:
-            if self.plain:
+            if not self._cut:
                 return stream.dropout(x, self.p)
             return stream.dropout(x, self.p, self.mesh, self._at(x.ndim))
         with self.own_stream():
             return F.dropout(x, self.p, True, self.inplace)
 
     def own_stream(self) -> AbstractContextManager[None]:
-        """Draw from the stream that belongs to where the input lies: alike on ranks that hold the same of
-        it.
-        """
-        if self.plain or not self.layout.sharded or not get_seeds():
+        """Draw the numbers that belong to where the input lies: alike on ranks that hold the same of it."""
+        if not self._cut or not self.training or self.p == 0:
             return nullcontext()
-        return seed(ParallelMode.TENSOR)
+        # stages hold different layers
+        stage = (PIPELINE_AXIS,) if PIPELINE_AXIS in self.mesh.size else ()
+        return own_numbers((*self._cut, *stage), self.mesh)
+
+    @property
+    def _cut(self) -> Axes:
+        mesh = self._mesh
+        return () if mesh is None else tuple(a for a in self.layout.sharded if mesh.size.get(a, 1) > 1)
 
     def _at(self, ndim: int) -> Layout:
         return self.layout if len(self.layout.dims) == ndim else at_rank(self.layout, ndim)

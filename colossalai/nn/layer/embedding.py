@@ -47,6 +47,10 @@ class Embedding(ParallelLayer):
 
     vocab_parallel: ClassVar[bool | None] = None
     """Whether the table is cut along the vocabulary; None: above ``vocab_parallel_limit`` entries."""
+    max_norm: ClassVar[None] = None  # as torch.nn.Embedding has them; adapters of PEFT ask for all
+    norm_type: ClassVar[float] = 2.0
+    scale_grad_by_freq: ClassVar[bool] = False
+    sparse: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -142,16 +142,20 @@ def _fp32_if_autocast(x: Tensor) -> Tensor:
     return x.float() if not x.is_meta and torch.is_autocast_enabled(x.device.type) else x
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class _CutNorm(torch.autograd.Function):
     """``(x - mean) / sqrt(var + eps)``, or without the mean, where ``axes`` cut the features; statistics in
-    fp32.
+    fp32, or fp64 of such features.
 
     By hand because it halves the exchanges of the derived rule; a test holds it against that.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Axes, mesh: Mesh, size: int, eps: float, centred: bool) -> Tensor:
-        wide = x.float()
+        wide = _wide(x)
         if centred:
             mean, squares = _merged(wide, axes, mesh)
             wide = wide - mean
@@ -167,7 +171,7 @@ class _CutNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         check_first_order("a norm of features")
         (x_hat, scale), (axes, mesh, size, centred) = ctx.saved_tensors, ctx.how
-        wide, hat = grad.float(), x_hat.float()
+        wide, hat = _wide(grad), _wide(x_hat)
         along = (wide * hat).sum(-1, keepdim=True)
         if centred:
             sums = _sum(torch.cat([along, wide.sum(-1, keepdim=True)], -1), axes, mesh) / size

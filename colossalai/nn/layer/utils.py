@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from colossalai.mesh import Layout, redistribute
 from colossalai.nn.layer.base import mark
 from colossalai.nn.modes import Current, at_rank, current
+from colossalai.nn.sequence import SequenceParallel
 from colossalai.utils.activation_checkpoint import checkpoint as checkpointed
 
 ACT2FN: dict[str, Callable[..., Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
@@ -82,8 +83,14 @@ def set_tensor_parallel_attribute_by_partition(param: nn.Parameter, num_partitio
 # ``at`` is where the model lives, ``current()`` when it was built; by default where the job is now.
 
 
-def first_token(x: Tensor, at: Current | None = None) -> Tensor:
-    """``x[:, 0]`` of (batch, sequence, features) in the residual stream, also where the sequence is cut."""
+def first_token(x: Tensor, at: Current | None = None, across: SequenceParallel | None = None) -> Tensor:
+    """``x[:, 0]`` of (batch, sequence, features) in the residual stream, also where the sequence is cut:
+    between two products, or ``across`` ranks from the model's first layer on.
+    """
+    if across is not None:
+        # the others add nothing, but their backward pass must meet that of the first
+        mine = not any(across.mesh.coord[axis] for axis in across.axes)
+        return across.total(x[:, 0] * mine)
     tp, mesh = at or current()
     batch, sequence, feature = tp.hidden.dims
     if mesh is None or not sequence:

@@ -3,7 +3,7 @@
 The mean is over all rows of the batch that this model sees: rows that other ranks hold are counted, rows with
 the label ``ignore_index`` are not.  Averaging the means of ranks would be wrong as soon as they hold
 different numbers of valid rows. Under data parallelism each replica has the mean of its own batch, as with
-torch's loss.
+torch's loss; the ranks of one sequence share a batch, and all have the mean over its tokens.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colossalai.mesh import Layout, Mesh, redistribute
+from colossalai.mesh import Layout, Mesh, redistribute, replicated
 from colossalai.mesh.row_loss import Classes, row_losses
 from colossalai.nn.layer.base import FOLLOW_CONFIG, resolve
 from colossalai.nn.layer.batch import split_rows
 from colossalai.nn.logits import Logits, LogitsFinder
 from colossalai.nn.modes import TensorParallel
+from colossalai.nn.sequence import SequenceParallel, current_sequence
 from colossalai.registry import LOSSES
 
 
@@ -32,6 +34,10 @@ class CrossEntropyLoss(nn.Module):
     holds.  Where scores are cut, ``num_classes`` and ``vocab_parallel`` say which Classifier is meant, if
     there are several of one width.  Scores of your own need ``vocab_parallel``, or a class that has it in its
     name: True if each rank has some of the classes, False if it has all.
+
+    Where the launched job cuts sequences, ``logits`` are those of this rank's tokens (batch, tokens here,
+    classes), and ``targets`` the labels of the whole sequences.  Labels of as many rows as ``logits`` are
+    taken to belong to these.
     """
 
     mode: ClassVar[str | None] = FOLLOW_CONFIG
@@ -55,15 +61,30 @@ class CrossEntropyLoss(nn.Module):
         self.num_classes = num_classes
         self.vocab_parallel = self.cut if vocab_parallel is None else vocab_parallel
         self.tp, self.mesh = resolve(self, self.mode, tp, mesh)
+        self.sequence = current_sequence() if tp is None and self.mode is not None else None
         self._finder = None
         if self.mesh is not None and self.tp.size > 1:
             cut, who = self.vocab_parallel, type(self).__name__
             self._finder = LogitsFinder(who, self.tp, self.mesh, cut, num_classes, own_cut=cut)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.sequence is None:
+            return self._loss(logits, targets)
+        if self.loss.reduction == "mean" or logits.ndim == 2:
+            return self._loss(logits, targets)
+        if targets.shape == logits.shape[:-1] or targets.is_floating_point():
+            raise ValueError(
+                f"{type(self).__name__}: reduction=False gives the losses of a whole sequence, and needs the"
+                f" labels of all its tokens where sequences are cut; got labels {tuple(targets.shape)}"
+                f" for scores {tuple(logits.shape)}"
+            )
+        return self.sequence.gather(self._loss(logits, targets), targets.size(1))
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         mesh = self.mesh
         if mesh is None or self._finder is None:
-            return self._plain(logits, targets)
+            plain = self._plain if self.sequence is None else self._plain_tokens
+            return plain(logits, targets)
         if self.loss.weight is not None or targets.is_floating_point():
             raise ValueError(
                 f"{type(self).__name__}: scores that are cut over ranks take class indices as labels and no"
@@ -71,15 +92,17 @@ class CrossEntropyLoss(nn.Module):
             )
         place = self._finder.find(logits, targets)
         targets = check_targets(targets, place.classes, self.loss.ignore_index)
-        targets = local_rows(logits, targets, place.layout, mesh)
+        ignored = self.loss.ignore_index
+        targets = local_rows(logits, targets, place.layout, mesh, self.sequence, ignored)
         return cross_entropy(
             logits,
             targets,
             place,
             mesh,
-            self.loss.ignore_index,
+            ignored,
             self.loss.label_smoothing,
             self.loss.reduction,
+            self.sequence,
         )
 
     def _plain(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -89,17 +112,58 @@ class CrossEntropyLoss(nn.Module):
             )
         return self.loss(logits, targets)
 
+    def _plain_tokens(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of this rank's tokens, of which it has the scores of all classes."""
+        sequence, loss = self.sequence, self.loss
+        assert sequence is not None
+        soft = targets.is_floating_point()
+        if not soft:
+            layout = replicated(logits.ndim)
+            targets = local_rows(logits, targets, layout, sequence.mesh, sequence, loss.ignore_index)
+        losses = F.cross_entropy(
+            logits.flatten(0, -2),
+            targets.flatten(0, -2) if soft else targets.flatten(),
+            loss.weight,
+            ignore_index=loss.ignore_index,
+            reduction="none",
+            label_smoothing=loss.label_smoothing,
+        )
+        if loss.reduction == "none":
+            return losses.view(logits.shape[:-1])
+        counted = torch.ones_like(losses) if soft else (targets != loss.ignore_index).flatten()
+        if loss.weight is not None and not soft:
+            counted = counted * loss.weight[targets.flatten().clamp(min=0)]
+        return _mean(losses, counted, replicated(1), sequence.mesh, sequence)
 
-def local_rows(logits: Tensor, targets: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """The targets of this rank's rows, from those of the whole batch; they may also be cut already."""
+
+def local_rows(
+    logits: Tensor,
+    targets: Tensor,
+    layout: Layout,
+    mesh: Mesh,
+    sequence: SequenceParallel | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """The targets of this rank's rows, from those of the whole batch; they may also be cut already.
+
+    What a sequence is padded with gets the label ``ignore_index``.
+    """
     if targets.shape == logits.shape[:-1]:
         return targets
-    axes = layout.dims[0]
+    axes, shape = layout.dims[0], tuple(targets.shape)
+    if sequence is not None and targets.ndim > 1 and sequence.is_piece(logits.size(1), targets.size(1)):
+        targets = sequence.cut(targets, value=ignore_index)
     whole = (logits.size(0) * mesh.group_size(*axes), *logits.shape[1:-1])
     if tuple(targets.shape) != whole:
+        tokens = flat = ""
+        if sequence is not None and logits.ndim == 2:
+            flat = "; scores and labels of cut sequences are (batch, tokens, ...), not flattened"
+        elif sequence is not None:
+            whole = (whole[0], whole[1] * sequence.size, *whole[2:])
+            tokens = ", or less by what pads its sequences to equal parts"
         raise ValueError(
-            f"labels of shape {tuple(targets.shape)} do not fit scores of shape {tuple(logits.shape)}, which"
-            f" are this rank's part: expected {whole} for the whole batch, or {tuple(logits.shape[:-1])}"
+            f"labels of shape {shape} do not fit scores of shape {tuple(logits.shape)}, which are this rank's"
+            f" part: expected {whole} for the whole batch{tokens}, or {tuple(logits.shape[:-1])}{flat}"
         )
     return split_rows(targets, axes, mesh, 0)
 
@@ -125,11 +189,12 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
+    sequence: SequenceParallel | None = None,
 ) -> Tensor:
     """The loss of this rank's ``logits``, which lie in ``place``, for the targets of the same rows.
 
-    ``reduction`` is ``"mean"`` over all valid rows of all ranks, or ``"none"`` for the losses of this rank's
-    rows.
+    ``reduction`` is ``"mean"`` over all valid rows of all ranks, also those of the tokens that other ranks
+    have of the same ``sequence``, or ``"none"`` for the losses of this rank's rows.
     """
     valid = targets != ignore_index
     classes = Classes(place.classes, place.layout.dims[-1], mesh)
@@ -138,11 +203,20 @@ def cross_entropy(
     )
     if reduction == "none":
         return losses.view(targets.shape)
+    return _mean(losses, valid, place.layout, mesh, sequence)
+
+
+def _mean(
+    losses: Tensor, counted: Tensor, layout: Layout, mesh: Mesh, sequence: SequenceParallel | None
+) -> Tensor:
+    """The sum of the losses of all rows, over the sum of ``counted``, on every rank."""
+    dtype = torch.promote_types(losses.dtype, torch.float32)  # a count may be too large for 16 bits
+    both = torch.stack([losses.to(dtype).sum(), counted.sum().to(dtype)])
     # P -> I: every rank goes on with the loss of all rows
-    both = torch.stack([losses.sum(), valid.sum().to(losses.dtype)])
-    rows = frozenset(place.layout.dims[0])
-    total, count = redistribute(both, Layout(((),), partial=rows), Layout(((),)), mesh).unbind()
-    return total / count
+    rows = frozenset(layout.dims[0])
+    both = redistribute(both, Layout(((),), partial=rows), Layout(((),)), mesh)
+    total, count = (both if sequence is None else sequence.total(both)).unbind()
+    return (total / count).to(losses.dtype)
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

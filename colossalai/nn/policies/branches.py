@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from colossalai.nn.policies.meta_inputs import candidate_inputs, in_evaluation, looking_at, meta_twin
-from colossalai.nn.policies.random_streams import draws_own
 from colossalai.nn.policies.rules import is_product
 from colossalai.nn.policies.trace import Flow, MetaInputs, find_inputs
+from colossalai.nn.random_streams import draws_own
 
 BATCH, LENGTH = 3, 7  # primes that numbers of heads are seldom multiples of
 

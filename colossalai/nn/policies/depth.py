@@ -35,6 +35,16 @@ class Depth:
     """
     as_tuple: bool = False
     """Whether a block returns a tuple though it carries nothing on."""
+    shared: tuple[str, ...] = ()
+    """Modules and parameters that every stage holds: what they make is given to all blocks, such as a bias of
+    positions.
+    """
+    formed: tuple[str, ...] = ()
+    """Modules of ``entry`` that return something else than a tensor like the hidden states."""
+    repeats: tuple[int, ...] = ()
+    """How often each module of the list is called in a row, where a layer serves as several blocks; all
+    stages hold it then.
+    """
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,13 @@ class Tower:
     numbers: range
     entry: tuple[str, ...]
     tail: tuple[str, ...]
+    repeats: tuple[int, ...] = ()
 
     def block(self, number: int) -> str:
-        return f"{self.blocks}.{number - self.numbers.start}"
+        place = number - self.numbers.start
+        if self.repeats:
+            place = [i for i, calls in enumerate(self.repeats) for _ in range(calls)][place]
+        return f"{self.blocks}.{place}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,17 @@ class ModelParts:
     tail: tuple[str, ...]
     carries: tuple[str | None, ...]
     as_tuple: bool = False
+    shared: tuple[str, ...] = ()
+    formed: frozenset[str] = frozenset()
+
+    @property
+    def repeated(self) -> list[str]:
+        """Modules that are several blocks each."""
+        return list(dict.fromkeys(t.block(i) for t in self.towers if t.repeats for i in t.numbers))
+
+    def is_shared(self, name: str) -> bool:
+        """Whether all stages hold the parameter ``name``."""
+        return any(_inside(name, path) for path in self.shared)
 
     @property
     def count(self) -> int:
@@ -113,9 +138,12 @@ def find_parts(model: nn.Module, depth: Depth) -> ModelParts:
     for home in homes:
         start = towers[-1].numbers.stop if towers else 0
         towers.append(_tower(model, depth, home, start))
-    kept = tuple(path for t in towers for path in (t.blocks, *t.entry, *t.tail))
+    shared = (*depth.shared, *(t.blocks for t in towers if t.repeats))
+    kept = (*(path for t in towers for path in (t.blocks, *t.entry, *t.tail)), *depth.shared)
     _check_parameters(model, kept)
-    return ModelParts(tuple(towers), tuple(_rest(model, kept)), depth.carries, depth.as_tuple)
+    _check_buffers(model, shared)
+    tail = tuple(_rest(model, kept))
+    return ModelParts(tuple(towers), tail, depth.carries, depth.as_tuple, shared, frozenset(depth.formed))
 
 
 def _check_homes(model: nn.Module, depth: Depth, homes: list[str]) -> None:
@@ -137,19 +165,32 @@ def _tower(model: nn.Module, depth: Depth, home: str, start: int) -> Tower:
         places.append(f"{outer}." if outer else "")
     entry = tuple(p + path for path in depth.entry for p in places if _has(model, p + path, nn.Module))
     blocks = prefix + depth.blocks
-    count = len(model.get_submodule(blocks)._modules)
+    count = sum(depth.repeats) or len(model.get_submodule(blocks)._modules)
     kept = (blocks, *entry)
     tail = tuple(_rest(model.get_submodule(home), kept, prefix)) if depth.towers else ()
-    return Tower(home if depth.towers else "", blocks, range(start, start + count), entry, tail)
+    numbers = range(start, start + count)
+    return Tower(home if depth.towers else "", blocks, numbers, entry, tail, depth.repeats)
 
 
 def _check_parameters(model: nn.Module, kept: tuple[str, ...]) -> None:
     for name, _ in model.named_parameters():
         parent = name.rpartition(".")[0]
+        if name in kept:
+            continue
         if parent not in kept and any(not parent or path.startswith(f"{parent}.") for path in kept):
             raise ValueError(
                 f"{type(model).__name__} cannot be split: its parameter {name!r} belongs to a module that all"
                 " stages hold; move it into a module of its own"
+            )
+
+
+def _check_buffers(model: nn.Module, shared: tuple[str, ...]) -> None:
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for name in model.state_dict():
+        if name not in weights and any(_inside(name, path) for path in shared):
+            raise ValueError(
+                f"{type(model).__name__} cannot be split: every stage would hold its buffer {name!r}, and"
+                " change it on its own; register it with persistent=False if it never changes"
             )
 
 

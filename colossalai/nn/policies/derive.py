@@ -17,7 +17,7 @@ from torch import nn
 
 from colossalai.nn.policies.branch_trial import Way, try_branch
 from colossalai.nn.policies.branches import BranchedModel, LinearBranch, find_branches
-from colossalai.nn.policies.policy import Policy
+from colossalai.nn.policies.policy import Match, Policy
 from colossalai.nn.policies.rules import (
     Attributes,
     Cut,
@@ -31,7 +31,7 @@ from colossalai.nn.policies.rules import (
     embedding_scale,
     sizes_of,
 )
-from colossalai.nn.policies.trace import Match, MetaInputs, trace
+from colossalai.nn.policies.trace import MetaInputs, trace
 
 CUT, GATHERED, WHOLE = "cut", "gathered", "whole"
 

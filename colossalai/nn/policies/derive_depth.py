@@ -1,31 +1,35 @@
 """Derives where a model is cut in depth, for models without a row in a policy.
 
 One forward pass on the meta device tells in which order modules are called: the blocks are the largest list
-of like modules that is walked through once, in its order, and what is called before them makes the first
-hidden states.  Whether stages that are made so compute what the model does is tried with its own numbers
-afterwards (``colossalai.pipeline.split``).
+of like modules that is walked through in its order, and what is called before them makes the first hidden
+states.  Autograd tells which parameters are behind what else a block is given: all stages hold these.
+Whether stages that are made so compute what the model does is tried with random weights afterwards
+(``colossalai.pipeline.split``).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from colossalai.nn.policies.depth import Depth
-from colossalai.nn.policies.meta_inputs import looking_at, meta_twin
-from colossalai.nn.policies.random_streams import draws_own
+from colossalai.nn.policies.meta_inputs import in_evaluation, looking_at, meta_twin
 from colossalai.nn.policies.trace import Flow, find_inputs
+from colossalai.nn.policies.verify import Verification
+from colossalai.nn.random_streams import draws_own
 
 
 @dataclass
 class Calls:
     """The modules of a model in the order of their calls, with what blocks were given and gave."""
 
+    parameters: dict[int, str]
     order: list[str] = field(default_factory=list)
     given: dict[str, dict[str, Any]] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -41,37 +45,66 @@ def derive_depth(model: nn.Module) -> Depth | None:
         return None
     towers = _towers(lists)
     if towers:
-        homes = [path.rpartition(".")[0] for path in towers]
-        blocks = towers[0].rpartition(".")[2]
-        entry = dict.fromkeys(
-            path[len(home) + 1 :] if path.startswith(f"{home}.") else path.rpartition(".")[2]
-            for home, tower in zip(homes, towers, strict=True)
-            for path in _before(model, calls, tower, home)
-        )
-        both = [_carries(calls, tower) for tower in towers]
-        shared = tuple(a if a == b else None for a, b in zip(*(c[0] for c in both), strict=False))
-        names = tuple(home.rpartition(".")[2] for home in homes)
-        return Depth(blocks, tuple(entry), shared, names, both[0][1])
+        return _of_towers(model, calls, towers)
     largest = max(lists, key=lambda path: sum(p.numel() for p in model.get_submodule(path).parameters()))
-    carries, as_tuple = _carries(calls, largest)
-    return Depth(largest, tuple(_before(model, calls, largest, "")), carries, (), as_tuple)
+    return _of_one_list(model, calls, largest)
+
+
+def _of_towers(model: nn.Module, calls: Calls, towers: list[str]) -> Depth:
+    homes = [path.rpartition(".")[0] for path in towers]
+    entry = dict.fromkeys(
+        path[len(home) + 1 :] if path.startswith(f"{home}.") else path.rpartition(".")[2]
+        for home, tower in zip(homes, towers, strict=True)
+        for path in _before(model, calls, tower, home)
+    )
+    both = [_carries(calls, tower) for tower in towers]
+    carries = tuple(a if a == b else None for a, b in zip(*(c[0] for c in both), strict=False))
+    names = tuple(home.rpartition(".")[2] for home in homes)
+    return Depth(towers[0].rpartition(".")[2], tuple(entry), carries, names, both[0][1])
+
+
+def _of_one_list(model: nn.Module, calls: Calls, blocks: str) -> Depth:
+    carries, as_tuple = _carries(calls, blocks)
+    shared = _shared(model, calls, blocks)
+    entry = tuple(path for path in _before(model, calls, blocks, "") if path not in shared)
+    count = len(list(model.get_submodule(blocks).children()))
+    repeats = tuple(calls.order.count(f"{blocks}.{i}") for i in range(count))
+    return Depth(
+        blocks,
+        entry,
+        carries,
+        as_tuple=as_tuple,
+        shared=shared,
+        formed=tuple(path for path in entry if not _is_hidden(calls, path, blocks)),
+        repeats=repeats if max(repeats) > 1 else (),
+    )
 
 
 def _follow(model: nn.Module) -> Calls | None:
     with looking_at(model):
         found = find_inputs(model)
-        if found is None:
-            return None
-        inputs, truth = found
-        inputs = {name: value for name, value in inputs.items() if name != "output_attentions"}
-        calls, twin = Calls(), meta_twin(model)
-        with ExitStack() as stack:
-            for name, module in twin.named_modules():
-                enter, leave = _hooks(name, calls)
-                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(leave).remove)
-            with Flow(draws_own, truth):
-                twin(**inputs)
+        if found is not None:
+            inputs, truth = found
+            inputs = {name: value for name, value in inputs.items() if name != "output_attentions"}
+            return _record(meta_twin(model), inputs, Flow(draws_own, truth))
+    # code that reads values
+    whole = Verification(model, weightless=True)
+    if whole.inputs is None or whole.model is model:
+        return None
+    return _record(whole.model, whole.inputs, in_evaluation(whole.model))
+
+
+def _record(twin: nn.Module, inputs: dict[str, Any], inside: AbstractContextManager[Any]) -> Calls:
+    calls = Calls({id(p): name for name, p in twin.named_parameters()})
+    for param in twin.parameters():
+        param.requires_grad_(param.is_floating_point())  # also of a frozen model it is asked what it makes
+    with torch.enable_grad(), ExitStack() as stack:
+        for name, module in twin.named_modules():
+            enter, leave = _hooks(name, calls)
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        stack.enter_context(inside)
+        twin(**inputs)
     return calls
 
 
@@ -88,16 +121,17 @@ def _hooks(name: str, calls: Calls) -> tuple[Callable[..., None], Callable[..., 
 
 
 def _block_lists(model: nn.Module, calls: Calls) -> list[str]:
-    """Lists of like modules that were walked through once, in their order; of nested ones the outer."""
+    """Lists of like modules that were walked through in their order, each called once or several times in a
+    row; of nested ones the outer.
+    """
     found: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < 2:
-            continue
-        if any(name.startswith(f"{outer}.") for outer in found):
+        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in found):
             continue
         paths = [f"{name}.{i}" for i in range(len(module))]
         walked = [path for path in calls.order if path in set(paths)]
-        if len({type(block) for block in module}) == 1 and walked == paths:
+        in_order = list(dict.fromkeys(walked)) == paths and walked == sorted(walked, key=paths.index)
+        if len({type(block) for block in module}) == 1 and in_order and len(walked) > 1:
             found.append(name)
     return sorted(found, key=lambda path: calls.order.index(f"{path}.0"))
 
@@ -141,7 +175,7 @@ def _carries(calls: Calls, blocks: str) -> tuple[tuple[str | None, ...], bool]:
     """What a block returns after the hidden states, by the names of the next one's arguments, and whether it
     returns a tuple.
     """
-    output, following = calls.outputs[f"{blocks}.0"], calls.given[f"{blocks}.1"]
+    output, following = calls.outputs[f"{blocks}.0"], calls.given.get(f"{blocks}.1", {})
     if not isinstance(output, tuple):
         return (), False
     names = [
@@ -151,3 +185,59 @@ def _carries(calls: Calls, blocks: str) -> tuple[tuple[str | None, ...], bool]:
         for value in output[1:]
     ]
     return tuple(names), True
+
+
+def _hidden(calls: Calls, blocks: str) -> Any:
+    """What the first block was given first."""
+    return next(iter(calls.given[f"{blocks}.0"].values()), None)
+
+
+def _is_hidden(calls: Calls, path: str, blocks: str) -> bool:
+    """Whether the module at ``path``, if it was called, has returned a tensor in the form of the hidden
+    states.
+    """
+    hidden = _hidden(calls, blocks)
+    output = calls.outputs.get(path, hidden)
+    return isinstance(output, Tensor) and isinstance(hidden, Tensor) and output.shape == hidden.shape
+
+
+def _shared(model: nn.Module, calls: Calls, blocks: str) -> tuple[str, ...]:
+    """Modules whose parameters all blocks are given something of, beside the hidden states, and parameters
+    of modules that hold ``blocks``.
+    """
+    own = _behind(calls, _hidden(calls, blocks))
+    found: list[str] = []
+    for given in list(calls.given.get(f"{blocks}.1", {}).values())[1:]:
+        names = _behind(calls, given)
+        if names.isdisjoint(own) and not any(name.startswith(f"{blocks}.") for name in names):
+            found += [name.rpartition(".")[0] for name in sorted(names)]
+    found += [
+        f"{home}.{name}" if home else name
+        for home in _homes(blocks)
+        for name, _ in model.get_submodule(home).named_parameters(recurse=False)
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+def _homes(path: str) -> list[str]:
+    """The paths of the modules that hold the one at ``path``, from the model on."""
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts))]
+
+
+def _behind(calls: Calls, value: Any) -> set[str]:
+    """The names of the parameters that a tensor was computed from, which autograd knows."""
+    if not isinstance(value, Tensor):
+        return set()
+    if id(value) in calls.parameters:
+        return {calls.parameters[id(value)]}
+    found, seen, waiting = set(), set(), [value.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(leaf := getattr(node, "variable", None)) in calls.parameters:
+            found.add(calls.parameters[id(leaf)])
+        waiting += [following for following, _ in node.next_functions]
+    return found

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from colossalai.mesh._compat import without_modes
+from colossalai.nn.policies.adapters import base_of
 
 BATCH, LENGTH = 2, 8
 CACHED = type(lru_cache(lambda: None))  # functions with a cache
@@ -95,7 +96,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 def candidate_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> Iterator[dict[str, Any]]:
     """Arguments that ``model`` may take, on the default device, the most telling first."""
-    forward = inspect.signature(model.forward).parameters
+    forward = inspect.signature(base_of(model).forward).parameters  # that of a PeftModel may name none
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in forward.values())
     options = {"use_cache": False, "return_dict": True}
     known = {k: v for k, v in options.items() if k in forward or takes_any}

@@ -1,4 +1,4 @@
-"""``parallelize``: an existing model becomes tensor-parallel, in place.
+"""``parallelize``: an existing model becomes tensor-parallel, or its sequences are cut, in place.
 
 First everything is tried on empty twins of the modules, so that a size that does not divide, or a mode that
 an architecture does not allow, is refused while the model is still whole.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,15 +20,20 @@ from torch.nn.utils.parametrize import is_parametrized
 from colossalai.context.tensor_modes import tensor_mode
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, placement
+from colossalai.mesh.agreement import FirstStep
 from colossalai.mesh.deferred import resumed
 from colossalai.mesh.parameter import overlapping
+from colossalai.mesh.rows import sequence_axes
 from colossalai.nn.layer.base import FOLLOW_CONFIG
+from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
+from colossalai.nn.policies.adapters import AdaptedOutputs, base_of, check_adapters, without_adapters
 from colossalai.nn.policies.causal_loss import check_causal, compute_loss_from_pieces
+from colossalai.nn.policies.cut_cache import CutCache
 from colossalai.nn.policies.derive import DerivedPolicy, derive_policy
 from colossalai.nn.policies.hugging_face import POLICIES
 from colossalai.nn.policies.model_own_plan import carried_policy
-from colossalai.nn.policies.policy import Policy
+from colossalai.nn.policies.policy import Match, Policy
 from colossalai.nn.policies.rules import (
     Cut,
     CutContext,
@@ -40,13 +46,14 @@ from colossalai.nn.policies.rules import (
     Table,
     check_heads,
 )
+from colossalai.nn.policies.sequence import SEQUENCE_ADVICE, LossFromPieces, SequencePlan, plan_sequence
 from colossalai.nn.policies.trace import MetaInputs, PlanTrace, trace
-from colossalai.nn.policies.verify import Verification
+from colossalai.nn.policies.verify import ADVICE, Verification
 from colossalai.nn.policies.wrap_forward import WholeOutputs, first_step, wrap_forward
+from colossalai.nn.sequence import SequenceParallel, current_sequence
 
 M = TypeVar("M", bound=nn.Module)
 MODES = (None, "1d", "2d", "2.5d", "3d")
-Match = tuple[str, nn.Module, Rule]
 
 
 def parallelize(
@@ -58,7 +65,8 @@ def parallelize(
     mesh: Mesh | None = None,
     verify: bool | None = None,
 ) -> M:
-    """Cut ``model`` over the ranks that share it, in place, and return it.
+    """Cut ``model``, and its sequences where the launched job cuts these, over the ranks that share it, in
+    place, and return it.
 
     ``mode`` is None (nothing is cut), '1d', '2d', '2.5d' or '3d', by default that of the launched job.
     ``policy`` says which module is cut how, by default that of the model's architecture, or the plan that its
@@ -67,41 +75,101 @@ def parallelize(
     :func:`colossalai.checkpoint_io.load_pretrained`.
 
     With ``verify`` the outputs of the whole model and of the cut one are compared once, on a tiny batch of
-    random numbers; by default for a plan that was derived.
+    random numbers; by default for a plan that was derived, and where sequences are cut.
 
     With ``whole_scores=False`` a causal language model that is given labels computes its loss from pieces of
-    the scores, and returns these pieces; whole scores are its largest tensor.
+    the scores, and returns these pieces; whole scores are its largest tensor.  Where sequences are cut, these
+    are the scores of this rank's tokens.
 
     Every rank must hold the same model.  All ranks give it the same whole batch, and its outputs are whole on
     all of them.
     """
     tp, mesh = _mode_and_mesh(mode, mesh)
-    if isinstance(model, WholeOutputs):
+    base = base_of(model)  # below the model of adapters that PEFT makes of it
+    if isinstance(base, WholeOutputs):
         raise ValueError(f"this {type(model).__name__} is parallel already; parallelize a model once")
-    if mesh is None or tp.size == 1:
+    sequence = None if mesh is None else _sequence(model, tp, mesh)
+    if mesh is None or (tp.size == 1 and sequence is None):
         return model
     context = CutContext(tp, mesh, whole_scores, _shared(model))
-    policy = policy or _find_policy(model, context)
-    matches = list(policy.matches(model))
-    _check(model, policy, matches, context)
-    inputs = policy.inputs if isinstance(policy, DerivedPolicy) else None
-    cut_attentions = _complete(model, matches, context, inputs)
-    compares = isinstance(policy, DerivedPolicy) if verify is None else verify
-    verification = Verification(model) if compares else None
-    if verification is not None and not verification.possible:
-        _say_unverified(model, verify)
+    plan = _plan(model, base, policy, context) if tp.size > 1 else _ModulePlan([], cut_attentions=False)
+    if tp.size == 1 and not whole_scores:
+        check_causal(base, {id(base.get_output_embeddings())})
+    verifications = _verifications(base, plan, verify, sequence)
     with resumed(model):  # where the model has no memory yet, neither has its piece
-        _replace(model, matches, context)
-        _retie(model, context)
-    wrap_forward(model, WholeOutputs)
-    model.cut_as = tp, mesh  # type: ignore[assignment]
-    model.cut_attentions = cut_attentions  # type: ignore[assignment]
-    model.first_step = first_step(mesh)  # type: ignore[assignment]
-    cut_scores = None if whole_scores else compute_loss_from_pieces(model, mesh)
-    model.cut_scores = cut_scores  # type: ignore[assignment]
-    if verification is not None:
-        verification.compare(model)
+        _replace(base, plan.matches, context)
+        _retie(base, context)
+    if tp.inner.dims[0]:
+        wrap_forward(base, CutCache)
+    cut = None if sequence is None else sequence.apply(base)
+    if cut is not None and not whole_scores:
+        wrap_forward(base, LossFromPieces).cut_tokens = cut
+    cut_scores = None if whole_scores else compute_loss_from_pieces(base, mesh, cut)
+    _wrap(base, WholeOutputs, context, plan.cut_attentions, cut_scores)
+    if model is not base:
+        base.first_step = FirstStep(mesh, (), compare_gradients=False)  # the outer one compares
+        _wrap(model, AdaptedOutputs, context)
+    for verification in verifications:
+        verification.compare(base, ADVICE if sequence is None else SEQUENCE_ADVICE)
     return model
+
+
+def _wrap(
+    model: Any,
+    kind: type[WholeOutputs],
+    context: CutContext,
+    cut_attentions: bool = False,
+    cut_scores: Logits | None = None,
+) -> None:
+    wrap_forward(model, kind)
+    model.cut_as = context.tp, context.mesh
+    model.cut_attentions, model.cut_scores = cut_attentions, cut_scores
+    model.first_step = first_step(context.mesh)
+
+
+@dataclass(frozen=True)
+class _ModulePlan:
+    """What is done to the modules of a model."""
+
+    matches: list[Match]
+    cut_attentions: bool
+    derived: bool = False
+
+
+def _plan(model: nn.Module, base: nn.Module, policy: Policy | None, context: CutContext) -> _ModulePlan:
+    """How the modules of ``base`` are cut over the tensor-parallel ranks; what does not fit is refused."""
+    view = without_adapters(base)
+    check_adapters(model, view, context)
+    policy = policy or _find_policy(view.bare, context)
+    matches = view.matches(policy.matches(view.bare), context)
+    _check(base, policy, matches, context)
+    inputs = policy.inputs if isinstance(policy, DerivedPolicy) else None
+    return _ModulePlan(matches, _complete(base, matches, context, inputs), isinstance(policy, DerivedPolicy))
+
+
+def _verifications(
+    base: nn.Module, plan: _ModulePlan, asked: bool | None, sequence: SequencePlan | None
+) -> list[Verification]:
+    """What ``base`` computes as a whole, if it will be compared: by default where the plan was found from its
+    code.
+    """
+    if not (plan.derived or sequence is not None if asked is None else asked):
+        return []
+    found = [Verification(base)] if sequence is None else sequence.verifications(base)
+    if not all(verification.possible for verification in found):
+        _say_unverified(base, asked)
+    return found
+
+
+def _sequence(model: nn.Module, tp: TensorParallel, mesh: Mesh) -> SequencePlan | None:
+    """How the sequences of ``model`` are cut: as the job was launched, or by the axes of a mesh of its
+    own.
+    """
+    cut = current_sequence()
+    if cut is None or cut.mesh is not mesh:
+        axes = [axis for axis in sequence_axes(mesh) if mesh.size[axis] > 1]
+        cut = SequenceParallel(mesh, *axes) if axes else None
+    return None if cut is None else plan_sequence(base_of(model), cut, mesh.group_size(*tp.inner.dims[-1]))
 
 
 def _say_unverified(model: nn.Module, verify: bool | None) -> None:
@@ -113,12 +181,14 @@ def _say_unverified(model: nn.Module, verify: bool | None) -> None:
     if verify:
         raise ValueError(f"{words}; leave verify=True out, or build the model with its weights")
     get_dist_logger().warning(
-        f"{words}; its plan was derived, so compare its loss with the serial one", ranks=[0]
+        f"{words}; its plan was found from its code, so compare its loss with the serial one", ranks=[0]
     )
 
 
 def _mode_and_mesh(mode: str | None, mesh: Mesh | None) -> tuple[TensorParallel, Mesh | None]:
     tp, launched = current()
+    if mode == FOLLOW_CONFIG and (tp.mode in (None, "sequence") or tp.size == 1):
+        return mode_serial(), mesh or launched
     if mode == FOLLOW_CONFIG:
         mode = tp.mode
     if mode is None:
@@ -300,7 +370,7 @@ def _try(model: nn.Module, matches: list[Match], context: CutContext) -> set[int
     cut: set[int] = set()
     layouts: dict[int, tuple[str, Any]] = {}  # of shared parameters, with the first name
     for name, module, rule in matches:
-        _check_own_hooks(f"{type(model).__name__}, module {name!r}", module)
+        _check_own_hooks(f"{type(model).__name__}, module {name!r}", module, _keeps_hooks(rule, context))
         try:
             piece = rule.cut(_twin(module), trial)
         except ValueError as error:
@@ -323,9 +393,27 @@ def _try(model: nn.Module, matches: list[Match], context: CutContext) -> set[int
     return cut
 
 
-def _check_own_hooks(who: str, module: nn.Module) -> None:
+def _keeps_hooks(rule: Rule, context: CutContext) -> bool:
+    """Whether forward hooks see the same as before: ids, and whole entries.
+
+    ``enable_input_require_grads`` of transformers puts one on the table, and so does PEFT where activations
+    are checkpointed.
+    """
+    return isinstance(rule, Table) and not context.stream_is_cut
+
+
+FORWARD_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def _check_own_hooks(who: str, module: nn.Module, kept: bool) -> None:
     """Refuse what a script has hung on a module that another will replace, and on its parameters."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = (*(() if kept else FORWARD_HOOKS[:2]), "_backward_hooks", "_backward_pre_hooks")
     found = [name.strip("_") for name in hooks if getattr(module, name)]
     found += ["a forward of its own"] if "forward" in module.__dict__ else []
     found += ["parametrizations"] if is_parametrized(module) else []
@@ -403,6 +491,8 @@ def _replace(model: nn.Module, matches: list[Match], context: CutContext) -> Non
         native = dict(module._parameters)
         new = rule.cut(module, context)
         context.tie(new, native)
+        if _keeps_hooks(rule, context):
+            new.__dict__.update({name: module.__dict__[name] for name in FORWARD_HOOKS})
         for parent, name in parents[id(module)] if new is not module else []:
             setattr(parent, name, new)
 

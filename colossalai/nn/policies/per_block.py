@@ -26,8 +26,8 @@ def refuse_configured(model: nn.Module) -> None:
                 )
 
 
-def refuse_asked(who: str, keywords: Mapping[str, Any]) -> None:
-    """Refuse a call of a stage that asks for outputs of all blocks."""
+def refuse_asked(who: str, keywords: Mapping[str, Any], config: Any = None) -> None:
+    """Refuse a call of a stage that asks for outputs of all blocks, or for a loss that is a sum."""
     for name in ASKS:
         if keywords.get(name) is True:
             raise ValueError(_words(who, f"{name}=True in the batch", "leave it out"))
@@ -35,6 +35,11 @@ def refuse_asked(who: str, keywords: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{who} takes no num_items_in_batch: the model would divide the sum of a micro-batch by it, and a"
             " pipeline takes the mean over micro-batches; leave it out, so that the loss of each is a mean"
+        )
+    if getattr(config, "ctc_loss_reduction", None) == "sum" and keywords.get("labels") is not None:
+        raise ValueError(
+            f"{who} would sum the loss of a micro-batch (config.ctc_loss_reduction='sum'), and a pipeline"
+            " takes the mean over micro-batches; set config.ctc_loss_reduction='mean'"
         )
 
 

@@ -10,6 +10,9 @@ from torch import nn
 from colossalai.nn.policies.depth import Depth
 from colossalai.nn.policies.rules import Rule
 
+Match = tuple[str, nn.Module, Rule]
+"""A module of a model that has a rule, with its path."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -29,7 +32,7 @@ class Policy:
     depth: Depth | None = None
     """Where it is cut into the stages of a pipeline; None if it cannot be."""
 
-    def matches(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]:
+    def matches(self, model: nn.Module) -> Iterator[Match]:
         """Every module of ``model`` that has a rule, with its path."""
         base = getattr(model, "base_model", model)
         paths = [(path, rule) for path, rule in self.rules.items() if path]

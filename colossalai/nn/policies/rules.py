@@ -28,6 +28,7 @@ from colossalai.nn.policies.wrap_forward import (
     AlikeNumbers,
     CutStream,
     DividesFirst,
+    ForwardWrapper,
     OwnNumbers,
     RepeatedPart,
     ScaledEntries,
@@ -138,8 +139,8 @@ class Cut:
             kind = type(module)
             home = "" if kind.__module__.startswith("torch.") else f"{kind.__module__}."
             raise ValueError(
-                f"Cut() is for nn.Linear and Conv1D, got a {home}{kind.__name__}. A layer around one (an"
-                " adapter of PEFT) cannot be cut; plugins (DDP, FSDP, ZeRO, Gemini) and pipelines take it"
+                f"Cut() is for nn.Linear and Conv1D, got a {home}{kind.__name__}; plugins (DDP, FSDP, ZeRO,"
+                " Gemini) and pipelines take any layer"
             )
         if self.role != "stay":
             layer = Linear.from_native(
@@ -179,7 +180,7 @@ class Table:
         layer = Embedding.from_native(module, tp=context.tp, mesh=context.mesh, vocab_parallel=True)
         if scale != 1.0:
             wrap_forward(layer, ScaledEntries)
-            layer.scale = scale  # type: ignore[assignment]
+            layer.embed_scale = scale  # type: ignore[assignment]
         return layer
 
 
@@ -216,7 +217,12 @@ class Head:
 
     def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
         if type(module) is not nn.Linear:
-            raise ValueError(f"Head() is for nn.Linear, got a {type(module).__name__}")
+            changed = isinstance(module, ForwardWrapper)  # its name is that of the class it was made of
+            raise ValueError(
+                f"Head() is for nn.Linear, got a {type(module).__name__}"
+                + " that computes the loss; give whole_scores=False to parallelize, not to chunk_causal_loss"
+                * changed
+            )
         tied = context.piece_of(module.weight)
         if not (context.stream_is_cut or self.vocabulary):
             return module

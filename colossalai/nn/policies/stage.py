@@ -7,7 +7,8 @@ parameters take the places of what is elsewhere:
   follow from it;
 - a block before those of this stage returns what was received;
 - the first block after them ends the forward, with what it was given as the result;
-- of an encoder and a decoder, one that is elsewhere as a whole does the same.
+- of an encoder and a decoder, one that is elsewhere as a whole does the same;
+- a module that serves as several blocks is on every stage, and counts its calls.
 
 So no forward is written again for any architecture, and nothing is computed twice but masks and rotations.
 """
@@ -22,7 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from colossalai.nn.policies.adapters import FixedAdapters, base_of
 from colossalai.nn.policies.depth import ModelParts
 from colossalai.nn.policies.per_block import check_output, refuse_asked, refuse_collected
 from colossalai.nn.policies.wrap_forward import (
@@ -30,6 +33,7 @@ from colossalai.nn.policies.wrap_forward import (
     ForwardWrapper,
     WholeOutputs,
     first_step,
+    given_by_name,
     wrap_forward,
 )
 
@@ -39,6 +43,7 @@ class Arrived:
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
+        self.calls: int | None = None  # of repeated blocks, while the stage is in its forward pass
 
     @property
     def hidden(self) -> Tensor:
@@ -62,7 +67,7 @@ class StandIn(nn.Module):
     def __init__(self, native: nn.Module, path: str, arrived: Arrived) -> None:
         super().__init__()
         self.path, self.arrived = path, arrived
-        self.__dict__["empty"] = _empty(native)  # no submodule: its parameters are none of this stage
+        self.__dict__["empty"] = empty_copy(native)  # no submodule: its parameters are none of this stage
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # without hooks: a script puts them on the module on all ranks, and they run where it is
@@ -95,8 +100,23 @@ class StandIn(nn.Module):
 
 
 class EntryStandIn(StandIn):
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        return self.arrived.hidden.detach()
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return torch.zeros_like(self.arrived.hidden)  # code may write to it
+
+
+class FormedStandIn(StandIn):
+    """Gives zeros of the form that the module itself would give, which an empty copy finds out."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def empty(x: Any) -> Any:
+            return x.detach().to("meta") if isinstance(x, Tensor) else x
+
+        def zeros(x: Any) -> Any:
+            return torch.zeros(x.shape, dtype=x.dtype, device=where) if isinstance(x, Tensor) else x
+
+        where = self.arrived.hidden.device
+        with torch.no_grad():
+            return tree_map(zeros, self.empty(*tree_map(empty, args), **tree_map(empty, kwargs)))
 
 
 class BlockBefore(StandIn):
@@ -104,19 +124,47 @@ class BlockBefore(StandIn):
     as_tuple: bool = False
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        if not self.carries and not self.as_tuple:
-            return self.arrived.hidden
-        return (self.arrived.hidden, *(name and self.arrived.values.get(name) for name in self.carries))
+        return _arrived(self.arrived, self.carries, self.as_tuple)
 
 
 class After(StandIn):
     """A block, or a decoder."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        names = inspect.signature(self.empty.forward).parameters
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        # whatever a block calls its first argument
-        raise Leave({**given, "hidden_states": args[0]} if args else given)
+        raise _leave(self.empty.forward, args, kwargs)
+
+
+def _arrived(arrived: Arrived, carries: tuple[str | None, ...], as_tuple: bool) -> Any:
+    """What a block before those of this stage has returned."""
+    if not carries and not as_tuple:
+        return arrived.hidden
+    return (arrived.hidden, *(name and arrived.values.get(name) for name in carries))
+
+
+def _leave(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leave:
+    given = given_by_name(forward, args, kwargs)
+    # whatever a block calls its first argument
+    return Leave({**given, "hidden_states": args[0]} if args else given)
+
+
+class RepeatedBlock(ForwardWrapper):
+    """A module that serves as several blocks, of which this stage has some."""
+
+    share: StageShare
+    carries: tuple[str | None, ...]
+    as_tuple: bool
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arrived, blocks = self.share.arrived, self.share.blocks
+        number = arrived.calls
+        if number is None:  # a checkpoint computes it again, in the backward pass
+            return forward(*args, **kwargs)
+        arrived.calls = number + 1
+        if number < blocks.start:
+            return _arrived(arrived, self.carries, self.as_tuple)
+        if number >= blocks.stop:
+            raise _leave(forward, args, kwargs)
+        return forward(*args, **kwargs)
 
 
 class TowerBefore(StandIn):
@@ -137,8 +185,10 @@ class Tail(StandIn):
         )
 
 
-def _empty(module: nn.Module) -> nn.Module:
-    """A copy whose tensors have a shape and a type only."""
+def empty_copy(module: nn.Module) -> nn.Module:
+    """A copy whose tensors have a shape and a type only; of a stage, one of the whole model."""
+    if isinstance(module, StandIn):
+        return module.__dict__["empty"]
     twin = object.__new__(type(module))  # not by copy: modules with parametrizations refuse it
     twin.__dict__.update(module.__dict__)
     twin._parameters = {
@@ -148,7 +198,7 @@ def _empty(module: nn.Module) -> nn.Module:
     twin._buffers = {
         name: b if b is None else torch.empty_like(b, device="meta") for name, b in module._buffers.items()
     }
-    twin._modules = {name: m if m is None else _empty(m) for name, m in module._modules.items()}
+    twin._modules = {name: m if m is None else empty_copy(m) for name, m in module._modules.items()}
     return twin
 
 
@@ -175,7 +225,7 @@ class StageShare:
         return self.index == self.stages - 1
 
 
-class ModelStage(ForwardWrapper):
+class ModelStage(FixedAdapters):
     """The model itself: it begins with the hidden states it is given and ends where its blocks end."""
 
     share: StageShare
@@ -183,10 +233,12 @@ class ModelStage(ForwardWrapper):
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         share = self.share
         if share.stages > 1:
-            refuse_asked(f"stage {share.index} of {type(self).__name__}", kwargs)
+            config = getattr(self, "config", None)
+            refuse_asked(f"stage {share.index} of {type(self).__name__}", kwargs, config)
         if not share.is_first:
             args = self._receive(args, kwargs)
-        if "use_cache" in inspect.signature(forward).parameters:
+        share.arrived.calls = 0
+        if "use_cache" in inspect.signature(base_of(self).forward).parameters:  # type: ignore[arg-type]
             kwargs.setdefault("use_cache", False)  # keys and values of other stages are not here
         try:
             output = forward(*args, **kwargs)
@@ -199,7 +251,7 @@ class ModelStage(ForwardWrapper):
                 self.first_step.after(self, sent)
             return sent[0] if len(sent) == 1 else sent
         finally:
-            share.arrived.values = {}
+            share.arrived.values, share.arrived.calls = {}, None
 
     def _receive(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Take what the stage before sent; returns the other arguments."""
@@ -227,6 +279,20 @@ class ModelStage(ForwardWrapper):
         )
 
 
+class AdaptedStage(ModelStage):
+    """A stage of a model with adapters of PEFT."""
+
+    def merge_and_unload(self, *_: Any, **__: Any) -> None:
+        """Refused: it would give the base model, which is no stage, with the modules of one."""
+        raise RuntimeError(
+            f"merge_and_unload: this {type(self).__name__} is stage {self.share.index} of"
+            f" {self.share.stages}; call colossalai.save_pretrained(model, folder) on every rank, open the"
+            " adapters without a pipeline (PeftModel.from_pretrained), and merge them there"
+        )
+
+    unload = merge_and_unload
+
+
 class StageList(nn.ModuleList):
     """Several stages of one rank, whose tensors have the names of the whole model in checkpoints."""
 
@@ -246,7 +312,13 @@ def take_stage(model: nn.Module, parts: ModelParts, share: StageShare, *, refuse
         if isinstance(stand_in, BlockBefore):
             stand_in.carries, stand_in.as_tuple = parts.carries, parts.as_tuple
         home._modules[name] = stand_in
-    wrap_forward(model, ModelStage)
+    for path in parts.repeated:
+        parent, _, name = path.rpartition(".")
+        home = model.get_submodule(parent)
+        block: Any = wrap_forward(copy.copy(home.get_submodule(name)), RepeatedBlock)
+        block.share, block.carries, block.as_tuple = share, parts.carries, parts.as_tuple
+        home._modules[name] = block
+    wrap_forward(model, ModelStage if base_of(model) is model else AdaptedStage)
     model.share = share  # type: ignore[assignment]
     if refuses and share.is_last and share.stages > 1:
         refuse_collected(model)
@@ -267,7 +339,9 @@ def _elsewhere(parts: ModelParts, share: StageShare) -> dict[str, type[StandIn]]
             kinds |= {p: Tail for p in tower.entry if not p.startswith(f"{tower.path}.")}
             continue
         if start > first:
-            kinds |= dict.fromkeys(tower.entry, EntryStandIn)
+            kinds |= {p: FormedStandIn if p in parts.formed else EntryStandIn for p in tower.entry}
+        if tower.repeats:
+            continue
         kinds |= {tower.block(i): BlockBefore for i in range(first, min(start, last))}
         kinds |= {tower.block(i): After for i in range(max(end, first), last)}
         if end < last:
@@ -288,6 +362,17 @@ def wrapped_elsewhere(model: nn.Module) -> str | None:
             if isinstance(module, StandIn) and name.replace("._checkpoint_wrapped_module", "") != module.path:
                 return module.path
     return None
+
+
+def adapted_too_late(model: nn.Module) -> str | None:
+    """What is wrong with a ``PeftModel`` that was made of a stage; None if ``model`` is none."""
+    stage = base_of(model)
+    if stage is model or not isinstance(stage, ModelStage):
+        return None
+    return (
+        f"this {type(model).__name__} has adapters for the modules of stage {stage.share.index} alone; call"
+        " peft.get_peft_model before split_model"
+    )
 
 
 def copy_above(module: nn.Module, paths: list[str]) -> nn.Module:

@@ -34,8 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colossalai.mesh import placement
+from colossalai.nn.layer.embedding import DEFAULTS
 from colossalai.nn.policies.meta_inputs import BATCH, LENGTH, candidate_inputs, looking_at, meta_twin
-from colossalai.nn.policies.random_streams import draws_own, switch_numbers
+from colossalai.nn.policies.policy import Match
 from colossalai.nn.policies.rules import (
     Cut,
     CutContext,
@@ -47,8 +48,7 @@ from colossalai.nn.policies.rules import (
     sizes_of,
 )
 from colossalai.nn.policies.wrap_forward import UsedByPieces
-
-Match = tuple[str, nn.Module, Rule]
+from colossalai.nn.random_streams import draws_own, switch_numbers
 
 
 @dataclass
@@ -201,7 +201,10 @@ def _stand_in(path: str, module: nn.Module, rule: Rule, context: CutContext, flo
     if isinstance(rule, Head) and isinstance(module, nn.Linear):
         return _Layer(path, flow, module.in_features, module.out_features, False, False, weight, shares=True)
     if isinstance(rule, Table) and isinstance(module, nn.Embedding):
-        return _Layer(path, flow, None, module.embedding_dim, False, False, weight, shares=True)
+        layer = _Layer(path, flow, None, module.embedding_dim, False, False, weight, shares=True)
+        for option in ("padding_idx", *DEFAULTS):  # which an adapter around it asks for
+            setattr(layer, option, getattr(module, option))
+        return layer
     return None
 
 

@@ -12,24 +12,42 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from colossalai.mesh._compat import without_modes
 from colossalai.mesh.parameter import has_values
-from colossalai.nn.policies.meta_inputs import candidate_inputs, in_evaluation
+from colossalai.nn.policies.meta_inputs import LENGTH, candidate_inputs, in_evaluation
+from colossalai.nn.policies.weightless_twin import weightless_twin
+from colossalai.nn.policies.wrap_forward import argument_names
 
 SEED, WORDS = 4321, 100
+ADVICE = "pass policy=colossalai.nn.policies.Policy(...)"
 
 
 class Verification:
-    """The outputs of a whole model, to be compared with those of the model when it is cut."""
+    """The outputs of a whole model for sequences of ``length``, to be compared with those of the model when
+    it is cut.
 
-    def __init__(self, model: nn.Module) -> None:
+    With ``weightless`` a copy with other weights is run, if there can be one.  With ``padded`` the last
+    sequence is shorter, if the model takes a mask.
+    """
+
+    def __init__(
+        self, model: nn.Module, length: int = LENGTH, *, weightless: bool = False, padded: bool = False
+    ) -> None:
+        self.model = model
         self.inputs: dict[str, Any] | None = None
         self.outputs: dict[str, Tensor] = {}
-        for inputs in _inputs(model) if _has_numbers(model) else ():
-            try:
-                self.outputs = self.answers(model, lambda inputs=inputs: model(**inputs))  # type: ignore[misc]
-            except Exception:  # other arguments may do
-                continue
-            self.inputs = inputs
-            break
+        twin = weightless_twin(model) if weightless else None
+        for runs in (*([] if twin is None else [twin]), *([model] if has_numbers(model) else [])):
+            for inputs in _inputs(runs, length):
+                if padded and "input_ids" in inputs and "attention_mask" in argument_names(runs.forward):
+                    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+                    inputs["attention_mask"][-1, length // 2 :] = 0
+                try:
+                    found = self.answers(runs, lambda: runs(**inputs))  # noqa: B023
+                except Exception:  # other arguments may do
+                    continue
+                if runs is twin and not all(x.isfinite().all() for x in found.values()):
+                    break
+                self.model, self.inputs, self.outputs = runs, inputs, found
+                return
 
     @property
     def possible(self) -> bool:
@@ -67,27 +85,46 @@ class Verification:
                 return f"its output {name!r} is off by {off:.1e} of its largest value"
         return ""
 
-    def compare(self, model: nn.Module) -> None:
+    def coupled(self) -> str | None:
+        """The name of an output whose rows depend on the other rows of the batch; None if none does."""
+        assert self.inputs is not None
+        first = tree_map(lambda x: x[:1] if isinstance(x, Tensor) else x, self.inputs)
+        alone = self.answers(self.model, lambda: self.model(**first))
+        for name, whole in self.outputs.items():
+            own = alone.get(name)
+            if (
+                own is not None
+                and whole.ndim
+                and len(whole) > len(own) == 1
+                and own.shape[1:] != whole.shape[1:]
+            ):
+                return name
+        return None
+
+    def compare(self, model: nn.Module, advice: str) -> None:
         """Refuse a cut ``model`` whose outputs are others; every rank of the job must call this."""
         if self.inputs is None or not dist.is_initialized() or dist.get_backend() == "fake":
             return
         inputs = self.inputs
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self.difference(self.answers(model, lambda: model(**inputs))))
+        try:
+            words = self.difference(self.answers(model, lambda: model(**inputs)))
+        except Exception as error:
+            words = f"its forward fails with {type(error).__name__}: {error}"
+        dist.all_gather_object(everyone, words)
         found = next(((rank, words) for rank, words in enumerate(everyone) if words), None)
         if found is not None:
             raise RuntimeError(
                 f"{type(model).__name__}, cut by parallelize, does not compute what the whole model does: on"
-                f" rank {found[0]} {found[1]}. This model is unusable now; build it again, and pass"
-                " policy=colossalai.nn.policies.Policy(...)"
+                f" rank {found[0]} {found[1]}. This model is unusable now; build it again, and {advice}"
             )
 
 
-def _has_numbers(model: nn.Module) -> bool:
+def has_numbers(model: nn.Module) -> bool:
     return all(not t.is_meta and has_values(t) for t in (*model.parameters(), *model.buffers()))
 
 
-def _inputs(model: nn.Module) -> Iterator[dict[str, Any]]:
+def _inputs(model: nn.Module, length: int) -> Iterator[dict[str, Any]]:
     config: Any = getattr(model, "config", None)
     text = getattr(config, "text_config", config)
     words = min(getattr(text, "vocab_size", None) or WORDS, WORDS)
@@ -101,6 +138,6 @@ def _inputs(model: nn.Module) -> Iterator[dict[str, Any]]:
         return torch.randint(words, x.shape, generator=random, device="cpu").to(x)
 
     with next((p.device for p in model.parameters()), torch.device("cpu")):
-        for inputs in candidate_inputs(model):
+        for inputs in candidate_inputs(model, length=length):
             if "output_attentions" not in inputs:
                 yield tree_map(filled, inputs)

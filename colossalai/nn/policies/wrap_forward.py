@@ -22,18 +22,21 @@ from colossalai.mesh import (
     Axes,
     Layout,
     Mesh,
+    placement,
     random_key,
     redistribute,
     replicated,
     serial_tensor,
+    shard,
     use,
 )
 from colossalai.mesh.agreement import FirstStep
 from colossalai.mesh.gradient_norm import tensor_axes
+from colossalai.mesh.rows import sequence_axes
 from colossalai.nn.layer.batch import split_rows
 from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, at_rank
-from colossalai.nn.policies.random_streams import active, draws_own, forked, own_numbers, seed, switch_numbers
+from colossalai.nn.random_streams import active, draws_own, forked, own_numbers, seed, switch_numbers
 
 M = TypeVar("M", bound=nn.Module)
 Forward = Callable[..., Any]
@@ -91,7 +94,8 @@ def _subclass(native: type[nn.Module], what: type[ForwardWrapper]) -> type[nn.Mo
 
 def native_class(module: nn.Module) -> Any:
     """The class of the model itself, below what stages and ``parallelize`` add."""
-    return next(c for c in type(module).__mro__ if not issubclass(c, ForwardWrapper))
+    classes = (c for c in type(module).__mro__ if issubclass(c, nn.Module))  # FSDP2 adds one that is none
+    return next(c for c in classes if not issubclass(c, ForwardWrapper))
 
 
 # ---- random numbers ----
@@ -219,10 +223,22 @@ class DividesFirst(ForwardWrapper):
 class ScaledEntries(ForwardWrapper):
     """A table whose entries are multiplied by a number."""
 
-    scale: float
+    embed_scale: float
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return forward(*args, **kwargs) * self.scale
+        return forward(*args, **kwargs) * self.embed_scale
+
+
+class MergesPiece(ForwardWrapper):
+    """A layer of LoRA of which all ranks hold the products, around a module of which each has a piece."""
+
+    merged_over: Mesh
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """What PEFT adds to the weight when it merges an adapter, or takes from it."""
+        whole: Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
+        weight: Tensor = self.get_base_layer().weight  # type: ignore[attr-defined]
+        return shard(whole, placement(weight), self.merged_over, uneven=True)
 
 
 # ---- arguments ----
@@ -236,7 +252,7 @@ class SlicesArguments(ForwardWrapper):
     """Told of each slice, in a trace of the plan."""
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names, positional = _names(forward), list(args)
+        names, positional = argument_names(forward), list(args)
         for name in self.sliced[0]:
             if name in kwargs:
                 kwargs = {**kwargs, name: self._slice(name, kwargs[name])}
@@ -309,7 +325,7 @@ class CutStream(ForwardWrapper):
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tp, mesh = self.cut_as
-        given = {**dict(zip(_names(forward), args, strict=False) if args else {}), **kwargs}
+        given = given_by_name(forward, args, kwargs)
         if self.prepare is not None:
             given = self.prepare(given)
         rows = next((len(given[name]) for name in _BATCHES if given.get(name) is not None), None)
@@ -351,8 +367,21 @@ def _of_our_encoder(states: Tensor, rows: int | None, parts: int) -> Tensor:
     return states
 
 
-def _names(forward: Forward) -> list[str]:
+def argument_names(forward: Forward) -> list[str]:
     return list(inspect.signature(forward).parameters)
+
+
+def given_by_name(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of ``forward``, by their names."""
+    return {**dict(zip(argument_names(forward), args, strict=False)), **kwargs} if args else dict(kwargs)
+
+
+def source_of(forward: Callable[..., Any]) -> str:
+    """The code of ``forward`` below what wraps it; empty where it is not at hand."""
+    try:
+        return inspect.getsource(inspect.unwrap(forward))
+    except OSError:
+        return ""
 
 
 # ---- the model as a whole ----
@@ -395,11 +424,13 @@ class WholeOutputs(ForwardWrapper):
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # names are needed to know what is cut, so the result becomes a tuple afterwards
-        config = getattr(self, "config", None)
-        as_tuple = not kwargs.get("return_dict", getattr(config, "return_dict", True))
+        asked = kwargs.get("return_dict")
+        as_tuple = not (
+            getattr(getattr(self, "config", None), "return_dict", True) if asked is None else asked
+        )
         assert isinstance(self, nn.Module)
         if not self.first_step.done:
-            self.first_step.before(self, {**dict(zip(_names(forward), args, strict=False)), **kwargs})
+            self.first_step.before(self, given_by_name(forward, args, kwargs))
         out = forward(*args, **{**kwargs, "return_dict": True} if as_tuple else kwargs)
         if not self.first_step.done:
             self.first_step.after(self, out)
@@ -434,7 +465,8 @@ def first_step(mesh: Mesh) -> FirstStep:
     """What compares the first step of a model that is cut over ``mesh``; the batch of a pipeline is compared
     where it is cut.
     """
-    return FirstStep(mesh, () if mesh.size.get(PIPELINE_AXIS, 1) > 1 else tensor_axes(mesh))
+    shared = (*sequence_axes(mesh), *tensor_axes(mesh))
+    return FirstStep(mesh, () if mesh.size.get(PIPELINE_AXIS, 1) > 1 else shared)
 
 
 def whole_state_dict(model: nn.Module, mesh: Mesh, *, keep: bool = True) -> dict[str, Tensor]:

@@ -15,16 +15,12 @@ from colossalai.logging import (
     TensorboardWriter,
     WandbWriter,
 )
+from colossalai.logging.metric_writers import import_wandb
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks.base import BaseHook
 from colossalai.trainer.hooks.metrics import format_number
-from colossalai.utils import (
-    MultiTimer,
-    is_dp_rank_0,
-    is_no_pp_or_last_stage,
-    is_tp_rank_0,
-    report_memory_usage,
-)
+from colossalai.utils import MultiTimer, is_no_pp_or_last_stage, report_memory_usage
+from colossalai.utils.parallel import is_first_of_stage
 
 if TYPE_CHECKING:
     from colossalai.trainer.trainer import Trainer
@@ -171,11 +167,12 @@ class WandbHook(WriteMetricsHook):
     """
 
     def __init__(self, priority: int = 10, **options: Any) -> None:
+        import_wandb()  # on every rank: without it, those that do not write would wait for the one that does
         super().__init__(WandbWriter(**options) if _writes_here() else None, priority)
 
 
 def _writes_here() -> bool:
-    return is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
+    return is_first_of_stage() and is_no_pp_or_last_stage()
 
 
 @HOOKS.register_module

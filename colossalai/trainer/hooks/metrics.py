@@ -17,7 +17,8 @@ from torch import Tensor
 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.utils import get_current_device, is_using_sequence
+from colossalai.utils import get_current_device
+from colossalai.utils.parallel import row_mode
 from colossalai.utils.throughput import work_text
 
 
@@ -241,23 +242,20 @@ def format_number(value: float) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def data_mode() -> ParallelMode:
-    """The ranks that hold other data than this one."""
-    return ParallelMode.SEQUENCE_DP if is_using_sequence() else ParallelMode.DATA
-
-
 def data_size() -> int:
-    return gpc.get_world_size(data_mode()) if gpc.is_initialized(data_mode()) else 1
+    """How many ranks read other data than this one; those of one sequence read the same."""
+    return gpc.get_world_size(ParallelMode.DATA) if gpc.is_initialized(ParallelMode.DATA) else 1
 
 
 def sum_over_data(value: Tensor, count: float = 0.0) -> tuple[Tensor, float]:
-    """``value`` and ``count``, summed over the ranks that hold other data."""
-    return _sum_over((data_mode(),), value, count)
+    """``value`` and ``count``, summed over the ranks that read other data."""
+    return _sum_over((ParallelMode.DATA,), value, count)
 
 
 def sum_over_model_and_data(value: Tensor, count: float = 0.0) -> tuple[Tensor, float]:
     """The same for a number that one stage of a pipeline has, and the others have as 0 with a count of 0."""
-    return _sum_over((data_mode(), ParallelMode.PIPELINE), value, count)
+    # also over the ranks of a sequence, for a script that cuts it itself: a mean of equal numbers is the same
+    return _sum_over((row_mode(), ParallelMode.PIPELINE), value, count)
 
 
 def _sum_over(modes: Sequence[ParallelMode], value: Tensor, count: float) -> tuple[Tensor, float]:

@@ -594,6 +594,17 @@ class ChunkGradients:
         return True
 
     @torch.no_grad()
+    def move_shard(self, tier: Tier) -> None:
+        """Bring the sum from the host to ``tier``, where the chunk rests from now on."""
+        self.settle()
+        with self.lock:
+            if self.shard is not None:
+                own = tier.empty(self.chunk.shard_size, self.chunk.dtype, f"gradients of {self.chunk.name}")
+                own.copy_(self.shard)
+                self.memory.host.put(self.shard)
+                self.shard, self.copy = own, PendingCopy()
+
+    @torch.no_grad()
     def evict_shard(self) -> bool:
         """Move the sum from the host to the disk; return False if there is nothing on the host."""
         if self.shard is None or self.chunk.home is self.chunks.compute:

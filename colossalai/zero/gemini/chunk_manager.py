@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colossalai.context.initializer import joined_group
 from colossalai.logging import get_dist_logger
-from colossalai.mesh import DATA_AXIS, Mesh
+from colossalai.mesh import Mesh
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
+from colossalai.mesh.rows import row_axes
 from colossalai.tensor import ColoTensor, ProcessGroup
 from colossalai.utils.disk import Buffers
 from colossalai.utils.parallel import broadcast_from_first, launched_mesh
@@ -36,10 +38,10 @@ from colossalai.zero.gemini.chunk_search import (
     MB,
     check_configuration,
     check_search,
-    data_parallel_size,
     model_mesh,
     search,
     search_chunk_configuration,
+    sharing_ranks,
 )
 from colossalai.zero.gemini.disk_tier import DiskShelf, TierMemory, WeightReader, weights_of
 from colossalai.zero.gemini.tiers import Copier, PendingCopy, Tier
@@ -135,7 +137,7 @@ class ChunkManager:
         numels = [p.numel() for p in module.parameters()]
         smallest = 1024 if min_chunk_size is None else min_chunk_size
         interval = max(1, search_range // n_grids)
-        ranks = data_parallel_size(module)
+        ranks = sharing_ranks(module)
         return search(
             numels, smallest, search_range, interval, ranks, filter_large=filter_exlarge_params
         ).size
@@ -168,7 +170,7 @@ class ChunkManager:
         self._model = name
 
     def share_with(self, mesh: Mesh | None) -> None:
-        """Let the data-parallel ranks of ``mesh`` share the chunks, unless the ranks were named."""
+        """Let the ranks of ``mesh`` with the same weights share the chunks, unless they were named."""
         if not self._ranks_are_named:
             self.ranks, self._ranks_are_named = data_ranks(mesh, self.device), True
 
@@ -572,10 +574,10 @@ def check_disk(
 
 
 def data_ranks(mesh: Mesh | None, device: torch.device | None) -> ChunkRanks:
-    """Return the data-parallel ranks of ``mesh``."""
-    if mesh is None or mesh.size.get(DATA_AXIS, 1) == 1:
+    """Return the ranks of ``mesh`` with the same weights."""
+    if mesh is None or mesh.group_size(*row_axes(mesh)) == 1:
         return ChunkRanks()
-    return group_ranks(mesh.group(DATA_AXIS), device or default_device())
+    return group_ranks(joined_group(mesh, row_axes(mesh)), device or default_device())
 
 
 def first_ranks(tensor: Tensor, ranks: ChunkRanks) -> Tensor:
@@ -615,7 +617,7 @@ def init_chunk_manager(
         dtype=dtype,
     )
     if verbose:
-        size = config[data_parallel_size(model)]["chunk_size"]
+        size = config[sharing_ranks(model)]["chunk_size"]
         mb = size * dtype.itemsize / MB
         get_dist_logger().info(
             f"chunks of {mb:.1f} MB for {total * dtype.itemsize / MB:.1f} MB of parameters;"

@@ -7,6 +7,7 @@ largest of equals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.mesh import DATA_AXIS, Mesh
+from colossalai.mesh import Mesh
+from colossalai.mesh.rows import averaging_axes, row_axes
 from colossalai.tensor import ColoTensor
 from colossalai.utils.parallel import launched_mesh
 from colossalai.zero.gemini.chunk import ALIGN, aligned, padded
@@ -103,23 +105,22 @@ def model_mesh(model: nn.Module) -> Mesh | None:
     return next(iter(meshes.values()), None) or launched_mesh()
 
 
-def data_parallel_size(model: nn.Module) -> int:
-    return _copies(model_mesh(model))
-
-
-def _copies(mesh: Mesh | None) -> int:
-    return mesh.size.get(DATA_AXIS, 1) if mesh is not None else 1
+def sharing_ranks(model: nn.Module) -> int:
+    """Return how many ranks share the chunks of a model: those with the same weights."""
+    mesh = model_mesh(model)
+    return 1 if mesh is None else mesh.group_size(*row_axes(mesh))
 
 
 def classify_params_by_dp_degree(model: nn.Module) -> dict[int, list[nn.Parameter]]:
-    """Return parameters in order, each once, by how many ranks share them.
+    """Return parameters in order, each once, by how many ranks share them: those that average its gradient.
 
     Of a ColoParameter these are the data-parallel ranks of its own process group.
     """
     launched, found = launched_mesh(), dict[int, list[nn.Parameter]]()
     for param in model.parameters():
         mesh = param.process_group.mesh if isinstance(param, ColoTensor) else launched
-        found.setdefault(_copies(mesh), []).append(param)
+        ranks = 1 if mesh is None else mesh.group_size(*averaging_axes(param, mesh))
+        found.setdefault(ranks, []).append(param)
     return found
 
 
@@ -158,6 +159,20 @@ def search_chunk_configuration(
     return config, total, wasted
 
 
+MANY, GROWTH = 64, 4
+
+
+def roomier_chunks(model: nn.Module, min_chunk_size_mb: float, dtype: torch.dtype) -> float:
+    """Return the smallest chunk size for a model that would fill more than ``MANY`` chunks of it.
+
+    Every chunk costs a copy each way and an update on the host, which are slow to begin: a large model gets
+    chunks of up to ``GROWTH`` times the size, so that they are fewer.
+    """
+    check_search(0, 1, min_chunk_size_mb)
+    needed = sum(p.numel() for p in model.parameters()) * dtype.itemsize / MB / MANY
+    return min(max(min_chunk_size_mb, needed), GROWTH * min_chunk_size_mb)
+
+
 def check_configuration(config: Any) -> None:
     """Refuse a configuration without a chunk size."""
     sizes = list(config.values()) if isinstance(config, Mapping) else [{"chunk_size": config}]
@@ -176,7 +191,7 @@ def check_search(search_range_mb: float, interval: int, min_chunk_size_mb: float
         ("search_interval_byte", interval, 1),
         ("min_chunk_size_mb", min_chunk_size_mb, 0),
     ):
-        if not isinstance(value, int | float) or value < least or value != value:
+        if not isinstance(value, int | float) or not least <= value < math.inf:
             raise ValueError(
                 f"the search for a chunk size needs {name} to be at least {least}, got {value!r}"
             )

@@ -45,7 +45,7 @@ from colossalai.zero.gemini.chunk_filling import (
     take_deferred,
 )
 from colossalai.zero.gemini.chunk_manager import ChunkManager, data_ranks, init_chunk_manager
-from colossalai.zero.gemini.chunk_search import model_mesh
+from colossalai.zero.gemini.chunk_search import model_mesh, roomier_chunks
 from colossalai.zero.gemini.hooks import ModuleHooks, without_hooks
 from colossalai.zero.gemini.manager import ChunkOptimizer, GeminiManager
 from colossalai.zero.gemini.placement import MemStats, PlacementPolicyFactory
@@ -502,7 +502,7 @@ class GeminiDDP(ZeroDDP):
             hidden_dim,
             verbose,
             search_range_mb=search_range_mb,
-            min_chunk_size_mb=min_chunk_size_mb,
+            min_chunk_size_mb=roomier_chunks(module, min_chunk_size_mb, dtype),
             strict_ddp_flag=strict_ddp_mode,
             dtype=dtype,
             device=where,

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp.loss_scale import LossScaleOptions
 from colossalai.interface.optimizer import local_gradients
-from colossalai.mesh import placement, set_own_grad
+from colossalai.mesh import set_own_grad
 from colossalai.mesh._compat import norms_of
 from colossalai.mesh.gradient_norm import counts_here
 from colossalai.nn.optimizer import HybridAdam
@@ -46,7 +46,7 @@ from colossalai.zero.gemini.promotion import Promotion
 from colossalai.zero.gemini.shadow_optimizer import Options, ShadowOptimizer, group_options
 from colossalai.zero.gemini.speculative import UNDO_RATIO, SpeculativeUpdates, can_roll_back
 from colossalai.zero.pieces import Piece
-from colossalai.zero.sharded import ShardedOptimizer, stand_in
+from colossalai.zero.sharded import Lies, ShardedOptimizer, lies_over, stand_in
 from colossalai.zero.states import cut_state
 
 
@@ -98,7 +98,7 @@ class GeminiOptimizer(ShardedOptimizer):
         norm_type: float = 2.0,
         verbose: bool = False,
         *,
-        update_in_backward: bool | None = False,
+        update_in_backward: bool | None = None,
         undo_ratio: float = UNDO_RATIO,
     ) -> None:
         _check_model(module)
@@ -271,12 +271,12 @@ class GeminiOptimizer(ShardedOptimizer):
         memory.norm_type = norm_type  # who asks for it asks again in the next step
         norms.update(zip(unknown, norms_of(list(unknown.values()), norm_type), strict=True))
         is_on_cpu = all(norm.device.type == "cpu" for norm in norms.values())
-        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        alike: dict[Lies, list[Tensor]] = {}
         for piece in self._places:
             if piece in norms and counts_here(piece.value):
                 norm = norms[piece] if is_on_cpu else norms[piece].to(self.chunks.device)
-                by_axes.setdefault(tuple(placement(piece.value).sharded), []).append(norm)
-        return [stand_in(axes, torch.stack(own)) for axes, own in by_axes.items()]
+                alike.setdefault(lies_over(piece), []).append(norm)
+        return [stand_in(where, torch.stack(own)) for where, own in alike.items()]
 
     def unscale_grad(self) -> None:
         """Unscale all gradients; the script calls it to read or to clip them."""
@@ -375,6 +375,9 @@ class GeminiOptimizer(ShardedOptimizer):
             raise RuntimeError(_used_up("optimizer.step()"))
         if any(state.local is not None for state in self.model.gradients.of.values()):
             raise local_gradients()
+        if self._may_promote_before_update():
+            self.manager.evict_all()
+            self._promote()
         self._stepping = True
         try:
             with super().stepping():
@@ -393,7 +396,19 @@ class GeminiOptimizer(ShardedOptimizer):
         self._by_hand = False
         if self._disk is not None:
             self._disk.shelf.raise_failures()
-        if not self._promoted and not self.manager.is_warmup() and not self.step_was_skipped:
+        if not self.step_was_skipped:
+            self._promote()
+
+    def _may_promote_before_update(self) -> bool:
+        """Whether chunks can move with their gradients, before the first update makes their states on the
+        host; the same on all ranks.
+        """
+        begins_early = self.update_in_backward and self.model.gradients.memory.host.most is not None
+        return not self._by_hand and self._disk is None and not begins_early
+
+    def _promote(self) -> None:
+        """Move chunks to the compute device, once, when a backward pass has shown what it leaves free."""
+        if not self._promoted and not self.manager.is_warmup():
             self._promoted = True
             self._state_bytes.agree()
             self._promotion.promote()
@@ -530,8 +545,9 @@ def _early_updates(
 
     ``rejects`` names what may reject the updates of a step, if anything does.
     """
-    is_off = asked is not None and not asked
-    if is_off or (undo_ratio == 0 and (asked is None or rejects is not None)):
+    if not isinstance(asked, bool | None):
+        raise ValueError(f"update_in_backward is True, False or None, got {asked!r}")
+    if asked is False or (undo_ratio == 0 and (asked is None or rejects is not None)):
         return EarlyUpdates.NONE
     if asked and rejects is None:
         return EarlyUpdates.FINAL

@@ -1,5 +1,5 @@
-"""Promotion: chunks move to the compute device, with their states, when it is known what the activations
-leave free.
+"""Promotion: chunks move to the compute device, with their gradients and states, when it is known what the
+activations leave free: before the first update, so that states are made there.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Promotion:
 
     @torch.no_grad()
     def move(self, chunk: Chunk, tier: Tier) -> None:
-        """Move ``chunk`` to ``tier``, with its states."""
+        """Move ``chunk`` to ``tier``, with its gradients and states."""
         old = chunk.home
         assert old is not None
         states = self.state_bytes.of(chunk)
@@ -96,6 +96,8 @@ class Promotion:
         self.chunks.give_home(chunk, tier)
         tier.reserve(states, f"optimizer states of {chunk.name}")
         old.release(states)
+        if chunk.index in self.model.gradients.of:
+            self.model.gradients.of[chunk.index].move_shard(tier)
         for _, piece, _ in self.chunk_pieces.of(chunk):
             self._follow(piece, chunk, tier)
 

@@ -25,7 +25,7 @@ from colossalai.mesh import Mesh, own_grad
 from colossalai.mesh.deferred import fill_deferred, states_of
 from colossalai.tensor.colo_tensor import cut_dim
 from colossalai.utils import is_ddp_ignored
-from colossalai.utils.parallel import data_parallel_group
+from colossalai.utils.parallel import averaging_group
 from colossalai.zero.low_level.bucket import BucketOptions, make_buckets
 from colossalai.zero.low_level.reducer import Reducer
 from colossalai.zero.low_level.wire import start_gathering
@@ -87,7 +87,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     ) -> None:
         scaler = LossScaleOptions.of(locals()).scaler(verbose)
         _check(optimizer, reduce_bucket_size, communication_dtype, forced_dtype)
-        group = process_group or data_parallel_group()
+        group = process_group or averaging_group()
         parts, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         options = BucketOptions(

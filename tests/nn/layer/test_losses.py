@@ -16,12 +16,13 @@ import colossalai
 import colossalai.nn as col_nn
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.mesh import Layout, Mesh, collectives, local_range, redistribute, shard
+from colossalai.mesh import Layout, Mesh, collectives, local_range, redistribute, replicated, shard
 from colossalai.nn.layer.classifier import VocabParallelClassifier, WholeClassifier
 from colossalai.nn.logits import Logits
-from colossalai.nn.loss.cross_entropy import cross_entropy
+from colossalai.nn.loss.cross_entropy import cross_entropy, local_rows
 from colossalai.nn.modes import TensorParallel, at_rank
-from colossalai.testing import RankError, spawn
+from colossalai.nn.sequence import SequenceParallel
+from colossalai.testing import RankError, fake_world, spawn
 from tests.nn.layer.world import BATCH, HIDDEN, SEQUENCE, close, size, start
 
 VOCAB, IGNORED = 37, 5
@@ -129,6 +130,14 @@ def _check(rank: int, world_size: int, port: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["1d", "1d-sequence", "2d", "2d-3x3", "2.5d", "3d", "dp-1d"])
 def test_losses_equal_torch(name: str) -> None:
     spawn(_check, size(name), name=name)
+
+
+def test_flattened_pieces_of_sequences_are_refused() -> None:
+    scores, labels = torch.zeros(2 * 6, 4), torch.zeros(2 * 11, dtype=torch.long)
+    with fake_world(rank=0, world_size=2):
+        sequence = SequenceParallel(Mesh({"sp": 2}), ring="sp")
+        with pytest.raises(ValueError, match=r"\(batch, tokens, \.\.\.\), not flattened"):
+            local_rows(scores, labels, replicated(2), sequence.mesh, sequence)
 
 
 def _refused(rank: int, world_size: int, port: int) -> None:

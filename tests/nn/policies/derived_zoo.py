@@ -149,6 +149,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layerdrop": 0.0,
             "vocab_size": 12,
             "ctc_zero_infinity": True,
+            "ctc_loss_reduction": "mean",  # of micro-batches too
         },
     ),
     "clip": (
@@ -160,6 +161,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama_mqa": ("LlamaForCausalLM", {**_BLOCK, "num_key_value_heads": 1}),
+    "llama_gqa": ("LlamaForCausalLM", {**_BLOCK, "num_key_value_heads": 2}),
     "deit": ("DeiTForImageClassification", {**_BLOCK, **_IMAGE}),
     "beit": ("BeitForImageClassification", {**_BLOCK, **_IMAGE, "use_relative_position_bias": True}),
     "dinov2": ("Dinov2ForImageClassification", {**_BLOCK, **_IMAGE, "mlp_ratio": 2}),

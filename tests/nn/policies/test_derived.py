@@ -29,7 +29,7 @@ EXACT = Tolerance(loss=1e-9, gradient=1e-9, weight=1e-9)
 # The share of the weights of blocks that are cut, where it is not all of them: XLNet keeps those of attention
 # as parameters of its own, and Swin's layers between stages, Wav2Vec2's convolutions and BEiT's tables of
 # positions are in no branch; a head of keys that all ranks need is whole.
-SHARES = {"llama_mqa": 0.94, "xlnet": 0.42, "swin": 0.93, "wav2vec2": 0.93, "beit": 0.97}
+SHARES = {"llama_mqa": 0.94, "llama_gqa": 0.88, "xlnet": 0.42, "swin": 0.93, "wav2vec2": 0.93, "beit": 0.97}
 
 
 def _share(model: nn.Module, serial: nn.Module) -> float:
@@ -82,8 +82,8 @@ def check_families(rank: int, world_size: int, port: int, names: list[str]) -> N
 # Keys beside values beside queries, with a bias of positions (MPT), a table of positions by heads (mT5), one
 # that layers slice (BEiT), code that reads values (DeBERTa).
 SAMPLE = ["mpt", "mt5", "beit", "deberta"]
-# One head of keys for all ranks, also in a fused layer; rows and heads in one dim.
-SAMPLE_ON_FOUR = ["llama_mqa", "falcon_mqa", "bloom"]
+# One head of keys for all ranks, also in a fused layer, and one for each pair; rows and heads in one dim.
+SAMPLE_ON_FOUR = ["llama_mqa", "llama_gqa", "falcon_mqa", "bloom"]
 
 
 def test_families() -> None:

@@ -101,6 +101,9 @@ def check_cut_scores(rank: int, world_size: int, port: int, tensor: dict[str, An
         model, serial = colossalai.nn.parallelize(zoo.build(name), whole_scores=False).eval(), serial.eval()
         expected, got = (m(**given, num_items_in_batch=7).loss for m in (serial, model))
         torch.testing.assert_close(got, expected)
+        # it leaves the loss from pieces in place
+        model = colossalai.nn.chunk_causal_loss(model)
+        torch.testing.assert_close(model(**given, num_items_in_batch=7).loss, expected)
         ids = given.pop("input_ids")
         torch.testing.assert_close(model(ids).logits, serial(ids).logits, rtol=1e-4, atol=1e-5)
         assert torch.equal(model.generate(ids, max_new_tokens=3), serial.generate(ids, max_new_tokens=3))
@@ -226,16 +229,18 @@ def _check_images() -> None:
 
 
 def _check_generate() -> None:
-    for name in ("gpt2", "t5"):
+    """Greedily, drawn, and by beams: three for each sample, and two that lie on different ranks in 2D."""
+    ways: list[tuple[int, dict[str, Any]]] = [(4, {}), (4, {"do_sample": True}), (4, {"num_beams": 3})]
+    for name, more in (("gpt2", [(1, {"num_beams": 2})]), ("llama", []), ("t5", [])):
         serial = zoo.build(name).eval()
         model = colossalai.nn.parallelize(copy.deepcopy(serial))
-        ids = zoo.batch(name)["input_ids"]
-        for sample in (False, True):
+        for rows, options in [*ways, *more]:
             tokens = []
             for each in (serial, model):
                 torch.manual_seed(3)
-                tokens.append(each.generate(ids, max_new_tokens=4, do_sample=sample))
-            assert torch.equal(*tokens)
+                ids = zoo.batch(name)["input_ids"][:rows]
+                tokens.append(each.generate(ids, max_new_tokens=4, **options))
+            assert torch.equal(*tokens), f"{name}, {options}"
 
 
 @pytest.mark.parametrize("mode", ["1d", "2d"])

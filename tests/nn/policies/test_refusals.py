@@ -174,6 +174,8 @@ def test_models_that_need_whole_scores() -> None:
         ValueError, match=r"head is cut .* as Gemma2ForCausalLM does not"
     ):  # its table is special
         _cut(_meta("gemma2"), whole_scores=False)
+    with pytest.raises(ValueError, match="a Linear that computes the loss; give whole_scores=False to par"):
+        _cut(colossalai.nn.chunk_causal_loss(_meta("llama"), whole_scores=False))
 
 
 def test_rules_for_other_modules() -> None:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 import colossalai.nn as col_nn
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
-from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import HybridAdam
-from colossalai.pipeline.stage import Placement, Shape
+from colossalai.pipeline.stage import Shape
 from colossalai.testing import RankError, parametrize_sample, spawn
 from colossalai.testing.parity import Problem, assert_equal_to_serial
-from colossalai.testing.pipelined import PipelineRun, cut
+from colossalai.testing.pipelined import PipelineRun
 from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer
 from tests.pipeline.plans import config, launch, problem, to_tensor_parallel, token_problem
 from tests.tensor.gpt2 import ColoRun, page_42
@@ -74,24 +73,10 @@ class GeminiPipelineRun(PipelineRun):
     def __init__(self, task: Problem, schedule: str, chunks: int, policy: str) -> None:
         launch(config(schedule, 2, 4, chunks))
         shape = Shape.VEE if schedule == "zbv" else Shape.LOOP
-        place = Placement(gpc.pipeline_parallel_size, chunks, shape)
-        stages = cut(task.build(), place, gpc.mesh.coord["pp"])  # type: ignore[arg-type]
-        self.names = {p: name for stage in stages for name, p in stage.named_parameters()}
-        model: nn.Module = stages[0] if chunks == 1 else nn.ModuleList(stages)
-        self.booster = Booster(device="cpu", plugin=plugin(policy))
-        self.model, self.optimizer, self.criterion, *_ = self.booster.boost(
-            model, task.optimizer(model.parameters()), nn.CrossEntropyLoss()
-        )
-
-    def forward_backward(self, batch: Any) -> Tensor:
-        own = tuple(t.chunk(gpc.data_parallel_size)[gpc.mesh.coord["dp"]] for t in batch)
-        found = self.booster.execute_pipeline(iter([own]), self.model, self.criterion, self.optimizer)
-        loss = found["loss"]
-        total = torch.stack(
-            [torch.zeros(()) if loss is None else loss, torch.tensor(float(loss is not None))]
-        )
-        dist.all_reduce(total)
-        return total[0] / total[1]
+        booster = Booster(plugin=plugin(policy))
+        super().__init__(task, nn.CrossEntropyLoss(), chunks=chunks, shape=shape, booster=booster)
+        assert self.execute is not None
+        self.model = self.execute.keywords["model"]  # type: ignore[attr-defined]
 
     def weights(self) -> dict[str, Tensor]:
         with self.model.whole_parameters():
@@ -101,11 +86,8 @@ class GeminiPipelineRun(PipelineRun):
         return self._everywhere((self.names[p], grad) for p, grad in given(self.optimizer).items())
 
     def gradient_norm(self) -> Tensor:
-        return self.optimizer.clip_grad_by_norm(float("inf"))
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        norm: Tensor = self.optimizer.clip_grad_by_norm(float("inf"))
+        return norm
 
 
 @parametrize_sample(

@@ -102,6 +102,24 @@ def test_auto_after_first_steps_that_overflow(share: float) -> None:
     assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
 
 
+def test_auto_makes_states_where_chunks_will_rest() -> None:
+    """The host has room for weights and gradients alone, and they leave it before the first update."""
+    weights = sum(c.shard_nbytes for c in Training(Case("auto")).model.chunk_manager.chunks)
+    run = Training(Case("auto", share=20.0, options=(("host_capacity", 2 * weights),)))
+    other = Training(Case("cpu"))
+    for step in range(3):
+        assert torch.equal(run.step(batch(step)), other.step(batch(step))), step
+        tiers = run.model.chunk_manager
+        assert all(chunk.home is tiers.compute for chunk in tiers.chunks)
+    by_hand = Training(Case("auto", share=20.0))
+    by_hand.optimizer.backward(loss_of(by_hand.model, batch(0)))
+    by_hand.optimizer.clip_grad_by_norm(1e9)  # gradients lie where the script has seen them until the step
+    by_hand.optimizer.step()
+    assert all(
+        chunk.home is by_hand.model.chunk_manager.compute for chunk in by_hand.model.chunk_manager.chunks
+    )
+
+
 def _promoted(rank: int, world_size: int, port: int) -> None:
     launch(rank, world_size, port)
     plain = Training(Case("cpu"))

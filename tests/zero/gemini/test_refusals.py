@@ -51,6 +51,9 @@ def step(model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
         ({"host_capacity": 10**6, "disk_dir": "/tmp", "disk_capacity": -1}, r"disk_capacity is .*got -1"),
         ({"prefetch": "2"}, r"prefetch is a number of chunks, at least 0; got '2'"),
         ({"host_buffers": 0.5}, r"host_buffers is a number .*got 0.5"),
+        ({"min_chunk_size_mb": "a"}, r"needs min_chunk_size_mb to be at least 0, got 'a'"),
+        ({"min_chunk_size_mb": -1}, r"needs min_chunk_size_mb to be at least 0, got -1$"),
+        ({"min_chunk_size_mb": float("inf")}, r"needs min_chunk_size_mb to be .*got inf"),
         ({"dtype": "bf16"}, r"Gemini trains in torch.float16.*got dtype='bf16'"),
     ],
 )

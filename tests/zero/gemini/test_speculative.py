@@ -553,6 +553,8 @@ def test_without_a_promise_updates_wait_where_they_cannot_be_rolled_back(
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="undo_ratio is a share from 0 to 1, got 2"):
         GeminiAdamOptimizer(small(tower()), undo_ratio=2)
+    with pytest.raises(ValueError, match="update_in_backward is True, False or None, got 'auto'"):
+        GeminiAdamOptimizer(small(tower()), update_in_backward="auto")
     with pytest.raises(
         ValueError,
         match="with clipping may have to take updates back, and those of AdamW cannot be; use HybridAdam",

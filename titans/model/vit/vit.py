@@ -17,6 +17,7 @@ from torch.nn.functional import gelu
 
 from colossalai.nn import Classifier, Linear, PatchEmbedding, init, partition_batch
 from colossalai.nn.modes import current
+from colossalai.nn.sequence import current_sequence
 from titans.layer.basic import layer_norm
 from titans.layer.block import Checkpoint, ViTBlock
 from titans.layer.embedding import ViTEmbedding
@@ -60,9 +61,10 @@ class VisionTransformer(nn.Module):
                 f"a ViT needs at least one block and one class, got depth={depth} and"
                 f" num_classes={num_classes}"
             )
-        self.place = current()._asdict()
+        self.place, self.sequence = current()._asdict(), current_sequence()
         self.num_classes = num_classes
         self.embed = ViTEmbedding(img_size, patch_size, in_chans, hidden_size, dropout=dropout, dtype=dtype)
+        self.tokens = 1 + self.embed.patch_embed.num_patches
         self.blocks = nn.ModuleList(
             ViTBlock(
                 hidden_size,
@@ -94,8 +96,12 @@ def run_layers(model: Any, x: Tensor) -> Tensor:
     """
     if model.embed is not None:
         x = model.embed(partition_batch(x, **model.place))  # (batch, 1 + patches, hidden)
+    mask = None
+    if model.sequence is not None and model.sequence.padded(model.tokens) != model.tokens:
+        real = torch.ones(len(x), model.tokens, dtype=torch.bool, device=x.device)
+        mask = model.sequence.documents(real, causal=False)  # nothing looks at what was added
     for block in model.blocks.children():
-        x = block(x)
+        x = block(x, mask)
     return x if model.head is None else model.head(model.norm(x))
 
 

@@ -17,11 +17,12 @@ class RandomStreams:
     """The random numbers inside one ``own_numbers``: a stream of this rank's own, and one that all ranks
     share.
 
-    The generator runs in one of both; the state of the other waits.
+    The generator runs in one of both; the state of the other waits.  ``rows`` is this rank's place on axes
+    that cut the tokens of both.
     """
 
-    def __init__(self, key: int, coords: tuple[int, ...], switches: bool) -> None:
-        self.key, self.coords, self.switches = key, coords, switches
+    def __init__(self, key: int, coords: tuple[int, ...], switches: bool, rows: tuple[int, ...] = ()) -> None:
+        self.key, self.coords, self.switches, self.rows = key, coords, switches, rows
         self.is_own = False
         self.taken = 0
         self._waiting: tuple[Tensor, Tensor | None] | None = None
@@ -37,14 +38,16 @@ class RandomStreams:
 
     def seed(self) -> None:
         names: tuple[str | int, ...] = ("own", *self.coords) if self.is_own else ("whole",)
-        seed(random_key(self.key, *names))
+        seed(random_key(self.key, *names, *self.rows))
 
 
 active: list[RandomStreams] = []
 
 
 @contextmanager
-def own_numbers(axes: Axes, mesh: Mesh, *, switches: bool = False, own: bool = True) -> Iterator[None]:
+def own_numbers(
+    axes: Axes, mesh: Mesh, *, switches: bool = False, own: bool = True, rows: Axes = ()
+) -> Iterator[None]:
     """Random numbers that differ between ranks which hold different pieces along ``axes``.
 
     They start from one number of the generator that all ranks share, which goes on as if only this had been
@@ -52,11 +55,12 @@ def own_numbers(axes: Axes, mesh: Mesh, *, switches: bool = False, own: bool = T
     the same numbers.
 
     With ``switches``, ranks draw their own behind an expanding layer, until a contracting one has made the
-    activations whole again; there all draw alike.  ``own`` says how it begins.
+    activations whole again; there all draw alike, but for ``rows``: axes that cut the sequence.  ``own`` says
+    how it begins.
     """
-    numbers = RandomStreams(
-        int(torch.randint(1 << 62, (), device="cpu")), tuple(mesh.coord[a] for a in axes), switches
-    )
+    key = int(torch.randint(1 << 62, (), device="cpu"))
+    coords, places = (tuple(mesh.coord[axis] for axis in some) for some in (axes, rows))
+    numbers = RandomStreams(key, coords, switches, places)
     numbers.is_own = own
     with forked():
         numbers.seed()

@@ -1,0 +1,127 @@
+"""Where a sequence that is cut over ranks begins and ends.
+
+The ranks of a sequence get the same batch. The model keeps this rank's tokens (``cut``), everything that
+works on single tokens runs as it is, attention asks the other ranks for their keys
+(:mod:`colossalai.nn.attention`), and what the model returns is gathered, or summed over the ranks.
+
+The axes of a sequence are row axes, as data is: gradients of weights are averaged over them. So between
+``cut`` and ``gather`` every gradient is ``size`` times the true one, and the mean over the ranks is the sum
+of what their tokens contribute. A weight that works on whole tensors gets its true gradient on every rank,
+and so does their mean: both may stand side by side in one model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from colossalai._numeric import round_up
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from colossalai.mesh import Axes, Layout, Mesh, local_slices, redistribute, replicated
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """The ranks over which the sequences of one model are cut, and how attention reaches across them."""
+
+    mesh: Mesh
+    ring: str | None = None
+    """The axis around which attention passes keys and values; each rank holds two chunks (zig-zag)."""
+    heads: str | None = None
+    """The axis over which attention exchanges the sequence for heads (Ulysses)."""
+
+    @property
+    def axes(self) -> Axes:
+        """The axes that cut the sequence, major first."""
+        return tuple(axis for axis in (self.ring, self.heads) if axis is not None)
+
+    @property
+    def size(self) -> int:
+        return self.mesh.group_size(*self.axes)
+
+    def padded(self, length: int) -> int:
+        """The length that ``length`` tokens are padded to, so that every rank has equally many."""
+        zigzag = self.ring is not None and self.mesh.size[self.ring] > 1
+        step = self.size * (2 if zigzag else 1)
+        padded = round_up(max(length, 1), step)
+        # not as many on each rank as there are in all: a loss tells labels of whole sequences by their number
+        return padded + step if padded == length * self.size else padded
+
+    def layout(self, ndim: int, dim: int = 1) -> Layout:
+        """The layout of a tensor whose ``dim`` is the sequence."""
+        return self.cutting(replicated(ndim), dim)
+
+    def cutting(self, layout: Layout, dim: int = 1) -> Layout:
+        """``layout``, in which nothing else cuts ``dim``, with that dim cut as the sequence."""
+        zigzag = frozenset(() if self.ring is None or self.mesh.size[self.ring] == 1 else (self.ring,))
+        dims = tuple(self.axes if d == dim % len(layout.dims) else axes for d, axes in enumerate(layout.dims))
+        return replace(layout, dims=dims, zigzag=zigzag)
+
+    def cut(self, x: Tensor, dim: int = 1, *, value: float = 0) -> Tensor:
+        """This rank's tokens of ``x``, which all ranks hold; what is missing to equal parts is ``value``."""
+        missing = self.padded(x.size(dim)) - x.size(dim)
+        if missing:
+            x = pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing), value=value)
+        return _scaled(redistribute(x, replicated(x.ndim), self.layout(x.ndim, dim), self.mesh), 1, self.size)
+
+    def gather(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
+        """The ``length`` tokens of the whole sequence, on every rank, from the tokens of each."""
+        whole = redistribute(
+            _scaled(x, self.size, 1), self.layout(x.ndim, dim), replicated(x.ndim), self.mesh
+        )
+        return whole.narrow(dim, 0, length)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the ranks of what each made of its tokens, on every rank."""
+        partial = Layout(((),) * x.ndim, partial=frozenset(self.axes))
+        return redistribute(_scaled(x, self.size, 1), partial, replicated(x.ndim), self.mesh)
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """The places of this rank's tokens in a sequence of ``length``; padding goes on counting."""
+        ((ranges),) = local_slices((self.padded(length),), self.layout(1, 0), self.mesh)
+        return torch.cat([torch.arange(start, start + n, device=device) for start, n in ranges])
+
+    def is_piece(self, rows: int, length: int) -> bool:
+        """Whether ``rows`` is how many tokens each rank has of a sequence of ``length``."""
+        return rows * self.size == self.padded(length)
+
+    def documents(self, real: Tensor, *, causal: bool) -> Tensor:
+        """What :func:`colossalai.nn.attention.sequence_attention` calls documents, for ``real`` (batch,
+        length): True at tokens, False at padding.
+
+        Padding looks at the tokens and is seen by none.  Where attention is causal, padding before the first
+        token has none to look at, and each looks at itself.
+        """
+        numbers = torch.where(real, 1, -1)
+        if causal:
+            alone = torch.arange(2, 2 + real.size(1), device=real.device)
+            numbers = torch.where(real.cumsum(-1) == 0, alone, numbers)
+        return pad(numbers, (0, self.padded(real.size(1)) - real.size(1)), value=-1)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def _scaled(x: Tensor, times: int, over: int) -> Tensor:
+    """``x``, whose gradient is multiplied by ``times`` and divided by ``over``."""
+    return _Scaled.apply(x, times / over) if x.requires_grad and times != over else x
+
+
+def current_sequence() -> SequenceParallel | None:
+    """How the launched job cuts its sequences; None if it does not."""
+    if not gpc.is_initialized(ParallelMode.SEQUENCE) or gpc.get_world_size(ParallelMode.SEQUENCE) == 1:
+        return None
+    return SequenceParallel(gpc.mesh, gpc.plan.ring_axis, gpc.plan.heads_axis)

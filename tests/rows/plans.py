@@ -1,0 +1,174 @@
+"""A token-wise model whose first module cuts the sequence, and its plans: what row axes mean, without
+attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import (
+    GeminiPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+from colossalai.core import global_context as gpc
+from colossalai.mesh.gradient_norm import clip_factor
+from colossalai.mesh.rows import row_axes
+from colossalai.nn.sequence import current_sequence
+from colossalai.testing.boosted import BoosterRun
+from colossalai.testing.parity import Problem, SerialRun
+from tests.pipeline.plans import HIDDEN, Block, to_tensor_parallel
+
+WORDS, LENGTH, CLIP = 16, 8, 0.2
+
+
+class Cut(nn.Module):
+    """The entry of the model: this rank's part of the sequence, once ``is_cut``."""
+
+    is_cut = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        sequence = current_sequence() if self.is_cut else None
+        return tokens if sequence is None else sequence.cut(tokens)
+
+
+def token_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the tokens of the whole sequences, also from the scores of a part."""
+    sequence = current_sequence() if scores.size(1) < labels.size(1) else None
+    if sequence is None:
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+    own = F.cross_entropy(scores.flatten(0, 1), sequence.cut(labels).flatten(), reduction="sum")
+    return sequence.total(own / labels.numel())
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Cut(), nn.Embedding(WORDS, HIDDEN), Block(), nn.LayerNorm(HIDDEN), Block(), nn.Linear(HIDDEN, WORDS)
+    )
+
+
+def to_plan(module: nn.Module) -> nn.Module:
+    """A module of ``build`` under the launched plan."""
+    if isinstance(module, Cut):
+        module.is_cut = True
+    if isinstance(module, Block) and gpc.plan.mode == "1d":
+        return to_tensor_parallel(module)
+    return module
+
+
+def differing(module: nn.Module) -> nn.Module:
+    """The same with other values on all ranks but the first of the rows: the plan must bring those to all."""
+    module = to_plan(module)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(sum(gpc.mesh.coord[axis] for axis in row_axes(gpc.mesh)))
+    return module
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def problem(steps: int = 3, batch: int = 8) -> Problem:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(WORDS, (2, batch, LENGTH), generator=generator) for _ in range(steps)]
+    return Problem(
+        build=build,
+        batches=[(x, y) for x, y in ids],
+        loss=lambda model, pair: token_loss(model(pair[0]), pair[1]),
+        optimizer=sgd,
+    )
+
+
+def launch(**parallel: Any) -> None:
+    others = {key: parallel.pop(key) for key in tuple(parallel) if not key.islower() or key in OTHERS}
+    colossalai.launch_from_torch({"parallel": parallel, **others}, backend="gloo", verbose=False)
+
+
+OTHERS = ("gradient_handler", "zero", "clip_grad_norm")
+
+
+class CutRun(BoosterRun):
+    """The problem under a plugin; ranks start from different weights, if ``differ``."""
+
+    def __init__(self, task: Problem, plugin: Plugin, *, differ: bool = True, **options: Any) -> None:
+        self.differ = differ
+        super().__init__(task, Booster(device="cpu", plugin=plugin), **options)
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        change = differing if self.differ else to_plan
+        for i, module in enumerate(model):  # type: ignore[arg-type]
+            model[i] = change(module)  # type: ignore[operator]
+        return model
+
+
+class ClippedSerial(SerialRun):
+    def update(self) -> None:
+        factor = clip_factor(self.gradient_norm(), CLIP)
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad *= factor
+        super().update()
+
+
+def clip(optimizer: Any) -> None:
+    optimizer.clip_grad_by_norm(CLIP)
+
+
+ZERO = {"precision": "fp32"}
+SMALL = {"search_range_mb": 0.01, "min_chunk_size_mb": 0.001, "hidden_dim": 8}
+PLUGINS: dict[str, Callable[[], Plugin]] = {
+    "ddp": TorchDDPPlugin,
+    "zero1": partial(LowLevelZeroPlugin, stage=1, **ZERO),
+    "zero2": partial(LowLevelZeroPlugin, stage=2, **ZERO),
+    "gemini": partial(GeminiPlugin, device="cpu", pin_memory=False, **ZERO, **SMALL),
+    "fsdp": partial(TorchFSDPPlugin, sync_module_states=True),
+}
+
+
+def check_trained(task: Problem, plugin: str, folder: str) -> CutRun:
+    """Train under ``plugin`` and serially, with clipping; compare losses, norms and the weights that are
+    saved.  For plans that show no gradients.
+    """
+    run, serial = CutRun(task, PLUGINS[plugin](), clip=clip), ClippedSerial(task)
+    for batch in task.batches:
+        close(run.forward_backward(batch), serial.forward_backward(batch))
+        close(run.gradient_norm(), serial.gradient_norm())
+        run.update()
+        serial.update()
+    close_weights(saved_weights(run.booster, run.model, folder), serial)
+    return run
+
+
+def saved_weights(booster: Booster, model: nn.Module, folder: str) -> dict[str, Tensor]:
+    """As a file of the serial model has them, whatever the plan keeps."""
+    path = Path(folder) / f"{type(booster.plugin).__name__}.bin"
+    booster.save_model(model, path)
+    dist.barrier()
+    saved: dict[str, Tensor] = torch.load(path, weights_only=True)
+    dist.barrier()
+    return saved
+
+
+def close_weights(got: dict[str, Tensor], serial: SerialRun) -> None:
+    assert got.keys() == serial.model.state_dict().keys()
+    for name, expected in serial.model.state_dict().items():
+        close(got[name], expected, name)
+
+
+def close(got: Tensor, expected: Tensor, name: str = "") -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")

@@ -1,0 +1,55 @@
+"""A dry run of cut sequences: every rank of the first replica, with its part of tokens and states."""
+
+from __future__ import annotations
+
+import torch
+
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from colossalai.dry_run import Parts, dry_run
+from colossalai.pipeline.stage import Placement, Shape
+from colossalai.testing.pipelined import cut
+from tests.rows.plans import LENGTH, build, sgd, to_plan, token_loss
+
+BATCH = 256  # so that activations are more than weights
+
+
+def parts() -> Parts:
+    place = Placement(gpc.pipeline_parallel_size, 1, Shape.LOOP)
+    (model,) = cut(build(), place, gpc.get_local_rank(ParallelMode.PIPELINE))  # type: ignore[arg-type]
+    model = torch.nn.Sequential(*map(to_plan, model))
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    return Parts(model, sgd(model.parameters()), token_loss, (ids, ids))
+
+
+def test_ranks_of_one_sequence() -> None:
+    (whole,) = dry_run({}, 1, parts)
+    reports = dry_run({"parallel": {"sequence": 2}}, 4, parts)
+    assert [(r.rank, r.coord["sp"], r.parameters) for r in reports] == [
+        (0, 0, whole.parameters),
+        (1, 1, whole.parameters),
+    ]
+    assert reports[0].memory == reports[1].memory
+    assert reports[0].memory.activations < 0.6 * whole.memory.activations
+    assert reports[0].memory.buckets > 0, "DDP averages over the ranks of one sequence, too"
+    (alone,) = {r.memory.buckets for r in dry_run({"parallel": {"sequence": 2}}, 2, parts)}
+    assert alone == reports[0].memory.buckets
+
+
+def test_zero_divides_by_all_ranks_with_the_same_weights() -> None:
+    config = {"zero": {"level": 1}}
+    (divided,) = dry_run(config, 4, parts)
+    reports = dry_run(config | {"parallel": {"sequence": 2}}, 4, parts)
+    assert len(reports) == 2
+    assert {r.memory.states for r in reports} == {divided.memory.states}
+
+
+def test_stages_of_cut_sequences() -> None:
+    config = {"parallel": {"pipeline": 2, "sequence": 2}, "NUM_MICRO_BATCHES": 2}
+    reports = dry_run(config, 8, parts)
+    assert [(r.rank, r.coord["pp"], r.coord["sp"]) for r in reports] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 1, 0),
+        (3, 1, 1),
+    ]
