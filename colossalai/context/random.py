@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from colossalai.context.parallel_mode import ParallelMode
@@ -183,9 +182,18 @@ def with_seed(func: Callable[P, T], parallel_mode: ParallelMode) -> Callable[P, 
 
 
 def moe_set_seed(seed: int) -> None:
-    """Give every process its own TENSOR stream, so that experts on different processes start different."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    add_seed(ParallelMode.TENSOR, seed + rank, overwrite=True)
+    """Give ranks that hold different experts different TENSOR streams.
+
+    Experts of ``colossalai.nn`` start with the same values under every plan, and do not draw from it.
+    """
+    add_seed(ParallelMode.TENSOR, seed + _expert_place(), overwrite=True)
+
+
+def _expert_place() -> int:
+    """This rank's place among those that share the experts out."""
+    from colossalai.context.parallel_context import global_context as gpc  # which imports this module
+
+    return gpc.get_local_rank(ParallelMode.MOE_MODEL) if gpc.is_initialized(ParallelMode.MOE_MODEL) else 0
 
 
 def reset_seeds() -> None:

@@ -51,6 +51,7 @@ from colossalai.mesh.movement import (
     scatter,
     split,
     spread,
+    start_exchange,
     total,
     unshard,
 )
@@ -130,6 +131,7 @@ __all__ = [
     "shard",
     "split",
     "spread",
+    "start_exchange",
     "total",
     "unshard",
     "use",

@@ -21,7 +21,7 @@ from torch import Tensor
 from colossalai._numeric import ceil_div
 from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
 from colossalai.mesh.layout import piece
-from colossalai.mesh.mesh import Mesh
+from colossalai.mesh.mesh import Axes, Mesh
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "shift"]
 
@@ -215,19 +215,28 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, uncut: int, cut: int, length: i
 
 
 def all_to_all_ragged(
-    x: Tensor, send: Sequence[int], receive: Sequence[int], mesh: Mesh, axis: str
+    x: Tensor, send: Sequence[int], receive: Sequence[int], mesh: Mesh, axes: str | Axes
 ) -> Tensor:
-    """The rows that all ranks of ``axis`` have for this one, in their order.
+    """The rows that all ranks of ``axes`` (one, or several joined) have for this one, in their order.
 
-    ``x`` holds ``send[i]`` rows (along dim 0) for the rank at coordinate i, which gives ``receive[i]``: what
-    a rank sends to another must be what the other receives, so ranks exchange the numbers first.
+    ``x`` holds ``send[i]`` rows (along dim 0) for the i-th rank, which gives ``receive[i]``: what a rank
+    sends to another must be what the other receives, so ranks exchange the numbers first.
     """
-    if len(send) != mesh.size[axis] or len(receive) != mesh.size[axis] or sum(send) != x.size(0):
+    return start_all_to_all_ragged(x, send, receive, mesh, axes)()
+
+
+def start_all_to_all_ragged(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], mesh: Mesh, axes: str | Axes
+) -> Pending:
+    """The same while the caller does something else; ``x`` must not change before the end."""
+    axes = (axes,) if isinstance(axes, str) else axes
+    ranks = mesh.group_size(*axes)
+    if len(send) != ranks or len(receive) != ranks or sum(send) != x.size(0):
         raise ValueError(
-            f"axis {axis!r} has {mesh.size[axis]} ranks and the tensor {x.size(0)} rows: one number for each"
+            f"axis {'+'.join(axes)!r} has {ranks} ranks and the tensor {x.size(0)} rows: one number for each"
             f" rank is needed, of rows that are sent and of rows that come; got {send} and {receive}"
         )
-    return _start_exchange("all_to_all", x, send, receive, mesh, axis)()
+    return _start_exchange("all_to_all", x, send, receive, mesh, axes)
 
 
 def ring_shift(x: Tensor, mesh: Mesh, axis: str, by: int = 1) -> Tensor:
@@ -247,23 +256,23 @@ def start_ring_shift(x: Tensor, mesh: Mesh, axis: str, by: int = 1) -> Pending:
     shape, rows = x.shape, x.contiguous().flatten()
     send, receive = [0] * parts, [0] * parts
     send[(here + by) % parts] = receive[(here - by) % parts] = rows.numel()
-    pending = _start_exchange("shift", rows, send, receive, mesh, axis)
+    pending = _start_exchange("shift", rows, send, receive, mesh, (axis,))
     return lambda: pending().view(shape)
 
 
 def _start_exchange(
-    kind: Kind, x: Tensor, send: Sequence[int], receive: Sequence[int], mesh: Mesh, axis: str
+    kind: Kind, x: Tensor, send: Sequence[int], receive: Sequence[int], mesh: Mesh, axes: Axes
 ) -> Pending:
-    if mesh.size[axis] == 1:
+    if (ranks := mesh.group_size(*axes)) == 1:
         return lambda: x
     x = x.contiguous()
     arrived = x.new_empty((sum(receive), *x.shape[1:]))
     work = dist.all_to_all_single(
-        arrived, x, list(receive), list(send), group=mesh.group(axis), async_op=True
+        arrived, x, list(receive), list(send), group=mesh.group(*axes), async_op=True
     )
     row = _nbytes(x) // x.size(0) if x.size(0) else 0
-    leaving = (sum(send) - send[mesh.coord[axis]]) * row
-    note_transfer(kind, axis, mesh.size[axis], _nbytes(x), leaving)
+    here = mesh.coord[axes[0]] if len(axes) == 1 else mesh.ranks(*axes).index(mesh.rank)
+    note_transfer(kind, "+".join(axes), ranks, _nbytes(x), (sum(send) - send[here]) * row)
     return _after(work, lambda: arrived, x)
 
 

@@ -24,13 +24,14 @@ R -> I is refused: it would claim that ranks which go on to do different things 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import has_torch_function_unary
 
 import colossalai.mesh.collectives as collectives
@@ -349,24 +350,73 @@ def ring_shift(x: Tensor, axis: str, mesh: Mesh, by: int = 1) -> Tensor:
     return _RingShift.apply(x, axis, mesh, by)
 
 
-class _AllToAllRagged(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: str, mesh: Mesh
-    ) -> Tensor:
-        ctx.back = receive, send, axis, mesh
-        moved = collectives.all_to_all_ragged(x, send, receive, mesh, axis)
-        return moved.view_as(moved) if moved is x else moved
+@dataclass
+class _Exchange:
+    """A ragged all-to-all under way, in one direction and then in the other."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    axes: Axes
+    mesh: Mesh
+    pending: collectives.Pending | None = None
+
+    def start(self, x: Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> None:
+        self.pending = collectives.start_all_to_all_ragged(x, send, receive, self.mesh, self.axes)
+
+    def end(self) -> Tensor:
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        return pending()
+
+
+class _Depart(torch.autograd.Function):
+    """Sends rows, and has nothing to show for it but a token, by which autograd knows who needs them.
+
+    autograd runs the functions of a backward pass in the reverse order of the forward pass.  There the rows
+    that ``_Arrive`` gave are sent, and they are waited for here: so what lies between the two overlaps with
+    messages in both passes.
+    """
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return all_to_all_ragged(grad, *ctx.back), None, None, None, None
+    def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(x, exchange.send, exchange.receive)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.end(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.end()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.start(grad, ctx.exchange.receive, ctx.exchange.send)
+        return grad.new_empty(0), None
+
+
+def start_exchange(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], axes: Axes, mesh: Mesh
+) -> Callable[[], Tensor]:
+    """Begin :func:`all_to_all_ragged`; the caller ends it by calling what this returns, once.
+
+    In the backward pass the way back overlaps in the same way.
+    """
+    exchange = _Exchange(tuple(send), tuple(receive), axes, mesh)
+    token = _Depart.apply(x, exchange)
+    return lambda: _Arrive.apply(token, exchange)
 
 
 def all_to_all_ragged(
-    x: Tensor, send: Sequence[int], receive: Sequence[int], axis: str, mesh: Mesh
+    x: Tensor, send: Sequence[int], receive: Sequence[int], axes: str | Axes, mesh: Mesh
 ) -> Tensor:
-    """The rows that the ranks of ``axis`` have for this one, in their order; ``x`` holds ``send[i]`` rows
-    (along dim 0) for the rank at coordinate i, which gives ``receive[i]``.
+    """The rows that the ranks of ``axes`` (one, or several joined) have for this one, in their order; ``x``
+    holds ``send[i]`` rows (along dim 0) for the i-th rank, which gives ``receive[i]``.
     """
-    return _AllToAllRagged.apply(x, tuple(send), tuple(receive), axis, mesh)
+    return start_exchange(x, send, receive, (axes,) if isinstance(axes, str) else axes, mesh)()

@@ -67,19 +67,20 @@ class SequenceParallel:
         missing = self.padded(x.size(dim)) - x.size(dim)
         if missing:
             x = pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing), value=value)
-        return _scaled(redistribute(x, replicated(x.ndim), self.layout(x.ndim, dim), self.mesh), 1, self.size)
+        mine = redistribute(x, replicated(x.ndim), self.layout(x.ndim, dim), self.mesh)
+        return scaled_gradient(mine, 1 / self.size)
 
     def gather(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
         """The ``length`` tokens of the whole sequence, on every rank, from the tokens of each."""
         whole = redistribute(
-            _scaled(x, self.size, 1), self.layout(x.ndim, dim), replicated(x.ndim), self.mesh
+            scaled_gradient(x, self.size), self.layout(x.ndim, dim), replicated(x.ndim), self.mesh
         )
         return whole.narrow(dim, 0, length)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over the ranks of what each made of its tokens, on every rank."""
         partial = Layout(((),) * x.ndim, partial=frozenset(self.axes))
-        return redistribute(_scaled(x, self.size, 1), partial, replicated(x.ndim), self.mesh)
+        return redistribute(scaled_gradient(x, self.size), partial, replicated(x.ndim), self.mesh)
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         """The places of this rank's tokens in a sequence of ``length``; padding goes on counting."""
@@ -115,9 +116,9 @@ class _Scaled(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def _scaled(x: Tensor, times: int, over: int) -> Tensor:
-    """``x``, whose gradient is multiplied by ``times`` and divided by ``over``."""
-    return _Scaled.apply(x, times / over) if x.requires_grad and times != over else x
+def scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    """``x``, whose gradient is multiplied by ``factor``."""
+    return _Scaled.apply(x, factor) if x.requires_grad and factor != 1 else x
 
 
 def current_sequence() -> SequenceParallel | None:

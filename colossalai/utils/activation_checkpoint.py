@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +34,7 @@ from colossalai.context import random as mode_random
 from colossalai.mesh.random import set_stream_positions, stream_positions
 from colossalai.utils.device import cuda_in_use
 
+T = TypeVar("T")
 GetState = Callable[[], Any]
 SetState = Callable[[Any], None]
 
@@ -98,23 +99,67 @@ def register_random_state(get_state: GetState, set_state: SetState) -> None:
 
 class _SameRandomNumbers:
     """A function whose every call after the first draws the random numbers of the first, and then forgets it
-    did.
+    did.  What ``computed_once`` has computed in the first call, the others are given.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._states: list[Any] | None = None
+        self._results: list[Any] = []
 
     def __call__(self, *args: Any) -> Any:
         if self._states is None:
             self._states = _get_states()
-            return self._function(*args)
+            with _within(_Run(self._results)):
+                return self._function(*args)
         now = _get_states()
         _set_states(self._states)
         try:
-            return self._function(*args)
+            with _within(_Run(self._results, iter(self._results))):
+                return self._function(*args)
         finally:
             _set_states(now)
+
+
+class _Run(NamedTuple):
+    """A run of a checkpointed function: the first, which notes ``results``, or a later one, which takes the
+    next of ``again``.
+    """
+
+    results: list[Any]
+    again: Iterator[Any] | None = None
+
+
+_runs: ContextVar[tuple[_Run, ...]] = ContextVar("runs of checkpointed functions", default=())
+
+
+@contextmanager
+def _within(run: _Run) -> Iterator[None]:
+    before = _runs.set((*_runs.get(), run))
+    try:
+        yield
+    finally:
+        _runs.reset(before)
+
+
+def computed_once(function: Callable[[], T]) -> T:
+    """``function()``, or what it gave in the first run of the checkpoint around it.
+
+    For decisions that a second run must not take anew, such as which expert a token goes to, and for messages
+    that it need not send again.  They have no gradient.
+    """
+    runs = _runs.get()
+    repeated = next((place for place, run in enumerate(runs) if run.again is not None), None)
+    again = None if repeated is None else runs[repeated].again
+    result: T = function() if again is None else next(again)
+    for run in runs[0 if repeated is None else repeated + 1 :]:
+        run.results.append(result)  # of checkpoints inside of one that is run again, these are first runs
+    return result
+
+
+def is_computed_again() -> bool:
+    """Whether this is a forward pass that is run again for a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class _SameInputs:
