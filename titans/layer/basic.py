@@ -13,11 +13,12 @@ independent terms would otherwise grow with the depth.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from colossalai.mesh import Layout, move, replicated
 from colossalai.nn import Classifier, Dropout, Embedding, LayerNorm, Linear, PatchEmbedding, init
 from colossalai.nn.layer.dropout import exact_stream
 from colossalai.nn.layer.embedding import WholeEmbedding
@@ -115,6 +116,36 @@ def own_tokens(x: Tensor, sequence: SequenceParallel | None, dim: int = 1) -> Te
             f" to {sequence.padded(length)} to be cut over {sequence.size} ranks; give it that length"
         )
     return sequence.cut(x, dim)
+
+
+def routed_tokens(
+    x: Tensor,
+    real: Tensor | None,
+    length: int | None,
+    place: dict[str, Any],
+    sequence: SequenceParallel | None,
+) -> Tensor | None:
+    """Which of this rank's tokens ``x`` go to experts: those that are neither padding nor only there to fill a
+    sequence; None if all do.
+
+    Args:
+        real: (batch, length) False at padding, of the whole batch; None if there is none.
+        length: of the whole sequences; None if it is not known, as on later stages of a pipeline.
+        place: the tensor mode and its mesh.
+    """
+    if sequence is not None:
+        if length is None:
+            raise ValueError(
+                "sequences are cut over ranks, and experts must know their length to tell tokens from what"
+                " only fills a sequence; give a pipeline batches that are dicts, {'input_ids': ...}"
+            )
+        if real is None and sequence.padded(length) != length:
+            real = torch.ones(len(x), length, dtype=torch.bool, device=x.device)
+        return None if real is None else sequence.cut(real.long()).bool()
+    tp, mesh = place["tp"], place["mesh"]
+    if real is None or mesh is None or tp.size == 1:
+        return real
+    return move(real.long(), replicated(2), Layout(tp.hidden.dims[:2]), mesh).bool()
 
 
 def dropout(p: float) -> Dropout:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
+from colossalai.nn.layer.moe import MoeLayer, MoeModule
 from colossalai.utils import checkpoint as checkpointed
 from titans.layer.attention import GPTSelfAttention, SelfAttention, ViTSelfAttention
 from titans.layer.basic import INIT_STD, layer_norm
 from titans.layer.drop_path import DropPath
-from titans.layer.mlp import TransformerMLP
+from titans.layer.mlp import ExpertMLP, TransformerMLP
 
 Checkpoint = bool | Literal["selective"]
 
@@ -27,7 +29,8 @@ class TransformerBlock(nn.Module):
     ``checkpoint`` keeps only the block's input for the backward pass and computes the rest again, or, if it
     is ``"selective"``, keeps the results of matrix products and attention too and computes what is cheap
     again; ``activation_offload`` moves that input to the CPU until it is needed.  ``drop_path`` is how often
-    a sample skips what a sub-layer adds (see ``DropPath``).
+    a sample skips what a sub-layer adds (see ``DropPath``).  ``mlp`` builds what stands in the place of a
+    ``TransformerMLP``, from the same arguments; ``attn`` is the attention of another block, shared with it.
     """
 
     attention: ClassVar[type[SelfAttention]]
@@ -49,6 +52,8 @@ class TransformerBlock(nn.Module):
         activation_offload: bool = False,
         output_std: float = INIT_STD,
         drop_path: float = 0.0,
+        mlp: Callable[..., nn.Module] = TransformerMLP,
+        attn: SelfAttention | None = None,
     ) -> None:
         super().__init__()
         if checkpoint not in (True, False, "selective"):
@@ -62,7 +67,7 @@ class TransformerBlock(nn.Module):
         self.checkpoint = checkpoint
         self.activation_offload = activation_offload
         self.norm1 = layer_norm(hidden_size, eps=layernorm_epsilon, dtype=dtype)
-        self.attn = self.attention(
+        self.attn = attn or self.attention(
             hidden_size,
             num_heads,
             attention_dropout=attention_dropout,
@@ -73,7 +78,7 @@ class TransformerBlock(nn.Module):
             output_std=output_std,
         )
         self.norm2 = layer_norm(hidden_size, eps=layernorm_epsilon, dtype=dtype)
-        self.mlp = TransformerMLP(
+        self.mlp = mlp(
             hidden_size,
             mlp_ratio,
             activation=activation,
@@ -83,25 +88,37 @@ class TransformerBlock(nn.Module):
             output_std=output_std,
         )
         self.drop_path = DropPath(drop_path)
+        self.routes = isinstance(self.mlp, ExpertMLP | MoeLayer | MoeModule)
+        """Whether the MLP has experts, which padding must not take places from."""
 
-    def run(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """The block's output, checkpointed if it is to be."""
+    def run(
+        self, x: Tensor, attention_mask: Tensor | None = None, routed: Tensor | None = None
+    ) -> Tensor:
+        """The block's output, checkpointed if it is to be.
+
+        ``routed`` (batch, sequence) is False at padding, which goes to no expert; None if there is none.
+        """
         if self.checkpoint and self.training:
             return checkpointed(
                 self._run,
                 self.activation_offload,
                 x,
                 attention_mask,
+                routed,
                 use_reentrant=False,
                 keep_products=self.checkpoint == "selective",
             )
-        return self._run(x, attention_mask)
+        return self._run(x, attention_mask, routed)
 
-    def _run(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _run(self, x: Tensor, attention_mask: Tensor | None, routed: Tensor | None) -> Tensor:
         normed = self.norm1(x)  # (batch, seq, hidden), as everything here
         x = (normed if self.apply_post_layernorm else x) + self.drop_path(self.attn(normed, attention_mask))
         normed = self.norm2(x)
-        return (normed if self.apply_post_layernorm else x) + self.drop_path(self.mlp(normed))
+        return (normed if self.apply_post_layernorm else x) + self.drop_path(self._feed(normed, routed))
+
+    def _feed(self, x: Tensor, routed: Tensor | None) -> Tensor:
+        y: Tensor = self.mlp(x, routed) if self.routes else self.mlp(x)
+        return y
 
 
 class GPTBlock(TransformerBlock):
@@ -109,8 +126,28 @@ class GPTBlock(TransformerBlock):
 
     attention = GPTSelfAttention
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return self.run(x, attention_mask), attention_mask
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, routed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.run(x, attention_mask, routed), attention_mask
+
+
+class MOEGPTBlock(GPTBlock):
+    """A ``GPTBlock`` with ``num_experts`` experts in the place of its MLP; ``routing`` are the keyword
+    arguments of ``ExpertMLP`` by which tokens find them, the others those of ``GPTBlock``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_experts: int,
+        *,
+        routing: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        mlp = partial(ExpertMLP, num_experts=num_experts, **(routing or {}))
+        super().__init__(hidden_size, num_heads, mlp=mlp, **options)
 
 
 class ViTBlock(TransformerBlock):
@@ -118,8 +155,10 @@ class ViTBlock(TransformerBlock):
 
     attention = ViTSelfAttention
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return self.run(x, attention_mask)
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, routed: Tensor | None = None
+    ) -> Tensor:
+        return self.run(x, attention_mask, routed)
 
 
 class BertBlock(TransformerBlock):
@@ -130,6 +169,6 @@ class BertBlock(TransformerBlock):
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return self.run(x, attention_mask), attention_mask
 
-    def _run(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _run(self, x: Tensor, attention_mask: Tensor | None, routed: Tensor | None) -> Tensor:
         x = self.norm1(x + self.drop_path(self.attn(x, attention_mask)))  # (batch, seq, hidden)
-        return self.norm2(x + self.drop_path(self.mlp(x)))
+        return self.norm2(x + self.drop_path(self._feed(x, routed)))

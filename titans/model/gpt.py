@@ -17,7 +17,7 @@ from torch.nn.functional import gelu
 from colossalai.nn import partition_batch
 from colossalai.nn.modes import current
 from colossalai.nn.sequence import current_sequence
-from titans.layer.basic import layer_norm, residual_std
+from titans.layer.basic import layer_norm, residual_std, routed_tokens
 from titans.layer.block import Checkpoint, GPTBlock
 from titans.layer.embedding import GPTEmbedding
 from titans.layer.head import GPTLMHead
@@ -32,7 +32,8 @@ class GPT(nn.Module):
     ``dtype`` is the type of the weights; ``checkpoint`` and ``activation_offload`` save memory (see
     ``GPTBlock``); ``fuse_scale_mask_softmax`` insists on a fused attention kernel (see ``GPTSelfAttention``);
     ``tied``: the head scores words by their embeddings; ``embed_split_hidden``: under tensor parallelism the
-    word embedding is cut along its features, not along the vocabulary.
+    word embedding is cut along its features, not along the vocabulary; ``block`` builds each block, from its
+    number and the arguments of ``GPTBlock``.
 
     Under tensor parallelism every rank of the model gets the whole batch, and the logits are this rank's part
     of the rows and, for a large vocabulary, of the words; the losses of ``colossalai.nn`` and ``GPTLMLoss``
@@ -61,6 +62,7 @@ class GPT(nn.Module):
         activation_offload: bool = False,
         tied: bool = True,
         embed_split_hidden: bool = False,
+        block: Callable[..., GPTBlock] | None = None,
     ) -> None:
         super().__init__()
         if depth < 1:
@@ -77,10 +79,12 @@ class GPT(nn.Module):
             dtype=dtype,
             split_hidden=embed_split_hidden,
         )
+        build = block or _block
         self.blocks = nn.ModuleList(
-            GPTBlock(
-                hidden_size,
-                num_heads,
+            build(
+                number,
+                hidden_size=hidden_size,
+                num_heads=num_heads,
                 mlp_ratio=mlp_ratio,
                 activation=activation,
                 attention_dropout=attention_dropout,
@@ -94,7 +98,7 @@ class GPT(nn.Module):
                 activation_offload=activation_offload,
                 output_std=residual_std(depth),
             )
-            for _ in range(depth)
+            for number in range(depth)
         )
         self.norm = layer_norm(hidden_size, eps=layernorm_epsilon, dtype=dtype)
         weight = self.embed.word_embeddings.weight if tied else None
@@ -110,6 +114,10 @@ class GPT(nn.Module):
         return run_layers(self, None, input_ids, attention_mask)
 
 
+def _block(number: int, **options: Any) -> GPTBlock:
+    return GPTBlock(**options)
+
+
 def run_layers(
     model: Any, x: Tensor | None, input_ids: Tensor | None, attention_mask: Tensor | None = None
 ) -> Tensor:
@@ -119,7 +127,7 @@ def run_layers(
     given, name = (x, "hidden_states") if model.embed is None else (input_ids, "input_ids")
     if given is None:
         raise ValueError(f"{type(model).__name__} needs {name}, got None")
-    position_ids = mask = None
+    position_ids = mask = real = None
     if attention_mask is not None:
         mask = as_key_mask(attention_mask, input_ids)  # (batch, 1, 1, seq)
         real = mask[:, 0, 0]  # (batch, seq)
@@ -129,9 +137,14 @@ def run_layers(
         mask = partition_batch(mask, at="inner", **model.place)
     if model.embed is not None:
         x = model.embed(partition_batch(input_ids, **model.place), position_ids)  # (batch, seq, hidden)
-    for block in model.blocks.children():
-        x, _ = block(x, mask)
     assert x is not None
+    routed = None
+    if any(block.routes for block in model.blocks.children()):
+        known = attention_mask if input_ids is None else input_ids
+        length = None if known is None else known.size(1)
+        routed = routed_tokens(x, real, length, model.place, model.sequence)
+    for block in model.blocks.children():
+        x, _ = block(x, mask, routed)
     return x if model.head is None else model.head(model.norm(x))  # (batch, seq, vocab)
 
 

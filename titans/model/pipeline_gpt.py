@@ -6,6 +6,7 @@ with ``1D`` and ``hybrid`` build the same stages; the tensor mode is the config'
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,10 +32,18 @@ class GPTStage(Stage):
 
 
 def build_gpt_pipeline(
-    num_layers: int, num_chunks: int = 1, device: torch.device | None = None, **kwargs: Any
+    num_layers: int,
+    num_chunks: int = 1,
+    device: torch.device | None = None,
+    model: Callable[..., GPT] = GPT,
+    **kwargs: Any,
 ) -> nn.Module:
-    """This rank's stages of a GPT with ``num_layers`` blocks; further arguments are those of ``GPT``."""
-    stages = build_pipeline(lambda: GPT(depth=num_layers, **kwargs), GPTStage, num_layers, num_chunks, device)
+    """This rank's stages of a GPT with ``num_layers`` blocks; further arguments are those of ``model``, such as
+    ``GPT`` or ``MOEGPT``.
+    """
+    stages = build_pipeline(
+        lambda: model(depth=num_layers, **kwargs), GPTStage, num_layers, num_chunks, device
+    )
     if kwargs.get("tied", True):
         share_table(stages)
     return stages

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,10 +26,14 @@ class ViTStage(Stage):
 
 
 def build_pipeline_vit(
-    num_layers: int, num_chunks: int = 1, device: torch.device | None = None, **kwargs: Any
+    num_layers: int,
+    num_chunks: int = 1,
+    device: torch.device | None = None,
+    model: Callable[..., VisionTransformer] = VisionTransformer,
+    **kwargs: Any,
 ) -> nn.Module:
-    """This rank's stages of a ViT with ``num_layers`` blocks; further arguments are those of
-    ``VisionTransformer``.
+    """This rank's stages of a ViT with ``num_layers`` blocks; further arguments are those of ``model``, such
+    as ``VisionTransformer`` or ``ViTMoE``.
     """
     kwargs["depth"] = num_layers
-    return build_pipeline(lambda: VisionTransformer(**kwargs), ViTStage, num_layers, num_chunks, device)
+    return build_pipeline(lambda: model(**kwargs), ViTStage, num_layers, num_chunks, device)

@@ -18,7 +18,7 @@ from torch.nn.functional import gelu
 from colossalai.nn import Classifier, Linear, PatchEmbedding, init, partition_batch
 from colossalai.nn.modes import current
 from colossalai.nn.sequence import current_sequence
-from titans.layer.basic import layer_norm
+from titans.layer.basic import layer_norm, routed_tokens
 from titans.layer.block import Checkpoint, ViTBlock
 from titans.layer.embedding import ViTEmbedding
 from titans.layer.head import ViTHead
@@ -31,7 +31,7 @@ class VisionTransformer(nn.Module):
     block to its value in the last; ``representation_size`` adds a ``tanh`` layer before the classifier;
     ``checkpoint`` saves memory (see ``TransformerBlock``).  ``init_method``: ``'torch'`` draws matrices as
     torch's layers do by themselves, ``'jax'`` as the paper's code does (Xavier, and a classifier that starts
-    at zero).
+    at zero).  ``block`` builds each block, from its number and the arguments of ``ViTBlock``.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class VisionTransformer(nn.Module):
         bias: bool = True,
         checkpoint: Checkpoint = False,
         init_method: str = "torch",
+        block: Callable[..., ViTBlock] | None = None,
     ) -> None:
         super().__init__()
         if depth < 1 or num_classes < 1:
@@ -65,10 +66,12 @@ class VisionTransformer(nn.Module):
         self.num_classes = num_classes
         self.embed = ViTEmbedding(img_size, patch_size, in_chans, hidden_size, dropout=dropout, dtype=dtype)
         self.tokens = 1 + self.embed.patch_embed.num_patches
+        build = block or _block
         self.blocks = nn.ModuleList(
-            ViTBlock(
-                hidden_size,
-                num_heads,
+            build(
+                number,
+                hidden_size=hidden_size,
+                num_heads=num_heads,
                 mlp_ratio=mlp_ratio,
                 activation=activation,
                 attention_dropout=attention_dropout,
@@ -77,9 +80,9 @@ class VisionTransformer(nn.Module):
                 dtype=dtype,
                 bias=bias,
                 checkpoint=checkpoint,
-                drop_path=drop_path * i / max(depth - 1, 1),
+                drop_path=drop_path * number / max(depth - 1, 1),
             )
-            for i in range(depth)
+            for number in range(depth)
         )
         self.norm = layer_norm(hidden_size, eps=layernorm_epsilon, dtype=dtype)
         self.head = ViTHead(hidden_size, num_classes, representation_size, bias=bias, dtype=dtype)
@@ -88,6 +91,10 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (batch, num_classes) for ``images`` (batch, in_chans, img_size, img_size)."""
         return run_layers(self, images)
+
+
+def _block(number: int, **options: Any) -> ViTBlock:
+    return ViTBlock(**options)
 
 
 def run_layers(model: Any, x: Tensor) -> Tensor:
@@ -100,8 +107,11 @@ def run_layers(model: Any, x: Tensor) -> Tensor:
     if model.sequence is not None and model.sequence.padded(model.tokens) != model.tokens:
         real = torch.ones(len(x), model.tokens, dtype=torch.bool, device=x.device)
         mask = model.sequence.documents(real, causal=False)  # nothing looks at what was added
+    routed = None
+    if any(block.routes for block in model.blocks.children()):
+        routed = routed_tokens(x, None, model.tokens, model.place, model.sequence)
     for block in model.blocks.children():
-        x = block(x, mask)
+        x = block(x, mask, routed)
     return x if model.head is None else model.head(model.norm(x))
 
 
