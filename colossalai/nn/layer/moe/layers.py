@@ -178,6 +178,26 @@ class MoeLayer(ParallelLayer):
         return outputs[:here]
 
 
+class _Shares(ParallelLayer):
+    """For each token two numbers that add up to 1: how much its experts count, and what stands beside them."""
+
+    def __init__(self, dim_model: int) -> None:
+        super().__init__()
+        self.weight = self._parameter((2, dim_model), replicated(2), init.WEIGHT, fan_in=dim_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rest = replicated(x.ndim) if self.plain else at_rank(self.tp.hidden, x.ndim)
+        whole = x if self.plain else redistribute(x, rest, replicated(x.ndim), self.mesh)
+        with torch.autocast(x.device.type, enabled=False):
+            shares = F.linear(whole.to(wide), self.weight.to(wide)).softmax(-1).to(x.dtype)
+        if self.plain:
+            return shares
+        # each rank weighs its features of a token
+        weighed = Layout((*rest.dims[:-1], ()), spread=frozenset(rest.dims[-1]))
+        return redistribute(shares, replicated(x.ndim), weighed, self.mesh)
+
+
 class MoeModule(nn.Module):
     """``MoeLayer`` with a router and experts made from numbers.
 
@@ -243,12 +263,12 @@ class MoeModule(nn.Module):
                     )
                 residual_instance = expert_cls(**expert_args)
             self.residual_module = residual_instance
-            self.residual_combine = nn.Linear(dim_model, 2, bias=False)
+            self.residual_combine = _Shares(dim_model)
 
     def forward(self, inputs: Tensor, real: Tensor | None = None) -> Tensor:
         """The outputs for ``inputs`` (batch, tokens, dim_model); see ``MoeLayer``."""
         outputs: Tensor = self.moe_layer(inputs, real)
         if not self.use_residual:
             return outputs
-        share = self.residual_combine(inputs).softmax(-1)
+        share = self.residual_combine(inputs)
         return outputs * share[..., :1] + self.residual_module(inputs) * share[..., 1:]
