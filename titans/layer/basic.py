@@ -125,8 +125,8 @@ def routed_tokens(
     place: dict[str, Any],
     sequence: SequenceParallel | None,
 ) -> Tensor | None:
-    """Which of this rank's tokens ``x`` go to experts: those that are neither padding nor only there to fill a
-    sequence; None if all do.
+    """Which of this rank's tokens ``x`` go to experts: those that are neither padding nor only there to fill
+    a sequence; None if all do.
 
     Args:
         real: (batch, length) False at padding, of the whole batch; None if there is none.

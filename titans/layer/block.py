@@ -91,9 +91,7 @@ class TransformerBlock(nn.Module):
         self.routes = isinstance(self.mlp, ExpertMLP | MoeLayer | MoeModule)
         """Whether the MLP has experts, which padding must not take places from."""
 
-    def run(
-        self, x: Tensor, attention_mask: Tensor | None = None, routed: Tensor | None = None
-    ) -> Tensor:
+    def run(self, x: Tensor, attention_mask: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
         """The block's output, checkpointed if it is to be.
 
         ``routed`` (batch, sequence) is False at padding, which goes to no expert; None if there is none.

@@ -38,8 +38,8 @@ def build_gpt_pipeline(
     model: Callable[..., GPT] = GPT,
     **kwargs: Any,
 ) -> nn.Module:
-    """This rank's stages of a GPT with ``num_layers`` blocks; further arguments are those of ``model``, such as
-    ``GPT`` or ``MOEGPT``.
+    """This rank's stages of a GPT with ``num_layers`` blocks; further arguments are those of ``model``, such
+    as ``GPT`` or ``MOEGPT``.
     """
     stages = build_pipeline(
         lambda: model(depth=num_layers, **kwargs), GPTStage, num_layers, num_chunks, device

@@ -1,8 +1,8 @@
 """GPT with experts, and the published sizes of the pyramid-residual kind.
 
 PR-MoE ("DeepSpeed-MoE: Advancing Mixture-of-Experts Inference and Training to Power Next-Generation AI
-Scale") has experts in every second block: more of them in the last two such blocks (a pyramid), and each token
-goes through one MLP and one expert (residual).
+Scale") has experts in every second block: more of them in the last two such blocks (a pyramid), and each
+token goes through one MLP and one expert (residual).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _pyramid(depth: int, low: int, high: int) -> list[int]:
     return [0 if not number % 2 else high if number >= depth - 4 else low for number in range(depth)]
 
 
-# name -> experts of the last two blocks with experts and of those before, and what differs from GPT's defaults
+# name -> experts of a block, experts of the last two such blocks, and what differs from GPT's defaults
 _SIZES: dict[str, tuple[tuple[int, int], dict[str, int]]] = {
     "prmoe_4b": ((32, 64), {"hidden_size": 1024, "depth": 24, "num_heads": 16}),
     "prmoe_31b": ((64, 128), {"hidden_size": 2048, "depth": 24, "num_heads": 16}),

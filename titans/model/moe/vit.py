@@ -15,8 +15,7 @@ __all__ = ["ViTMoE", "Widenet"]
 
 
 class ViTMoE(VisionTransformer):
-    """A ``VisionTransformer`` with experts in the place of some MLPs; two for each token, unless ``top_k`` says
-    otherwise.
+    """A ``VisionTransformer`` with experts in the place of some MLPs.
 
     Args:
         num_experts: of every second block, or a list with one number for each block, 0 for an MLP.
@@ -61,8 +60,8 @@ class ViTMoE(VisionTransformer):
 
 
 class Widenet(VisionTransformer):
-    """WideNet ("Go Wider Instead of Deeper"): a ``VisionTransformer`` whose blocks all have the same attention,
-    router and experts.  Only their layer norms differ, so that each block routes its tokens anew.
+    """WideNet ("Go Wider Instead of Deeper"): a ``VisionTransformer`` whose blocks all have the same
+    attention, router and experts.  Only their layer norms differ, so that each block routes its tokens anew.
 
     Args:
         num_experts: of which each token goes to ``top_k``.

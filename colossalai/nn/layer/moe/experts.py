@@ -7,7 +7,8 @@ expert do not depend on the plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,14 +16,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import dropout, gelu
 
-from colossalai.mesh import PIPELINE_AXIS, Axes, Layout, Mesh, place, use
+from colossalai.mesh import PIPELINE_AXIS, Axes, Layout, Mesh, place, random_key, use
 from colossalai.mesh.rows import expert_axes, row_axes
 from colossalai.nn import init
+from colossalai.nn.init import new_key
 from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.layer.dropout import exact_stream
 from colossalai.nn.layer.moe.products import RowsPerExpert, by_row, grouped_product
 from colossalai.nn.modes import TensorParallel, current
-from colossalai.nn.random_streams import own_numbers
+from colossalai.nn.random_streams import forked, own_numbers, seed
 
 Activation = Callable[[Tensor], Tensor]
 COMMUNICATIONS = ("all_to_all", "all_gather")
@@ -113,6 +115,7 @@ class Experts(MoeExperts):
             layout = Layout((self.axes, *((),) * pieces[0].ndim))
             self.register_parameter(name.replace(".", "__"), self._stacked(pieces, layout))
         self._names = list(held)
+        self._key = 0
         self._template = (template.to("meta"),)  # in a tuple, since it is no child: its weights are not used
 
     @property
@@ -148,15 +151,31 @@ class Experts(MoeExperts):
         weights = {name: getattr(self, name.replace(".", "__")) for name in self._names}
         outputs = []
         template = self._template[0].train(self.training)
-        for number, part in zip(numbers, x.split(rows.sizes), strict=True):
-            if len(part):
-                own = {name: weight[number] for name, weight in weights.items()}
-                outputs.append(functional_call(template, own, (part,)))
+        with self._numbers(numbers.start) if self.training else nullcontext():
+            for number, part in zip(numbers, x.split(rows.sizes), strict=True):
+                if len(part):
+                    own = {name: weight[number] for name, weight in weights.items()}
+                    outputs.append(functional_call(template, own, (part,)))
         # weights without rows have a gradient of zero, as those of an expert without tokens have on one rank
         nothing = [weight.reshape(-1)[:0].sum().to(x.dtype) for weight in weights.values()]
         outputs = outputs or [x * 1]
         outputs[0] = outputs[0] + sum(nothing)
         return torch.cat(outputs)
+
+    @contextmanager
+    def _numbers(self, first: int) -> Iterator[None]:
+        """Random numbers of this rank's rows, for dropout in an expert.
+
+        How many it draws depends on its rows; whatever draws next must not hear of that, since ranks would
+        get out of step.  So a micro-batch takes one number of torch's generator, on one rank as on many.
+        """
+        if first == 0:
+            self._key = new_key()
+        axes = {*row_axes(self.mesh), PIPELINE_AXIS} if self._mesh else set()
+        places = [self.mesh.coord[a] for a in self.mesh.size if a in axes] if self._mesh else []
+        with forked():
+            seed(random_key(self._key, first, *places))
+            yield
 
 
 class FFNExperts(MoeExperts):
@@ -210,8 +229,8 @@ class FFNExperts(MoeExperts):
             return wide
         if exact_stream() is not None:
             raise ValueError(
-                f"{type(self).__name__}(drop_rate={self.drop_rate}) inside of plan_independent_dropout: the rows"
-                " of experts have other places under each plan; build it with drop_rate=0"
+                f"{type(self).__name__}(drop_rate={self.drop_rate}) inside of plan_independent_dropout: the"
+                " rows of experts have other places under each plan; build it with drop_rate=0"
             )
         if self._mesh is None:
             return dropout(wide, self.drop_rate)

@@ -179,7 +179,7 @@ class MoeLayer(ParallelLayer):
 
 
 class _Shares(ParallelLayer):
-    """For each token two numbers that add up to 1: how much its experts count, and what stands beside them."""
+    """For each token two numbers that add up to 1: how much its experts count, and the module beside them."""
 
     def __init__(self, dim_model: int) -> None:
         super().__init__()
