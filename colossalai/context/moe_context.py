@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,13 @@ class MoeParallelInfo:
     dp_group: dist.ProcessGroup | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True)
-class RouterLosses:
+class RouterLosses(NamedTuple):
     """The losses of one or more routers for a micro-batch."""
 
     balance: Tensor
     z: Tensor
 
-    def __add__(self, other: RouterLosses) -> RouterLosses:
+    def plus(self, other: RouterLosses) -> RouterLosses:
         return RouterLosses(self.balance + other.balance, self.z + other.z)
 
 
@@ -94,13 +93,12 @@ class MoeContext:
 
     def reset_loss(self) -> None:
         """Forget the losses that no one has taken."""
-        self._losses, self._taken = [], False
+        self.begin()
 
     def add_loss(self, loss: Any, z_loss: Tensor | None = None) -> None:
         """Add the loss by which a router is balanced, and its router-z loss."""
         if self._taken or self._with_grad != torch.is_grad_enabled():
-            self.reset_loss()
-            self._with_grad = torch.is_grad_enabled()
+            self.begin()
         balance = torch.as_tensor(loss)
         self._losses.append(RouterLosses(balance, torch.zeros_like(balance) if z_loss is None else z_loss))
 
@@ -116,13 +114,18 @@ class MoeContext:
             return None
         total = self._losses[0]
         for losses in self._losses[1:]:
-            total = total + losses
+            total = total.plus(losses)
         return total
 
+    def begin(self, losses: RouterLosses | None = None) -> None:
+        """Begin a forward pass, with the ``losses`` of layers that ran elsewhere."""
+        self._losses, self._taken = [] if losses is None else [losses], False
+        self._with_grad = torch.is_grad_enabled()
+
     def take(self) -> RouterLosses | None:
-        """The losses of the last forward pass, which are then forgotten."""
-        losses = self.losses() if self._losses and not self._taken else None
-        self.reset_loss()
+        """The losses of the forward pass, which then begins anew."""
+        losses = self.losses()
+        self.begin()
         return losses
 
 

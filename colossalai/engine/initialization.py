@@ -108,6 +108,7 @@ def _make_booster(features: Features, model: nn.Module, optimizer: Optimizer, cr
     )
     check_supported(wanted, ConfigException)
     booster = Booster(mixed_precision=features.precision, plugin=plugin)
+    booster.averaged_over = wanted.averaged_over
     if booster.plugin is None:
         _share_weights(model)  # before boost, which may copy them into master weights
     return booster
