@@ -98,7 +98,7 @@ class Booster:
             else GeneralCheckpointIO()
         )
         self.averaged_over: frozenset[int] = frozenset()
-        """The ranks over which gradient handlers average, where there is no plugin; ``initialize`` says so."""
+        """The ranks over which gradient handlers average, where there is no plugin; set by ``initialize``."""
         self._watch = LossWatch()
         self._pipelines = Pipelines()
         self._runs = Runs()

@@ -94,8 +94,8 @@ class MoeLayer(ParallelLayer):
         shape = (len(whole), math.prod(whole.shape[1:-1]))
         order = TokenOrder(shape, whole.device, self._mesh, self.sequence)
         routing = self.router(self._scores(tokens), order, real, self._bias())
-        self._note(routing)
         outputs = self._through_experts(tokens, routing).to(whole.dtype)
+        self._note(routing, outputs)
         return self._at_rest(outputs.view(whole.shape))
 
     def _check_input(self, inputs: Tensor, real: Tensor | None) -> None:
@@ -121,9 +121,9 @@ class MoeLayer(ParallelLayer):
         length = None if self.mesh.size.get(PIPELINE_AXIS, 1) > 1 else length_before_padding(padded)
         if length is None:
             raise ValueError(
-                "MoeLayer cannot see which tokens were only added to cut sequences into equal parts, and would"
-                " send them to experts: give it real=, False for those (current_sequence().positions(length) <"
-                " length), which models of titans do"
+                "MoeLayer cannot see which tokens were only added to cut sequences into equal parts, and"
+                " would send them to experts: give it real=, False for those"
+                " (current_sequence().positions(length) < length), as models of titans do"
             )
         if length == padded:
             return None
@@ -152,11 +152,13 @@ class MoeLayer(ParallelLayer):
         # in a recomputation, as it was in the first run
         return None if self.expert_bias is None else computed_once(self.expert_bias.clone)
 
-    def _note(self, routing: Routing) -> None:
+    def _note(self, routing: Routing, outputs: Tensor) -> None:
         """Hand the losses on, and note the loads."""
         if is_computed_again():
             return
-        MOE_CONTEXT.add_loss(routing.balance_loss, routing.z_loss)
+        losses = MOE_CONTEXT.add_loss(routing.balance_loss, routing.z_loss, self)
+        if outputs.requires_grad:
+            outputs.register_hook(lambda grad: MOE_CONTEXT.forget(losses))
         self.loads = routing.loads
         if self.expert_bias is not None and self.training:
             load = routing.loads.tokens.to(self.expert_bias.dtype)

@@ -166,7 +166,9 @@ def by_engine(task: Task) -> Trained:
 
 
 def by_pipeline(task: Task) -> Trained:
-    stages = cut(build(task), Placement(gpc.pipeline_parallel_size), gpc.get_local_rank(ParallelMode.PIPELINE))
+    stages = cut(
+        build(task), Placement(gpc.pipeline_parallel_size), gpc.get_local_rank(ParallelMode.PIPELINE)
+    )
     model, trained = stages[0], Trained()
     watch_loads(model, trained)
     engine, *_ = colossalai.initialize(model, sgd(model.parameters()), criterion(), verbose=False)
@@ -215,4 +217,6 @@ def compare(got: Trained, want: Trained, *, rtol: float = 1e-8, loads: bool = Tr
         for mine, theirs in zip(got.loads, want.loads, strict=True):
             assert torch.equal(mine, theirs)
     for name, value in got.weights.items():
-        torch.testing.assert_close(value, want.weights[name], msg=lambda text, n=name: f"{n}: {text}", **close)
+        torch.testing.assert_close(
+            value, want.weights[name], msg=lambda text, n=name: f"{n}: {text}", **close
+        )
