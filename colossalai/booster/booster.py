@@ -97,6 +97,8 @@ class Booster:
             if shares_models()
             else GeneralCheckpointIO()
         )
+        self.averaged_over: frozenset[int] = frozenset()
+        """The ranks over which gradient handlers average, where there is no plugin; set by ``initialize``."""
         self._watch = LossWatch()
         self._pipelines = Pipelines()
         self._runs = Runs()
@@ -153,7 +155,14 @@ class Booster:
         raw = [item for item in (user_module(model), optimizer) if item is not None]
         model = with_chunks(model)
         plan = None if self.plugin is None else Plan.of(self.plugin)
-        check_supported(Wanted(model=model, optimizer=optimizer, plan=plan, criterion=criterion))
+        wanted = Wanted(
+            model=model,
+            optimizer=optimizer,
+            plan=plan,
+            criterion=criterion,
+            averaged_over=self.averaged_over,
+        )
+        check_supported(wanted)
         if any(map(is_on_meta, user_module(model).parameters())) and self._draws_meta(model):
             defer_meta(user_module(model))
         if self.accelerator is not None:

@@ -19,6 +19,7 @@ from colossalai.checkpoint_io.files.io import (
 )
 from colossalai.checkpoint_io.files.pretrained import load_pretrained, read_pretrained, save_pretrained
 from colossalai.checkpoint_io.files.sharding import CheckpointIndexFile
+from colossalai.checkpoint_io.files.training import load_moe_model, save_moe_model
 from colossalai.checkpoint_io.runs.manifest import checkpoints, latest
 from colossalai.checkpoint_io.runs.writing import Save
 
@@ -31,7 +32,9 @@ __all__ = [
     "Save",
     "checkpoints",
     "latest",
+    "load_moe_model",
     "load_pretrained",
     "read_pretrained",
+    "save_moe_model",
     "save_pretrained",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,22 +28,23 @@ class MoeParallelInfo:
     dp_group: dist.ProcessGroup | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True)
-class RouterLosses:
+class RouterLosses(NamedTuple):
     """The losses of one or more routers for a micro-batch."""
 
     balance: Tensor
     z: Tensor
 
-    def __add__(self, other: RouterLosses) -> RouterLosses:
+    def plus(self, other: RouterLosses) -> RouterLosses:
         return RouterLosses(self.balance + other.balance, self.z + other.z)
 
 
 class MoeContext:
     """Holds the losses that routers made in the forward pass, until the loss of the model takes them.
 
-    Losses are those of the forward pass since the last loss was computed.  A pass without gradients, such as
-    an evaluation, does not add to one with gradients.
+    A forward pass is over, and its losses are forgotten, when they were taken and another pass begins; when
+    the backward pass comes by their layers (``forget``); and where gradients are switched on or off.  Without
+    gradients, it is over when its first layer is called again after others; a model that has one layer in
+    many places calls ``reset_loss`` at the start.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,7 @@ class MoeContext:
         self.use_kernel_optim = True
         self.parallel_info_dict: dict[int, MoeParallelInfo] = {}
         self._losses: list[RouterLosses] = []
+        self._makers: list[Any] = []
         self._taken = False
         self._with_grad = True
 
@@ -94,15 +96,28 @@ class MoeContext:
 
     def reset_loss(self) -> None:
         """Forget the losses that no one has taken."""
-        self._losses, self._taken = [], False
+        self.begin()
 
-    def add_loss(self, loss: Any, z_loss: Tensor | None = None) -> None:
-        """Add the loss by which a router is balanced, and its router-z loss."""
-        if self._taken or self._with_grad != torch.is_grad_enabled():
-            self.reset_loss()
-            self._with_grad = torch.is_grad_enabled()
+    def add_loss(self, loss: Any, z_loss: Tensor | None = None, maker: Any = None) -> RouterLosses:
+        """Add the loss by which a router is balanced, and its router-z loss; ``maker`` is the layer."""
+        grad = torch.is_grad_enabled()
+        if self._taken or self._with_grad != grad or (not grad and self._comes_again(maker)):
+            self.begin()
         balance = torch.as_tensor(loss)
-        self._losses.append(RouterLosses(balance, torch.zeros_like(balance) if z_loss is None else z_loss))
+        losses = RouterLosses(balance, torch.zeros_like(balance) if z_loss is None else z_loss)
+        self._losses.append(losses)
+        self._makers.append(maker)
+        return losses
+
+    def _comes_again(self, maker: Any) -> bool:
+        makers = self._makers
+        return bool(makers) and makers[0] is maker and any(other is not maker for other in makers)
+
+    def forget(self, losses: RouterLosses) -> None:
+        """Forget ``losses``: the backward pass of their layer has begun, so its forward pass is over."""
+        place = next((i for i, each in enumerate(self._losses) if each is losses), None)
+        if place is not None:
+            del self._losses[place], self._makers[place]
 
     def get_loss(self) -> Any:
         """The sum of the losses that balance the routers; 0.0 if there are none."""
@@ -116,13 +131,19 @@ class MoeContext:
             return None
         total = self._losses[0]
         for losses in self._losses[1:]:
-            total = total + losses
+            total = total.plus(losses)
         return total
 
+    def begin(self, losses: RouterLosses | None = None) -> None:
+        """Begin a forward pass, with the ``losses`` of layers that ran elsewhere."""
+        self._losses, self._taken = [] if losses is None else [losses], False
+        self._makers = [None] * len(self._losses)
+        self._with_grad = torch.is_grad_enabled()
+
     def take(self) -> RouterLosses | None:
-        """The losses of the last forward pass, which are then forgotten."""
-        losses = self.losses() if self._losses and not self._taken else None
-        self.reset_loss()
+        """The losses of the forward pass, which then begins anew."""
+        losses = self.losses()
+        self.begin()
         return losses
 
 

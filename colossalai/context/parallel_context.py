@@ -26,9 +26,9 @@ from colossalai.context.random import add_seed, get_seeds, reset_seeds, set_mode
 from colossalai.context.rendezvous import Rendezvous, read_timeout
 from colossalai.context.singleton_meta import SingletonMeta
 from colossalai.context.tensor_modes import creators
-from colossalai.global_variables import tensor_parallel_env
+from colossalai.global_variables import moe_env, tensor_parallel_env
 from colossalai.logging import get_dist_logger, set_rank_resolver
-from colossalai.mesh import Mesh
+from colossalai.mesh import DATA_AXIS, Mesh
 
 
 class ParallelContext(metaclass=SingletonMeta):
@@ -131,6 +131,7 @@ class ParallelContext(metaclass=SingletonMeta):
         for info in make_groups(self._plan, self._config, self._mesh):
             self._register(info)
         tensor_parallel_env.load(**self._plan.env_fields)
+        moe_env.setup(self._plan.moe, self._plan.axes[DATA_AXIS])
         # A rank that ended now would tear its connections down while a slower one still makes its groups.
         dist.all_reduce(torch.zeros(1), group=self.get_cpu_group(ParallelMode.GLOBAL))
 

@@ -60,10 +60,10 @@ def _check_combination(config: Mapping[str, Any]) -> None:
                 "config has both 'torch_ddp' and 'zero', two ways to average gradients; keep one"
             )
         handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
-        if any(handler.get("type") == "DataParallelGradientHandler" for handler in handlers):
+        averaging = {f"{what}GradientHandler" for what in ("DataParallel", "Moe", "SequenceParallel")}
+        if both := [handler["type"] for handler in handlers if handler.get("type") in averaging]:
             raise ConfigException(
-                "config has 'zero', which averages gradients itself, and the handler"
-                " DataParallelGradientHandler; remove one"
+                f"config has 'zero', which averages gradients itself, and the handler {both[0]}; remove one"
             )
 
 

@@ -31,7 +31,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.mesh.deferred import materialize
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
-from colossalai.utils import get_current_device, is_using_pp, is_using_sequence
+from colossalai.utils import get_current_device, is_using_moe, is_using_pp, is_using_sequence
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import averaging_group, averaging_size, row_mode, share_weights
 
@@ -108,6 +108,7 @@ def _make_booster(features: Features, model: nn.Module, optimizer: Optimizer, cr
     )
     check_supported(wanted, ConfigException)
     booster = Booster(mixed_precision=features.precision, plugin=plugin)
+    booster.averaged_over = wanted.averaged_over
     if booster.plugin is None:
         _share_weights(model)  # before boost, which may copy them into master weights
     return booster
@@ -179,9 +180,9 @@ def _plugin(features: Features, model: nn.Module, optimizer: Optimizer) -> Plugi
     """DDP averages gradients, unless ZeRO or handlers do so or there is nothing to average."""
     if features.zero is not None:
         return zero_plugin(features.zero, averaging_group(), model, optimizer)
-    if averaging_size() == 1 or features.handlers or is_using_pp():
+    by_handlers = features.handlers or is_using_pp() or is_using_moe()
+    if averaging_size() == 1 or by_handlers:
         if features.ddp_options:
-            by_handlers = features.handlers or is_using_pp()
             why = "gradient handlers take the place of DDP" if by_handlers else "there is one replica"
             get_dist_logger().warning(f"config section 'torch_ddp' has no effect: {why}", ranks=[0])
         return None
@@ -192,14 +193,15 @@ def _plugin(features: Features, model: nn.Module, optimizer: Optimizer) -> Plugi
 
 
 def handlers_of(features: Features, model: nn.Module, optimizer: Optimizer) -> list[BaseGradientHandler]:
-    """Build the gradient handlers of the config, and those that a pipeline needs: sums over stages, then
-    means.
+    """Build the gradient handlers of the config, and those that pipelines and experts need: sums over stages,
+    then means.
     """
     configs = list(features.handlers)
-    if is_using_pp() and not configs and features.zero is None and averaging_size() > 1:
-        # once after all micro-batches, where DDP would do so after each
-        rows = "Sequence" if is_using_sequence() else "Data"
-        configs.append({"type": f"{rows}ParallelGradientHandler"})
+    needed = is_using_pp() or is_using_moe()
+    if needed and not configs and features.zero is None and averaging_size() > 1:
+        # in a pipeline once after all micro-batches, where DDP would do so after each
+        rows = "SequenceParallel" if is_using_sequence() else "DataParallel"
+        configs.append({"type": f"{'Moe' if is_using_moe() else rows}GradientHandler"})
     shared = {"type": "PipelineSharedModuleGradientHandler"}
     if any(hasattr(p, SHARED_GROUP) for p in model.parameters()) and shared not in configs:
         configs.insert(0, shared)  # sums before means, as in Booster.execute_pipeline

@@ -23,6 +23,7 @@ _OURS = ("1d", "2d", "2.5d", "3d")
 # The handlers that leave what tensor-parallel ranks have as it is.
 _DATA_HANDLERS = (
     "DataParallelGradientHandler",
+    "MoeGradientHandler",
     "SequenceParallelGradientHandler",
     "ZeROGradientHandler",
     "PipelineSharedModuleGradientHandler",

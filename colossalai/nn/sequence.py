@@ -65,6 +65,7 @@ class SequenceParallel:
     def cut(self, x: Tensor, dim: int = 1, *, value: float = 0) -> Tensor:
         """This rank's tokens of ``x``, which all ranks hold; what is missing to equal parts is ``value``."""
         missing = self.padded(x.size(dim)) - x.size(dim)
+        _lengths[self.padded(x.size(dim))] = x.size(dim)
         if missing:
             x = pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing), value=value)
         mine = redistribute(x, replicated(x.ndim), self.layout(x.ndim, dim), self.mesh)
@@ -103,6 +104,18 @@ class SequenceParallel:
             alone = torch.arange(2, 2 + real.size(1), device=real.device)
             numbers = torch.where(real.cumsum(-1) == 0, alone, numbers)
         return pad(numbers, (0, self.padded(real.size(1)) - real.size(1)), value=-1)
+
+
+# The length of the sequences that were last padded to each length: of a token alone no layer can tell whether
+# it is padding.
+_lengths: dict[int, int] = {}
+
+
+def length_before_padding(padded: int) -> int | None:
+    """The length of the sequences that ``SequenceParallel.cut`` has last padded to ``padded``; None if there
+    were none.
+    """
+    return _lengths.get(padded)
 
 
 class _Scaled(torch.autograd.Function):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from colossalai.amp.casting import CastModel, cast_floats
 from colossalai.context.config_schema import READ_BY_FEATURES
+from colossalai.context.moe_context import MOE_CONTEXT, RouterLosses
 from colossalai.interface.batch import Criterion, loss_of
 from colossalai.interface.first_step import shared_axes
 from colossalai.interface.nest import batch_size, lengths
@@ -126,6 +127,15 @@ def join_outputs(outputs: list[Any]) -> Any:
         else:
             joined.append(torch.cat(parts))
     return tree_unflatten(joined, spec)
+
+
+class _WithLosses(NamedTuple):
+    """The output of a stage, with the losses of all routers so far: they travel to the last stage, whose
+    criterion adds them to the loss, and their gradients come back.
+    """
+
+    output: Any
+    losses: RouterLosses
 
 
 class LossOwner(Protocol):
@@ -248,7 +258,15 @@ class Pipeline:
 
     def forward(self, stage: int, chunk: int, microbatch: int, received: Any) -> Any:
         data, _ = self._parts[microbatch]
-        return self._caller(chunk, data, received, is_first=stage == 0)
+        earlier = received.losses if isinstance(received, _WithLosses) else None
+        MOE_CONTEXT.begin(earlier)
+        if isinstance(received, _WithLosses):
+            received = received.output
+        output = self._caller(chunk, data, received, is_first=stage == 0)
+        if stage == self.timetable.placement.last:
+            return output  # the criterion takes the losses
+        losses = MOE_CONTEXT.take()
+        return output if losses is None else _WithLosses(output, losses)
 
     def finish(self, output: Any, microbatch: int) -> Tensor | None:
         if self._casts_output:

@@ -109,6 +109,11 @@ def is_using_sequence() -> bool:
     return _is_using(ParallelMode.SEQUENCE)
 
 
+def is_using_moe() -> bool:
+    """Whether experts are shared out over ranks (``parallel.moe``)."""
+    return _is_using(ParallelMode.MOE_MODEL)
+
+
 def is_model_parallel_parameter(param: torch.Tensor) -> bool:
     """Whether ``param`` is one piece of a parameter that is divided over tensor-parallel ranks."""
     return bool(

@@ -9,23 +9,13 @@ def _all(module: str, names: str, issue: str, reason: str) -> dict[str, tuple[st
     return {f"{module}.{name}": (issue, reason) for name in names.split()}
 
 
-_EXPERTS = ("issue 22", "mixture of experts")
 _COSTS = ("issue 23", "costs, conversion of layouts, tracing")
 _AUTO = ("issue 24", "automatic parallelism")
 _CACHED = ("no issue", "tables of recommendation models, with a cache on the device; no page shows them")
 _OLDER = ("no issue", "moving parts of an older ZeRO-3; ours has the chunks of Gemini in their place")
-_EXPERT_LAYERS = (
-    "Experts FFNExperts TPExperts MoeExperts MoeLayer MoeModule MoeRouter Top1Router Top2Router"
-    " NormalNoiseGenerator UniformNoiseGenerator build_ffn_experts save_moe_model load_moe_model"
-    " MoeCrossEntropyLoss MoeLoss"
-)
 
 # name, or module with all that is in it -> (issue, reason)
 MISSING: dict[str, tuple[str, str]] = {
-    **_all("colossalai.nn", _EXPERT_LAYERS, *_EXPERTS),
-    **_all("colossalai.nn.loss", "MoeCrossEntropyLoss MoeLoss", *_EXPERTS),
-    "colossalai.context.moe_context": _EXPERTS,
-    "colossalai.engine.gradient_handler.MoeGradientHandler": _EXPERTS,
     "colossalai.tensor.sharding_spec": _COSTS,
     "colossalai.tensor.shape_consistency": _COSTS,
     "colossalai.tensor.comm_spec": _COSTS,

@@ -49,6 +49,19 @@ def save_checkpoint(
     io.run_write(partial(save_state_dict, state, file))
 
 
+def save_moe_model(model: nn.Module, path: str | Path) -> None:
+    """Write one file of the weights of ``model``, with the experts of all ranks; every rank calls this.
+
+    ``colossalai.nn.layer.moe`` offers it under its documented name, and ``load_moe_model``.
+    """
+    GatheredCheckpointIO().save_model(model, path)
+
+
+def load_moe_model(model: nn.Module, path: str | Path) -> None:
+    """Load what ``save_moe_model`` wrote, under any plan: each rank takes its own experts."""
+    GatheredCheckpointIO().load_model(model, path)
+
+
 def _whole_optimizer(optimizer: Optimizer, model: nn.Module, io: GatheredCheckpointIO) -> dict[str, Any]:
     """Gather the state dict of the serial optimizer, with the names of its parameters."""
     state = io.optimizer_parts(optimizer, model)

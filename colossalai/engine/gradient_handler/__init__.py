@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from colossalai.engine.gradient_handler.handlers import (
     BaseGradientHandler,
     DataParallelGradientHandler,
+    MoeGradientHandler,
     PipelineSharedModuleGradientHandler,
     SequenceParallelGradientHandler,
     ZeROGradientHandler,
@@ -45,6 +46,7 @@ __all__ = [
     "SHARED_GROUP",
     "BaseGradientHandler",
     "DataParallelGradientHandler",
+    "MoeGradientHandler",
     "PipelineSharedModuleGradientHandler",
     "SequenceParallelGradientHandler",
     "ZeROGradientHandler",

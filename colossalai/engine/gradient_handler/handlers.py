@@ -65,6 +65,13 @@ class SequenceParallelGradientHandler(DataParallelGradientHandler):
 
 
 @GRADIENT_HANDLER.register_module
+class MoeGradientHandler(DataParallelGradientHandler):
+    """Averages gradients over all ranks with other data, and those of experts over the ranks that hold the
+    same ones: the name of ``DataParallelGradientHandler`` where experts are shared out.
+    """
+
+
+@GRADIENT_HANDLER.register_module
 class PipelineSharedModuleGradientHandler(BaseGradientHandler):
     """Adds the gradients of weights that several pipeline stages share (see
     ``pipeline_shared_module_pg``).

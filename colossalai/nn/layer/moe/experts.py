@@ -229,8 +229,8 @@ class FFNExperts(MoeExperts):
             return wide
         if exact_stream() is not None:
             raise ValueError(
-                f"{type(self).__name__}(drop_rate={self.drop_rate}) inside of plan_independent_dropout: the"
-                " rows of experts have other places under each plan; build it with drop_rate=0"
+                f"{type(self).__name__} has drop_rate={self.drop_rate}, and the rows of experts have other"
+                " places under each plan: inside of plan_independent_dropout, build it with drop_rate=0"
             )
         if self._mesh is None:
             return dropout(wide, self.drop_rate)

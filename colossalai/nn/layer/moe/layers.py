@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colossalai.context.moe_context import MOE_CONTEXT
-from colossalai.mesh import Layout, Mesh, gather, redistribute, replicated, scatter, use
+from colossalai.mesh import PIPELINE_AXIS, Layout, Mesh, gather, redistribute, replicated, scatter, use
 from colossalai.nn import init
 from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.layer.moe.dispatch import plan_dispatch, run_experts
@@ -27,7 +27,7 @@ from colossalai.nn.layer.moe.routers import (
 )
 from colossalai.nn.layer.moe.tokens import TokenOrder, gather_over
 from colossalai.nn.modes import TensorParallel, at_rank
-from colossalai.nn.sequence import current_sequence
+from colossalai.nn.sequence import SequenceParallel, current_sequence, length_before_padding
 from colossalai.utils.activation_checkpoint import computed_once, is_computed_again
 
 
@@ -85,6 +85,8 @@ class MoeLayer(ParallelLayer):
         """
         self._check_input(inputs, real)
         whole = self._whole(inputs, self._layout(inputs.ndim))
+        if self.sequence is not None and real is None:
+            real = self._tokens_of(self.sequence, inputs)
         if real is not None:
             rows = Layout(self._layout(inputs.ndim).dims[:-1])
             real = self._whole(real.long(), rows).bool().flatten()
@@ -92,8 +94,8 @@ class MoeLayer(ParallelLayer):
         shape = (len(whole), math.prod(whole.shape[1:-1]))
         order = TokenOrder(shape, whole.device, self._mesh, self.sequence)
         routing = self.router(self._scores(tokens), order, real, self._bias())
-        self._note(routing)
         outputs = self._through_experts(tokens, routing).to(whole.dtype)
+        self._note(routing, outputs)
         return self._at_rest(outputs.view(whole.shape))
 
     def _check_input(self, inputs: Tensor, real: Tensor | None) -> None:
@@ -112,6 +114,21 @@ class MoeLayer(ParallelLayer):
             raise ValueError(
                 f"real must have the shape of the tokens, {tuple(inputs.shape[:-1])}, got {tuple(real.shape)}"
             )
+
+    def _tokens_of(self, sequence: SequenceParallel, inputs: Tensor) -> Tensor | None:
+        """Which tokens of this rank the sequences had before they were padded; None if all."""
+        padded = inputs.size(1) * sequence.size
+        length = None if self.mesh.size.get(PIPELINE_AXIS, 1) > 1 else length_before_padding(padded)
+        if length is None:
+            raise ValueError(
+                "MoeLayer cannot see which tokens were only added to cut sequences into equal parts, and"
+                " would send them to experts: give it real=, False for those"
+                " (current_sequence().positions(length) < length), as models of titans do"
+            )
+        if length == padded:
+            return None
+        own = sequence.positions(length, inputs.device) < length
+        return computed_once(lambda: own.expand(inputs.shape[:2]).contiguous())
 
     def _layout(self, ndim: int) -> Layout:
         return replicated(ndim) if self.plain else at_rank(self.tp.hidden, ndim)
@@ -135,16 +152,17 @@ class MoeLayer(ParallelLayer):
         # in a recomputation, as it was in the first run
         return None if self.expert_bias is None else computed_once(self.expert_bias.clone)
 
-    @torch.no_grad()
-    def _note(self, routing: Routing) -> None:
+    def _note(self, routing: Routing, outputs: Tensor) -> None:
         """Hand the losses on, and note the loads."""
         if is_computed_again():
             return
-        MOE_CONTEXT.add_loss(routing.balance_loss, routing.z_loss)
+        losses = MOE_CONTEXT.add_loss(routing.balance_loss, routing.z_loss, self)
+        if outputs.requires_grad:
+            outputs.register_hook(lambda grad: MOE_CONTEXT.forget(losses))
         self.loads = routing.loads
         if self.expert_bias is not None and self.training:
             load = routing.loads.tokens.to(self.expert_bias.dtype)
-            self.expert_bias += self.router.bias_rate * (load.mean() - load).sign()
+            self.expert_bias.add_((load.mean() - load).sign(), alpha=self.router.bias_rate)
 
     def _through_experts(self, tokens: Tensor, routing: Routing) -> Tensor:
         experts, weights = self.experts, routing.weights

@@ -216,24 +216,38 @@ class MoeRouter(nn.Module):
         if scores.is_meta:  # loads do not exist there, and a dry run takes even ones
             total = scores.new_empty(experts, dtype=torch.int64)
             return _Choice(chosen, None, total, total.sum())
-        places = (order.runs[:, None] * k + torch.arange(k, device=chosen.device)) * experts + chosen
         counted = torch.ones_like(chosen) if real is None else real[:, None].long().expand(-1, k)
-        counts = torch.zeros(order.number_of_runs * k * experts, dtype=torch.int64, device=chosen.device)
-        counts.scatter_add_(0, places.flatten(), counted.flatten())
-        earlier, every = order.before(counts.view(-1, k, experts))
+        counts = torch.zeros(order.number_of_runs, k, experts, dtype=torch.int64, device=chosen.device)
+        places = (order.runs[:, None] * k + torch.arange(k, device=chosen.device)) * experts + chosen
+        counts.view(-1).scatter_add_(0, places.flatten(), counted.flatten())
+        # a last column for tokens whose scores are nan, so that all ranks hear of them
+        nan = torch.zeros_like(counts[..., :1])
+        nan[0, 0] = (scores.isnan().any(-1) & counted[:, 0].bool()).sum()
+        earlier, every = order.before(torch.cat([counts, nan], -1))
+        self._refuse_nan(every[0, -1], alone=not order.rows)
+        earlier, every = earlier[..., :-1], every[..., :-1]
         total = every.sum(0)
         if not self.drop_tks:
             return _Choice(chosen, None if real is None else counted.bool(), total, 0 * total.sum())
         before = every.cumsum(0) - every  # first choices of all tokens come before second ones
         if self.select_policy == "random":
             position = (
-                self._random_positions(chosen, order, counted) + before.flatten()[places % (k * experts)]
+                self._random_positions(chosen, order, counted) + before.reshape(-1)[places % (k * experts)]
             )
         else:
-            position = (before + earlier).flatten()[places] + _ranks(places, counted)
+            position = (before + earlier).reshape(-1)[places] + _ranks(places, counted)
         capacity = self._capacity(every[0].sum(), experts)
         dropped = (total - total.clamp(max=capacity)).sum()
         return _Choice(chosen, (position < capacity) & counted.bool(), total, dropped)
+
+    def _refuse_nan(self, tokens: Tensor, *, alone: bool) -> None:
+        # a GPU alone need not be waited for: its loss will be nan
+        if not (alone and tokens.is_cuda) and int(tokens):
+            raise FloatingPointError(
+                f"{type(self).__name__}: the scores of {int(tokens)} tokens of this micro-batch are nan, so"
+                " no expert can be chosen; the inputs of the layer or its gate_weight have become nan or"
+                " infinite: look at the steps before (a lower learning rate, clipping), or at the data"
+            )
 
     def _capacity(self, tokens: Tensor, experts: int) -> Tensor:
         factor = self.capacity_factor_train if self.training else self.capacity_factor_eval

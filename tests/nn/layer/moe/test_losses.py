@@ -1,0 +1,114 @@
+"""Losses of routers: whose they are, when they end, and what hides them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from colossalai.context.moe_context import MOE_CONTEXT
+from colossalai.global_variables import moe_env
+from colossalai.nn.layer.moe import FFNExperts, MoeLayer, Top2Router
+from colossalai.nn.loss import MoeCrossEntropyLoss, MoeLoss
+from colossalai.utils import checkpoint
+
+WIDTH = 8
+
+
+class Two(nn.Module):
+    def __init__(self, recompute: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [MoeLayer(WIDTH, 4, Top2Router(), FFNExperts(4, WIDTH, 16)) for _ in range(2)]
+        self.first, self.second = layers
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            if self.recompute == "ours":
+                x = checkpoint(layer, False, x, use_reentrant=False)
+            elif self.recompute:
+                x = torch_checkpoint(layer, x, use_reentrant=self.recompute == "reentrant")  # type: ignore[assignment]
+            else:
+                x = layer(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _no_losses_of_other_tests() -> None:
+    MOE_CONTEXT.reset_loss()
+
+
+def _input() -> Tensor:
+    return torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+def _mse(weight: float = 1.0) -> MoeLoss:
+    return MoeLoss(weight, nn.MSELoss)
+
+
+def test_the_loss_of_both_layers_is_added_once() -> None:
+    model, x = Two(), _input()
+    y = model(x)
+    each = [losses.balance.item() for losses in MOE_CONTEXT._losses]
+    assert len(each) == 2
+    main = nn.functional.mse_loss(y, torch.zeros_like(y))
+    loss = _mse(0.5)(y, torch.zeros_like(y))
+    assert float(loss) == pytest.approx(float(main) + 0.5 * sum(each))
+    assert float(_mse(0.5)(y, torch.zeros_like(y))) == pytest.approx(float(loss))  # asked twice, the same
+    assert float(moe_env.aux_loss) == pytest.approx(sum(each))
+
+
+@pytest.mark.parametrize("recompute", ["ours", "torch"])
+def test_a_recomputation_adds_nothing(recompute: str) -> None:
+    grads = []
+    for how in ("", recompute):
+        model, x = Two(how), _input()
+        _mse()(model(x), torch.zeros_like(x)).backward()
+        assert MOE_CONTEXT.take() is None
+        grads.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_a_checkpoint_that_hides_the_losses_is_refused() -> None:
+    model, x = Two("reentrant"), _input()
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        _mse()(model(x), torch.zeros_like(x))
+
+
+def test_passes_without_a_loss_leave_nothing_behind() -> None:
+    model, x = Two(), _input()
+    expected = float(_mse()(model(x), torch.zeros_like(x)))
+    model(x).sum().backward()  # by another loss
+    assert float(_mse()(model(x), torch.zeros_like(x))) == pytest.approx(expected)
+    with torch.no_grad():
+        model(x)
+        model(x)
+        assert float(_mse()(model(x), torch.zeros_like(x))) == pytest.approx(expected)
+        model(x)
+    assert float(_mse()(model(x), torch.zeros_like(x))) == pytest.approx(expected)
+
+
+def test_two_passes_before_a_loss_both_count() -> None:
+    model, x = Two(), _input()
+    y = model(x)
+    once = float(MOE_CONTEXT.get_loss())
+    y = model(x)
+    model(x)
+    assert float(MOE_CONTEXT.get_loss()) == pytest.approx(2 * once)
+    assert y.requires_grad
+
+
+def test_documented_losses() -> None:
+    model, x = Two(), _input()
+    labels = torch.zeros(12, dtype=torch.int64)
+    scores = model(x).flatten(0, 1)
+    plain = nn.functional.cross_entropy(scores, labels, label_smoothing=0.1)
+    loss = MoeLoss(aux_weight=0.01, loss_fn=nn.CrossEntropyLoss, label_smoothing=0.1)(scores, labels)
+    assert float(loss) == pytest.approx(float(plain) + 0.01 * float(MOE_CONTEXT.get_loss()))
+    assert float(MoeCrossEntropyLoss(0.0)(scores, labels)) == pytest.approx(
+        float(nn.functional.cross_entropy(scores, labels))
+    )
+    with pytest.raises(ValueError, match="aux_weight must be a number of at least 0, got -1"):
+        MoeLoss(-1, nn.CrossEntropyLoss)

@@ -1,0 +1,62 @@
+"""Models with experts train as the serial model does: engine, pipelines, clipping, accumulation and
+recomputation.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+
+from colossalai.testing import spawn
+from tests.nn.layer.moe.training import MICRO, Task, Trained, by_engine, by_pipeline, compare, launch, serial
+
+TASKS = {
+    "plain": Task(),
+    "top1-clip": Task(k=1, capacity=0.8, clip=True),
+    "full": Task(recompute="full"),
+    "selective": Task(recompute="selective", clip=True),
+    "bias": Task(bias_rate=0.05, recompute="full"),
+}
+TP, SP = {"tensor": {"size": 2, "mode": "1d"}}, {"sequence": 2}
+
+
+@cache
+def expected(name: str) -> Trained:
+    return serial(TASKS[name])
+
+
+def _engine(name: str, parallel: dict[str, Any], want: Trained, **place: Any) -> None:
+    launch(TASKS[name], parallel, gradient_accumulation=MICRO)
+    compare(by_engine(TASKS[name]), want, loads=not TASKS[name].recompute)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [({"moe": 2}, 2), ({"moe": {"size": 2}}, 4), ({"moe": 2, **TP}, 4), ({"moe": 2, **SP}, 4)],
+    ids=["ep2", "dp2-ep2", "ep2-tp2", "ep2-sp2"],
+)
+def test_engine(task: str, parallel: dict[str, Any], ranks: int) -> None:
+    spawn(partial(_engine, task, parallel, expected(task)), ranks)
+
+
+def _pipeline(name: str, parallel: dict[str, Any], want: Trained, **place: Any) -> None:
+    launch(TASKS[name], parallel, NUM_MICRO_BATCHES=MICRO)
+    compare(by_pipeline(TASKS[name]), want, loads=False)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [
+        ({"pipeline": 2}, 2),
+        ({"pipeline": {"size": 2, "schedule": "zbh1"}}, 2),
+        ({"pipeline": 2, "moe": 2}, 4),
+        ({"pipeline": 2, "moe": 2, **TP}, 8),
+    ],
+    ids=["pp2", "zbh1", "pp2-ep2", "pp2-ep2-tp2"],
+)
+def test_pipeline(task: str, parallel: dict[str, Any], ranks: int) -> None:
+    spawn(partial(_pipeline, task, parallel, expected(task)), ranks)
