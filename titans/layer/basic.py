@@ -126,7 +126,7 @@ def routed_tokens(
     sequence: SequenceParallel | None,
 ) -> Tensor | None:
     """Which of this rank's tokens ``x`` go to experts: those that are neither padding nor only there to fill
-    a sequence; None if all do.
+    a sequence; None if all do, in sequences that are not cut.
 
     Args:
         real: (batch, length) False at padding, of the whole batch; None if there is none.
@@ -139,9 +139,9 @@ def routed_tokens(
                 "sequences are cut over ranks, and experts must know their length to tell tokens from what"
                 " only fills a sequence; give a pipeline batches that are dicts, {'input_ids': ...}"
             )
-        if real is None and sequence.padded(length) != length:
+        if real is None:
             real = torch.ones(len(x), length, dtype=torch.bool, device=x.device)
-        return None if real is None else sequence.cut(real.long()).bool()
+        return sequence.cut(real.long()).bool()
     tp, mesh = place["tp"], place["mesh"]
     if real is None or mesh is None or tp.size == 1:
         return real
