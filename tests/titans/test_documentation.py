@@ -15,7 +15,7 @@ def test_the_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, PAGE.name, "exec"), {})
         printed = capsys.readouterr().out.splitlines()
