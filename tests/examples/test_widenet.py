@@ -15,22 +15,21 @@ FOLDER = EXAMPLES / "image" / "widenet"
 SHARED = "parallel = dict(moe=dict(size=MOE_MODEL_PARALLEL_SIZE))"
 
 
-def curve(tmp_path: Path, ranks: int, epochs: int, *changes: tuple[str, str]) -> list[tuple[float, float]]:
-    """The losses and accuracies of the epochs."""
-    short = (("NUM_EPOCHS = 15", f"NUM_EPOCHS = {epochs}"), ("WARMUP_EPOCHS = 2", "WARMUP_EPOCHS = 0"))
+def first_epoch(tmp_path: Path, ranks: int, *changes: tuple[str, str]) -> list[float]:
+    """The loss and the accuracy of a training of one epoch."""
+    short = (("NUM_EPOCHS = 15", "NUM_EPOCHS = 1"), ("WARMUP_EPOCHS = 2", "WARMUP_EPOCHS = 0"))
     config = changed_config(FOLDER, tmp_path / "config.py", *short, *changes)
     shown = run_script("image/widenet/train.py", "--config", config, data=tmp_path, nprocs=ranks)
-    found = re.findall(r"epoch \d+: loss ([\d.]+), test accuracy ([\d.]+)", shown)
-    assert len(found) == epochs, shown
-    return [(float(loss), float(right)) for loss, right in found]
+    (found,) = re.findall(r"epoch 1: loss ([\d.]+), test accuracy ([\d.]+)", shown)
+    return [float(number) for number in found]
 
 
 def test_one_curve_on_one_two_and_four_processes(tmp_path: Path) -> None:
-    alone = curve(tmp_path, 1, 3)
-    assert alone[-1][0] < alone[0][0] - 0.5
-    assert alone[-1][1] > 0.7
+    loss, right = alone = first_epoch(tmp_path, 1)
+    assert loss < 2
+    assert right > 0.5
     for ranks in (2, 4):
-        assert curve(tmp_path, ranks, 1) == pytest.approx(alone[:1], abs=2e-6)
+        assert first_epoch(tmp_path, ranks) == pytest.approx(alone, abs=2e-6)
 
 
 @pytest.mark.slow
@@ -44,8 +43,8 @@ def test_one_curve_on_one_two_and_four_processes(tmp_path: Path) -> None:
     ],
 )
 def test_one_curve_under_every_plan(parallel: str, ranks: int, tmp_path: Path) -> None:
-    alone = curve(tmp_path, 1, 1)
-    assert curve(tmp_path, ranks, 1, (SHARED, parallel)) == pytest.approx(alone, abs=2e-6)
+    alone = first_epoch(tmp_path, 1)
+    assert first_epoch(tmp_path, ranks, (SHARED, parallel)) == pytest.approx(alone, abs=2e-6)
 
 
 @pytest.mark.slow
