@@ -131,7 +131,8 @@ def watch_loads(model: nn.Module, trained: Trained) -> None:
 
 def launch(task: Task, parallel: dict[str, Any], **config: Any) -> None:
     clip = {"clip_grad_norm": CLIP} if task.clip else {}
-    colossalai.launch_from_torch({"parallel": parallel, **clip, **config}, verbose=False)
+    config = {"parallel": parallel, **clip, **config}
+    colossalai.launch_from_torch(config, backend="gloo", verbose=False)  # several ranks may share a GPU
 
 
 def own(x: Tensor) -> Tensor:
@@ -148,20 +149,21 @@ def mean(loss: Tensor) -> Tensor:
     return total / gpc.get_world_size(ParallelMode.DATA)
 
 
-def by_engine(task: Task) -> Trained:
-    model, trained = build(task), Trained()
+def by_engine(task: Task, device: str = "cpu") -> Trained:
+    model, trained = build(task).to(device), Trained()
     engine, *_ = colossalai.initialize(model, sgd(model.parameters()), criterion(), verbose=False)
     watch_loads(model, trained)
     for step in data():
         total = torch.zeros((), dtype=torch.float64)
         for x, y in step:
             engine.zero_grad()
-            loss = engine.criterion(engine(own(x)), own(y))
+            loss = engine.criterion(engine(own(x).to(device)), own(y).to(device))
             engine.backward(loss)
             engine.step()
-            total += mean(loss.detach())
+            total += mean(loss.detach()).cpu()
         trained.note(total / MICRO)
-    trained.weights = whole(model)
+    trained.loads = [load.cpu() for load in trained.loads]
+    trained.weights = {name: value.cpu() for name, value in whole(model).items()}
     return trained
 
 
