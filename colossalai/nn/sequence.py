@@ -23,6 +23,7 @@ from colossalai._numeric import round_up
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import Axes, Layout, Mesh, local_slices, redistribute, replicated
+from colossalai.nn.same_tokens import check_same_tokens
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,11 @@ class SequenceParallel:
         return replace(layout, dims=dims, zigzag=zigzag)
 
     def cut(self, x: Tensor, dim: int = 1, *, value: float = 0) -> Tensor:
-        """This rank's tokens of ``x``, which all ranks hold; what is missing to equal parts is ``value``."""
+        """This rank's tokens of ``x``, which all ranks hold; what is missing to equal parts is ``value``.
+
+        Ranks that hold different ``x`` are refused, see :mod:`colossalai.nn.same_tokens`.
+        """
+        check_same_tokens("a sequence", x, self.mesh)
         missing = self.padded(x.size(dim)) - x.size(dim)
         if missing:
             x = pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing), value=value)
@@ -97,6 +102,7 @@ class SequenceParallel:
         Padding looks at the tokens and is seen by none.  Where attention is causal, padding before the first
         token has none to look at, and each looks at itself.
         """
+        check_same_tokens("a mask", real, self.mesh)
         numbers = torch.where(real, 1, -1)
         if causal:
             alone = torch.arange(2, 2 + real.size(1), device=real.device)

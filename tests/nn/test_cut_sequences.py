@@ -172,3 +172,31 @@ def check_generation_in_pieces(rank: int, world_size: int, port: int) -> None:
 def test_generation() -> None:
     spawn(check_generation, 2)
     spawn(check_generation_in_pieces, 2)
+
+
+def check_differing(rank: int, world_size: int, port: int, plan: dict[str, Any]) -> None:
+    """Also behind the first step, and in the mode whose first step compares nothing."""
+    launch(plan)
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH)
+    model, mask = build("gpt", LENGTH), torch.ones_like(ids)
+    with pytest.raises(ValueError, match=r"a sequence of shape \(2, 7\) with other values"):
+        model(ids + rank)
+    for _ in range(8):
+        GPTLMLoss()(model(ids, mask), ids)
+    words = "share one sequence and were given different batches: a "
+    with pytest.raises(ValueError, match=rf"{words}sequence of torch.int64 and shape \(2, 7\) on one, a"):
+        model(ids[:, rank:])  # which would be padded to the same length
+    with pytest.raises(ValueError, match=rf"{words}sequence of .* and shape \(1, 7\) on the other"):
+        model(ids[rank:])
+    with pytest.raises(ValueError, match=rf"{words}mask of torch.bool .* a sequence of torch.int64"):
+        model(ids, None if rank else mask)
+    features = torch.ones(2, LENGTH, 4).log_()  # 0, and later infinite
+    sequence().cut(features + rank * 1e-12)  # rounded in another way
+    sequence().cut(features.fill_(torch.inf))
+
+
+@pytest.mark.parametrize(
+    "plan", [{"sequence": 2}, {"tensor": {"size": 2, "mode": "sequence"}}], ids=["sequence", "mode"]
+)
+def test_ranks_that_hold_different_sequences_are_refused(plan: dict[str, Any]) -> None:
+    spawn(check_differing, 2, plan=plan)
