@@ -86,10 +86,14 @@ class SequenceParallel:
         partial = Layout(((),) * x.ndim, partial=frozenset(self.axes))
         return redistribute(_scaled(x, self.size, 1), partial, replicated(x.ndim), self.mesh)
 
-    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """The places of this rank's tokens in a sequence of ``length``; padding goes on counting."""
+    def positions(self, length: int, device: torch.device | None = None, *, padding: int = 0) -> Tensor:
+        """The places of this rank's tokens in a sequence of ``length``.
+
+        What pads it is at place ``padding``: for 0, a table of ``length`` positions has them all.
+        """
         ((ranges),) = local_slices((self.padded(length),), self.layout(1, 0), self.mesh)
-        return torch.cat([torch.arange(start, start + n, device=device) for start, n in ranges])
+        places = torch.cat([torch.arange(start, start + n, device=device) for start, n in ranges])
+        return places.masked_fill(places >= length, padding)
 
     def is_piece(self, rows: int, length: int) -> bool:
         """Whether ``rows`` is how many tokens each rank has of a sequence of ``length``."""

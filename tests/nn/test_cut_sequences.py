@@ -155,6 +155,22 @@ def test_dropout_differs_where_tokens_or_features_do() -> None:
     spawn(check_dropout, 4)
 
 
+def check_positions(rank: int, world_size: int, port: int) -> None:
+    """A table of as many positions as there are tokens is enough, also where the length does not divide."""
+    launch({"sequence": 2})
+    for length in (1, 2, 5, 8):
+        own = sequence().positions(length)
+        assert own.max() < length
+        assert torch.equal(own, sequence().cut(torch.arange(length), 0))
+        assert torch.equal(sequence().gather(own[None], length)[0], torch.arange(length))
+        marked = sequence().cut(torch.arange(length), 0, value=-1)
+        assert torch.equal(sequence().positions(length, padding=-1), marked)
+
+
+def test_positions_of_padding_are_in_the_table() -> None:
+    spawn(check_positions, 2)
+
+
 def check_generation(rank: int, world_size: int, port: int) -> None:
     start = torch.tensor([[3, 1, 4], [1, 5, 9]])
     expected = generate(build("gpt", 16), start, 6, temperature=0)  # type: ignore[arg-type]
