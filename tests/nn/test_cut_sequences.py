@@ -49,7 +49,7 @@ def check_loss(expected: Tensor, gradient: Tensor, loss: CrossEntropyLoss, label
     whole = whole_scores()[0].requires_grad_()
     found = loss(sequence().cut(whole), labels)
     found.sum().backward()
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, equal_nan=True)
     assert whole.grad is not None
     torch.testing.assert_close(mean_over_ranks(whole.grad), gradient)
 
@@ -68,6 +68,8 @@ def check_losses(rank: int, world_size: int, port: int, plan: dict[str, Any]) ->
             assert x.grad is not None
             loss = CrossEntropyLoss(reduction == "mean", **options)
             check_loss(expected.view(shape).detach(), x.grad, loss, wanted)
+    ignored = torch.full_like(labels, -100)  # all: nothing is learnt, and nothing is lost
+    check_loss(torch.tensor(torch.nan), torch.zeros_like(scores), CrossEntropyLoss(), ignored)
     pieces = sequence().cut(labels, value=-100)
     mean = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
     torch.testing.assert_close(CrossEntropyLoss()(sequence().cut(scores), pieces), mean)

@@ -349,6 +349,19 @@ def check_losses(rank: int, world_size: int, port: int) -> None:
     assert cut(**{**batch, "labels": None}).logits.shape[:2] == (4, 11)
     with pytest.raises(ValueError, match="leave logits_to_keep out"):
         cut(**batch, logits_to_keep=1)
+    check_without_labels(task.build(), cut, batch)
+
+
+def check_without_labels(serial: Any, cut: Any, batch: dict[str, Any]) -> None:
+    """Nothing is learnt of a batch without any label, and no weight is lost, as with the loss of torch."""
+    given = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    chunked = [chunk_causal_loss(copy.deepcopy(serial), whole_scores=whole) for whole in (True, False)]
+    for model in (serial, cut, *chunked):
+        model.zero_grad()
+        loss = model(**given).loss
+        loss.backward()
+        assert loss.isnan()
+        assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_losses() -> None:
