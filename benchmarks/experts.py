@@ -1,7 +1,7 @@
 """A layer with experts beside its bare products, one-hot einsums and transformers' block:
 ``python -m benchmarks.experts`` on a machine with a GPU (``--small`` runs a toy anywhere).
 
-8 x 2048 tokens, top-2, width 2048, inner 4096, gated, bfloat16, both passes, dropless where not said otherwise.
+8 x 2048 tokens, top-2, width 2048, inner 4096, gated, bfloat16, both passes, dropless.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class OneHot(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        layer = self.layer
+    def forward(self, tokens: Tensor) -> Tensor:
+        layer, x = self.layer, tokens.flatten(0, -2)
         experts, k = layer.num_experts, layer.router.k_value
         scores = F.linear(x.float(), layer.gate_weight.float()).softmax(-1)
         top, chosen = scores.topk(k, -1)
@@ -112,7 +112,8 @@ class OneHot(nn.Module):
         weights = layer.experts
         assert isinstance(weights, FFNExperts)
         gate, up = torch.bmm(inputs, weights.w1).chunk(2, -1)
-        return torch.einsum("tec,ecd->td", combine.to(x.dtype), torch.bmm(F.silu(gate) * up, weights.w2))
+        outputs = torch.bmm(F.silu(gate) * up, weights.w2)
+        return torch.einsum("tec,ecd->td", combine.to(x.dtype), outputs).view_as(tokens)
 
 
 def mixtral(sizes: Sizes, experts: int, how: str) -> nn.Module | None:
@@ -149,8 +150,7 @@ def rows(sizes: Sizes, numbers: tuple[int, ...], device: torch.device, one_hot: 
         bare = milliseconds(bare_products(layer, flat, layer.loads.tokens), device)
         found.append(Row(f"layer, {experts} experts", time, bare, "its bare products (at most 1.3)"))
         if one_hot:
-            einsum = OneHot(layer)
-            peer = milliseconds(both_passes(lambda x: einsum(x[0])[None], x, parameters), device, repeat=5)
+            peer = milliseconds(both_passes(OneHot(layer), x, parameters), device, repeat=5)
             found.append(Row(f"layer, {experts} experts", time, peer, "one-hot einsums (at most 0.33)"))
         for how in ("grouped_mm", "eager"):
             if (block := mixtral(sizes, experts, how)) is not None:

@@ -1,4 +1,4 @@
-"""A dry run of experts plays even loads: memory of weights, states and activations with experts shared out."""
+"""A dry run of experts plays even loads: memory of weights, states and activations, shared out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python on the pages about experts, optimizers, their states on a disk, and schedulers runs as written."""
+"""The Python on the pages about experts, optimizers, states on a disk, and schedulers runs as written."""
 
 from __future__ import annotations
 
