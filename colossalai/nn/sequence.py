@@ -97,6 +97,10 @@ class SequenceParallel:
         places = torch.cat([torch.arange(start, start + n, device=device) for start, n in ranges])
         return places.masked_fill(places >= length, padding)
 
+    def are_tokens(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Which of this rank's tokens are those of a sequence of ``length``, and not what pads it."""
+        return self.positions(length, device, padding=-1) >= 0
+
     def is_piece(self, rows: int, length: int) -> bool:
         """Whether ``rows`` is how many tokens each rank has of a sequence of ``length``."""
         return rows * self.size == self.padded(length)
