@@ -25,11 +25,12 @@ from colossalai.booster.plugin import (
 )
 from colossalai.core import global_context as gpc
 from colossalai.mesh.gradient_norm import clip_factor
-from colossalai.mesh.rows import row_axes
+from colossalai.mesh.rows import averaging_axes
 from colossalai.nn.sequence import current_sequence
 from colossalai.testing.boosted import BoosterRun
 from colossalai.testing.parity import Problem, SerialRun
 from tests.pipeline.plans import HIDDEN, Block, to_tensor_parallel
+from tests.rows.experts import Experts
 
 WORDS, LENGTH, CLIP = 16, 8, 0.2
 
@@ -64,17 +65,21 @@ def to_plan(module: nn.Module) -> nn.Module:
     """A module of ``build`` under the launched plan."""
     if isinstance(module, Cut):
         module.is_cut = True
+    if isinstance(module, Experts):
+        module.share_out(gpc.mesh)
     if isinstance(module, Block) and gpc.plan.mode == "1d":
         return to_tensor_parallel(module)
     return module
 
 
 def differing(module: nn.Module) -> nn.Module:
-    """The same with other values on all ranks but the first of the rows: the plan must bring those to all."""
+    """The same with other values on all ranks but the first that hold the same: the plan must bring those to
+    all.
+    """
     module = to_plan(module)
     with torch.no_grad():
         for p in module.parameters():
-            p.add_(sum(gpc.mesh.coord[axis] for axis in row_axes(gpc.mesh)))
+            p.add_(sum(gpc.mesh.coord[axis] for axis in averaging_axes(p, gpc.mesh)))
     return module
 
 
@@ -98,7 +103,7 @@ def launch(**parallel: Any) -> None:
     colossalai.launch_from_torch({"parallel": parallel, **others}, backend="gloo", verbose=False)
 
 
-OTHERS = ("gradient_handler", "zero", "clip_grad_norm")
+OTHERS = ("gradient_handler", "zero", "clip_grad_norm", "gradient_accumulation", "torch_ddp")
 
 
 class CutRun(BoosterRun):
