@@ -145,11 +145,11 @@ PLUGINS: dict[str, Callable[[], Plugin]] = {
 }
 
 
-def check_trained(task: Problem, plugin: str, folder: str) -> CutRun:
+def check_trained(task: Problem, plugin: str, folder: str, **options: Any) -> CutRun:
     """Train under ``plugin`` and serially, with clipping; compare losses, norms and the weights that are
     saved.  For plans that show no gradients.
     """
-    run, serial = CutRun(task, PLUGINS[plugin](), clip=clip), ClippedSerial(task)
+    run, serial = CutRun(task, PLUGINS[plugin](), clip=clip, **options), ClippedSerial(task)
     for batch in task.batches:
         close(run.forward_backward(batch), serial.forward_backward(batch))
         close(run.gradient_norm(), serial.gradient_norm())

@@ -32,6 +32,9 @@ IN_FLIGHT = 2  # buckets that travel at a time, where nothing else bounds the me
 class Reducer:
     """Averages the gradients of the parameters of ``buckets`` over ``group``.
 
+    A bucket travels in its own group.  Of experts that has the ranks with the same ones, whose gradients are
+    sums over the tokens of all: so all are divided by the ranks of ``group``.
+
     Args:
         scatter: drop each gradient as soon as it has been reduced, and add up reduced ones (stage 2).
             Otherwise ``.grad`` keeps the gradients of this rank, and reducing takes all of them (stage 1).
@@ -174,7 +177,7 @@ class Reducer:
                 set_own_grad(p, None)
         if self._ranks > 1:
             buffer.div_(self._ranks)  # before the sum, which could overflow in fp16
-        return start_reduction(buffer, bucket.layout, self.group)
+        return start_reduction(buffer, bucket.layout, bucket.group)
 
     @torch.no_grad()
     def _receive(self, leave: int) -> None:
