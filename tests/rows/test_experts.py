@@ -85,4 +85,4 @@ def check_sharded(
     ],
 )
 def test_sharded_plans(plan: dict[str, Any], ranks: int, options: dict[str, Any], tmp_path: Path) -> None:
-    spawn(check_sharded, ranks, folder=str(tmp_path), plugins=("zero1", "zero2"), options=options, **plan)
+    spawn(check_sharded, ranks, folder=str(tmp_path), plugins=("gemini",), options=options, **plan)

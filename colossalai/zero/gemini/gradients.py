@@ -16,6 +16,11 @@ is the one in which the gradients of rank 0 were complete in the first step.
 With reentrant checkpointing, a parameter that several segments use gets a gradient from each, one after the
 other.  A chunk that was thought complete then gets more.  The first step finds these chunks; from then on
 they wait for the end of the backward pass.
+
+[Note: experts]
+So do chunks of experts that several ranks share.  A rank whose experts get no token has no gradient of them;
+if others met to average theirs in the backward pass, it would wait for these in the layer, where tokens go to
+and fro, and they for it.
 """
 
 from __future__ import annotations
@@ -120,6 +125,8 @@ class Gradients:
         self.tied.find(state.chunk for state in self.of.values())
         self.awaited = {i: state.trained - self.tied.slots.keys() for i, state in self.of.items()}
         self.order = sorted((i for i in self.of if self.awaited[i]), reverse=True)
+        ranks = {i: state.chunk.ranks for i, state in self.of.items()}
+        self.late = {i for i in self.of if ranks[i].pieces > 1 and ranks[i].size > 1}  # [Note: experts]
 
     def has_any(self) -> bool:
         """Whether a chunk has gradients that a step could use."""
@@ -153,7 +160,7 @@ class Gradients:
         reduced: list[Chunk] = []
         while self.turn < len(self.order):
             following = self.of[self.order[self.turn]]
-            if following.chunk.index not in self.late:
+            if following.chunk.index not in self.late and following.chunk.ranks.size > 1:
                 if not self.is_complete(following.chunk):
                     break
                 if self.may_reduce(following.chunk):
@@ -167,7 +174,7 @@ class Gradients:
         is done.
         """
         left = [self.of[i] for i in self.order]
-        shared = bool(left) and left[0].chunk.ranks.size > 1 and self.sync
+        shared = bool(left) and self.chunks.ranks.size > 1 and self.sync
         again = [state for state in left if state.is_reduced and state.arrived]
         rest = [state for state in left if state.arrived]
         if shared:
@@ -177,7 +184,8 @@ class Gradients:
             for state in sorted(unreduced, key=lambda s: s.chunk.index in self.late):
                 state.reduce(self.sync)
                 yield state.chunk
-            rest = again = self._agree_on(again)
+            alone = [state for state in again if state.chunk.ranks.size == 1]  # no other rank has to know
+            rest = again = self._agree_on([state for state in again if state not in alone]) + alone
         self.late.update(state.chunk.index for state in again)
         for state in rest:
             state.reduce(self.sync)
@@ -190,7 +198,8 @@ class Gradients:
 
     def has_second(self) -> bool:
         """Whether a gradient came after its chunk had been reduced, so that this step fails."""
-        return self._agreed and self.sync and any(s.is_reduced and s.arrived for s in self.of.values())
+        shared = (state for state in self.of.values() if state.chunk.ranks.size > 1)
+        return self._agreed and self.sync and any(state.is_reduced and state.arrived for state in shared)
 
     def _agree_on(self, again: list[ChunkGradients]) -> list[ChunkGradients]:
         """The chunks that some rank must reduce a second time [Note: late parts]; asked in the first step
