@@ -18,7 +18,7 @@ from colossalai.mesh import own_grad, set_own_grad
 from colossalai.mesh.deferred import recording_of
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils.host_memory import HUGE, host_empty
-from colossalai.utils.parallel import by_averaging_group
+from colossalai.utils.parallel import by_averaging_group, is_cut_over_rows
 from colossalai.zero.pieces import (
     FlatLayout,
     Piece,
@@ -119,7 +119,7 @@ def make_buckets(
     optimizer: Optimizer, params: Sequence[Tensor], options: BucketOptions, keep: Iterable[Tensor] = ()
 ) -> list[Bucket]:
     """Buckets in the order in which the backward pass is expected to complete
-    them: that of ``params``, reversed.
+    them: that of ``params``, reversed; those of experts come last.
 
     Parameters in ``keep`` stay in their dtype.
     """
@@ -138,6 +138,7 @@ def make_buckets(
             filled = open_.setdefault(kind, [])
         filled.append(param)
     closed += [(filled, *kind[:2]) for kind, filled in open_.items()]
+    closed.sort(key=lambda bucket: is_cut_over_rows(bucket[0][0]))
     return [
         _bucket(i, optimizer, own, share, dtype, options) for i, (own, share, dtype) in enumerate(closed)
     ]
