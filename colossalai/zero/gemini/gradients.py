@@ -18,9 +18,9 @@ other.  A chunk that was thought complete then gets more.  The first step finds 
 they wait for the end of the backward pass.
 
 [Note: experts]
-So do chunks of experts that several ranks share.  A rank whose experts get no token has no gradient of them;
-if others met to average theirs in the backward pass, it would wait for these in the layer, where tokens go to
-and fro, and they for it.
+So do chunks of experts.  A rank whose experts get no token has no gradient of them; if others met to average
+theirs in the backward pass, it would wait for these in the layer, where tokens go to and fro, and they for
+it.  Also where a rank has nobody to meet, all must evict chunks at the same moments.
 """
 
 from __future__ import annotations
@@ -125,8 +125,7 @@ class Gradients:
         self.tied.find(state.chunk for state in self.of.values())
         self.awaited = {i: state.trained - self.tied.slots.keys() for i, state in self.of.items()}
         self.order = sorted((i for i in self.of if self.awaited[i]), reverse=True)
-        ranks = {i: state.chunk.ranks for i, state in self.of.items()}
-        self.late = {i for i in self.of if ranks[i].pieces > 1 and ranks[i].size > 1}  # [Note: experts]
+        self.late = {i for i, state in self.of.items() if state.chunk.ranks.pieces > 1}  # [Note: experts]
 
     def has_any(self) -> bool:
         """Whether a chunk has gradients that a step could use."""
@@ -160,7 +159,7 @@ class Gradients:
         reduced: list[Chunk] = []
         while self.turn < len(self.order):
             following = self.of[self.order[self.turn]]
-            if following.chunk.index not in self.late and following.chunk.ranks.size > 1:
+            if following.chunk.index not in self.late:
                 if not self.is_complete(following.chunk):
                     break
                 if self.may_reduce(following.chunk):
@@ -176,7 +175,7 @@ class Gradients:
         left = [self.of[i] for i in self.order]
         shared = bool(left) and self.chunks.ranks.size > 1 and self.sync
         again = [state for state in left if state.is_reduced and state.arrived]
-        rest = [state for state in left if state.arrived]
+        rest = [state for state in left if state.arrived or state.chunk.ranks.pieces > 1]
         if shared:
             unreduced = [state for state in left if not state.is_reduced]
             # before the ranks agree: with NCCL other ranks may have reduced these in the pass, and late ones
