@@ -235,8 +235,8 @@ def make_piece(
     """The piece of ``param``, entry ``index`` of a flat ``buffer`` that holds its values.
 
     ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if
-    it waits on the host.  ``home``, a flat tensor like this rank's shard, is the memory for it.  ``group`` has
-    the ranks of ``layout``.
+    it waits on the host.  ``home``, a flat tensor like this rank's shard, is the memory for it.  ``group``
+    has the ranks of ``layout``.
     """
     start, end = layout.piece(index, rank)
     offset = layout.offsets[index]

@@ -93,8 +93,7 @@ def sliced_states(
     for number, piece in pieces.items():
         described = next((theirs[number] for theirs in everyone if theirs.get(number)), {})
         state = {
-            name: _joined(kind, piece, own.get(number, {}).get(name))
-            for name, kind in described.items()
+            name: _joined(kind, piece, own.get(number, {}).get(name)) for name, kind in described.items()
         }
         if state:
             found[number] = state

@@ -1,5 +1,6 @@
-"""A mixture of experts, of which each rank holds some and computes with the tokens of all: every token goes to
-every expert, so that the parallel layer is exactly the serial one.
+"""A mixture of experts, of which each rank holds some and computes with the tokens of all.
+
+Every token goes to every expert, so that the parallel layer is exactly the serial one.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def experts_problem(
     experts: tuple[int, ...] = (4,), open_: int | None = None, optimizer: Any = decaying
 ) -> Problem:
     """Layers of ``experts``, of which the first ``open_`` get tokens, by default all."""
-    task, make = problem(), partial(build_experts, experts, open_)
+    task, make = problem(batch=16), partial(build_experts, experts, open_)
     return Problem(build=make, batches=task.batches, loss=task.loss, optimizer=optimizer)
 
 
@@ -184,7 +184,10 @@ def check_trained(task: Problem, plugin: str, folder: str, **options: Any) -> Cu
     """
     made = (PLUGINS | MORE_PLUGINS)[plugin]()
     options = {"clip": None if plugin in UNCLIPPED else clip} | options
-    run, serial = CutRun(task, made, **options), (SerialRun if plugin == "gemini-early" else ClippedSerial)(task)
+    run, serial = (
+        CutRun(task, made, **options),
+        (SerialRun if plugin == "gemini-early" else ClippedSerial)(task),
+    )
     for batch in task.batches:
         close(run.forward_backward(batch), serial.forward_backward(batch))
         if plugin not in UNCLIPPED:

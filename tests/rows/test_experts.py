@@ -166,9 +166,7 @@ def check_booster(rank: int, world_size: int, port: int, folder: str) -> None:
             own = part_of(batch, *data_parallel_place())
             for i in range(2):  # two pipelines for a step: what is averaged stays as it is
                 part = part_of(own, i, 2)
-                booster.execute_pipeline(
-                    iter([part]), model, lambda *pair: token_loss(*pair) / 2, optimizer
-                )
+                booster.execute_pipeline(iter([part]), model, lambda *pair: token_loss(*pair) / 2, optimizer)
             norm = optimizer.clip_grad_by_norm(CLIP)
             close(norm, serial.gradient_norm(), f"norm under {plugin}")
             serial.update()

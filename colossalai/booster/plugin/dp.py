@@ -50,8 +50,8 @@ class DPPluginBase(Plugin):
 
     What it answers the booster is what most such plans answer; a plan overrides where it differs, and gives
     ``wrap``. It divides and averages over ``divided_over``, and what a row axis cuts (experts) over those of
-    them that hold the same piece (``utils.parallel.averaging_group_of``). ``rank`` and ``world_size`` count those that read
-    different data: fewer, where the ranks of one sequence read the same.
+    them that hold the same piece (``utils.parallel.averaging_group_of``). ``rank`` and ``world_size`` count
+    those that read different data: fewer, where the ranks of one sequence read the same.
 
     Args:
         process_group: the ranks to divide and average over; if left out, those of the launched config that

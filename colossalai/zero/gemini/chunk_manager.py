@@ -202,11 +202,13 @@ class ChunkManager:
             return False
         return any(config.get("keep_gathered", False) for config in self.configuration.values())
 
-    def ranks_of(self, tensor: Tensor) -> ChunkRanks:
-        """Return the ranks that share the chunk of ``tensor``: all, or those that hold the same experts."""
+    def ranks_of(self, tensor: Tensor, every: ChunkRanks) -> ChunkRanks:
+        """Return those of ``every`` rank that share the chunk of ``tensor``: all, or those that hold the same
+        experts.
+        """
         if not is_cut_over_rows(tensor):
-            return self.ranks
-        group = averaging_group_of(tensor, self.ranks.gather)
+            return every
+        group = averaging_group_of(tensor, every.gather)
         return group_ranks(group, self.device, pieces_over_rows(tensor))
 
     @property
@@ -217,7 +219,7 @@ class ChunkManager:
     def register(self, tensor: nn.Parameter, name: str, dtype: torch.dtype) -> None:
         """Put ``tensor`` into the open chunk of its dtype and ranks, or into a new one."""
         if tensor not in self._slots:
-            ranks = self.ranks_of(tensor)
+            ranks = self.ranks_of(tensor, self.ranks)
             size = int(self._configured(ranks.size)["chunk_size"])
             self._append(tensor, name, (dtype, ranks), size, dtype=dtype, ranks=ranks)
 
@@ -316,13 +318,14 @@ class ChunkManager:
         if not self._ranks_are_named:
             mesh = tensor.process_group.mesh if isinstance(tensor, ColoTensor) else launched_mesh()
             ranks = data_ranks(mesh, self.device)
+        ranks = self.ranks_of(tensor, ranks)
         if ranks.size != config_key:
             raise ValueError(
                 f"register_tensor got config_key={config_key!r}, but {ranks.size} data-parallel ranks share a"
                 f" tensor of shape {tuple(tensor.shape)}; config_key is their number"
             )
         config = self._configured(config_key)
-        group = group_type, tensor.dtype, config_key
+        group = group_type, tensor.dtype, ranks
         self._append(
             tensor,
             f"{group_type} {len(self._slots)}",

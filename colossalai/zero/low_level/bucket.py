@@ -139,9 +139,7 @@ def make_buckets(
         filled.append(param)
     closed += [(filled, *kind[:2]) for kind, filled in open_.items()]
     closed.sort(key=lambda bucket: is_cut_over_rows(bucket[0][0]))
-    return [
-        _bucket(i, optimizer, own, share, dtype, options) for i, (own, share, dtype) in enumerate(closed)
-    ]
+    return [_bucket(i, optimizer, own, share, dtype, options) for i, (own, share, dtype) in enumerate(closed)]
 
 
 @dataclass(frozen=True)
@@ -158,9 +156,7 @@ class _Share:
         return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
 
 
-def _shares(
-    params: Sequence[Tensor], everyone: dist.ProcessGroup | None, whole: bool
-) -> dict[int, _Share]:
+def _shares(params: Sequence[Tensor], everyone: dist.ProcessGroup | None, whole: bool) -> dict[int, _Share]:
     """The share of each parameter, by its id; ``whole`` ones have owners."""
     found: dict[int, _Share] = {}
     for ranks, own in by_averaging_group(params, everyone):
@@ -222,7 +218,7 @@ def _home(
     device: torch.device,
     options: BucketOptions,
 ) -> Tensor | None:
-    """Memory for what is stepped, if that is not the shard of the weights itself, which lies in ``bounds``."""
+    """Memory for what is stepped, if that is not the shard in ``bounds`` of the weights itself."""
     low, high = bounds
     master = torch.float32 if needs_masters(optimizer, dtype) else dtype
     if options.offload:

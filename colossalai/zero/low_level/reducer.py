@@ -12,7 +12,7 @@ any rank has used; one that no rank used has no gradient, as in serial training.
 
 Buckets of experts are the last, and wait for the end of the pass.  A rank whose experts get no token has no
 gradient of them; if others waited for its bucket in the pass, it would wait for these in the layer, where
-tokens go to and fro.
+tokens are exchanged.
 """
 
 from __future__ import annotations
