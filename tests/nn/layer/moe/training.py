@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -185,23 +186,32 @@ def by_pipeline(task: Task) -> Trained:
     return trained
 
 
-def by_booster(task: Task, make_plugin: Callable[[], Any]) -> Trained:
-    """Micro-batches are accumulated; without ``no_sync``, which plugins may lack, each is averaged."""
-    model, trained = build(task), Trained()
+def by_booster(task: Task, make_plugin: Callable[[], Any], folder: Path, run: str = "") -> Trained:
+    """Micro-batches are accumulated; each is averaged, as plugins without ``no_sync`` do.
+
+    The weights are those of a file in ``folder``; ``run`` is the name of a checkpoint of the whole run.
+    """
+    model, trained = build(task).float(), Trained()
     booster = Booster(plugin=make_plugin(), device="cpu")
     boosted, optimizer, loss_of, *_ = booster.boost(model, sgd(model.parameters()), criterion())
-    watch_loads(model, trained)
+    watch_loads(boosted, trained)
     for step in data():
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for x, y in step:
-            loss = loss_of(boosted(own(x)), own(y)) / MICRO
+            loss = loss_of(boosted(own(x).float()), own(y).float()) / MICRO
             booster.backward(loss, optimizer)
             total += mean(loss.detach()).double()
         if task.clip:
             optimizer.clip_grad_by_norm(CLIP)
         optimizer.step()
         trained.note(total)
+    booster.save_model(boosted, folder / "model.bin")
+    if run:
+        booster.save(folder / run)
+    torch.distributed.barrier()
+    saved = torch.load(folder / "model.bin", weights_only=True)
+    trained.weights = {name: value.double() for name, value in saved.items()}
     return trained
 
 
