@@ -1,7 +1,8 @@
 """The plan that a model itself carries: ``base_model_tp_plan`` of its config and ``_tp_plan`` of its class.
 
 Such a plan names linear layers as column- or row-wise, in the words of transformers, and nothing else; so it
-serves 1D.
+serves 1D.  What it says of experts and of latent attention is not read: how these are cut follows from their
+modules (:mod:`experts`, :mod:`latent_attention`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from colossalai.nn.policies.experts import find_experts
+from colossalai.nn.policies.latent_attention import latent_attention_rules
 from colossalai.nn.policies.policy import Policy, fits
 from colossalai.nn.policies.rules import Cut, Head, Heads, Pieces, Rule, Table
 
@@ -35,8 +38,10 @@ def carried_policy(model: nn.Module) -> Policy | None:
         return None
     for owner in type(model).__mro__:
         plan = {**(vars(owner).get("_tp_plan") or {}), **plan}
-    rules: dict[str, Rule] = {}
-    for path, style in plan.items():
+    rules: dict[str, Rule] = dict(latent_attention_rules(model))
+    for path, style in _without_experts(model, plan).items():
+        if path in rules or any(fits(path, latent) for latent in rules):
+            continue
         if style not in STYLES:
             raise ValueError(
                 f"the tensor-parallel plan of {type(model).__name__} asks for style {style!r} at {path!r},"
@@ -54,6 +59,16 @@ def carried_policy(model: nn.Module) -> Policy | None:
     cuts_heads = any(isinstance(rule, Heads) for rule in rules.values())
     heads = ("num_attention_heads", "num_key_value_heads") if cuts_heads else ()
     return Policy((kind,), rules, heads, only_1d=True)
+
+
+def _without_experts(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
+    """``plan`` without the modules that hold experts, and their weights."""
+    names = [name for name, _, _ in find_experts(model)]
+    return {
+        path: style
+        for path, style in plan.items()
+        if not any(fits(name, path) or fits(name, path.rpartition(".")[0] or path) for name in names)
+    }
 
 
 def _leave_special_tables(model: nn.Module, rules: dict[str, Rule]) -> None:

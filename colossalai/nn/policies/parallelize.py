@@ -23,14 +23,22 @@ from colossalai.mesh import Mesh, placement
 from colossalai.mesh.agreement import FirstStep
 from colossalai.mesh.deferred import resumed
 from colossalai.mesh.parameter import overlapping
-from colossalai.mesh.rows import sequence_axes
+from colossalai.mesh.rows import expert_axes, sequence_axes
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
-from colossalai.nn.policies.adapters import AdaptedOutputs, base_of, check_adapters, without_adapters
+from colossalai.nn.policies.adapters import (
+    AdaptedOutputs,
+    AdapterView,
+    base_of,
+    check_adapters,
+    without_adapters,
+)
+from colossalai.nn.policies.balance_loss import balance_over_ranks, balances_experts
 from colossalai.nn.policies.causal_loss import check_causal, compute_loss_from_pieces
 from colossalai.nn.policies.cut_cache import CutCache
 from colossalai.nn.policies.derive import DerivedPolicy, derive_policy
+from colossalai.nn.policies.experts import GeneratesTogether, find_experts
 from colossalai.nn.policies.hugging_face import POLICIES
 from colossalai.nn.policies.model_own_plan import carried_policy
 from colossalai.nn.policies.policy import Match, Policy
@@ -88,11 +96,13 @@ def parallelize(
     base = base_of(model)  # below the model of adapters that PEFT makes of it
     if isinstance(base, WholeOutputs):
         raise ValueError(f"this {type(model).__name__} is parallel already; parallelize a model once")
-    sequence = None if mesh is None else _sequence(model, tp, mesh)
-    if mesh is None or (tp.size == 1 and sequence is None):
+    if mesh is None:
         return model
+    sequence, balanced = _sequence(model, tp, mesh), balances_experts(base, mesh)
     context = CutContext(tp, mesh, whole_scores, _shared(model))
-    plan = _plan(model, base, policy, context) if tp.size > 1 else _ModulePlan([], cut_attentions=False)
+    plan = _plan(model, base, policy, context) if tp.size > 1 else _experts_alone(base, context)
+    if tp.size == 1 and sequence is None and not plan.matches and not balanced:
+        return model
     if tp.size == 1 and not whole_scores:
         check_causal(base, {id(base.get_output_embeddings())})
     verifications = _verifications(base, plan, verify, sequence)
@@ -101,6 +111,10 @@ def parallelize(
         _retie(base, context)
     if tp.inner.dims[0]:
         wrap_forward(base, CutCache)
+    if plan.shared_experts:
+        wrap_forward(base, GeneratesTogether)
+    if balanced:
+        balance_over_ranks(base, mesh)
     cut = None if sequence is None else sequence.apply(base)
     if cut is not None and not whole_scores:
         wrap_forward(base, LossFromPieces).cut_tokens = cut
@@ -132,8 +146,10 @@ class _ModulePlan:
     """What is done to the modules of a model."""
 
     matches: list[Match]
-    cut_attentions: bool
+    cut_attentions: bool = False
     derived: bool = False
+    shared_experts: bool = False
+    """Whether ranks hold different experts, and need each other in every pass."""
 
 
 def _plan(model: nn.Module, base: nn.Module, policy: Policy | None, context: CutContext) -> _ModulePlan:
@@ -141,10 +157,40 @@ def _plan(model: nn.Module, base: nn.Module, policy: Policy | None, context: Cut
     view = without_adapters(base)
     check_adapters(model, view, context)
     policy = policy or _find_policy(view.bare, context)
-    matches = view.matches(policy.matches(view.bare), context)
+    experts = _experts(base, view, context)
+    matches = view.matches(policy.matches(view.bare), context) + experts
     _check(base, policy, matches, context)
     inputs = policy.inputs if isinstance(policy, DerivedPolicy) else None
-    return _ModulePlan(matches, _complete(base, matches, context, inputs), isinstance(policy, DerivedPolicy))
+    cut_attentions = _complete(base, matches, context, inputs)
+    return _ModulePlan(matches, cut_attentions, isinstance(policy, DerivedPolicy), _are_shared(experts, context))
+
+
+def _experts_alone(base: nn.Module, context: CutContext) -> _ModulePlan:
+    """The plan of a model of which ranks hold different experts, and all else."""
+    experts = _experts(base, without_adapters(base), context)
+    if not _are_shared(experts, context):
+        return _ModulePlan([])
+    _check_shared(base, experts, _try(base, experts, context))
+    return _ModulePlan(experts, shared_experts=True)
+
+
+def _experts(base: nn.Module, view: AdapterView, context: CutContext) -> list[Match]:
+    """The modules with experts, of which this rank will hold a part."""
+    found = list(find_experts(view.bare))
+    ranks = context.mesh.group_size(*expert_axes(context.mesh))
+    if not found and ranks > 1:
+        get_dist_logger().warning(
+            f"parallelize({type(base).__name__}): it has no experts that {ranks} ranks (parallel.moe.size) could"
+            " share, and each of them holds all of it",
+            ranks=[0],
+        )
+    if ranks == 1 and context.tp.size == 1:
+        return []
+    return view.matches(found, context)
+
+
+def _are_shared(experts: list[Match], context: CutContext) -> bool:
+    return bool(experts) and context.mesh.group_size(*expert_axes(context.mesh)) > 1
 
 
 def _verifications(
