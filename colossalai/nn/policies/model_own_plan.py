@@ -53,6 +53,7 @@ def carried_policy(model: nn.Module) -> Policy | None:
             rules[path] = rule
         if style == "colwise" and "att" in parent.rpartition(".")[2]:
             rules[parent] = Heads()
+    _add_shared_experts(model, rules)
     _leave_special_tables(model, rules)
     _follow_ties(model, rules)
     kind = str(getattr(model.config, "model_type", "this model"))
@@ -69,6 +70,20 @@ def _without_experts(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
         for path, style in plan.items()
         if not any(fits(name, path) or fits(name, path.rpartition(".")[0] or path) for name in names)
     }
+
+
+def _add_shared_experts(model: nn.Module, rules: dict[str, Rule]) -> None:
+    """An expert that all tokens go through is cut as any other MLP, also where the plan does not name it, as
+    that of Qwen2-MoE.
+    """
+    for name, module in model.named_modules():
+        path = name.rpartition(".")[2]
+        layers = [f"{path}.{layer}" for layer, below in module.named_children() if type(below) is nn.Linear]
+        if not path.startswith("shared_expert") or any(fits(rule, at) for rule in rules for at in layers):
+            continue
+        if set(layers) == {f"{path}.{layer}" for layer in ("gate_proj", "up_proj", "down_proj")}:
+            contract = f"{path}.down_proj"
+            rules |= {at: STYLES["rowwise" if at == contract else "colwise"] for at in layers}  # type: ignore[misc]
 
 
 def _leave_special_tables(model: nn.Module, rules: dict[str, Rule]) -> None:

@@ -101,8 +101,12 @@ class _Double:
 @contextmanager
 def in_double(model: nn.Module) -> Iterator[None]:
     """Norms, routers and balancing losses of ``model`` compute in float64, not in float32."""
-    home = sys.modules[type(model).__module__]
-    with mock.patch.object(home, "torch", _Double()), mock.patch.object(Tensor, "float", Tensor.double):
+    home, native = sys.modules[type(model).__module__], Tensor.float
+
+    def wide(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # but for losses, which are sent
+        return x.double() if x.ndim else native(x, *args, **kwargs)
+
+    with mock.patch.object(home, "torch", _Double()), mock.patch.object(Tensor, "float", wide):
         yield
 
 

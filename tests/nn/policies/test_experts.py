@@ -14,6 +14,7 @@ from colossalai.checkpoint_io import load_pretrained
 from colossalai.core import global_context as gpc
 from colossalai.mesh import serial_tensor
 from colossalai.testing import spawn
+from colossalai.testing.parity import Problem, Tolerance, check_plan
 
 transformers = pytest.importorskip("transformers", reason="needs `pip install transformers`")
 
@@ -28,6 +29,7 @@ from tests.nn.policies.expert_models import (  # noqa: E402
     mean_over_ranks,
     train,
 )
+from tests.pipeline.hugging_face import StagedRun  # noqa: E402
 
 TENSOR = {"size": 2, "mode": "1d"}
 PLANS: dict[str, tuple[dict[str, Any], int]] = {
@@ -135,3 +137,21 @@ def _checkpointed(want: Seen, **place: Any) -> None:
 
 def test_recomputation() -> None:
     spawn(partial(_checkpointed, serial("mixtral")), 4)
+
+
+def _staged(name: str, parallel: dict[str, Any], **place: Any) -> None:
+    torch.set_num_threads(1)
+    config = {"parallel": parallel, "NUM_MICRO_BATCHES": 2}
+    colossalai.launch_from_torch(config, backend="gloo", verbose=False)
+    task = Problem(
+        build=lambda: build(name, output_router_logits=False),
+        batches=[batch(step) for step in range(2)],
+        loss=lambda model, given: model(**given).loss,
+    )
+    with in_double(task.build()):
+        check_plan(task, StagedRun, tolerance=Tolerance(loss=1e-7, gradient=1e-9, weight=1e-9))
+
+
+def test_stages() -> None:
+    spawn(partial(_staged, "mixtral", {"pipeline": 2, "moe": 2}), 4)
+    spawn(partial(_staged, "deepseek_v3", {"pipeline": 2, "tensor": TENSOR}), 4)
