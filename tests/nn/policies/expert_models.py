@@ -30,7 +30,7 @@ from colossalai.pipeline.tied import synchronize_gradients
 from tests.nn.policies.derived_zoo import double_loss
 
 VOCABULARY, SAMPLES, LENGTH = 67, 4, 11
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -77,7 +77,7 @@ BALANCED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 def build(name: str, **options: Any) -> Any:
     """The model in float64; its weights are large enough that choices of experts differ."""
     kind, sizes = CONFIGS[name]
-    chosen = {**_SIZES, **sizes, **options}
+    chosen = {**SIZES, **sizes, **options}
     if name in BALANCED:
         chosen = {"output_router_logits": True, "router_aux_loss_coef": 0.5, **chosen}
     torch.manual_seed(0)

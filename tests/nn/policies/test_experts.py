@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,15 +13,21 @@ import torch
 import colossalai
 from colossalai.checkpoint_io import load_pretrained
 from colossalai.core import global_context as gpc
-from colossalai.mesh import serial_tensor
-from colossalai.testing import spawn
+from colossalai.mesh import Mesh, placement, serial_tensor
+from colossalai.nn.layer.base import FOLLOW_CONFIG
+from colossalai.nn.layer.moe.tokens import TokenOrder
+from colossalai.nn.policies import balance_loss, experts
+from colossalai.testing import RankError, fake_world, spawn
 from colossalai.testing.parity import Problem, Tolerance, check_plan
 
 transformers = pytest.importorskip("transformers", reason="needs `pip install transformers`")
 
+from transformers import AutoModelForCausalLM  # noqa: E402
+
 from tests.nn.policies.expert_models import (  # noqa: E402
     CONFIGS,
     SAMPLES,
+    SIZES,
     Seen,
     batch,
     build,
@@ -155,3 +162,98 @@ def _staged(name: str, parallel: dict[str, Any], **place: Any) -> None:
 def test_stages() -> None:
     spawn(partial(_staged, "mixtral", {"pipeline": 2, "moe": 2}), 4)
     spawn(partial(_staged, "deepseek_v3", {"pipeline": 2, "tensor": TENSOR}), 4)
+
+
+def _without_a_sum(what: str, want: Seen, **place: Any) -> None:
+    samples = launched({"moe": 2, "tensor": TENSOR})
+    broken = {
+        "loss": mock.patch.object(TokenOrder, "total", lambda self, x: x),
+        "outputs": mock.patch.object(experts, "redistribute", lambda x, *_: x),
+        "inputs": mock.patch.object(experts, "use", lambda x, *_: x),
+    }
+    with broken[what]:
+        model = colossalai.nn.parallelize(build("mixtral"))
+        check("mixtral", want, train(model, samples, steps=1))
+
+
+@pytest.mark.parametrize("what", ["loss", "outputs", "inputs"])
+def test_a_sum_that_is_left_out_is_seen(what: str) -> None:
+    want = train(build("mixtral"), steps=1)
+    with pytest.raises(RankError, match=r"not close|different gradients"):
+        spawn(partial(_without_a_sum, what, want), 4)
+
+
+def _cut(model: Any, sizes: dict[str, int], mode: str | None = FOLLOW_CONFIG) -> Any:
+    with fake_world(rank=0, world_size=torch.Size(sizes.values()).numel()):
+        return colossalai.nn.parallelize(model, mode, mesh=Mesh(sizes))
+
+
+def _meta(name: str, **options: Any) -> Any:
+    with torch.device("meta"):
+        kind, sizes = CONFIGS[name]
+        return AutoModelForCausalLM.from_config(kind(**{**SIZES, **sizes, **options}))
+
+
+class Unknown(torch.nn.Module):
+    """Experts that do not tell what they compute."""
+
+    num_experts = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.zeros(4, 3, 3))
+
+
+def test_refusals() -> None:
+    home = "MixtralForCausalLM, module 'model.layers.0.mlp.experts': "
+    wrong: dict[str, tuple[Any, dict[str, int], str | None]] = {
+        home + "6 experts and 4 ranks .* do not divide each other": (
+            _meta("mixtral", num_local_experts=6),
+            {"ep": 2, "ep1": 2},
+            FOLLOW_CONFIG,
+        ),
+        home + "the inner features of its experts, 9, cannot be shared by 2 .* multiple of 2": (
+            _meta("mixtral", intermediate_size=9),
+            {"ep": 2, "tp": 2},
+            "1d",
+        ),
+        "no policy for MixtralForCausalLM.*only mode '1d' can be derived|knows mode '1d' only": (
+            _meta("mixtral"),
+            {"row": 2, "col": 2},
+            "2d",
+        ),
+        "Sequential, module '0': a .*Unknown holds experts, but does not tell what they compute": (
+            torch.nn.Sequential(Unknown()),
+            {"ep": 2},
+            FOLLOW_CONFIG,
+        ),
+    }
+    for words, (model, sizes, mode) in wrong.items():
+        before = {n: p.shape for n, p in model.named_parameters()}
+        with pytest.raises(ValueError, match=words):
+            _cut(model, sizes, mode)
+        assert before == {n: p.shape for n, p in model.named_parameters()}
+
+
+def test_fewer_experts_than_ranks() -> None:
+    """They are cut by some of the axes, and the others hold copies."""
+    model = _cut(_meta("mixtral", num_local_experts=2), {"ep": 2, "ep1": 2})
+    assert placement(model.model.layers[0].mlp.experts.down_proj).dims == (("ep1",), (), ())
+
+
+def test_a_model_without_experts_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cut(torch.nn.Linear(2, 2), {"ep": 2}) is not None
+    assert "Linear): it has no experts that 2 ranks" in capsys.readouterr().err
+
+
+def test_a_balancing_loss_of_another_kind() -> None:
+    """Its value over all ranks is not known, so it is refused in place of a wrong one."""
+    balance = balance_loss._Balance(lambda logits, *_: torch.cat(logits).std())
+    assert not balance.is_known
+    assert balance((torch.ones(2, 3), torch.zeros(2, 3)), 3) > 0  # outside of a model that was cut
+    token = balance_loss._mesh.set(mock.Mock())
+    try:
+        with pytest.raises(ValueError, match="not the loss that parallelize knows.*output_router_logits=False"):
+            balance((torch.ones(2, 3),), 3)
+    finally:
+        balance_loss._mesh.reset(token)
