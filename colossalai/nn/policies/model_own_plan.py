@@ -53,6 +53,8 @@ def carried_policy(model: nn.Module) -> Policy | None:
             rules[path] = rule
         if style == "colwise" and "att" in parent.rpartition(".")[2]:
             rules[parent] = Heads()
+    if not any(isinstance(rule, Cut) for rule in rules.values()):
+        return None  # it speaks of experts alone
     _add_shared_experts(model, rules)
     _leave_special_tables(model, rules)
     _follow_ties(model, rules)
