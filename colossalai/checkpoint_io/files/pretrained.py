@@ -149,7 +149,9 @@ def _assign(
 ) -> tuple[dict[str, Source], list[str]]:
     """What is stored for each name of the model, and the stored names that the model does not know."""
     known = _known(model, own)
-    rename, joins = _renaming(model, known) if not adapters else (lambda name: adapters.get(name, name), None)
+    rename, joins = _renaming(model, known)
+    if adapters:
+        rename, joins = lambda name: adapters.get(name, name), None
     sources: dict[str, Source] = {}
     joined: dict[str, JoinedTensor] = {}
     unknown = []
@@ -248,7 +250,8 @@ def _read(files: StoredFiles, source: Source, target: Tensor, mesh: Mesh | None)
         return serial_form(files.whole(source), target)
     if mesh is None:
         raise ValueError(
-            f"{source.name} is cut as {layout}: load_pretrained needs mesh=, as no layer of this model has one"
+            f"{source.name} is cut as {layout}: load_pretrained needs mesh=, as no layer of this model has"
+            " one"
         )
     as_stored: Layout = layout.transposed() if getattr(target, "transposed", False) else layout
     ranges = local_slices(serial_shape(target), as_stored, mesh, uneven=True)

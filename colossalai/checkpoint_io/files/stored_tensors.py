@@ -132,7 +132,8 @@ class StoredFiles:
             found: Tensor = self._file(source.file).get_tensor(source.name)
             return found
         part = self.part(source)
-        return part[tuple(slice(0, size) for size in part.get_shape())]  # type: ignore[no-any-return]
+        read: Tensor = part[tuple(slice(0, size) for size in part.get_shape())]
+        return read
 
 
 class _Joined:
@@ -149,10 +150,11 @@ class _Joined:
         return [len(self._rows), sum(shape[0] for shape in first), *first[0][1:]]
 
     def __getitem__(self, chosen: tuple[slice, ...]) -> Tensor:
-        return torch.stack([self._of_one(blocks, *chosen[1:]) for blocks in self._rows[chosen[0]]])
+        return torch.stack([self._of_one(blocks, chosen[1:]) for blocks in self._rows[chosen[0]]])
 
     @staticmethod
-    def _of_one(blocks: Sequence[Any], first: slice, *rest: slice) -> Tensor:
+    def _of_one(blocks: Sequence[Any], chosen: tuple[slice, ...]) -> Tensor:
+        first, rest = chosen[0], chosen[1:]
         pieces, start = [], 0
         for block in blocks:
             size = block.get_shape()[0]

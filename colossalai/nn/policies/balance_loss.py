@@ -4,8 +4,8 @@ With ``output_router_logits`` such a model multiplies, for each expert, the shar
 its mean score, and adds up.  Ranks of data and experts have other tokens, and the mean of what each would
 compute is not what the serial model does; so they add up their counts and scores before.
 
-The function is a global name of the model's module, ``load_balancing_loss_func``.  There it is replaced, once,
-by one that does what it did, except while a model that ``parallelize`` has cut runs.
+The function is a global name of the model's module, ``load_balancing_loss_func``.  There it is replaced,
+once, by one that does what it did, except while a model that ``parallelize`` has cut runs.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ class _Balance:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        # without a backward pass it is the value of this rank's batch, as its loss is: others need not take part
+        # without a backward pass it is the value of this rank's batch, as its loss is: no other need take part
         mesh = _mesh.get() if torch.is_grad_enabled() else None
         logits = gate_logits if isinstance(gate_logits, tuple) and gate_logits else None
         if mesh is None or logits is None or num_experts is None:
             return self.native(gate_logits, num_experts, top_k, attention_mask, *args, **kwargs)
         if not self.is_known or args or kwargs:
             raise ValueError(
-                f"{self.native.__module__}.{NAME} is not the loss that parallelize knows, so its value over the"
-                " tokens of all ranks cannot be told; set config.output_router_logits=False"
+                f"{self.native.__module__}.{NAME} is not the loss that parallelize knows, so its value over"
+                " the tokens of all ranks cannot be told; set config.output_router_logits=False"
             )
         return balance_loss(logits, num_experts, top_k, attention_mask, mesh)
 
@@ -126,5 +126,7 @@ def balance_loss(
         scores = scores + (shares.to(wide) * real[:, None]).sum(0)
     rows = (len(logits) * real.sum())[None]
     order = TokenOrder((1, 1), device, mesh)
-    counts, scores, rows = order.total(torch.cat([counts.detach(), scores, rows])).split([experts, experts, 1])
+    counts, scores, rows = order.total(torch.cat([counts.detach(), scores, rows])).split(
+        [experts, experts, 1]
+    )
     return (counts / rows * (scores / rows)).sum() * experts

@@ -5,8 +5,8 @@ with tokens, the experts that the model's router chose for each, and their weigh
 code around it stay as they are; the module gets pieces of its weights, and sends tokens to the ranks that
 have their experts (:mod:`colossalai.nn.layer.moe.dispatch`).  No token is dropped.
 
-Such a module is known by what it has, not by its class: transformers' ``use_experts_implementation`` tells how
-its weights lie, and which function stands between its two products.
+Such a module is known by what it has, not by its class: transformers' ``use_experts_implementation`` tells
+how its weights lie, and which function stands between its two products.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class _Shares:
         mesh = context.mesh
         if context.stream_is_cut:
             raise ValueError(
-                f"experts are cut in mode '1d' and by parallel.moe, not in mode {context.tp.mode!r}; use one of"
-                " these"
+                f"experts are cut in mode '1d' and by parallel.moe, not in mode {context.tp.mode!r}; use one"
+                " of these"
             )
         shared = tuple(axis for axis in expert_axes(mesh, module.num_experts) if mesh.size[axis] > 1)
         inner = tuple(axis for axis in context.tp.inner.dims[-1] if mesh.size[axis] > 1)
@@ -141,9 +141,9 @@ def _check_told(module: nn.Module) -> None:
     if not all(hasattr(module, name) for name in _TOLD) or "down_proj" not in names or not names <= known:
         kind = type(module)
         raise ValueError(
-            f"a {kind.__module__}.{kind.__name__} holds experts, but does not tell what they compute, as those"
-            " of transformers with use_experts_implementation do; train it without parallel.moe, and with a"
-            " policy= that leaves it whole"
+            f"a {kind.__module__}.{kind.__name__} holds experts, but does not tell what they compute, as"
+            " those of transformers with use_experts_implementation do; train it without parallel.moe, and"
+            " without tensor parallelism"
         )
 
 
@@ -209,4 +209,3 @@ def leave_experts_out(twin: nn.Module) -> None:
     """Let the experts of ``twin``, a model without values, compute nothing: their code reads values."""
     for _, module, _ in list(find_experts(twin)):
         wrap_forward(module, WithoutExperts)
-

@@ -25,18 +25,16 @@ ENTRY = "kv_a_proj_with_mqa"
 
 @dataclass(frozen=True)
 class LatentKeys:
-    """The linear layer to the latent vector of keys and values, ``latent`` features, and to a part of the keys
-    that all heads share: it is whole on every rank.
+    """The linear layer to the latent vector of keys and values, ``latent`` features, and to a part of the
+    keys that all heads share: it is whole on every rank.
     """
 
     latent: int
 
     def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
-        wrap_forward(module, KeysForAllHeads)
-        module.latent, module.used_over = (  # type: ignore[assignment]
-            self.latent,
-            (frozenset(context.tp.inner.dims[-1]), context.mesh),
-        )
+        layer: Any = wrap_forward(module, KeysForAllHeads)
+        layer.latent = self.latent
+        layer.used_over = frozenset(context.tp.inner.dims[-1]), context.mesh
         return module
 
 

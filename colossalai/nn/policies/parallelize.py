@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from colossalai.context.tensor_modes import tensor_mode
 from colossalai.logging import get_dist_logger
@@ -41,6 +40,7 @@ from colossalai.nn.policies.derive import DerivedPolicy, derive_policy
 from colossalai.nn.policies.experts import GeneratesTogether, find_experts
 from colossalai.nn.policies.hugging_face import POLICIES
 from colossalai.nn.policies.model_own_plan import carried_policy
+from colossalai.nn.policies.own_hooks import FORWARD_HOOKS, check_own_hooks, keeps_hooks
 from colossalai.nn.policies.policy import Match, Policy
 from colossalai.nn.policies.rules import (
     Cut,
@@ -48,7 +48,6 @@ from colossalai.nn.policies.rules import (
     Head,
     Heads,
     InnerDropout,
-    Rule,
     StreamDropout,
     Summed,
     Table,
@@ -162,7 +161,9 @@ def _plan(model: nn.Module, base: nn.Module, policy: Policy | None, context: Cut
     _check(base, policy, matches, context)
     inputs = policy.inputs if isinstance(policy, DerivedPolicy) else None
     cut_attentions = _complete(base, matches, context, inputs)
-    return _ModulePlan(matches, cut_attentions, isinstance(policy, DerivedPolicy), _are_shared(experts, context))
+    return _ModulePlan(
+        matches, cut_attentions, isinstance(policy, DerivedPolicy), _are_shared(experts, context)
+    )
 
 
 def _experts_alone(base: nn.Module, context: CutContext) -> _ModulePlan:
@@ -180,8 +181,8 @@ def _experts(base: nn.Module, view: AdapterView, context: CutContext) -> list[Ma
     ranks = context.mesh.group_size(*expert_axes(context.mesh))
     if not found and ranks > 1:
         get_dist_logger().warning(
-            f"parallelize({type(base).__name__}): it has no experts that {ranks} ranks (parallel.moe.size) could"
-            " share, and each of them holds all of it",
+            f"parallelize({type(base).__name__}): it has no experts that {ranks} ranks (parallel.moe.size)"
+            " could share, and each of them holds all of it",
             ranks=[0],
         )
     if ranks == 1 and context.tp.size == 1:
@@ -416,7 +417,7 @@ def _try(model: nn.Module, matches: list[Match], context: CutContext) -> set[int
     cut: set[int] = set()
     layouts: dict[int, tuple[str, Any]] = {}  # of shared parameters, with the first name
     for name, module, rule in matches:
-        _check_own_hooks(f"{type(model).__name__}, module {name!r}", module, _keeps_hooks(rule, context))
+        check_own_hooks(f"{type(model).__name__}, module {name!r}", module, keeps_hooks(rule, context))
         try:
             piece = rule.cut(_twin(module), trial)
         except ValueError as error:
@@ -437,41 +438,6 @@ def _try(model: nn.Module, matches: list[Match], context: CutContext) -> set[int
                     " rule"
                 )
     return cut
-
-
-def _keeps_hooks(rule: Rule, context: CutContext) -> bool:
-    """Whether forward hooks see the same as before: ids, and whole entries.
-
-    ``enable_input_require_grads`` of transformers puts one on the table, and so does PEFT where activations
-    are checkpointed.
-    """
-    return isinstance(rule, Table) and not context.stream_is_cut
-
-
-FORWARD_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
-
-
-def _check_own_hooks(who: str, module: nn.Module, kept: bool) -> None:
-    """Refuse what a script has hung on a module that another will replace, and on its parameters."""
-    hooks = (*(() if kept else FORWARD_HOOKS[:2]), "_backward_hooks", "_backward_pre_hooks")
-    found = [name.strip("_") for name in hooks if getattr(module, name)]
-    found += ["a forward of its own"] if "forward" in module.__dict__ else []
-    found += ["parametrizations"] if is_parametrized(module) else []
-    for name, p in module._parameters.items():
-        if p is not None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
-            found.append(f"hooks of {name}")
-    if found:
-        raise ValueError(
-            f"{who} has {', '.join(found)}, which parallelize would lose, since it puts a layer in its place"
-            " that holds a piece; register hooks after parallelize, and leave parametrized modules out of"
-            " the policy"
-        )
 
 
 def _is_cut(param: nn.Parameter | None) -> bool:
@@ -537,7 +503,7 @@ def _replace(model: nn.Module, matches: list[Match], context: CutContext) -> Non
         native = dict(module._parameters)
         new = rule.cut(module, context)
         context.tie(new, native)
-        if _keeps_hooks(rule, context):
+        if keeps_hooks(rule, context):
             new.__dict__.update({name: module.__dict__[name] for name in FORWARD_HOOKS})
         for parent, name in parents[id(module)] if new is not module else []:
             setattr(parent, name, new)

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with experts, in float64 throughout, and runs of them on one rank and several."""
+"""Tiny models of transformers with experts, in float64 throughout, and runs on one rank and several."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ _LATENT = {
 }
 CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "few": (MixtralConfig, {"num_local_experts": 2, "num_experts_per_tok": 1}),
     "qwen2_moe": (
         Qwen2MoeConfig,
         {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
@@ -70,7 +71,7 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek_v3": (DeepseekV3Config, {**_LATENT, "num_nextn_predict_layers": 0}),
     "gpt_oss": (GptOssConfig, {"num_local_experts": 4, "head_dim": 4, "swiglu_limit": 0.05}),
 }
-BALANCED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+BALANCED = ("mixtral", "few", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 """Families whose loss has a part that balances their experts."""
 
 
@@ -111,7 +112,7 @@ def in_double(model: nn.Module) -> Iterator[None]:
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    """Samples of other lengths, with equally many labels, so that the means of replicas have equal weights."""
+    """Samples of other lengths, with equally many labels: the means of replicas have equal weights."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(3, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
     mask = (torch.arange(LENGTH) < torch.tensor([LENGTH, 9, 8, 10])[:, None]).long()
