@@ -160,6 +160,7 @@ class _Joined:
             size = block.get_shape()[0]
             begin, end = max(first.start - start, 0), min(first.stop - start, size)
             if begin < end:
-                pieces.append(block[(slice(begin, end), *rest)])
+                inside = (slice(begin, end), *rest)
+                pieces.append(block[inside])
             start += size
         return torch.cat(pieces)

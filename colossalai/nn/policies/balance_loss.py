@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from colossalai.mesh.mesh import DATA_AXES
 from colossalai.nn.layer.moe.tokens import TokenOrder
 from colossalai.nn.policies.wrap_forward import Forward, ForwardWrapper, native_class, wrap_forward
 
+M = TypeVar("M", bound=nn.Module)
 NAME = "load_balancing_loss_func"
 _mesh: ContextVar[Mesh | None] = ContextVar("the mesh whose ranks have the other tokens", default=None)
 
@@ -34,13 +35,17 @@ def balances_experts(model: nn.Module, mesh: Mesh) -> bool:
     return ranks > 1 and hasattr(_home(model), NAME)
 
 
-def balance_over_ranks(model: nn.Module, mesh: Mesh) -> None:
-    """Let ``model`` balance its experts by the tokens of all ranks of ``mesh``."""
-    home = _home(model)
+def balance_over_ranks(model: M, base: nn.Module, mesh: Mesh) -> M:
+    """Let ``base``, the model below the adapters of ``model``, balance its experts by the tokens of all ranks
+    of ``mesh``; returns ``model``.
+    """
+    home = _home(base)
     if not isinstance(getattr(home, NAME), _Balance):
         setattr(home, NAME, _Balance(getattr(home, NAME)))
-    wrap_forward(model, BalancedOverRanks)
-    model.balanced_over = mesh  # type: ignore[assignment]
+    if not isinstance(base, BalancedOverRanks):
+        wrap_forward(base, BalancedOverRanks)
+    base.balanced_over = mesh  # type: ignore[assignment]
+    return model
 
 
 def _home(model: nn.Module) -> Any:
@@ -77,7 +82,7 @@ class _Balance:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        # without a backward pass it is the value of this rank's batch, as its loss is: no other need take part
+        # without a backward pass it is the value of this rank's batch, as its loss is: it asks no other
         mesh = _mesh.get() if torch.is_grad_enabled() else None
         logits = gate_logits if isinstance(gate_logits, tuple) and gate_logits else None
         if mesh is None or logits is None or num_experts is None:

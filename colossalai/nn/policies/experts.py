@@ -24,7 +24,13 @@ from colossalai.nn.layer.moe.dispatch import plan_dispatch, run_experts
 from colossalai.nn.layer.moe.products import RowsPerExpert, by_row, grouped_product
 from colossalai.nn.policies.policy import Match
 from colossalai.nn.policies.rules import CutContext
-from colossalai.nn.policies.wrap_forward import Forward, ForwardWrapper, given_by_name, wrap_forward
+from colossalai.nn.policies.wrap_forward import (
+    Forward,
+    ForwardWrapper,
+    argument_names,
+    given_by_name,
+    wrap_forward,
+)
 from colossalai.utils.activation_checkpoint import computed_once
 
 # What `use_experts_implementation` writes on a module.
@@ -32,13 +38,14 @@ _TOLD = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether ``module`` holds all experts of a layer: matrices, and the number of them."""
+    """Whether ``module`` holds all experts of a layer, and takes tokens, choices and weights."""
     number = getattr(module, "num_experts", None)
     held = [p for p in module._parameters.values() if p is not None]
     return (
         isinstance(number, int)
         and any(p.ndim == 3 for p in held)
         and all(p.ndim > 1 and len(p) == number for p in held)
+        and len(argument_names(module.forward)) >= 3
     )
 
 
@@ -58,8 +65,8 @@ class CutExperts:
     """
 
     def cut(self, module: nn.Module, context: CutContext) -> nn.Module:
-        over = _Shares.of(module, context)
-        if not over.experts and not over.inner:
+        over = _Shares.of(module, context) if _is_told(module, context) else None
+        if over is None or (not over.experts and not over.inner):
             return module
         for name, native in module._parameters.items():
             if native is None:
@@ -98,7 +105,6 @@ class _Shares:
             )
         shared = tuple(axis for axis in expert_axes(mesh, module.num_experts) if mesh.size[axis] > 1)
         inner = tuple(axis for axis in context.tp.inner.dims[-1] if mesh.size[axis] > 1)
-        _check_told(module)
         if getattr(module, "has_post_expert_norm", False):
             inner = ()  # the norm needs all features of an output
         own = cls(
@@ -133,18 +139,20 @@ class _Shares:
         return Layout((self.experts, *dims), fused=(1, 1, blocks) if last else (1, blocks, 1))
 
 
-def _check_told(module: nn.Module) -> None:
-    """Refuse experts of which it is not known what they compute."""
+def _is_told(module: nn.Module, context: CutContext) -> bool:
+    """Whether it is known what the experts of ``module`` compute; if not, ranks cannot hold different ones."""
     names = {name for name, p in module._parameters.items() if p is not None}
     known = {"gate_up_proj", "up_proj", "down_proj"}
     known |= {f"{name}_bias" for name in known}
-    if not all(hasattr(module, name) for name in _TOLD) or "down_proj" not in names or not names <= known:
+    if all(hasattr(module, name) for name in _TOLD) and "down_proj" in names and names <= known:
+        return True
+    if context.mesh.group_size(*expert_axes(context.mesh)) > 1:
         kind = type(module)
         raise ValueError(
             f"a {kind.__module__}.{kind.__name__} holds experts, but does not tell what they compute, as"
-            " those of transformers with use_experts_implementation do; train it without parallel.moe, and"
-            " without tensor parallelism"
+            " those of transformers with use_experts_implementation do; train it without parallel.moe"
         )
+    return False
 
 
 class ExpertsElsewhere(ForwardWrapper):

@@ -100,8 +100,10 @@ def parallelize(
     sequence, balanced = _sequence(model, tp, mesh), balances_experts(base, mesh)
     context = CutContext(tp, mesh, whole_scores, _shared(model))
     plan = _plan(model, base, policy, context) if tp.size > 1 else _experts_alone(base, context)
-    if tp.size == 1 and sequence is None and not plan.matches and not balanced:
-        return model
+    if tp.size == 1 and sequence is None:
+        whole_scores = True  # nothing cuts them
+        if not plan.matches:
+            return balance_over_ranks(model, base, mesh) if balanced else model
     if tp.size == 1 and not whole_scores:
         check_causal(base, {id(base.get_output_embeddings())})
     verifications = _verifications(base, plan, verify, sequence)
@@ -113,7 +115,7 @@ def parallelize(
     if plan.shared_experts:
         wrap_forward(base, GeneratesTogether)
     if balanced:
-        balance_over_ranks(base, mesh)
+        balance_over_ranks(model, base, mesh)
     cut = None if sequence is None else sequence.apply(base)
     if cut is not None and not whole_scores:
         wrap_forward(base, LossFromPieces).cut_tokens = cut
@@ -298,7 +300,12 @@ def _carried(model: nn.Module, context: CutContext) -> tuple[Policy | None, Valu
     try:
         found = carried_policy(model)
         if found is not None and not context.stream_is_cut:
-            trace(model, list(found.matches(model)), context)
+            traced = trace(model, list(found.matches(model)), context)
+            if traced is None and next(find_experts(model), None) is not None:
+                raise ValueError(  # such plans leave out what they do not know, as in Kimi Linear
+                    f"the plan that the config of {type(model).__name__} carries cannot be tried on the meta"
+                    " device; pass policy=colossalai.nn.policies.Policy(...) to parallelize"
+                )
     except ValueError as error:
         return None, error
     return found, None

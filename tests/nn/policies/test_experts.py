@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 import colossalai
 from colossalai.checkpoint_io import load_pretrained
@@ -98,9 +99,9 @@ def test_all_equal_to_serial(plan: str) -> None:
     spawn(partial(_compare, parallel, {name: serial(name) for name in names}), ranks)
 
 
-def _round_trip(folder: str, **place: Any) -> None:
+def _round_trip(folder: str, names: list[str], **place: Any) -> None:
     launched({"moe": 2, "tensor": TENSOR})
-    for name in ("mixtral", "gpt_oss"):
+    for name in names:
         serial_model = build(name)
         path = f"{folder}/{name}"
         colossalai.nn.parallelize(build(name)).save_pretrained(path)
@@ -122,7 +123,12 @@ EXPERTS = "model.layers.1.mlp.experts.down_proj"
 
 
 def test_files_of_transformers(tmp_path: Path) -> None:
-    spawn(partial(_round_trip, str(tmp_path)), 4)
+    spawn(partial(_round_trip, str(tmp_path), ["mixtral"]), 4)
+
+
+@pytest.mark.slow
+def test_files_of_all_families(tmp_path: Path) -> None:
+    spawn(partial(_round_trip, str(tmp_path), [*CONFIGS]), 4)
 
 
 def _generates(words: dict[str, list[list[int]]], **place: Any) -> None:
@@ -225,6 +231,9 @@ class Unknown(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weights = torch.nn.Parameter(torch.zeros(4, 3, 3))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return x
 
 
 def test_refusals() -> None:
