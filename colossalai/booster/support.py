@@ -27,7 +27,7 @@ from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.core import global_context as gpc
 from colossalai.interface import OptimizerWrapper, user_module
 from colossalai.interface.foreign_parameters import strangers
-from colossalai.mesh import DATA_AXES, PIPELINE_AXIS, placement
+from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, placement
 from colossalai.mesh.gradient_norm import tensor_axes
 from colossalai.mesh.parameter import overlapping
 from colossalai.nn.policies.stage import adapted_too_late, wrapped_elsewhere
@@ -133,11 +133,11 @@ def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> Non
 
 
 def shares_models() -> bool:
-    """Whether several ranks of the launched job train one model together, also on one sequence; without a
-    plugin, each rank is a job of its own if not.
+    """Whether several ranks of the launched job train one model together, also on one sequence or with its
+    experts shared out; without a plugin, each rank is a job of its own if not.
     """
     mesh = launched_mesh()
-    return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis not in DATA_AXES)
+    return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA_AXIS)
 
 
 def _holds_a_part() -> bool:
