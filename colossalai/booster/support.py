@@ -133,8 +133,8 @@ def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> Non
 
 
 def shares_models() -> bool:
-    """Whether several ranks of the launched job train one model together, also on one sequence or with
-    other experts; without a plugin, each rank is a job of its own if not.
+    """Whether several ranks of the launched job train one model together, also on one sequence or with its
+    experts shared out; without a plugin, each rank is a job of its own if not.
     """
     mesh = launched_mesh()
     return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA_AXIS)

@@ -141,10 +141,16 @@ def check_section(rank: int, world_size: int, port: int, folder: str, section: d
     close_weights(saved_weights(made.booster, made.model, folder), serial)
 
 
+SAMPLE = (("zero2", 4), ("zero3", 2), ("handler", 2))
+
+
 @pytest.mark.parametrize(
     ("section", "ranks"),
-    [("zero2", 4), ("zero3", 2)]
-    + [pytest.param(s, n, marks=pytest.mark.slow) for s in SECTIONS for n in (2, 4)],
+    [
+        pytest.param(section, ranks, marks=() if (section, ranks) in SAMPLE else pytest.mark.slow)
+        for section in SECTIONS
+        for ranks in (2, 4)
+    ],
 )
 def test_sections_of_a_config(section: str, ranks: int, tmp_path: Path) -> None:
     spawn(check_section, ranks, folder=str(tmp_path), section=SECTIONS[section])
