@@ -140,7 +140,7 @@ class _Shares:
 
 
 def _is_told(module: nn.Module, context: CutContext) -> bool:
-    """Whether it is known what the experts of ``module`` compute; only then may ranks hold different ones."""
+    """Whether it is known what the experts of ``module`` compute; if not, ranks cannot share them out."""
     names = {name for name, p in module._parameters.items() if p is not None}
     known = {"gate_up_proj", "up_proj", "down_proj"}
     known |= {f"{name}_bias" for name in known}
