@@ -17,11 +17,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from queue import SimpleQueue
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,32 +40,55 @@ HEADS, WIDTH = 16, 128
 LAYOUT = Layout(((), (), ("sp",), ()), zigzag=frozenset({"sp"}))
 
 
-# A ring in one process: a thread for each rank, which hands its message to the next.
+# A ring in one process: one rank after the other.
 
 
-def played(size: int, work: Callable[[Ring], object]) -> list[object]:
-    """``work`` of every rank of a ring of ``size``, all on the device's one stream."""
-    boxes = [[SimpleQueue() for _ in range(8 * size)] for _ in range(size)]
+def ring_messages(size: int, *, backward: bool) -> list[str]:
+    """What each message of a rank carries, in the order in which ``ring_forward`` or ``ring_backward`` sends
+    them.
+    """
+    found = []
+    for step in range(size):
+        found += ["k", "v"] if step < size - 1 else []
+        found += ["dk", "dv"] if backward and step > 0 else []
+    return found
 
-    def run(index: int) -> object:
-        number = itertools.count()
 
-        def start_shift(x: Tensor) -> Pending:
-            message = next(number)
-            boxes[(index + 1) % size][message].put(x)
-            return lambda: boxes[index][message].get(timeout=120)
+def played_ring(pieces: list[list[Tensor]], work: Callable[[Ring], object], *, backward: bool) -> Played:
+    """``work`` of every rank of a ring, rank 0 first.
+
+    What the rank before has sent is there, but for rank 0.  It is given the keys and values of the last rank,
+    which are known; of gradients it is given zeros, and those that come too late are handed back: for each
+    rank what is still to be added to the gradients of its keys and values.
+    """
+    size, kinds = len(pieces), ring_messages(len(pieces), backward=backward)
+    sent: list[list[Tensor]] = [[] for _ in range(size)]
+    results = []
+    for index in range(size):
+
+        def start_shift(x: Tensor, index: int = index) -> Pending:
+            number = len(sent[index])
+            sent[index].append(x)
+            if index > 0:
+                return lambda: sent[index - 1][number]
+            if (kind := kinds[number]) in ("k", "v"):
+                source = -1 - kinds[:number].count(kind)
+                return lambda: pieces[source][1 if kind == "k" else 2]
+            return lambda: torch.zeros_like(x)
 
         with torch.no_grad():
-            return work(Ring(index, size, start_shift))
+            results.append(work(Ring(index, size, start_shift)))
+    late: list[dict[str, Tensor]] = [{} for _ in range(size)]
+    for number, kind in enumerate(kinds):
+        if kind in ("dk", "dv"):
+            step = 1 + kinds[:number].count(kind)  # in which the last rank had the keys of this owner
+            late[size - 1 - step][kind] = sent[-1][number]
+    return Played(results, late)
 
-    if size not in _threads:
-        sys.setswitchinterval(1e-5)  # or a thread that has its message waits 5 ms for its turn
-        _threads[size] = ThreadPoolExecutor(size)
-    return list(_threads[size].map(run, range(size)))
 
-
-# They live on: cuDNN keeps what it has planned for a shape in each thread.
-_threads: dict[int, ThreadPoolExecutor] = {}
+class Played(NamedTuple):
+    results: list[object]
+    late: list[dict[str, Tensor]]
 
 
 def zigzag(x: Tensor, size: int) -> list[Tensor]:
@@ -81,16 +103,28 @@ def joined(pieces: Sequence[Tensor]) -> Tensor:
     return torch.cat([*(first for first, _ in halves), *(second for _, second in reversed(halves))], 2)
 
 
+def forward_blocks(pieces: list[list[Tensor]], how: How) -> list[tuple[Tensor, Tensor]]:
+    """Output and log-sum-exp of all ranks."""
+    run = played_ring(pieces, lambda ring: ring_forward(*pieces[ring.index][:3], ring, how), backward=False)
+    return run.results  # type: ignore[return-value]
+
+
 def in_blocks(pieces: list[list[Tensor]], how: How) -> list[tuple[Tensor, ...]]:
     """Output and gradients of all ranks; ``pieces`` are q, k, v and the gradient of the output, for each."""
-    forward = played(len(pieces), lambda ring: ring_forward(*pieces[ring.index][:3], ring, how))
+    forward = forward_blocks(pieces, how)
 
     def backward(ring: Ring) -> tuple[Tensor, ...]:
         q, k, v, grad = pieces[ring.index]
-        out, lse = forward[ring.index]  # type: ignore[misc]
+        out, lse = forward[ring.index]
         return out, *ring_backward(grad, q, k, v, out, lse, ring, how)
 
-    return played(len(pieces), backward)  # type: ignore[return-value]
+    run = played_ring(pieces, backward, backward=True)
+    whole = []
+    for result, late in zip(run.results, run.late, strict=True):
+        out, dq, dk, dv = result  # type: ignore[misc]
+        dk, dv = (torch.add(late[n], g).to(g.dtype) if n in late else g for n, g in (("dk", dk), ("dv", dv)))
+        whole.append((out, dq, dk, dv))
+    return whole
 
 
 # Correctness of every kernel.
@@ -269,9 +303,7 @@ def block_rows(length: int, size: int = 4) -> Iterator[Row]:
     blocks = milliseconds(lambda: in_blocks(pieces, how))
     whole = milliseconds(lambda: whole_attention(*parts))
     yield Row(f"{length} tokens in {size} blocks, one process", blocks, whole, "one cuDNN attention")
-    forward = milliseconds(
-        lambda: played(size, lambda ring: ring_forward(*pieces[ring.index][:3], ring, how))
-    )
+    forward = milliseconds(lambda: forward_blocks(pieces, how))
     with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         peer = milliseconds(lambda: F.scaled_dot_product_attention(*parts[:3], is_causal=True))
     yield Row("   forward pass only", forward, peer, "one cuDNN attention")

@@ -15,6 +15,8 @@ from torch import Tensor
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import Mesh, placement
+from colossalai.mesh.rows import expert_axes
+from colossalai.utils.parallel import launched_mesh, row_mode
 
 
 def group_of(mode: ParallelMode, given: dist.ProcessGroup | None = None) -> list[dist.ProcessGroup]:
@@ -22,6 +24,14 @@ def group_of(mode: ParallelMode, given: dist.ProcessGroup | None = None) -> list
     if given is None and gpc.is_initialized(mode):
         given = gpc.get_group(mode)
     return [given] if given is not None and dist.get_world_size(given) > 1 else []
+
+
+def groups_of_experts() -> list[dist.ProcessGroup]:
+    """The ranks with different tokens, if the launched plan shares experts out among them: also stages of a
+    pipeline without experts decide with those that have some.
+    """
+    mesh = launched_mesh()
+    return group_of(row_mode()) if mesh is not None and expert_axes(mesh) else []
 
 
 def groups_of_pieces(

@@ -15,7 +15,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchFSDPPlugin
+from colossalai.booster.plugin import (
+    GeminiPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.core import global_context as gpc
@@ -71,7 +77,7 @@ def reach_problem(optimizer: Optimizer, kind: type[Plugin] | None, shares_model:
         if cut:
             shape = tuple(cut[0].shape)
             problem = (
-                f"may look at whole matrices, but tensor parallelism has cut some (a piece here: {shape})"
+                f"may look at whole matrices, but the parallel plan has cut some (a piece here: {shape})"
             )
     if problem is None:
         return None
@@ -127,8 +133,8 @@ def check_supported(wanted: Wanted, error: type[ValueError] = ValueError) -> Non
 
 
 def shares_models() -> bool:
-    """Whether several ranks of the launched job train one model together, also on one sequence or with
-    other experts; without a plugin, each rank is a job of its own if not.
+    """Whether several ranks of the launched job train one model together, also on one sequence or with its
+    experts shared out; without a plugin, each rank is a job of its own if not.
     """
     mesh = launched_mesh()
     return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA_AXIS)
@@ -251,31 +257,53 @@ def _cut_by_specs(wanted: Wanted) -> str | None:
     )
 
 
+# The plugins that average each parameter over the ranks with the same piece of it.
+ASK_EACH_PARAMETER = TorchDDPPlugin | LowLevelZeroPlugin | GeminiPlugin
+
+
 def _cut_over_rows(wanted: Wanted) -> str | None:
-    """Plugins average all parameters over one group of ranks; those of an expert would need another."""
+    """An expert is on some of the ranks that average other parameters."""
     plan = wanted.plan
     if plan is None or not issubclass(plan.kind, DPPluginBase):
         return None
     if (cut := cut_over_rows(user_module(wanted.model))) is None:
         return None
+    if not issubclass(plan.kind, ASK_EACH_PARAMETER):
+        return (
+            f"{plan.kind.__name__} divides or averages all parameters over the same ranks, but {cut} is cut"
+            " over some of them, whose pieces would be mixed; use TorchDDPPlugin, LowLevelZeroPlugin or"
+            " GeminiPlugin, which ask each parameter"
+        )
+    rows = gpc.get_ranks_in_group(row_mode())
+    if plan.ranks is None or plan.ranks == set(rows):
+        return None
     return (
-        f"{plan.kind.__name__} averages all parameters over the ranks {sorted(plan.ranks or ())}, but {cut}"
-        " is cut over some of them, whose pieces would be mixed; average it by a gradient handler"
-        " (gradient_handler=[dict(type='DataParallelGradientHandler')]), which asks each parameter"
+        f"{plan.kind.__name__} would average over the ranks {sorted(plan.ranks)}, but {cut} is cut over the"
+        f" ranks of the launched plan that have different tokens, {rows}; leave out process_group"
     )
 
 
 def _unaveraged(wanted: Wanted) -> str | None:
-    """Every rank of one sequence has the gradients of its own tokens."""
-    if wanted.plan is not None or wanted.optimizer is None or not is_using_sequence():
+    """Every rank of one sequence has the gradients of its own tokens, and one with experts those of tokens of
+    all.
+    """
+    if wanted.plan is not None or wanted.optimizer is None:
+        return None
+    cut = cut_over_rows(user_module(wanted.model))
+    if not is_using_sequence() and cut is None:
         return None
     handlers = gpc.config.get("gradient_handler") or gpc.config.get("gradient_handlers")
     if wanted.averaged_over or handlers or is_using_pp():
         return None
+    what = (
+        "cuts sequences, so each rank has the gradients of its own tokens"
+        if is_using_sequence()
+        else f"cuts {cut} over ranks with different tokens, so each rank has the gradients of other tokens"
+    )
     return (
-        "the launched plan cuts sequences, so each rank has the gradients of its own tokens, and without a"
-        " plugin nothing would average them; pass plugin=TorchDDPPlugin() or another to Booster, or name a"
-        " gradient_handler in the config of colossalai.initialize"
+        f"the launched plan {what}, and without a plugin nothing would average them; pass"
+        " plugin=TorchDDPPlugin() or another to Booster, or name a gradient_handler in the config of"
+        " colossalai.initialize"
     )
 
 

@@ -79,6 +79,12 @@ class ParallelConfig:
         tensor, pipeline = section.get("tensor", 1), section.get("pipeline", 1)
         sequence = section.get("sequence", 1)
         kind = dict(sequence) if isinstance(sequence, Mapping) else {}
+        if kind and "size" not in kind:
+            _refuse_unknown("parallel.sequence", kind, ("size", "attention", "ulysses"))
+            raise ConfigException(
+                f"parallel.sequence {kind} has no size, so nothing would be cut; write"
+                " sequence=dict(size=2, ...) with the number of ranks of a sequence"
+            )
         options = dict(tensor) if isinstance(tensor, Mapping) else {"size": tensor}
         return cls(
             data=_size("data", section["data"]) if "data" in section else None,
@@ -293,6 +299,11 @@ def _check_sequence(plan: ParallelConfig) -> None:
         raise ConfigException(
             f"{where}: size {plan.sequence} cannot be divided by ulysses={plan._heads}; the others of its"
             " ranks would form the ring"
+        )
+    if plan.mode == "sequence" and plan.attention != "ring":
+        raise ConfigException(
+            f"{where}.attention is {plan.attention!r} beside tensor mode 'sequence', which is a ring; write"
+            f" sequence=dict(size={plan.tensor}, attention={plan.attention!r}) and no tensor section"
         )
     if plan.sequence == 1:
         return

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from colossalai.context.backend import resolve_backend
 from colossalai.context.config import Config
 from colossalai.context.config_schema import is_positive_int, load_config
-from colossalai.context.initializer import GroupInfo, check_initializers, make_groups
+from colossalai.context.initializer import GroupInfo, check_initializers, joined_group, make_groups
 from colossalai.context.parallel_config import ParallelConfig
 from colossalai.context.parallel_mode import ParallelMode
 from colossalai.context.random import add_seed, get_seeds, reset_seeds, set_mode
@@ -29,6 +29,7 @@ from colossalai.context.tensor_modes import creators
 from colossalai.global_variables import moe_env, tensor_parallel_env
 from colossalai.logging import get_dist_logger, set_rank_resolver
 from colossalai.mesh import DATA_AXIS, Mesh
+from colossalai.mesh.rows import averaging_choices
 
 
 class ParallelContext(metaclass=SingletonMeta):
@@ -130,6 +131,8 @@ class ParallelContext(metaclass=SingletonMeta):
         self._mesh = Mesh(self._plan.axes, "cuda" if torch.cuda.is_available() else "cpu")
         for info in make_groups(self._plan, self._config, self._mesh):
             self._register(info)
+        for axes in averaging_choices(self._mesh):
+            joined_group(self._mesh, axes)
         tensor_parallel_env.load(**self._plan.env_fields)
         moe_env.setup(self._plan.moe, self._plan.axes[DATA_AXIS])
         # A rank that ended now would tear its connections down while a slower one still makes its groups.

@@ -36,7 +36,7 @@ from colossalai.pipeline.schedule import make_timetable
 from colossalai.pipeline.schedule.base import Action, PassKind, Timetable
 from colossalai.pipeline.stage import pipeline_rank
 from colossalai.utils import is_using_pp
-from colossalai.utils.parallel import averaging_size
+from colossalai.utils.parallel import averaging_size, is_cut_over_rows
 
 # A batch, as the data loader gives it: any nest of tensors with one row for each sample.
 Batch = Any
@@ -207,8 +207,10 @@ def _step(engine: WatchedEngine, batch: Batch) -> None:
 
 
 def _buckets(features: Features, model: nn.Module) -> int:
-    """What DDP adds, which averages the gradients of a model without a pipeline."""
+    """What DDP adds, which averages the gradients of a model without a pipeline; those of experts are
+    averaged after it, few at a time.
+    """
     alone = gpc.pipeline_parallel_size == 1 and averaging_size() > 1 and not features.handlers
     if not alone or features.ddp_options.get("gradient_as_bucket_view"):
         return 0
-    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad and not is_cut_over_rows(p))

@@ -31,6 +31,7 @@ from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.engine.gemini_section import read_gemini
 from colossalai.interface.batch import call_with, loss_of
 from colossalai.mesh.parameter import SHARED_GROUP
+from colossalai.utils.parallel import is_cut_over_rows, pieces_over_rows
 from colossalai.zero.gemini.chunk_filling import check_shares
 
 HALF_BYTES, MASTER_AND_STATES_BYTES = 2, 12
@@ -91,11 +92,12 @@ def divided(played: MemoryEstimate, model: nn.Module, ranks: int, plan: ZeroPlan
     """
     level, on_host, undo_ratio, _ = plan
     parameters = sum(p.numel() for p in model.parameters())
-    part = ceil_div(parameters, ranks)
+    part, experts = _part(model, ranks), sum(p.numel() for p in model.parameters() if is_cut_over_rows(p))
     unit = HALF_BYTES * _largest_unit(model)
     rests = 0 if on_host else part  # elements whose masters and states lie on the device
     # gradients are whole until they are averaged, which level 1 does for all at the end
-    gradients = HALF_BYTES * parameters if level == 1 else unit + HALF_BYTES * rests
+    # of experts at the end of the backward pass, for all levels
+    gradients = HALF_BYTES * parameters if level == 1 else unit + HALF_BYTES * (rests + experts)
     if level == 3:  # those of weights that stages share are whole until the step
         gradients += HALF_BYTES * sum(p.numel() for p in model.parameters() if hasattr(p, SHARED_GROUP))
     weights = UNITS_WHOLE * unit + HALF_BYTES * rests if level == 3 else HALF_BYTES * parameters
@@ -110,6 +112,15 @@ def divided(played: MemoryEstimate, model: nn.Module, ranks: int, plan: ZeroPlan
         buckets=0,
         host=int((host + kept) * part) if on_host else 0,
     )
+
+
+def _part(model: nn.Module, ranks: int) -> int:
+    """The elements of which one of ``ranks`` has the states; ranks with the same experts divide those."""
+    by_sharers: dict[int, int] = {}
+    for p in model.parameters():
+        sharers = ranks // pieces_over_rows(p)
+        by_sharers[sharers] = by_sharers.get(sharers, 0) + p.numel()
+    return sum(ceil_div(elements, sharers) for sharers, elements in by_sharers.items())
 
 
 def _largest_unit(model: nn.Module) -> int:

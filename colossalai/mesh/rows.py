@@ -52,6 +52,15 @@ def averaging_axes(param: Tensor, mesh: Mesh) -> Axes:
     return tuple(axis for axis in row_axes(mesh) if axis not in cut)
 
 
+def averaging_choices(mesh: Mesh) -> list[Axes]:
+    """All axes over which gradients may be averaged, whatever the numbers of experts of the layers: their
+    process groups are made by all ranks at the launch, as a stage of a pipeline may lack such layers.
+    """
+    ranks = mesh.group_size(*expert_axes(mesh))
+    cuts = {expert_axes(mesh, experts) for experts in range(1, ranks + 1) if ranks % experts == 0}
+    return sorted(tuple(axis for axis in row_axes(mesh) if axis not in cut) for cut in cuts)
+
+
 def by_averaging_axes(params: Iterable[Tensor], mesh: Mesh) -> dict[Axes, list[Tensor]]:
     """Parameters by the axes over which their gradients are averaged; the same groups in the same order on
     every rank, of which some may hold nothing here.

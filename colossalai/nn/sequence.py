@@ -23,6 +23,7 @@ from colossalai._numeric import round_up
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import Axes, Layout, Mesh, local_slices, redistribute, replicated
+from colossalai.nn.same_tokens import check_same_tokens
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,11 @@ class SequenceParallel:
         return replace(layout, dims=dims, zigzag=zigzag)
 
     def cut(self, x: Tensor, dim: int = 1, *, value: float = 0) -> Tensor:
-        """This rank's tokens of ``x``, which all ranks hold; what is missing to equal parts is ``value``."""
+        """This rank's tokens of ``x``, which all ranks hold; what is missing to equal parts is ``value``.
+
+        Ranks that hold different ``x`` are refused, see :mod:`colossalai.nn.same_tokens`.
+        """
+        check_same_tokens("a sequence", x, self.mesh)
         missing = self.padded(x.size(dim)) - x.size(dim)
         _lengths[self.padded(x.size(dim))] = x.size(dim)
         if missing:
@@ -83,10 +88,18 @@ class SequenceParallel:
         partial = Layout(((),) * x.ndim, partial=frozenset(self.axes))
         return redistribute(scaled_gradient(x, self.size), partial, replicated(x.ndim), self.mesh)
 
-    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """The places of this rank's tokens in a sequence of ``length``; padding goes on counting."""
+    def positions(self, length: int, device: torch.device | None = None, *, padding: int = 0) -> Tensor:
+        """The places of this rank's tokens in a sequence of ``length``.
+
+        What pads it is at place ``padding``: for 0, a table of ``length`` positions has them all.
+        """
         ((ranges),) = local_slices((self.padded(length),), self.layout(1, 0), self.mesh)
-        return torch.cat([torch.arange(start, start + n, device=device) for start, n in ranges])
+        places = torch.cat([torch.arange(start, start + n, device=device) for start, n in ranges])
+        return places.masked_fill(places >= length, padding)
+
+    def are_tokens(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Which of this rank's tokens are those of a sequence of ``length``, and not what pads it."""
+        return self.positions(length, device, padding=-1) >= 0
 
     def is_piece(self, rows: int, length: int) -> bool:
         """Whether ``rows`` is how many tokens each rank has of a sequence of ``length``."""
@@ -99,6 +112,7 @@ class SequenceParallel:
         Padding looks at the tokens and is seen by none.  Where attention is causal, padding before the first
         token has none to look at, and each looks at itself.
         """
+        check_same_tokens("a mask", real, self.mesh)
         numbers = torch.where(real, 1, -1)
         if causal:
             alone = torch.arange(2, 2 + real.size(1), device=real.device)

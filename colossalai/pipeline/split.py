@@ -17,6 +17,8 @@ from torch import nn
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh.deferred import Deferred
+from colossalai.mesh.rows import expert_axes
+from colossalai.nn.modes import current
 from colossalai.nn.policies import POLICIES, Policy, parallelize
 from colossalai.nn.policies.depth import Depth, ModelParts, carried_depth, find_parts
 from colossalai.nn.policies.derive_depth import derive_depth
@@ -152,7 +154,9 @@ def _check_layer_drop(model: nn.Module, placement: Placement) -> None:
 
 
 def _parallelize(model: nn.Module, policy: Policy | None) -> nn.Module:
-    if policy is not None and not policy.rules:
+    mesh = current().mesh
+    shares_experts = mesh is not None and mesh.group_size(*expert_axes(mesh)) > 1
+    if policy is not None and not policy.rules and not shares_experts:
         return model  # it speaks of the depth alone
     return parallelize(model, policy=policy)
 

@@ -19,8 +19,8 @@ from colossalai.mesh.rows import by_averaging_axes, row_axes
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.partition import StageRanges
 from colossalai.utils import is_ddp_ignored
-from colossalai.utils.bucket import bucket_allreduce
-from colossalai.utils.parallel import averaging_group
+from colossalai.utils.bucket import bucket_allreduce, share_presence
+from colossalai.utils.parallel import averaging_group, is_cut_over_rows
 
 
 class Use(NamedTuple):
@@ -136,6 +136,8 @@ def synchronize_gradients(parameters: Iterable[Tensor], rows: Mesh | None, *, st
         divisor = rows.group_size(*row_axes(rows))
         averaged = [p for p in parameters if not is_ddp_ignored(p)]
         for axes, params in by_averaging_axes(averaged, rows).items():
+            if axes != row_axes(rows):
+                share_presence(params, averaging_group())
             bucket_allreduce(params, averaging_group(axes), divisor=divisor)
 
 
@@ -143,11 +145,12 @@ def synchronize_gradients(parameters: Iterable[Tensor], rows: Mesh | None, *, st
 def synchronized_gradients(parameters: Iterable[Tensor], rows: Mesh | None) -> Iterator[None]:
     """Synchronize the gradients of the passes inside the block, at its end.
 
-    Gradients of weights that stages share and that were there before are sums over the stages already: they
-    are set aside, and come back also if the block raises.
+    Gradients that were there before are set aside, and come back also if the block raises: those of weights
+    that stages share are sums over the stages already, those of experts divided by their ranks.  (The mean of
+    a mean, of any other weight, is the same again.)
     """
     parameters = list(parameters)
-    shared = [p for p in parameters if hasattr(p, SHARED_GROUP)]
+    shared = [p for p in parameters if hasattr(p, SHARED_GROUP) or (rows is not None and is_cut_over_rows(p))]
     before = [own_grad(p) for p in shared]
     for p in shared:
         set_own_grad(p, None)

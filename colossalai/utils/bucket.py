@@ -47,6 +47,25 @@ def bucket_allreduce(
         _allreduce(bucket, group, divisor)
 
 
+@torch.no_grad()
+def share_presence(param_list: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Let a parameter without a gradient here have zeros, if any rank of ``group`` has a gradient of it.
+
+    For ranks that hold different pieces of the parameters: what one of them has used, the serial model has
+    used.  Every rank passes the same parameters in the same order.
+    """
+    params = [p for p in param_list if p.requires_grad]
+    if not params:
+        return
+    missing = [own_grad(p) is None for p in params]
+    used = torch.tensor([not m for m in missing], dtype=torch.uint8).to(params[0].device, non_blocking=True)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+    if any(missing):  # only then are the flags read, which waits for the device
+        for p, is_missing, is_used in zip(params, missing, used.tolist(), strict=True):
+            if is_missing and is_used:
+                set_own_grad(p, torch.zeros_like(p))
+
+
 def _buckets(params: list[Tensor]) -> Iterator[list[Tensor]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for p in params:

@@ -197,23 +197,64 @@ def share_weights(module: nn.Module) -> None:
     """Let the ranks of the launched job that average a parameter begin with the values of their first; every
     rank calls this.
     """
-    mesh = launched_mesh()
-    if mesh is None:
-        return
-    for axes, params in by_averaging_axes(module.parameters(), mesh).items():
-        broadcast_from_first(params, averaging_group(axes))
-    broadcast_from_first(module.buffers(), averaging_group())
+    if launched_mesh() is not None:
+        start_alike((*module.parameters(), *module.buffers()), averaging_group())
+
+
+def pieces_over_rows(param: torch.Tensor) -> int:
+    """Return into how many pieces row axes of the launched mesh cut ``param``; 1 for most.
+
+    The gradient of a piece (of some experts) is a sum over the tokens of the ranks of all pieces: it is
+    divided by their number, and averaged over the ranks with the same piece (``averaging_group_of``).
+    """
+    mesh, cut = launched_mesh(), placement(param).sharded
+    return 1 if mesh is None or not cut else mesh.group_size(*(a for a in row_axes(mesh) if a in cut))
+
+
+def is_cut_over_rows(param: torch.Tensor) -> bool:
+    """Whether row axes cut ``param``, so that it is averaged over fewer ranks than others."""
+    return pieces_over_rows(param) > 1
 
 
 def cut_over_rows(module: nn.Module) -> str | None:
-    """Return the name of a parameter that a row axis of the launched mesh cuts, so that it is averaged over
-    fewer ranks than others; None if there is none.
+    """Return the name of a parameter that a row axis of the launched mesh cuts; None if there is none."""
+    return next((name for name, p in module.named_parameters() if is_cut_over_rows(p)), None)
+
+
+def averaging_group_of(param: torch.Tensor, everyone: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return those of ``everyone``, the ranks of all row axes, that hold the same piece of ``param``: they
+    average its gradient, divide its optimizer states and begin with the same values.
+
+    For most parameters these are ``everyone``, as for all in a job that was not launched.
     """
     mesh = launched_mesh()
-    if mesh is None:
-        return None
-    rows, named = row_axes(mesh), module.named_parameters()
-    return next((name for name, p in named if averaging_axes(p, mesh) != rows), None)
+    if mesh is None or not is_cut_over_rows(param):
+        return everyone
+    rows, given = mesh.ranks(*row_axes(mesh)), dist.get_process_group_ranks(everyone or dist.group.WORLD)
+    if given != rows:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is cut over"
+            f" {', '.join(sorted(placement(param).sharded))}, so who averages it follows from the launched"
+            f" plan, whose ranks with different tokens are {rows}; got the process group of {given}: leave"
+            " process_group out"
+        )
+    return averaging_group(averaging_axes(param, mesh))
+
+
+def by_averaging_group(
+    params: Iterable[torch.Tensor], everyone: dist.ProcessGroup | None
+) -> list[tuple[dist.ProcessGroup | None, list[torch.Tensor]]]:
+    """Return ``params`` by their ``averaging_group_of``, in the same order on every rank."""
+    mesh, params = launched_mesh(), list(params)
+    if mesh is None or not any(map(is_cut_over_rows, params)):
+        return [(everyone, params)]
+    return [(averaging_group_of(own[0], everyone), own) for own in by_averaging_axes(params, mesh).values()]
+
+
+def start_alike(tensors: Iterable[torch.Tensor], everyone: dist.ProcessGroup | None) -> None:
+    """Give all of ``everyone`` that hold the same pieces the values of their first rank."""
+    for group, own in by_averaging_group(tensors, everyone):
+        broadcast_from_first(own, group)
 
 
 def broadcast_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:

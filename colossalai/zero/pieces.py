@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -156,6 +157,7 @@ class Piece:
     weight: Tensor
     value: nn.Parameter
     seen: int  # changes of ``param`` when ``value`` last agreed with it; -1 to compare them
+    group: dist.ProcessGroup | None = None  # whose ranks own the other slices; None for a single one
 
     @property
     def start(self) -> int:
@@ -228,16 +230,20 @@ def make_piece(
     device: torch.device | None = None,
     pin: bool = False,
     home: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Piece:
     """The piece of ``param``, entry ``index`` of a flat ``buffer`` that holds its values.
 
     ``dtype`` and ``device`` say what the optimizer steps, where that is not the buffer itself; ``pin`` it, if
-    it waits on the host.  ``home``, a flat tensor like this rank's shard, is the memory for it.
+    it waits on the host.  ``home``, a flat tensor like this rank's shard, is the memory for it.  ``group``
+    has the ranks of ``layout``.
     """
     start, end = layout.piece(index, rank)
     offset = layout.offsets[index]
     weight = buffer[offset + start : offset + end] if end > start else buffer[:0]
-    return piece_of(param, layout, index, rank, weight, dtype=dtype, device=device, pin=pin, home=home)
+    return piece_of(
+        param, layout, index, rank, weight, dtype=dtype, device=device, pin=pin, home=home, group=group
+    )
 
 
 def piece_of(
@@ -251,6 +257,7 @@ def piece_of(
     device: torch.device | None = None,
     pin: bool = False,
     home: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Piece:
     """The piece of ``param`` whose values, the slice that ``layout`` gives to ``rank``, lie in ``weight``.
 
@@ -270,7 +277,7 @@ def piece_of(
             weight.shape, dtype=dtype or weight.dtype, device=device or weight.device, pin_memory=pin
         )
         value = target.copy_(value)
-    piece = Piece(param, layout, index, rank, weight, nn.Parameter(value), param._version)
+    piece = Piece(param, layout, index, rank, weight, nn.Parameter(value), param._version, group)
     setattr(piece.value, SERIAL_SHAPE, param.shape)
     copy_tensor_parallel_attributes(param, piece.value)
     if not piece.is_whole and (

@@ -63,7 +63,7 @@ class ShardedOptimizer(ScaledOptimizer):
         optim: the user's optimizer; parameters of its groups that have no piece (frozen ones) stay as they
             are.
         pieces: one for each parameter to train, on every rank, also if it is empty.
-        group: the ranks that own the other pieces; None for a single one.
+        group: the ranks that own the other pieces, or of experts other experts; None for a single one.
         scaler: the loss scale; None to scale nothing.
         max_norm: the largest norm of all gradients, in every step; 0 does not clip.
         norm_type: which norm that is.
@@ -119,7 +119,7 @@ class ShardedOptimizer(ScaledOptimizer):
                 if piece is not None:
                     group["params"][place_] = piece.value
                     setattr(piece.value, PIECE, piece)
-                    setattr(piece.value, SLICED_OVER, self.group)
+                    setattr(piece.value, SLICED_OVER, piece.group)
                     self.pieces.append(piece)
                     self._numbered[number] = piece
                     if state := cut_state(self.optim.state.pop(param, {}), piece):

@@ -93,8 +93,7 @@ def sliced_states(
     for number, piece in pieces.items():
         described = next((theirs[number] for theirs in everyone if theirs.get(number)), {})
         state = {
-            name: _joined(kind, piece, own.get(number, {}).get(name), group)
-            for name, kind in described.items()
+            name: _joined(kind, piece, own.get(number, {}).get(name)) for name, kind in described.items()
         }
         if state:
             found[number] = state
@@ -110,8 +109,8 @@ def _describe(value: Any, piece: Piece) -> Any:
     return ("own", (tuple(value.shape), value.dtype))
 
 
-def _joined(kind: tuple[str, Any], piece: Piece, own: Any, group: dist.ProcessGroup | None) -> Any:
-    what, detail = kind
+def _joined(kind: tuple[str, Any], piece: Piece, own: Any) -> Any:
+    (what, detail), group = kind, piece.group
     if what == "value":
         return detail
     if what == "slice":

@@ -110,6 +110,12 @@ POSITIVE = "must be a positive integer, got"
         ({"sequence": {"size": 4, "ulysses": 2}}, "but attention is 'ring'; leave ulysses out"),
         ({"sequence": {"size": 4, "attention": "both", "ulysses": 0}}, f"sequence.ulysses {POSITIVE} int 0"),
         ({"sequence": {"size": 3, "attention": "both"}}, "size 3 cannot be divided by ulysses=2"),
+        ({"sequence": {"attention": "ulysses"}}, "has no size, so nothing would be cut; write sequence=dict"),
+        ({"sequence": {"sizes": 2}}, "parallel.sequence has an unknown key 'sizes': did you mean 'size'"),
+        (
+            {"sequence": {"size": 1, "attention": "ulysses"}, "tensor": {"size": 2, "mode": "sequence"}},
+            r"'ulysses' beside tensor mode 'sequence', .* sequence=dict\(size=2, attention='ulysses'\)",
+        ),
         (
             {"sequence": 2, "tensor": {"size": 2, "mode": "sequence"}},
             "size 2 beside tensor mode 'sequence': it cuts the sequence already",

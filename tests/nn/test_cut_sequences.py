@@ -49,7 +49,7 @@ def check_loss(expected: Tensor, gradient: Tensor, loss: CrossEntropyLoss, label
     whole = whole_scores()[0].requires_grad_()
     found = loss(sequence().cut(whole), labels)
     found.sum().backward()
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, equal_nan=True)
     assert whole.grad is not None
     torch.testing.assert_close(mean_over_ranks(whole.grad), gradient)
 
@@ -68,6 +68,8 @@ def check_losses(rank: int, world_size: int, port: int, plan: dict[str, Any]) ->
             assert x.grad is not None
             loss = CrossEntropyLoss(reduction == "mean", **options)
             check_loss(expected.view(shape).detach(), x.grad, loss, wanted)
+    ignored = torch.full_like(labels, -100)  # all: nothing is learnt, and nothing is lost
+    check_loss(torch.tensor(torch.nan), torch.zeros_like(scores), CrossEntropyLoss(), ignored)
     pieces = sequence().cut(labels, value=-100)
     mean = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
     torch.testing.assert_close(CrossEntropyLoss()(sequence().cut(scores), pieces), mean)
@@ -155,6 +157,22 @@ def test_dropout_differs_where_tokens_or_features_do() -> None:
     spawn(check_dropout, 4)
 
 
+def check_positions(rank: int, world_size: int, port: int) -> None:
+    """A table of as many positions as there are tokens is enough, also where the length does not divide."""
+    launch({"sequence": 2})
+    for length in (1, 2, 5, 8):
+        own = sequence().positions(length)
+        assert own.max() < length
+        assert torch.equal(own, sequence().cut(torch.arange(length), 0))
+        assert torch.equal(sequence().gather(own[None], length)[0], torch.arange(length))
+        marked = sequence().cut(torch.arange(length), 0, value=-1)
+        assert torch.equal(sequence().positions(length, padding=-1), marked)
+
+
+def test_positions_of_padding_are_in_the_table() -> None:
+    spawn(check_positions, 2)
+
+
 def check_generation(rank: int, world_size: int, port: int) -> None:
     start = torch.tensor([[3, 1, 4], [1, 5, 9]])
     expected = generate(build("gpt", 16), start, 6, temperature=0)  # type: ignore[arg-type]
@@ -172,3 +190,31 @@ def check_generation_in_pieces(rank: int, world_size: int, port: int) -> None:
 def test_generation() -> None:
     spawn(check_generation, 2)
     spawn(check_generation_in_pieces, 2)
+
+
+def check_differing(rank: int, world_size: int, port: int, plan: dict[str, Any]) -> None:
+    """Also behind the first step, and in the mode whose first step compares nothing."""
+    launch(plan)
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH)
+    model, mask = build("gpt", LENGTH), torch.ones_like(ids)
+    with pytest.raises(ValueError, match=r"a sequence of shape \(2, 7\) with other values"):
+        model(ids + rank)
+    for _ in range(8):
+        GPTLMLoss()(model(ids, mask), ids)
+    words = "share one sequence and were given different batches: a "
+    with pytest.raises(ValueError, match=rf"{words}sequence of torch.int64 and shape \(2, 7\) on one, a"):
+        model(ids[:, rank:])  # which would be padded to the same length
+    with pytest.raises(ValueError, match=rf"{words}sequence of .* and shape \(1, 7\) on the other"):
+        model(ids[rank:])
+    with pytest.raises(ValueError, match=rf"{words}mask of torch.bool .* a sequence of torch.int64"):
+        model(ids, None if rank else mask)
+    features = torch.ones(2, LENGTH, 4).log_()  # 0, and later infinite
+    sequence().cut(features + rank * 1e-12)  # rounded in another way
+    sequence().cut(features.fill_(torch.inf))
+
+
+@pytest.mark.parametrize(
+    "plan", [{"sequence": 2}, {"tensor": {"size": 2, "mode": "sequence"}}], ids=["sequence", "mode"]
+)
+def test_ranks_that_hold_different_sequences_are_refused(plan: dict[str, Any]) -> None:
+    spawn(check_differing, 2, plan=plan)

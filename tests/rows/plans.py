@@ -25,11 +25,12 @@ from colossalai.booster.plugin import (
 )
 from colossalai.core import global_context as gpc
 from colossalai.mesh.gradient_norm import clip_factor
-from colossalai.mesh.rows import row_axes
+from colossalai.mesh.rows import averaging_axes
 from colossalai.nn.sequence import current_sequence
 from colossalai.testing.boosted import BoosterRun
 from colossalai.testing.parity import Problem, SerialRun
 from tests.pipeline.plans import HIDDEN, Block, to_tensor_parallel
+from tests.rows.experts import Experts
 
 WORDS, LENGTH, CLIP = 16, 8, 0.2
 
@@ -64,18 +65,33 @@ def to_plan(module: nn.Module) -> nn.Module:
     """A module of ``build`` under the launched plan."""
     if isinstance(module, Cut):
         module.is_cut = True
+    if isinstance(module, Experts):
+        module.share_out(gpc.mesh)
     if isinstance(module, Block) and gpc.plan.mode == "1d":
         return to_tensor_parallel(module)
     return module
 
 
 def differing(module: nn.Module) -> nn.Module:
-    """The same with other values on all ranks but the first of the rows: the plan must bring those to all."""
+    """The same with other values on all ranks but the first that hold the same: the plan must bring those to
+    all.
+    """
     module = to_plan(module)
     with torch.no_grad():
         for p in module.parameters():
-            p.add_(sum(gpc.mesh.coord[axis] for axis in row_axes(gpc.mesh)))
+            p.add_(sum(gpc.mesh.coord[axis] for axis in averaging_axes(p, gpc.mesh)))
     return module
+
+
+def build_experts(experts: tuple[int, ...], open_: int | None) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for n in experts for layer in (Experts(HIDDEN, n, open_), Block())]
+    return nn.Sequential(Cut(), nn.Embedding(WORDS, HIDDEN), *layers, nn.Linear(HIDDEN, WORDS))
+
+
+def decaying(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer for which a gradient of zeros is not the same as none."""
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -93,12 +109,20 @@ def problem(steps: int = 3, batch: int = 8) -> Problem:
     )
 
 
+def experts_problem(
+    experts: tuple[int, ...] = (4,), open_: int | None = None, optimizer: Any = decaying
+) -> Problem:
+    """Layers of ``experts``, of which the first ``open_`` get tokens, by default all."""
+    task, make = problem(batch=16), partial(build_experts, experts, open_)
+    return Problem(build=make, batches=task.batches, loss=task.loss, optimizer=optimizer)
+
+
 def launch(**parallel: Any) -> None:
     others = {key: parallel.pop(key) for key in tuple(parallel) if not key.islower() or key in OTHERS}
     colossalai.launch_from_torch({"parallel": parallel, **others}, backend="gloo", verbose=False)
 
 
-OTHERS = ("gradient_handler", "zero", "clip_grad_norm")
+OTHERS = ("gradient_handler", "zero", "clip_grad_norm", "gradient_accumulation", "torch_ddp")
 
 
 class CutRun(BoosterRun):
@@ -131,23 +155,43 @@ def clip(optimizer: Any) -> None:
 
 ZERO = {"precision": "fp32"}
 SMALL = {"search_range_mb": 0.01, "min_chunk_size_mb": 0.001, "hidden_dim": 8}
+GEMINI = partial(GeminiPlugin, device="cpu", pin_memory=False, **ZERO, **SMALL)
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     "ddp": TorchDDPPlugin,
     "zero1": partial(LowLevelZeroPlugin, stage=1, **ZERO),
     "zero2": partial(LowLevelZeroPlugin, stage=2, **ZERO),
-    "gemini": partial(GeminiPlugin, device="cpu", pin_memory=False, **ZERO, **SMALL),
+    "gemini": GEMINI,
     "fsdp": partial(TorchFSDPPlugin, sync_module_states=True),
+}
+MORE_PLUGINS: dict[str, Callable[[], Plugin]] = {
+    "zero1-host": partial(LowLevelZeroPlugin, stage=1, cpu_offload=True, **ZERO),
+    "zero2-small": partial(LowLevelZeroPlugin, stage=2, reduce_bucket_size_in_m=1e-4, **ZERO),
+    "gemini-auto": partial(GEMINI, placement_policy="auto"),
+    "gemini-device": partial(GEMINI, placement_policy="cuda"),
+    "gemini-strict": partial(GEMINI, strict_ddp_mode=True),
+    "gemini-late": partial(GEMINI, update_in_backward=False),
+    "gemini-early": partial(GEMINI, update_in_backward=True),
+    "gemini-taken-back": partial(GEMINI, update_in_backward=True, max_norm=CLIP, undo_ratio=1.0),
 }
 
 
-def check_trained(task: Problem, plugin: str, folder: str) -> CutRun:
+UNCLIPPED = ("gemini-early", "gemini-taken-back")  # by the script: by nobody, and in the step itself
+
+
+def check_trained(task: Problem, plugin: str, folder: str, **options: Any) -> CutRun:
     """Train under ``plugin`` and serially, with clipping; compare losses, norms and the weights that are
     saved.  For plans that show no gradients.
     """
-    run, serial = CutRun(task, PLUGINS[plugin](), clip=clip), ClippedSerial(task)
+    made = (PLUGINS | MORE_PLUGINS)[plugin]()
+    options = {"clip": None if plugin in UNCLIPPED else clip} | options
+    run, serial = (
+        CutRun(task, made, **options),
+        (SerialRun if plugin == "gemini-early" else ClippedSerial)(task),
+    )
     for batch in task.batches:
         close(run.forward_backward(batch), serial.forward_backward(batch))
-        close(run.gradient_norm(), serial.gradient_norm())
+        if plugin not in UNCLIPPED:
+            close(run.gradient_norm(), serial.gradient_norm())
         run.update()
         serial.update()
     close_weights(saved_weights(run.booster, run.model, folder), serial)
@@ -172,3 +216,45 @@ def close_weights(got: dict[str, Tensor], serial: SerialRun) -> None:
 
 def close(got: Tensor, expected: Tensor, name: str = "") -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
+
+
+def save_run(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    plugin: str,
+    plan: dict[str, Any],
+    make: Callable[[], Problem] = problem,
+) -> None:
+    """Train two steps and save the run."""
+    launch(**plan)
+    task = make()
+    run = CutRun(task, PLUGINS[plugin](), clip=clip)
+    for batch in task.batches[:2]:
+        run.forward_backward(batch)
+        run.update()
+    run.booster.save(folder)
+
+
+def go_on(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    plugin: str,
+    plan: dict[str, Any],
+    make: Callable[[], Problem] = problem,
+) -> None:
+    """Load the run, train the third step, and compare with the serial model."""
+    launch(**plan)
+    task = make()
+    serial = ClippedSerial(task)
+    for batch in task.batches:
+        serial.forward_backward(batch)
+        serial.update()
+    run = CutRun(task, PLUGINS[plugin](), clip=clip)
+    run.booster.load(folder)
+    run.forward_backward(task.batches[2])
+    run.update()
+    close_weights(saved_weights(run.booster, run.model, f"{folder}-end"), serial)

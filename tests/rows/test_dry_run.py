@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from colossalai.context import ParallelMode
@@ -9,12 +12,12 @@ from colossalai.core import global_context as gpc
 from colossalai.dry_run import Parts, dry_run
 from colossalai.pipeline.stage import Placement, Shape
 from colossalai.testing.pipelined import cut
-from tests.rows.plans import LENGTH, build, sgd, to_plan, token_loss
+from tests.rows.plans import LENGTH, build, build_experts, sgd, to_plan, token_loss
 
 BATCH = 256  # so that activations are more than weights
 
 
-def parts() -> Parts:
+def parts(build: Callable[[], torch.nn.Module] = build) -> Parts:
     place = Placement(gpc.pipeline_parallel_size, 1, Shape.LOOP)
     (model,) = cut(build(), place, gpc.get_local_rank(ParallelMode.PIPELINE))  # type: ignore[arg-type]
     model = torch.nn.Sequential(*map(to_plan, model))
@@ -53,3 +56,21 @@ def test_stages_of_cut_sequences() -> None:
         (2, 1, 0),
         (3, 1, 1),
     ]
+
+
+def test_experts() -> None:
+    make = partial(parts, partial(build_experts, (4,), None))
+    (whole,) = dry_run({}, 1, make)
+    all_experts = 4 * 8 * 8
+    others = whole.parameters - all_experts
+    plan = {"parallel": {"moe": {"size": 2}}}
+    (ddp,) = dry_run(plan, 4, make)
+    assert ddp.parameters == others + all_experts // 2
+    assert ddp.memory.buckets == 4 * others, "DDP does not see the experts"
+    (zero,) = dry_run({**plan, "zero": {"level": 1}}, 4, make)
+    assert zero.memory.states == 8 * (-(-others // 4) + all_experts // 2 // 2)
+    for section in ({"level": 2}, {"level": 3, "placement_policy": "cuda"}):
+        (zero,) = dry_run({**plan, "zero": section}, 4, make)
+        assert zero.memory.states == 8 * (-(-others // 4) + all_experts // 2 // 2)
+    reports = dry_run({"parallel": {"moe": {"size": 2}, "pipeline": 2}, "NUM_MICRO_BATCHES": 2}, 8, make)
+    assert [r.coord["pp"] for r in reports] == [0, 1]

@@ -8,7 +8,13 @@ from torch import nn
 import colossalai
 from colossalai.mesh import Layout, Mesh, clip_grads, grad_norm, parameter
 from colossalai.mesh.gradient_norm import tensor_axes
-from colossalai.mesh.rows import averaging_axes, by_averaging_axes, row_axes, sequence_axes
+from colossalai.mesh.rows import (
+    averaging_axes,
+    averaging_choices,
+    by_averaging_axes,
+    row_axes,
+    sequence_axes,
+)
 from colossalai.testing import spawn
 
 
@@ -21,6 +27,7 @@ def check_norm(rank: int, world_size: int, port: int) -> None:
     old = nn.Parameter(torch.ones(2))
     old.is_tensor_parallel = True  # type: ignore[attr-defined]
     assert averaging_axes(expert, mesh) == ("dp", "sp")
+    assert averaging_choices(mesh) == [("dp", "ep", "sp"), ("dp", "sp")]
     groups = by_averaging_axes([whole, expert, old], mesh)
     assert groups == {("dp", "ep", "sp"): [whole, old], ("dp", "sp"): [expert]}
     whole.grad = torch.full_like(whole, 2.0)

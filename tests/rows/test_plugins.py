@@ -24,15 +24,13 @@ from colossalai.trainer.hooks.metrics import data_size
 from colossalai.utils.parallel import is_first_of_stage
 from tests.rows.plans import (
     PLUGINS,
-    ClippedSerial,
     CutRun,
     build,
     check_trained,
-    clip,
-    close_weights,
+    go_on,
     launch,
     problem,
-    saved_weights,
+    save_run,
     sgd,
 )
 
@@ -122,9 +120,8 @@ def check_refusals(rank: int, world_size: int, port: int) -> None:
         Booster(device="cpu").boost(model, sgd(model.parameters()))
     Booster(device="cpu").boost(build())  # to evaluate
     place(model[1].weight, Layout((("sp",), ())), (32, 8))  # type: ignore[index]
-    for plugin in PLUGINS.values():
-        with pytest.raises(ValueError, match=r"Plugin averages all parameters .* but 1\.weight is cut over"):
-            Booster(device="cpu", plugin=plugin()).boost(model, sgd(model.parameters()))
+    with pytest.raises(ValueError, match=r"TorchFSDPPlugin divides .* but 1\.weight is cut"):
+        Booster(device="cpu", plugin=PLUGINS["fsdp"]()).boost(model, sgd(model.parameters()))
     model = CutRun(problem(), TorchDDPPlugin()).model
     tokens = torch.full((4, 8), rank)
     with pytest.raises(ValueError, match=r"ranks 0 and 1 share one model \(sp=2\) and were given different"):
@@ -133,30 +130,6 @@ def check_refusals(rank: int, world_size: int, port: int) -> None:
 
 def test_what_is_refused() -> None:
     spawn(check_refusals, 2)
-
-
-def save_run(rank: int, world_size: int, port: int, folder: str, plugin: str, plan: dict[str, Any]) -> None:
-    launch(**plan)
-    task = problem()
-    run = CutRun(task, PLUGINS[plugin](), clip=clip)
-    for batch in task.batches[:2]:
-        run.forward_backward(batch)
-        run.update()
-    run.booster.save(folder)
-
-
-def go_on(rank: int, world_size: int, port: int, folder: str, plugin: str, plan: dict[str, Any]) -> None:
-    launch(**plan)
-    task = problem()
-    serial = ClippedSerial(task)
-    for batch in task.batches:
-        serial.forward_backward(batch)
-        serial.update()
-    run = CutRun(task, PLUGINS[plugin](), clip=clip)
-    run.booster.load(folder)
-    run.forward_backward(task.batches[2])
-    run.update()
-    close_weights(saved_weights(run.booster, run.model, f"{folder}-end"), serial)
 
 
 RUNS = [

@@ -37,7 +37,7 @@ class Plain(ShardedOptimizer):
             flat[: p.numel()] = p.detach().view(-1)
             p.data = flat[: p.numel()].view(p.shape)
             dtype = torch.float32 if needs_masters(optim, p.dtype) else None
-            pieces.append(make_piece(p, layout, 0, me, flat, dtype=dtype))
+            pieces.append(make_piece(p, layout, 0, me, flat, dtype=dtype, group=dist.group.WORLD))
             self.flats.append(flat)
         super().__init__(optim, pieces, group=dist.group.WORLD, **options)
 

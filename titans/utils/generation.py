@@ -46,7 +46,8 @@ def _next_scores(model: GPT, input_ids: Tensor) -> Tensor:
     logits, sequence, length = model(input_ids), model.sequence, input_ids.shape[1]
     last = logits[:, -1]
     if sequence is not None:
-        here = sequence.positions(length, logits.device) == length - 1  # True on one rank, for one token
+        places = sequence.positions(length, logits.device, padding=-1)
+        here = places == length - 1  # True on one rank, for one token
         last = sequence.total(logits[:, here.int().argmax()] * here.any())
     if last.shape != (len(input_ids), model.vocab_size):
         raise ValueError(

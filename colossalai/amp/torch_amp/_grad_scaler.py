@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from colossalai.amp.groups import group_of, maximum_over
+from colossalai.amp.groups import group_of, groups_of_experts, maximum_over
 from colossalai.context import ParallelMode
 
 
@@ -41,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
         check_options(init_scale, growth_factor, backoff_factor, growth_interval)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self.groups = group_of(ParallelMode.MODEL, process_group)
+        self.groups = groups_of_experts() + group_of(ParallelMode.MODEL, process_group)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         if (

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from colossalai.booster.plugin.dp import DPPluginBase, check_backend, start_alike
+from colossalai.booster.plugin.dp import DPPluginBase, check_backend
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
 from colossalai.interface.hooks import tell_of_local_hooks
 from colossalai.interface.optimizer import local_gradients
 from colossalai.utils import is_ddp_ignored
+from colossalai.utils.parallel import is_cut_over_rows, start_alike
 
 # torch 2.13 renamed the option
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -32,7 +33,8 @@ class TorchDDPModel(ModelWrapper):
     """A model inside torch's ``DistributedDataParallel``.
 
     A model without parameters to train has no gradients to average, and DDP refuses it; it only gets rank 0's
-    values. Gradients that DDP does not see are averaged by ``GradientWatch``.
+    values. Gradients that DDP does not see are averaged by ``GradientWatch``: so are those of experts, which
+    only some of the replicas have.
     """
 
     keeps_parameters = True
@@ -49,20 +51,22 @@ class TorchDDPModel(ModelWrapper):
         self._in_pipeline = False
         ddp = None
         _leave_alone(module)
-        if any(p.requires_grad and not is_ddp_ignored(p) for p in module.parameters()):
+        everyone: Any = process_group or dist.group.WORLD
+        apart = [p for p in module.parameters() if is_cut_over_rows(p) and not is_ddp_ignored(p)]
+        if any(p.requires_grad and not _is_left_alone(p) for p in module.parameters()):
+            start_alike(apart, everyone)
             self.module = ddp = DistributedDataParallel(module, process_group=process_group, **options)
         else:
-            start_alike(module, process_group)
+            start_alike((*module.parameters(), *module.buffers()), everyone)
         if dist.get_world_size(process_group) > 1:
-            everyone: Any = dist.group.WORLD
             ignored = ddp.parameters_to_ignore if ddp is not None else set()
             watched = [
-                p for name, p in module.named_parameters() if name not in ignored and not is_ddp_ignored(p)
+                p for name, p in module.named_parameters() if name not in ignored and not _is_left_alone(p)
             ]
             self.watch = GradientWatch(
                 module,
-                watched,
-                process_group or everyone,
+                [*watched, *apart],
+                everyone,
                 ddp=ddp,
                 broadcast_buffers=options.get(BUFFERS, True),
                 refuse=refuse,
@@ -95,7 +99,7 @@ class TorchDDPModel(ModelWrapper):
             self.watch.share_buffers()
         self._in_pipeline = True
         try:
-            with self.no_sync():
+            with self.no_sync(), nullcontext() if self.watch is None else self.watch.undivided():
                 yield
         finally:
             self._in_pipeline = False
@@ -118,15 +122,20 @@ class TorchDDPModel(ModelWrapper):
             self.watch.all_averaged()
 
 
+def _is_left_alone(p: Tensor) -> bool:
+    """Whether DDP leaves ``p`` alone: it is averaged by nobody, or over other ranks."""
+    return is_ddp_ignored(p) or is_cut_over_rows(p)
+
+
 def _leave_alone(module: nn.Module) -> None:
-    """Tell DDP of the parameters that data parallelism leaves alone, as gradient handlers do."""
+    """Tell DDP of the parameters that it leaves alone."""
     names = [
         f"{path}.{name}" if path else name
         for path, part in module.named_modules()
         for name, p in part.named_parameters(recurse=False)
-        if is_ddp_ignored(p)
+        if _is_left_alone(p)
     ]
-    names += [name for name, p in module.named_parameters() if is_ddp_ignored(p)]
+    names += [name for name, p in module.named_parameters() if _is_left_alone(p)]
     if names:
         before = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*before, *names])

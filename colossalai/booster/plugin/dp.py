@@ -20,7 +20,7 @@ from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import below_compile
 from colossalai.utils import get_dataloader
 from colossalai.utils.dataloader import check_not_empty
-from colossalai.utils.parallel import averaging_group, broadcast_from_first, data_place
+from colossalai.utils.parallel import averaging_group, data_place
 from colossalai.utils.sharded_iterable import shard_iterable
 
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
@@ -49,8 +49,9 @@ class DPPluginBase(Plugin):
     """A plan in which every rank has the same weights and computes with other tokens.
 
     What it answers the booster is what most such plans answer; a plan overrides where it differs, and gives
-    ``wrap``. It divides and averages over ``divided_over``. ``rank`` and ``world_size`` count those that read
-    different data: fewer, where the ranks of one sequence read the same.
+    ``wrap``. It divides and averages over ``divided_over``, and what a row axis cuts (experts) over those of
+    them that hold the same piece (``utils.parallel.averaging_group_of``). ``rank`` and ``world_size`` count
+    those that read different data: fewer, where the ranks of one sequence read the same.
 
     Args:
         process_group: the ranks to divide and average over; if left out, those of the launched config that
@@ -173,11 +174,6 @@ class DPPluginBase(Plugin):
         )
         check_not_empty("the loader of prepare_dataloader", dataloader)
         return dataloader
-
-
-def start_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Let all ranks of ``group`` begin with the values of its first."""
-    broadcast_from_first((*module.parameters(), *module.buffers()), group)
 
 
 def check_backend(device: torch.device) -> None:

@@ -9,12 +9,17 @@ of the backward pass.
 
 Nothing is lost if DDP has averaged a part of a gradient before: the mean of (mean + own part) over the ranks
 is the mean plus the mean of the own parts.
+
+Parameters that a row axis cuts (experts) are none of DDP's, which would mix the pieces.  Theirs are sums over
+the tokens of all ranks that hold pieces, so each gradient is divided by the number of these before it is
+added to others; then they are averaged as all others are, over the ranks with the same piece.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -23,13 +28,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from colossalai.booster.plugin.dp import host_group
 from colossalai.interface.nest import tensors
 from colossalai.logging import get_dist_logger
 from colossalai.mesh.backward import before_backward
+from colossalai.mesh.parameter import own_grad, set_own_grad
 from colossalai.utils.bucket import bucket_allreduce
-from colossalai.utils.parallel import broadcast_from_first
+from colossalai.utils.parallel import (
+    broadcast_from_first,
+    by_averaging_group,
+    is_cut_over_rows,
+    pieces_over_rows,
+    start_alike,
+)
 
 
 class Expected(Enum):
@@ -82,9 +95,10 @@ class GradientWatch:
         self._last = -1, 0  # the backward pass in which a gradient came last, and of which parameter
         self._told = quiet
         self.no_sync_depth = 0
+        self.divides = True  # gradients of experts, as they come
         for p in params:
             self._add(p)
-            if ddp is not None and p.requires_grad:
+            if ddp is not None and p.requires_grad and not is_cut_over_rows(p):
                 self._by_ddp.add(self._number[id(p)])
         if ddp is not None:
             ddp.register_forward_hook(_AfterForward(weakref.ref(self)))
@@ -113,13 +127,22 @@ class GradientWatch:
         for p in params:
             if not self.knows(p):
                 self._add(p)
-                broadcast_from_first([p], self._group)
+                start_alike([p], self._group)
 
     def all_averaged(self) -> None:
         """Note that other code has averaged all gradients."""
         self._late.clear()
         self._local.clear()
         self._came.update(range(len(self._params)))
+
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Inside, gradients come as they are: a pipeline divides them when it averages."""
+        before, self.divides = self.divides, False
+        try:
+            yield
+        finally:
+            self.divides = before
 
     def average_written(self, params: Iterable[Tensor]) -> None:
         """Average gradients that the user has written into ``.grad`` without a backward pass; every rank
@@ -143,6 +166,8 @@ class GradientWatch:
         self._params.append(weakref.ref(p))
         self._number[id(p)] = number
         _register(p, partial(_came, weakref.ref(self), number))
+        if (pieces := pieces_over_rows(p)) > 1:
+            _divide_gradients(p, partial(_divided, weakref.ref(self), pieces))
 
     # What the hooks tell
 
@@ -246,11 +271,14 @@ class GradientWatch:
         numbers = late.nonzero().flatten().tolist()
         self._came.update(numbers)
         params = [p for i in numbers if (p := self._params[i]()) is not None]
-        if not params:
-            return
-        self._tell(params)
-        bucket_allreduce(params, self._group)
-        self.share_buffers()
+        if others := [p for p in params if not is_cut_over_rows(p)]:
+            self._tell(others)
+        for group, own in by_averaging_group(params, self._group):
+            if group is not self._group:
+                _fill(own)
+            bucket_allreduce(own, group)
+        if others:
+            self.share_buffers()
 
     def share_buffers(self) -> None:
         """Take the buffers of the first replica, if that is wanted."""
@@ -278,16 +306,45 @@ class GradientWatch:
 
 
 def _register(p: Tensor, hook: Callable[[Tensor], None]) -> None:
-    if not (p.is_floating_point() or p.is_complex()):
-        return  # it can never get a gradient
+    if p.is_floating_point() or p.is_complex():  # else it can never get a gradient
+        with _unfrozen(p):
+            p.register_post_accumulate_grad_hook(hook)
+
+
+@contextmanager
+def _unfrozen(p: Tensor) -> Iterator[None]:
+    """Inside, ``p`` takes hooks: they stay when it is frozen again, and work once it is not."""
     frozen = not p.requires_grad
     if frozen:
-        p.requires_grad_(True)  # the hook stays when it is frozen again, and works once it is not
+        p.requires_grad_(True)
     try:
-        p.register_post_accumulate_grad_hook(hook)
+        yield
     finally:
         if frozen:
             p.requires_grad_(False)
+
+
+# What divides the gradients of a parameter: the last watch alone, if a model is boosted again.
+_divisions: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _divide_gradients(p: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
+    if p in _divisions:
+        _divisions[p].remove()
+    with _unfrozen(p):
+        _divisions[p] = p.register_hook(hook)
+
+
+def _divided(watch: weakref.ref[GradientWatch], pieces: int, grad: Tensor) -> Tensor:
+    alive = watch()
+    return grad / pieces if alive is not None and alive.divides else grad
+
+
+def _fill(params: Iterable[Tensor]) -> None:
+    """Give ``params``, of which other ranks have used other pieces, zeros where they have no gradient."""
+    for p in params:
+        if p.requires_grad and own_grad(p) is None:
+            set_own_grad(p, torch.zeros_like(p))
 
 
 def _came(watch: weakref.ref[GradientWatch], number: int, p: Tensor) -> None:

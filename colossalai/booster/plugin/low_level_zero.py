@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp.casting import CastModel, is_batch_norm
 from colossalai.amp.loss_scale import LossScaleOptions
-from colossalai.booster.plugin.dp import check_backend, start_alike
+from colossalai.booster.plugin.dp import check_backend
 from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.interface import user_module
@@ -27,7 +27,7 @@ from colossalai.mesh import own_grad, set_own_grad
 from colossalai.mesh.backward import before_backward
 from colossalai.mesh.deferred import fill_deferred, recording_of
 from colossalai.utils import is_using_pp
-from colossalai.utils.parallel import broadcast_from_first
+from colossalai.utils.parallel import pieces_over_rows, start_alike
 from colossalai.zero import LowLevelZeroOptimizer
 from colossalai.zero.absent_tensors import KeptGradients
 
@@ -57,12 +57,15 @@ class LowLevelZeroModel(CastModel):
         return output
 
     def resting_places(self) -> dict[int, RestingPlace]:
-        states = "whole" if self._ranks == 1 else f"cut over {self._ranks} ranks"
+        def states(p: Tensor) -> str:
+            ranks = self._ranks // pieces_over_rows(p)
+            return "whole" if ranks == 1 else f"cut over {ranks} ranks"
+
         return {
             **super().resting_places(),
             **{
                 id(p): RestingPlace(
-                    numel=p.numel(), dtype=p.dtype, tier=str(p.device), words=f"states {states}"
+                    numel=p.numel(), dtype=p.dtype, tier=str(p.device), words=f"states {states(p)}"
                 )
                 for p in self.parameters()
                 if p.requires_grad
@@ -178,12 +181,12 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
         waiting = {p for p in trained if p.requires_grad and recording_of(p) is not None}
         rest = [p for p in module.parameters() if p not in waiting]  # of the others, the buckets take care
         fill_deferred(rest)
-        broadcast_from_first((*rest, *module.buffers()), self._group)
+        start_alike((*rest, *module.buffers()), self._group)
         boosted = LowLevelZeroModel(model, dtype, len(self.divided_over()))
         kept = [m for m in module.modules() if is_batch_norm(m)] if dtype != torch.float32 else []
         if optimizer is not None:
             beside = strangers(optimizer, module).held  # of a criterion, which computes in its own precision
-            start_alike(nn.ParameterList(beside), self._group)
+            start_alike(beside, self._group)
             boosted.optimizer = LowLevelZeroOptimizer(
                 optimizer,
                 forced_dtype=dtype if dtype != torch.float32 else None,

@@ -11,10 +11,10 @@ belongs to other stages is passed over, and a weight that is tied to one of thei
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 from colossalai.checkpoint_io.files.io import GatheredCheckpointIO, whole_state
 from colossalai.checkpoint_io.files.sharding import CheckpointIndexFile, get_base_filenames
 from colossalai.checkpoint_io.files.state_file import stored_names
+from colossalai.checkpoint_io.files.stored_tensors import (
+    JoinedTensor,
+    Joins,
+    PretrainedTensor,
+    Source,
+    StoredFiles,
+    joined_names,
+)
 from colossalai.checkpoint_io.held_tensors import is_dtensor, is_piece, serial_shape
 from colossalai.checkpoint_io.model_state import ModelState, mesh_of
 from colossalai.interface import ModelWrapper, below_compile, user_module
@@ -37,13 +45,6 @@ from colossalai.utils import get_current_device
 M = TypeVar("M", bound=nn.Module)
 ADAPTERS = "adapter_model.safetensors"
 """The file in which PEFT stores adapters."""
-
-
-class PretrainedTensor(NamedTuple):
-    """Where a tensor of the model is stored."""
-
-    file: Path
-    name: str
 
 
 def load_pretrained(
@@ -145,20 +146,35 @@ def _adapter_names(model: Any) -> dict[str, str]:
 
 def _assign(
     model: nn.Module, own: dict[str, Tensor], stored: dict[str, Path], adapters: dict[str, str]
-) -> tuple[dict[str, PretrainedTensor], list[str]]:
+) -> tuple[dict[str, Source], list[str]]:
     """What is stored for each name of the model, and the stored names that the model does not know."""
     known = _known(model, own)
-    rename = _renaming(model, known) if not adapters else lambda name: adapters.get(name, name)
-    sources: dict[str, PretrainedTensor] = {}
+    rename, joins = _renaming(model, known)
+    if adapters:
+        rename, joins = lambda name: adapters.get(name, name), None
+    sources: dict[str, Source] = {}
+    joined: dict[str, JoinedTensor] = {}
     unknown = []
     for name, file in stored.items():
         to = name if name in known and name not in adapters else rename(name)
+        if to not in known and joins is not None and (part := joins(name)) is not None:
+            whole = joined.setdefault(part.target, JoinedTensor(part.blocks))
+            whole.parts[part.number, part.block] = PretrainedTensor(file, name)
+            to = part.target
+        elif to in known:
+            _fill(sources, known[to], own, PretrainedTensor(file, name))
         if to not in known:
             unknown.append(name)
-        for target in known.get(to, ()):
-            if target in own:
-                sources.setdefault(target, PretrainedTensor(file, name))
+    for to, whole in joined.items():
+        if whole.rows is not None:
+            _fill(sources, known.get(to, ()), own, whole)
     return sources, unknown
+
+
+def _fill(sources: dict[str, Source], targets: Iterable[str], own: dict[str, Tensor], source: Source) -> None:
+    for target in targets:
+        if target in own:
+            sources.setdefault(target, source)
 
 
 def _known(model: nn.Module, own: dict[str, Tensor]) -> Mapping[str, tuple[str, ...]]:
@@ -169,39 +185,44 @@ def _known(model: nn.Module, own: dict[str, Tensor]) -> Mapping[str, tuple[str, 
     return {**{name: () for name, _ in model.named_buffers()}, **{name: (name,) for name in own}}
 
 
-def _renaming(model: nn.Module, known: Mapping[str, Any]) -> Any:
-    """How transformers finds the tensors of files with older names, or of a model with or without a head."""
+def _renaming(
+    model: nn.Module, known: Mapping[str, Any]
+) -> tuple[Callable[[str], str], Callable[[str], Joins | None] | None]:
+    """How transformers finds the tensors of files with older names, or of a model with or without a head, and
+    those that files hold in parts.
+    """
     prefix = getattr(model, "base_model_prefix", None)
     if not prefix:
-        return lambda name: name
+        return lambda name: name, None
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     changes = get_model_conversion_mapping(model)  # type: ignore[arg-type]
     names = [change for change in changes if isinstance(change, WeightRenaming)]
-    return lambda name: rename_source_key(name, names, [], prefix, dict(known))[0]
+
+    def rename(name: str, converters: list[Any]) -> tuple[str, str | None]:
+        return rename_source_key(name, names, converters, prefix, dict(known))
+
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    return lambda name: rename(name, [])[0], joined_names(converters, rename)
 
 
 def _check(
     model: nn.Module,
     path: Path,
     own: dict[str, Tensor],
-    sources: dict[str, PretrainedTensor],
+    sources: dict[str, Source],
     unknown: list[str],
     strict: bool,
 ) -> None:
-    from safetensors import safe_open
-
     there = {id(own[name]) for name in sources}
     missing = [name for name, tensor in own.items() if id(tensor) not in there and (strict or tensor.is_meta)]
     shapes = []
-    for file in dict.fromkeys(source.file for source in sources.values()):
-        with safe_open(file, framework="pt") as content:
-            for name, source in sources.items():
-                if source.file == file:
-                    found = tuple(content.get_slice(source.name).get_shape())
-                    if found != (wanted := serial_shape(own[name])):
-                        shapes.append(f"{name} is {found} there and {wanted} in the model")
+    with StoredFiles() as files:
+        for name, source in sources.items():
+            found = tuple(files.part(source).get_shape())
+            if found != (wanted := serial_shape(own[name])):
+                shapes.append(f"{name} is {found} there and {wanted} in the model")
     faults = [("it lacks", missing), ("the model does not know", unknown), ("sizes differ:", shapes)]
     if any(names for _, names in faults):
         details = "; ".join(f"{what} {', '.join(names)}" for what, names in faults if names)
@@ -210,32 +231,31 @@ def _check(
 
 
 def _pieces(
-    own: dict[str, Tensor], sources: dict[str, PretrainedTensor], mesh: Mesh | None
+    own: dict[str, Tensor], sources: dict[str, Source], mesh: Mesh | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Every tensor of the model that is stored, once, with this rank's piece of its values."""
-    from safetensors import safe_open
-
     done: set[int] = set()
-    for file in dict.fromkeys(source.file for source in sources.values()):
-        with safe_open(file, framework="pt", device="cpu") as content:
-            for name, source in sources.items():
-                if source.file == file and id(own[name]) not in done:
-                    done.add(id(own[name]))
-                    yield own[name], _read(content, source.name, own[name], mesh)
+    order = {file: place for place, file in enumerate(dict.fromkeys(s.file for s in sources.values()))}
+    with StoredFiles() as files:
+        for name, source in sorted(sources.items(), key=lambda item: order[item[1].file]):
+            if id(own[name]) not in done:
+                done.add(id(own[name]))
+                yield own[name], _read(files, source, own[name], mesh)
 
 
-def _read(content: Any, name: str, target: Tensor, mesh: Mesh | None) -> Tensor:
-    """This rank's piece of the stored tensor ``name``, laid out like ``target``."""
+def _read(files: StoredFiles, source: Source, target: Tensor, mesh: Mesh | None) -> Tensor:
+    """This rank's piece of what is stored, laid out like ``target``."""
     layout = placement(target)
     if not layout.sharded:
-        return serial_form(content.get_tensor(name), target)
+        return serial_form(files.whole(source), target)
     if mesh is None:
         raise ValueError(
-            f"{name} is cut as {layout}: load_pretrained needs mesh=, as no layer of this model has one"
+            f"{source.name} is cut as {layout}: load_pretrained needs mesh=, as no layer of this model has"
+            " one"
         )
     as_stored: Layout = layout.transposed() if getattr(target, "transposed", False) else layout
     ranges = local_slices(serial_shape(target), as_stored, mesh, uneven=True)
-    return serial_form(_take(content.get_slice(name), (), ranges), target)
+    return serial_form(_take(files.part(source), (), ranges), target)
 
 
 def _take(stored: Any, chosen: tuple[slice, ...], ranges: tuple[tuple[tuple[int, int], ...], ...]) -> Tensor:

@@ -8,6 +8,7 @@ torch's loss; the ranks of one sequence share a batch, and all have the mean ove
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -216,7 +217,13 @@ def _mean(
     rows = frozenset(layout.dims[0])
     both = redistribute(both, Layout(((),), partial=rows), Layout(((),)), mesh)
     total, count = (both if sequence is None else sequence.total(both)).unbind()
-    return (total / count).to(losses.dtype)
+    return mean_over(total, count).to(losses.dtype)
+
+
+def mean_over(total: Tensor, count: Tensor) -> Tensor:
+    """``total / count``; where nothing is counted, nan with a gradient of 0, as torch's losses have it."""
+    nothing = count == 0
+    return torch.where(nothing, math.nan, total / torch.where(nothing, 1, count))
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from colossalai.mesh.row_loss import Classes, row_losses
 from colossalai.nn.layer.batch import sum_rows
 from colossalai.nn.layer.classifier import Classifier
 from colossalai.nn.logits import Logits
-from colossalai.nn.loss.cross_entropy import check_targets, cross_entropy, local_rows
+from colossalai.nn.loss.cross_entropy import check_targets, cross_entropy, local_rows, mean_over
 from colossalai.nn.loss.head_loss import head_loss
 from colossalai.nn.policies.sequence_inputs import CutSequence
 from colossalai.nn.policies.wrap_forward import (
@@ -62,7 +62,7 @@ class CausalLoss:
         if logits.ndim == 0:  # the sum of all losses, which the head has computed (LossInHead)
             valid = (shift_labels != ignore_index).sum().to(logits.device)
             total = logits if cut is None else cut.total(logits)
-            return total / (valid if num_items_in_batch is None else num_items_in_batch)
+            return _mean(total, valid, num_items_in_batch)
         if cut is not None:
             return self._of_pieces(logits, shift_labels.to(logits.device), num_items_in_batch, ignore_index)
         if self.place is None or self.mesh is None:
@@ -89,7 +89,12 @@ class CausalLoss:
             losses = cross_entropy(logits, targets, self.place, self.mesh, ignore_index, reduction="none")
         valid = (targets != ignore_index).sum().to(losses.dtype)
         total, everyone = sequence.total(torch.stack([losses.sum(), valid])).unbind()
-        return total / (everyone if count is None else count)
+        return _mean(total, everyone, count)
+
+
+def _mean(total: Tensor, valid: Tensor, count: Tensor | int | None) -> Tensor:
+    """The sum of losses over the number of valid targets, or over ``count`` where a script has one."""
+    return mean_over(total, valid) if count is None else total / count
 
 
 def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
@@ -99,7 +104,7 @@ def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
 def _whole(logits: Tensor, targets: Tensor, count: Tensor | int | None, ignore_index: int) -> Tensor:
     """The loss of scores of all words: their mean over valid targets, or their sum divided by ``count``."""
     losses = _losses(logits, targets, ignore_index)
-    return losses.sum() / ((targets != ignore_index).sum() if count is None else count)
+    return _mean(losses.sum(), (targets != ignore_index).sum(), count)
 
 
 def _losses(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:

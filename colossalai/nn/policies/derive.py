@@ -17,6 +17,7 @@ from torch import nn
 
 from colossalai.nn.policies.branch_trial import Way, try_branch
 from colossalai.nn.policies.branches import BranchedModel, LinearBranch, find_branches
+from colossalai.nn.policies.experts import find_experts
 from colossalai.nn.policies.policy import Match, Policy
 from colossalai.nn.policies.rules import (
     Attributes,
@@ -191,6 +192,7 @@ def _left(model: nn.Module, planned: tuple[PlannedBranch, ...]) -> list[str]:
     """Weights of blocks that belong to no branch."""
     known = {path for p in planned for path in (*p.branch.openers, *p.branch.closers)}
     known |= {path for p in planned if p.way is not None for path in p.way.parameters}
+    known |= {path for path, _, _ in find_experts(model)}  # which have a rule of their own
     left: Counter[str] = Counter()
     for name, param in model.named_parameters():
         path, _, last = name.rpartition(".")

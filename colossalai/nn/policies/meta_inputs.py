@@ -17,6 +17,7 @@ from torch import nn
 
 from colossalai.mesh._compat import without_modes
 from colossalai.nn.policies.adapters import base_of
+from colossalai.nn.policies.experts import leave_experts_out
 
 BATCH, LENGTH = 2, 8
 CACHED = type(lru_cache(lambda: None))  # functions with a cache
@@ -35,6 +36,7 @@ def meta_twin(model: nn.Module) -> nn.Module:
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = "eager"  # the only one that returns attentions
     detach_from_script(twin)
+    leave_experts_out(twin)
     return twin.train()
 
 

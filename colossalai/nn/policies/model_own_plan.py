@@ -1,7 +1,8 @@
 """The plan that a model itself carries: ``base_model_tp_plan`` of its config and ``_tp_plan`` of its class.
 
 Such a plan names linear layers as column- or row-wise, in the words of transformers, and nothing else; so it
-serves 1D.
+serves 1D.  What it says of experts and of latent attention is not read: how these are cut follows from their
+modules (:mod:`experts`, :mod:`latent_attention`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from colossalai.nn.policies.experts import find_experts
+from colossalai.nn.policies.latent_attention import latent_attention_rules
 from colossalai.nn.policies.policy import Policy, fits
 from colossalai.nn.policies.rules import Cut, Head, Heads, Pieces, Rule, Table
 
@@ -35,8 +38,10 @@ def carried_policy(model: nn.Module) -> Policy | None:
         return None
     for owner in type(model).__mro__:
         plan = {**(vars(owner).get("_tp_plan") or {}), **plan}
-    rules: dict[str, Rule] = {}
-    for path, style in plan.items():
+    rules: dict[str, Rule] = dict(latent_attention_rules(model))
+    for path, style in _without_experts(model, plan).items():
+        if path in rules or any(fits(path, latent) for latent in rules):
+            continue
         if style not in STYLES:
             raise ValueError(
                 f"the tensor-parallel plan of {type(model).__name__} asks for style {style!r} at {path!r},"
@@ -48,12 +53,39 @@ def carried_policy(model: nn.Module) -> Policy | None:
             rules[path] = rule
         if style == "colwise" and "att" in parent.rpartition(".")[2]:
             rules[parent] = Heads()
+    if not any(isinstance(rule, Cut) for rule in rules.values()):
+        return None  # it speaks of experts alone
+    _add_shared_experts(model, rules)
     _leave_special_tables(model, rules)
     _follow_ties(model, rules)
     kind = str(getattr(model.config, "model_type", "this model"))
     cuts_heads = any(isinstance(rule, Heads) for rule in rules.values())
     heads = ("num_attention_heads", "num_key_value_heads") if cuts_heads else ()
     return Policy((kind,), rules, heads, only_1d=True)
+
+
+def _without_experts(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
+    """``plan`` without the modules that hold experts, and their weights."""
+    names = [name for name, _, _ in find_experts(model)]
+    return {
+        path: style
+        for path, style in plan.items()
+        if not any(fits(name, path) or fits(name, path.rpartition(".")[0] or path) for name in names)
+    }
+
+
+def _add_shared_experts(model: nn.Module, rules: dict[str, Rule]) -> None:
+    """An expert that all tokens go through is cut as any other MLP, also where the plan does not name it, as
+    that of Qwen2-MoE.
+    """
+    for name, module in model.named_modules():
+        path = name.rpartition(".")[2]
+        layers = [f"{path}.{layer}" for layer, below in module.named_children() if type(below) is nn.Linear]
+        if not path.startswith("shared_expert") or any(fits(rule, at) for rule in rules for at in layers):
+            continue
+        if set(layers) == {f"{path}.{layer}" for layer in ("gate_proj", "up_proj", "down_proj")}:
+            contract = f"{path}.down_proj"
+            rules |= {at: STYLES["rowwise" if at == contract else "colwise"] for at in layers}  # type: ignore[misc]
 
 
 def _leave_special_tables(model: nn.Module, rules: dict[str, Rule]) -> None:

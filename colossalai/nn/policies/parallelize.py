@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from colossalai.context.tensor_modes import tensor_mode
 from colossalai.logging import get_dist_logger
@@ -23,16 +22,25 @@ from colossalai.mesh import Mesh, placement
 from colossalai.mesh.agreement import FirstStep
 from colossalai.mesh.deferred import resumed
 from colossalai.mesh.parameter import overlapping
-from colossalai.mesh.rows import sequence_axes
+from colossalai.mesh.rows import expert_axes, sequence_axes
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
-from colossalai.nn.policies.adapters import AdaptedOutputs, base_of, check_adapters, without_adapters
+from colossalai.nn.policies.adapters import (
+    AdaptedOutputs,
+    AdapterView,
+    base_of,
+    check_adapters,
+    without_adapters,
+)
+from colossalai.nn.policies.balance_loss import balance_over_ranks, balances_experts
 from colossalai.nn.policies.causal_loss import check_causal, compute_loss_from_pieces
 from colossalai.nn.policies.cut_cache import CutCache
 from colossalai.nn.policies.derive import DerivedPolicy, derive_policy
+from colossalai.nn.policies.experts import GeneratesTogether, find_experts
 from colossalai.nn.policies.hugging_face import POLICIES
 from colossalai.nn.policies.model_own_plan import carried_policy
+from colossalai.nn.policies.own_hooks import FORWARD_HOOKS, check_own_hooks, keeps_hooks
 from colossalai.nn.policies.policy import Match, Policy
 from colossalai.nn.policies.rules import (
     Cut,
@@ -40,7 +48,6 @@ from colossalai.nn.policies.rules import (
     Head,
     Heads,
     InnerDropout,
-    Rule,
     StreamDropout,
     Summed,
     Table,
@@ -88,11 +95,15 @@ def parallelize(
     base = base_of(model)  # below the model of adapters that PEFT makes of it
     if isinstance(base, WholeOutputs):
         raise ValueError(f"this {type(model).__name__} is parallel already; parallelize a model once")
-    sequence = None if mesh is None else _sequence(model, tp, mesh)
-    if mesh is None or (tp.size == 1 and sequence is None):
+    if mesh is None:
         return model
+    sequence, balanced = _sequence(model, tp, mesh), balances_experts(base, mesh)
     context = CutContext(tp, mesh, whole_scores, _shared(model))
-    plan = _plan(model, base, policy, context) if tp.size > 1 else _ModulePlan([], cut_attentions=False)
+    plan = _plan(model, base, policy, context) if tp.size > 1 else _experts_alone(base, context)
+    if tp.size == 1 and sequence is None:
+        whole_scores = True  # nothing cuts them
+        if not plan.matches:
+            return balance_over_ranks(model, base, mesh) if balanced else model
     if tp.size == 1 and not whole_scores:
         check_causal(base, {id(base.get_output_embeddings())})
     verifications = _verifications(base, plan, verify, sequence)
@@ -101,6 +112,10 @@ def parallelize(
         _retie(base, context)
     if tp.inner.dims[0]:
         wrap_forward(base, CutCache)
+    if plan.shared_experts:
+        wrap_forward(base, GeneratesTogether)
+    if balanced:
+        balance_over_ranks(model, base, mesh)
     cut = None if sequence is None else sequence.apply(base)
     if cut is not None and not whole_scores:
         wrap_forward(base, LossFromPieces).cut_tokens = cut
@@ -132,8 +147,10 @@ class _ModulePlan:
     """What is done to the modules of a model."""
 
     matches: list[Match]
-    cut_attentions: bool
+    cut_attentions: bool = False
     derived: bool = False
+    shared_experts: bool = False
+    """Whether ranks hold different experts, and need each other in every pass."""
 
 
 def _plan(model: nn.Module, base: nn.Module, policy: Policy | None, context: CutContext) -> _ModulePlan:
@@ -141,10 +158,42 @@ def _plan(model: nn.Module, base: nn.Module, policy: Policy | None, context: Cut
     view = without_adapters(base)
     check_adapters(model, view, context)
     policy = policy or _find_policy(view.bare, context)
-    matches = view.matches(policy.matches(view.bare), context)
+    experts = _experts(base, view, context)
+    matches = view.matches(policy.matches(view.bare), context) + experts
     _check(base, policy, matches, context)
     inputs = policy.inputs if isinstance(policy, DerivedPolicy) else None
-    return _ModulePlan(matches, _complete(base, matches, context, inputs), isinstance(policy, DerivedPolicy))
+    cut_attentions = _complete(base, matches, context, inputs)
+    return _ModulePlan(
+        matches, cut_attentions, isinstance(policy, DerivedPolicy), _are_shared(experts, context)
+    )
+
+
+def _experts_alone(base: nn.Module, context: CutContext) -> _ModulePlan:
+    """The plan of a model of which ranks hold different experts, and all else."""
+    experts = _experts(base, without_adapters(base), context)
+    if not _are_shared(experts, context):
+        return _ModulePlan([])
+    _check_shared(base, experts, _try(base, experts, context))
+    return _ModulePlan(experts, shared_experts=True)
+
+
+def _experts(base: nn.Module, view: AdapterView, context: CutContext) -> list[Match]:
+    """The modules with experts, of which this rank will hold a part."""
+    found = list(find_experts(view.bare))
+    ranks = context.mesh.group_size(*expert_axes(context.mesh))
+    if not found and ranks > 1:
+        get_dist_logger().warning(
+            f"parallelize({type(base).__name__}): it has no experts that {ranks} ranks (parallel.moe.size)"
+            " could share, and each of them holds all of it",
+            ranks=[0],
+        )
+    if ranks == 1 and context.tp.size == 1:
+        return []
+    return view.matches(found, context)
+
+
+def _are_shared(experts: list[Match], context: CutContext) -> bool:
+    return bool(experts) and context.mesh.group_size(*expert_axes(context.mesh)) > 1
 
 
 def _verifications(
@@ -251,7 +300,12 @@ def _carried(model: nn.Module, context: CutContext) -> tuple[Policy | None, Valu
     try:
         found = carried_policy(model)
         if found is not None and not context.stream_is_cut:
-            trace(model, list(found.matches(model)), context)
+            traced = trace(model, list(found.matches(model)), context)
+            if traced is None and next(find_experts(model), None) is not None:
+                raise ValueError(  # such plans leave out what they do not know, as in Kimi Linear
+                    f"the plan that the config of {type(model).__name__} carries cannot be tried on the meta"
+                    " device; pass policy=colossalai.nn.policies.Policy(...) to parallelize"
+                )
     except ValueError as error:
         return None, error
     return found, None
@@ -370,7 +424,7 @@ def _try(model: nn.Module, matches: list[Match], context: CutContext) -> set[int
     cut: set[int] = set()
     layouts: dict[int, tuple[str, Any]] = {}  # of shared parameters, with the first name
     for name, module, rule in matches:
-        _check_own_hooks(f"{type(model).__name__}, module {name!r}", module, _keeps_hooks(rule, context))
+        check_own_hooks(f"{type(model).__name__}, module {name!r}", module, keeps_hooks(rule, context))
         try:
             piece = rule.cut(_twin(module), trial)
         except ValueError as error:
@@ -391,41 +445,6 @@ def _try(model: nn.Module, matches: list[Match], context: CutContext) -> set[int
                     " rule"
                 )
     return cut
-
-
-def _keeps_hooks(rule: Rule, context: CutContext) -> bool:
-    """Whether forward hooks see the same as before: ids, and whole entries.
-
-    ``enable_input_require_grads`` of transformers puts one on the table, and so does PEFT where activations
-    are checkpointed.
-    """
-    return isinstance(rule, Table) and not context.stream_is_cut
-
-
-FORWARD_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
-
-
-def _check_own_hooks(who: str, module: nn.Module, kept: bool) -> None:
-    """Refuse what a script has hung on a module that another will replace, and on its parameters."""
-    hooks = (*(() if kept else FORWARD_HOOKS[:2]), "_backward_hooks", "_backward_pre_hooks")
-    found = [name.strip("_") for name in hooks if getattr(module, name)]
-    found += ["a forward of its own"] if "forward" in module.__dict__ else []
-    found += ["parametrizations"] if is_parametrized(module) else []
-    for name, p in module._parameters.items():
-        if p is not None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
-            found.append(f"hooks of {name}")
-    if found:
-        raise ValueError(
-            f"{who} has {', '.join(found)}, which parallelize would lose, since it puts a layer in its place"
-            " that holds a piece; register hooks after parallelize, and leave parametrized modules out of"
-            " the policy"
-        )
 
 
 def _is_cut(param: nn.Parameter | None) -> bool:
@@ -491,7 +510,7 @@ def _replace(model: nn.Module, matches: list[Match], context: CutContext) -> Non
         native = dict(module._parameters)
         new = rule.cut(module, context)
         context.tie(new, native)
-        if _keeps_hooks(rule, context):
+        if keeps_hooks(rule, context):
             new.__dict__.update({name: module.__dict__[name] for name in FORWARD_HOOKS})
         for parent, name in parents[id(module)] if new is not module else []:
             setattr(parent, name, new)

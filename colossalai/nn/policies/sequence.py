@@ -155,18 +155,29 @@ class LossFromPieces(ForwardWrapper):
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = given_by_name(forward, args, kwargs)
-        labels = given.get("labels") is not None or given.get("shift_labels") is not None
+        labels = next((given[n] for n in ("labels", "shift_labels") if given.get(n) is not None), None)
         keep = given.get("logits_to_keep")
-        if labels and (isinstance(keep, Tensor) or keep):
+        if labels is not None:
+            self._check_labels(labels, given)
+        if labels is not None and (isinstance(keep, Tensor) or keep):
             raise ValueError(
                 f"{self.cut_tokens.who}(logits_to_keep={keep!r}): with whole_scores=False a rank computes the"
                 " scores of its own tokens for the loss; leave logits_to_keep out"
             )
-        self.cut_tokens.in_pieces = labels
+        self.cut_tokens.in_pieces = labels is not None
         try:
             return forward(**given)
         finally:
             self.cut_tokens.in_pieces = False
+
+    def _check_labels(self, labels: Tensor, given: dict[str, Any]) -> None:
+        """Refuse labels of another length, which may be padded to as many as the tokens are."""
+        tokens = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
+        if tokens is not None and labels.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"{self.cut_tokens.who}: labels of shape {tuple(labels.shape)} do not fit the tokens, which"
+                f" are {tuple(tokens.shape[:2])}; give every token of the whole sequences a label, or -100"
+            )
 
 
 def _whole(pieces: Any, cut: CutSequence) -> Any:
@@ -273,6 +284,11 @@ def plan_sequence(model: nn.Module, sequence: SequenceParallel, head_parts: int)
         raise Refused(
             f"{who}: its sequence cannot be cut, as its rotations ({kind!r}) depend on the last position that"
             " a rank sees; set config.rope_parameters to another rope_type"
+        )
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        raise Refused(
+            f"{who}: its sequence cannot be cut, as some of its layers have linear attention, which goes from"
+            " token to token (config.layer_types); launch without parallel.sequence"
         )
     found = probe(body)
     _check_inputs(who, body, found)

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from colossalai.nn.policies.meta_inputs import looking_at, meta_twin
 from colossalai.nn.policies.sequence_probe import Probe
+from colossalai.nn.same_tokens import check_same_tokens
 from colossalai.nn.sequence import SequenceParallel
 
 # The arguments of a text model that say something of every token.
@@ -50,6 +51,8 @@ class CutSequence:
         self._check_length()
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         self._check_mask(mask, batch)
+        if mask is not None:
+            check_same_tokens("a mask", mask, self.sequence.mesh)
         documents = self._documents(mask, positions, tokens)
         if positions is None:
             positions = self._positions(body, mask, tokens)

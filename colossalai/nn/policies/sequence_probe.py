@@ -103,7 +103,7 @@ class _Run:
     def __init__(self, twin: nn.Module) -> None:
         self.found = Probe()
         self.names = {id(module): name for name, module in twin.named_modules()}
-        self.masks: dict[int, tuple[Tensor, bool, int | None]] = {}
+        self.masks: dict[int, tuple[Tensor, tuple[bool, int | None] | Refused]] = {}
         self.configs = configs_of(twin)
 
     @contextmanager
@@ -133,9 +133,12 @@ class _Run:
         self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **_: Any
     ) -> Tensor:
         """A tensor of no use but to be recognized where it arrives."""
-        causal, window = _kind(mask_function)
+        try:
+            kind: Any = _kind(mask_function)
+        except Refused as refusal:  # Qwen2-MoE makes one of a window of no tokens, which no layer uses
+            kind = refusal
         made = torch.empty(batch_size, 1, int(q_length), int(kv_length), dtype=torch.bool, device="meta")
-        self.masks[id(made)] = made, causal, window
+        self.masks[id(made)] = made, kind
         return made
 
     def attend(
@@ -159,7 +162,10 @@ class _Run:
         if attention_mask is None:
             causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, None
         elif id(attention_mask) in self.masks:
-            causal, window = self.masks[id(attention_mask)][1:]
+            kind = self.masks[id(attention_mask)][1]
+            if isinstance(kind, Refused):
+                raise kind
+            causal, window = kind
         else:
             raise Refused(
                 f"{name} gets a mask that the model has changed, such as one with a bias of positions"

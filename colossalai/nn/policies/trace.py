@@ -35,6 +35,8 @@ from torch.utils._pytree import tree_leaves
 
 from colossalai.mesh import placement
 from colossalai.nn.layer.embedding import DEFAULTS
+from colossalai.nn.policies.experts import CutExperts
+from colossalai.nn.policies.latent_attention import LatentKeys
 from colossalai.nn.policies.meta_inputs import BATCH, LENGTH, candidate_inputs, looking_at, meta_twin
 from colossalai.nn.policies.policy import Match
 from colossalai.nn.policies.rules import (
@@ -179,6 +181,8 @@ def _cut_twin(model: nn.Module, matches: list[Match], context: CutContext, flow:
 def _stand_in(path: str, module: nn.Module, rule: Rule, context: CutContext, flow: Flow) -> nn.Module | None:
     parts = context.mesh.group_size(*context.tp.inner.dims[-1])
     weight: Any = module._parameters.get("weight")
+    if isinstance(rule, CutExperts):
+        return module  # without values it takes the whole of its input, and returns a whole
     if isinstance(rule, Cut) and rule.role != "stay":
         n_in, n_out = sizes_of(module)
         if rule.role == "expand":
@@ -195,6 +199,9 @@ def _stand_in(path: str, module: nn.Module, rule: Rule, context: CutContext, flo
             False,
             weight,
         )
+    if isinstance(rule, LatentKeys):
+        # that its outputs meet heads of a rank is what it is made for, so no gradient is followed from here
+        return _Layer(path, flow, *sizes_of(module), False, False, weight, learns=False)
     if isinstance(rule, Repeated):
         n_in, n_out = sizes_of(module)
         return _Layer(path, flow, n_in, n_out // rule.groups, False, True, weight)
@@ -222,8 +229,10 @@ class _Layer(nn.Module):
         native: Tensor,
         *,
         shares: bool = False,
+        learns: bool = True,
     ) -> None:
         super().__init__()
+        self.learns = learns
         self.path, self.flow, self.n_in, self.n_out = path, flow, n_in, n_out
         self.cut_input, self.cut_output = cut_input, cut_output
         # models ask layers for the dtype of their weights; a tied weight is that of a stand-in as well
@@ -247,7 +256,7 @@ class _Layer(nn.Module):
         )
         switch_numbers(own=self.cut_output)
         dim = 1 if self.cut_output else None
-        return self.flow.mark(y, Mark(self.cut_output, dim, given=True, learns=True))
+        return self.flow.mark(y, Mark(self.cut_output, dim, given=True, learns=self.learns))
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from colossalai.nn.policies.wrap_forward import argument_names
 
 SEED, WORDS = 4321, 100
 ADVICE = "pass policy=colossalai.nn.policies.Policy(...)"
+# Models round to float32 inside (softmax, norms), so that float64 has no more digits to compare.
+_ROUNDED = 1e-6
 
 
 class Verification:
@@ -81,7 +83,7 @@ class Verification:
             off = (
                 float((own - whole).abs().max() / whole.abs().max().clamp(min=1e-30)) if own.numel() else 0.0
             )
-            if not off <= torch.finfo(whole.dtype).eps ** 0.5:
+            if not off <= max(torch.finfo(whole.dtype).eps ** 0.5, _ROUNDED):
                 return f"its output {name!r} is off by {off:.1e} of its largest value"
         return ""
 

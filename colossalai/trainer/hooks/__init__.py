@@ -1,6 +1,7 @@
 """Hooks of the trainer, and the metrics they keep."""
 
 from colossalai.trainer.hooks.base import BaseHook
+from colossalai.trainer.hooks.expert_hook import ExpertLoadHook, ExpertMetric
 from colossalai.trainer.hooks.log_hooks import (
     JSONLinesHook,
     LogByEpochHook,
@@ -33,6 +34,8 @@ __all__ = [
     "AccuracyMetric",
     "BaseHook",
     "EarlyStoppingHook",
+    "ExpertLoadHook",
+    "ExpertMetric",
     "JSONLinesHook",
     "LRSchedulerHook",
     "LearningRateMetric",

@@ -139,6 +139,10 @@ class ChunkRanks:
     gather: Any = None
     reduce: Any = None
     staged: bool = False  # the backend cannot reach the device: tensors travel over the CPU
+    pieces: int = 1
+    """Into how many pieces ranks with other tokens cut the parameters (experts): gradients are sums over the
+    tokens of all of them, and are divided by this before these ranks average them.
+    """
 
 
 class Chunk:
@@ -359,12 +363,12 @@ def padded(size: int, ranks: int) -> int:
 _second: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def group_ranks(group: dist.ProcessGroup | None, device: torch.device) -> ChunkRanks:
+def group_ranks(group: dist.ProcessGroup | None, device: torch.device, pieces: int = 1) -> ChunkRanks:
     """Return the ranks of a data-parallel group, with a second group of the same ranks for gradients."""
     if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return ChunkRanks()
+        return ChunkRanks(pieces=pieces)
     members = dist.get_process_group_ranks(group)
     if group not in _second:
         _second[group] = dist.new_group(members, use_local_synchronization=True)
     staged = device.type == "cuda" and dist.get_backend(group) == "gloo"
-    return ChunkRanks(len(members), dist.get_rank(group), group, _second[group], staged)
+    return ChunkRanks(len(members), dist.get_rank(group), group, _second[group], staged, pieces)

@@ -360,6 +360,11 @@ class ChunkGradients:
 
     def mark_used(self, slots: Iterable[ParamSlot]) -> None:
         """Note that another rank has a gradient of ``slots``, which is zero on this one."""
+        slots = list(slots)
+        if self.chunk.resident:  # experts, of which only this rank has these
+            for slot in slots:
+                if slot not in self.direct:
+                    self._add_direct(slot, self.chunk.flat.new_zeros(slot.shape))
         with self.lock:
             self.used.update(slots)
 
@@ -368,6 +373,8 @@ class ChunkGradients:
     @torch.no_grad()
     def add(self, slot: ParamSlot, grad: Tensor) -> None:
         """Take a gradient of the backward pass."""
+        if self.chunk.ranks.pieces > 1:
+            grad = grad / self.chunk.ranks.pieces
         if self.chunk.resident:
             self._add_direct(slot, grad)
         else:
@@ -406,8 +413,9 @@ class ChunkGradients:
         if self.local is not None:
             self._take_local()
         if self.buffer is None:
-            if chunk.ranks.size == 1:
+            if self.chunks.ranks.size == 1:
                 return
+            # other ranks may have gradients; of experts that this one alone has, of other experts
             self.buffer = self.memory.whole_buffer(chunk)
         buffer, self.buffer = self.buffer, None
         if chunk.ranks.size == 1:

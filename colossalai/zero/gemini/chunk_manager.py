@@ -21,7 +21,13 @@ from colossalai.mesh._compat import all_gather_single, reduce_scatter_single
 from colossalai.mesh.rows import row_axes
 from colossalai.tensor import ColoTensor, ProcessGroup
 from colossalai.utils.disk import Buffers
-from colossalai.utils.parallel import broadcast_from_first, launched_mesh
+from colossalai.utils.parallel import (
+    averaging_group_of,
+    broadcast_from_first,
+    is_cut_over_rows,
+    launched_mesh,
+    pieces_over_rows,
+)
 from colossalai.zero.gemini.chunk import (
     Chunk,
     ChunkRanks,
@@ -192,12 +198,30 @@ class ChunkManager:
     @property
     def keep_gathered(self) -> bool:
         """Whether the configuration asks for chunks that stay whole during a step."""
-        return bool(self._configured(self.ranks.size).get("keep_gathered", False))
+        if isinstance(self.configuration, int):
+            return False
+        return any(config.get("keep_gathered", False) for config in self.configuration.values())
+
+    def ranks_of(self, tensor: Tensor, every: ChunkRanks) -> ChunkRanks:
+        """Return those of ``every`` rank that share the chunk of ``tensor``: all, or those that hold the same
+        experts.
+        """
+        if not is_cut_over_rows(tensor):
+            return every
+        group = averaging_group_of(tensor, every.gather)
+        return group_ranks(group, self.device, pieces_over_rows(tensor))
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether some chunks hold other values on other ranks of ``ranks``: those of experts."""
+        return any(chunk.ranks.pieces > 1 for chunk in self.chunks)
 
     def register(self, tensor: nn.Parameter, name: str, dtype: torch.dtype) -> None:
-        """Put ``tensor`` into the open chunk of its dtype, or into a new one."""
+        """Put ``tensor`` into the open chunk of its dtype and ranks, or into a new one."""
         if tensor not in self._slots:
-            self._append(tensor, name, dtype, self.chunk_size, dtype=dtype, ranks=self.ranks)
+            ranks = self.ranks_of(tensor, self.ranks)
+            size = int(self._configured(ranks.size)["chunk_size"])
+            self._append(tensor, name, (dtype, ranks), size, dtype=dtype, ranks=ranks)
 
     def _append(self, tensor: nn.Parameter, name: str, group: Any, size: int, **chunk: Any) -> None:
         """Put ``tensor`` into the open chunk of ``group``; ``chunk`` says how a new one is made."""
@@ -294,13 +318,14 @@ class ChunkManager:
         if not self._ranks_are_named:
             mesh = tensor.process_group.mesh if isinstance(tensor, ColoTensor) else launched_mesh()
             ranks = data_ranks(mesh, self.device)
+        ranks = self.ranks_of(tensor, ranks)
         if ranks.size != config_key:
             raise ValueError(
                 f"register_tensor got config_key={config_key!r}, but {ranks.size} data-parallel ranks share a"
                 f" tensor of shape {tuple(tensor.shape)}; config_key is their number"
             )
         config = self._configured(config_key)
-        group = group_type, tensor.dtype, config_key
+        group = group_type, tensor.dtype, ranks
         self._append(
             tensor,
             f"{group_type} {len(self._slots)}",
@@ -617,7 +642,7 @@ def init_chunk_manager(
         dtype=dtype,
     )
     if verbose:
-        size = config[sharing_ranks(model)]["chunk_size"]
+        size = max(found["chunk_size"] for found in config.values())
         mb = size * dtype.itemsize / MB
         get_dist_logger().info(
             f"chunks of {mb:.1f} MB for {total * dtype.itemsize / MB:.1f} MB of parameters;"

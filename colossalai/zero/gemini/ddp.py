@@ -316,6 +316,8 @@ class ZeroDDP(ModelWrapper):
         Every rank must call it.  ``dtype`` is that of the parameters by default.  Ranks that get nothing
         return an empty dict.
         """
+        if only_rank_0:
+            self._refuse_first_alone("state_dict")
         values = dict(self.whole_values(dtype, not only_rank_0))
         found: dict[str, Any] = OrderedDict() if destination is None else destination
         if only_rank_0 and self.chunk_manager.ranks.rank:
@@ -341,7 +343,17 @@ class ZeroDDP(ModelWrapper):
         A part with one tensor may be larger.  Every rank must ask for all parts; ranks that keep nothing get
         empty ones.  Values are copies, whatever ``keep_vars`` says.
         """
+        if only_rank_0:
+            self._refuse_first_alone("state_dict_shard")
         return state_shards(self, prefix, max_shard_size, not only_rank_0, dtype)
+
+    def _refuse_first_alone(self, who: str) -> None:
+        if self.chunk_manager.has_pieces:
+            raise ValueError(
+                f"{who}(only_rank_0=True) of a model whose experts lie on different ranks would leave out"
+                " those of all ranks but the first; save by booster.save_model, which puts them together, or"
+                " pass only_rank_0=False, for which each rank gets its own"
+            )
 
     def holdings(self) -> list[Holding]:
         found = []
@@ -420,7 +432,14 @@ class ZeroDDP(ModelWrapper):
             return state_dict
         ranks = JobRanks(self.chunk_manager.ranks.gather)
         have = ranks.gather(bool(state_dict))
-        return FromFirst(ranks, state_dict) if have[0] and not all(have) else state_dict
+        if not have[0] or all(have):
+            return state_dict
+        if self.chunk_manager.has_pieces:
+            raise ValueError(
+                "load_state_dict got weights on some ranks alone, but ranks hold different experts; pass each"
+                " rank its own, or load by booster.load_model"
+            )
+        return FromFirst(ranks, state_dict)
 
     def write(self, param: nn.Parameter, value: Tensor) -> None:
         """Write ``value`` to ``param``, at the home of its chunk."""

@@ -16,6 +16,11 @@ is the one in which the gradients of rank 0 were complete in the first step.
 With reentrant checkpointing, a parameter that several segments use gets a gradient from each, one after the
 other.  A chunk that was thought complete then gets more.  The first step finds these chunks; from then on
 they wait for the end of the backward pass.
+
+[Note: experts]
+So do chunks of experts.  A rank whose experts get no token has no gradient of them; if others met to average
+theirs in the backward pass, it would wait for these in the layer, where tokens are exchanged, and they for
+it.  Also where a rank has nobody to meet, all must evict chunks at the same moments.
 """
 
 from __future__ import annotations
@@ -120,6 +125,7 @@ class Gradients:
         self.tied.find(state.chunk for state in self.of.values())
         self.awaited = {i: state.trained - self.tied.slots.keys() for i, state in self.of.items()}
         self.order = sorted((i for i in self.of if self.awaited[i]), reverse=True)
+        self.late = {i for i, state in self.of.items() if state.chunk.ranks.pieces > 1}  # [Note: experts]
 
     def has_any(self) -> bool:
         """Whether a chunk has gradients that a step could use."""
@@ -167,9 +173,9 @@ class Gradients:
         is done.
         """
         left = [self.of[i] for i in self.order]
-        shared = bool(left) and left[0].chunk.ranks.size > 1 and self.sync
+        shared = bool(left) and self.chunks.ranks.size > 1 and self.sync
         again = [state for state in left if state.is_reduced and state.arrived]
-        rest = [state for state in left if state.arrived]
+        rest = [state for state in left if state.arrived or state.chunk.ranks.pieces > 1]
         if shared:
             unreduced = [state for state in left if not state.is_reduced]
             # before the ranks agree: with NCCL other ranks may have reduced these in the pass, and late ones
@@ -177,7 +183,8 @@ class Gradients:
             for state in sorted(unreduced, key=lambda s: s.chunk.index in self.late):
                 state.reduce(self.sync)
                 yield state.chunk
-            rest = again = self._agree_on(again)
+            alone = [state for state in again if state.chunk.ranks.size == 1]  # no other rank has to know
+            rest = again = self._agree_on([state for state in again if state not in alone]) + alone
         self.late.update(state.chunk.index for state in again)
         for state in rest:
             state.reduce(self.sync)
@@ -190,7 +197,8 @@ class Gradients:
 
     def has_second(self) -> bool:
         """Whether a gradient came after its chunk had been reduced, so that this step fails."""
-        return self._agreed and self.sync and any(s.is_reduced and s.arrived for s in self.of.values())
+        shared = (state for state in self.of.values() if state.chunk.ranks.size > 1)
+        return self._agreed and self.sync and any(state.is_reduced and state.arrived for state in shared)
 
     def _agree_on(self, again: list[ChunkGradients]) -> list[ChunkGradients]:
         """The chunks that some rank must reduce a second time [Note: late parts]; asked in the first step

@@ -375,7 +375,7 @@ class GeminiManager:
             ahead += not chunk.resident
             if chunk.present:
                 continue
-            if chunk.ranks.size == 1 and not self.worker.is_done(index):
+            if self.chunk_manager.ranks.size == 1 and not self.worker.is_done(index):
                 return  # ranks that share chunks must not decide by the clock
             self.worker.wait(index)
             while compute.free < chunk.nbytes or self._present_bytes + chunk.nbytes > limit:

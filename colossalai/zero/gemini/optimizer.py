@@ -185,7 +185,7 @@ class GeminiOptimizer(ShardedOptimizer):
         if chunk.home is self.chunks.compute or chunk.index in gradients.late or gradients.tied.has(chunk):
             return
         state = gradients.of[chunk.index]
-        if chunk.ranks.size > 1 and len(state.used) < len(state.trained):
+        if self.chunks.ranks.size > 1 and len(state.used) < len(state.trained):
             return  # other ranks may have the missing ones: known at the end
         if self._speculative is not None and not self._expects_acceptance:
             return

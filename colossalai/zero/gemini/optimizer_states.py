@@ -125,7 +125,9 @@ def make_pieces(optim: Optimizer, module: ZeroDDP) -> Places:
             own = chunk.own_part(slot)
             weight = chunk.shard[:0] if own is None else own
             dtype = torch.float32 if needs_masters(optim, chunk.dtype) else None
-            piece = piece_of(param, layout, index, chunk.ranks.rank, weight, dtype=dtype)
+            piece = piece_of(
+                param, layout, index, chunk.ranks.rank, weight, dtype=dtype, group=chunk.ranks.gather
+            )
             places[piece] = (chunk, slot)
     return places
 

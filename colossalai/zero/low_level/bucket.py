@@ -18,6 +18,7 @@ from colossalai.mesh import own_grad, set_own_grad
 from colossalai.mesh.deferred import recording_of
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils.host_memory import HUGE, host_empty
+from colossalai.utils.parallel import by_averaging_group, is_cut_over_rows
 from colossalai.zero.pieces import (
     FlatLayout,
     Piece,
@@ -41,6 +42,8 @@ class Bucket:
     params: list[Tensor]
     pieces: list[Piece]
     weights: Tensor
+    group: dist.ProcessGroup | None = None
+    """The ranks whose shards make up the buffer; None for this one alone."""
     home: Tensor | None = (
         None  # what is stepped, where that is not the shard of the weights: masters, or a copy on the host
     )
@@ -102,42 +105,66 @@ class BucketOptions:
 
     size: int
     """Elements; a larger parameter has a bucket of its own."""
-    parts: int
-    rank: int
+    everyone: dist.ProcessGroup | None
+    """The ranks that divide the states, of experts those of them with the same ones; None for one alone."""
     offload: bool = False
     """The optimizer steps on the host."""
     dtype: torch.dtype | None = None
     """Weights become of this dtype."""
-    alike: dist.ProcessGroup | None = None
-    """Whose first rank gives parameters that were built without memory their values; None: each rank."""
+    alike: bool = False
+    """Parameters that were built without memory take the values of the first rank; else each has its own."""
 
 
 def make_buckets(
     optimizer: Optimizer, params: Sequence[Tensor], options: BucketOptions, keep: Iterable[Tensor] = ()
 ) -> list[Bucket]:
     """Buckets in the order in which the backward pass is expected to complete
-    them: that of ``params``, reversed.
+    them: that of ``params``, reversed; those of experts come last.
 
     Parameters in ``keep`` stay in their dtype.
     """
     kept = {id(p) for p in keep}
     order = list(reversed(params))
     whole = not is_elementwise(optimizer)
-    owners = balanced_owners([p.numel() for p in order], options.parts) if whole else [None] * len(order)
-    open_: dict[tuple[object, ...], list[Tensor]] = {}
-    closed: list[tuple[list[Tensor], int | None, torch.dtype]] = []
-    for param, owner in zip(order, owners, strict=True):
+    shares = _shares(order, options.everyone, whole)
+    open_: dict[tuple[_Share, torch.dtype, torch.device], list[Tensor]] = {}
+    closed: list[tuple[list[Tensor], _Share, torch.dtype]] = []
+    for param in order:
         dtype = param.dtype if options.dtype is None or id(param) in kept else options.dtype
-        kind = (dtype, param.device, owner)
+        kind = (shares[id(param)], dtype, param.device)
         filled = open_.setdefault(kind, [])
         if filled and sum(p.numel() for p in filled) + param.numel() > options.size:
-            closed.append((open_.pop(kind), owner, dtype))
+            closed.append((open_.pop(kind), *kind[:2]))
             filled = open_.setdefault(kind, [])
         filled.append(param)
-    closed += [(filled, kind[2], kind[0]) for kind, filled in open_.items()]  # type: ignore[misc]
-    return [
-        _bucket(i, optimizer, group, owner, dtype, options) for i, (group, owner, dtype) in enumerate(closed)
-    ]
+    closed += [(filled, *kind[:2]) for kind, filled in open_.items()]
+    closed.sort(key=lambda bucket: is_cut_over_rows(bucket[0][0]))
+    return [_bucket(i, optimizer, own, share, dtype, options) for i, (own, share, dtype) in enumerate(closed)]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Who divides a parameter: all ranks of ``group``, or its ``owner`` has all of it."""
+
+    group: dist.ProcessGroup | None
+    owner: int | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How many ranks there are, and which of them this one is."""
+        group = self.group
+        return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+
+
+def _shares(params: Sequence[Tensor], everyone: dist.ProcessGroup | None, whole: bool) -> dict[int, _Share]:
+    """The share of each parameter, by its id; ``whole`` ones have owners."""
+    found: dict[int, _Share] = {}
+    for ranks, own in by_averaging_group(params, everyone):
+        group = ranks if ranks is not None and dist.get_world_size(ranks) > 1 else None
+        parts, _ = _Share(group).place
+        owners = balanced_owners([p.numel() for p in own], parts) if whole else [None] * len(own)
+        found |= {id(p): _Share(group, owner) for p, owner in zip(own, owners, strict=True)}
+    return found
 
 
 @torch.no_grad()
@@ -145,53 +172,54 @@ def _bucket(
     number: int,
     optimizer: Optimizer,
     params: list[Tensor],
-    owner: int | None,
+    share: _Share,
     dtype: torch.dtype,
     options: BucketOptions,
 ) -> Bucket:
-    sizes = [p.numel() for p in params]
-    layout = even_layout(sizes, options.parts) if owner is None else owned_layout(sizes, options.parts, owner)
+    sizes, (parts, rank) = [p.numel() for p in params], share.place
+    owner = share.owner
+    layout = even_layout(sizes, parts) if owner is None else owned_layout(sizes, parts, owner)
     device = params[0].device
     flat = torch.zeros(layout.total, dtype=dtype, device=device)
-    home = _home(optimizer, layout, dtype, device, options)
+    home = _home(optimizer, layout.bounds(rank), dtype, device, options)
     pieces = []
     for i, param in enumerate(params):
-        before = _values(param, options)
+        before = _values(param, share.group if options.alike else None)
         param.data = flat[layout.offsets[i] : layout.offsets[i] + sizes[i]].view(param.shape)
         param.data.copy_(before)
-        piece = make_piece(param, layout, i, options.rank, flat, home=home)
+        piece = make_piece(param, layout, i, rank, flat, home=home, group=share.group)
         if dtype in HALF_DTYPES and before.dtype not in HALF_DTYPES and not piece.is_empty:
             _keep_digits(optimizer, piece, before)
         pieces.append(piece)
-    return Bucket(number, layout, params, pieces, flat, home)
+    return Bucket(number, layout, params, pieces, flat, share.group, home)
 
 
-def _values(param: Tensor, options: BucketOptions) -> Tensor:
+def _values(param: Tensor, alike: dist.ProcessGroup | None) -> Tensor:
     """The values of ``param``; those of one without memory are computed here, so that there is one at a
-    time.
+    time, by the first rank of ``alike`` for all of it.
     """
     recording = recording_of(param)
     if recording is None:
         return param.data
-    if options.alike is None or options.rank == 0:
+    if alike is None or dist.get_rank(alike) == 0:
         values = recording.values(param)
     else:
         values = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-    if options.alike is not None:
+    if alike is not None:
         values = values.contiguous()
-        dist.broadcast(values, group=options.alike, group_src=0)
+        dist.broadcast(values, group=alike, group_src=0)
     return values
 
 
 def _home(
     optimizer: Optimizer,
-    layout: FlatLayout,
+    bounds: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
     options: BucketOptions,
 ) -> Tensor | None:
-    """Memory for what is stepped, if that is not the shard of the weights itself."""
-    low, high = layout.bounds(options.rank)
+    """Memory for what is stepped, if that is not the shard in ``bounds`` of the weights itself."""
+    low, high = bounds
     master = torch.float32 if needs_masters(optimizer, dtype) else dtype
     if options.offload:
         return host_buffer(high - low, master, pinned=device.type == "cuda")

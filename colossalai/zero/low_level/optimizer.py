@@ -88,15 +88,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         scaler = LossScaleOptions.of(locals()).scaler(verbose)
         _check(optimizer, reduce_bucket_size, communication_dtype, forced_dtype)
         group = process_group or averaging_group()
-        parts, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         options = BucketOptions(
             size=reduce_bucket_size,
-            parts=parts,
-            rank=rank,
+            everyone=group,
             offload=cpu_offload,
             dtype=forced_dtype,
-            alike=group if start_alike and parts > 1 else None,
+            alike=start_alike,
         )
         self._frozen = [p for g in optimizer.param_groups for p in g["params"] if not p.requires_grad]
         fill_deferred([*self._frozen, *states_of(optimizer)])
@@ -189,7 +187,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     def publish(self) -> None:
         # all are under way before the first is waited for, those first that the next forward pass needs first
-        waits = [start_gathering(b.weights, b.layout, self.group) for b in reversed(self.buckets)]
+        waits = [start_gathering(b.weights, b.layout, b.group) for b in reversed(self.buckets)]
         for wait in waits:
             wait()
         increment_version(

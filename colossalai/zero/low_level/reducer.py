@@ -9,6 +9,10 @@ A bucket is complete when each of its parameters has got as many gradients as in
 two checkpointed parts gets two.  A gradient that comes after its bucket has left waits in ``.grad``, and
 after the pass the ranks tell each other which buckets must go again.  The same message says which parameters
 any rank has used; one that no rank used has no gradient, as in serial training.
+
+Buckets of experts are the last, and wait for the end of the pass.  A rank whose experts get no token has no
+gradient of them; if others waited for its bucket in the pass, it would wait for these in the layer, where
+tokens are exchanged.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colossalai.mesh import own_grad, set_own_grad
+from colossalai.utils.parallel import is_cut_over_rows
 from colossalai.zero.low_level.bucket import Bucket
 from colossalai.zero.low_level.wire import Wait, start_flags, start_reduction
 
@@ -31,6 +36,9 @@ IN_FLIGHT = 2  # buckets that travel at a time, where nothing else bounds the me
 
 class Reducer:
     """Averages the gradients of the parameters of ``buckets`` over ``group``.
+
+    A bucket travels in its own group.  Of experts that has the ranks with the same ones, whose gradients are
+    sums over the tokens of all: so all are divided by the ranks of ``group``.
 
     Args:
         scatter: drop each gradient as soon as it has been reduced, and add up reduced ones (stage 2).
@@ -57,6 +65,7 @@ class Reducer:
         self._expected = dict.fromkeys(self._bucket_of, 1)
         self._is_open = False  # a synchronized pass is under way
         self._next = 0  # the bucket to be reduced next
+        self._in_pass = sum(not is_cut_over_rows(bucket.params[0]) for bucket in self.buckets)
         self._missing: list[int] = []  # for each bucket: parameters that still expect a gradient
         self._late: set[int] = set()
         self._waiting: deque[tuple[Bucket, Tensor, Wait]] = deque()
@@ -133,7 +142,7 @@ class Reducer:
             return
         if self._got[param] == self._expected[param]:
             self._missing[bucket.number] -= 1
-        while self._overlap and self._next < len(self.buckets) and self._missing[self._next] == 0:
+        while self._overlap and self._next < self._in_pass and self._missing[self._next] == 0:
             self._launch(self.buckets[self._next])
             self._next += 1
 
@@ -174,7 +183,7 @@ class Reducer:
                 set_own_grad(p, None)
         if self._ranks > 1:
             buffer.div_(self._ranks)  # before the sum, which could overflow in fp16
-        return start_reduction(buffer, bucket.layout, self.group)
+        return start_reduction(buffer, bucket.layout, bucket.group)
 
     @torch.no_grad()
     def _receive(self, leave: int) -> None:

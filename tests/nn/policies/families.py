@@ -45,6 +45,7 @@ SIZES: dict[str, Any] = {
     "n_routed_experts": 4,
     "moe_num_experts": 4,
     "num_experts_per_tok": 2,
+    "moe_topk": 2,
     "moe_intermediate_size": 16,
     "n_group": 1,
     "topk_group": 1,

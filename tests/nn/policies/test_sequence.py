@@ -253,6 +253,12 @@ def check_outputs_of_bodies(rank: int, world_size: int, port: int) -> None:
         cached = bare(ids, use_cache=True)
         assert cached.past_key_values.get_seq_length() == 7
         torch.testing.assert_close(cached.last_hidden_state, serial(ids).last_hidden_state)
+    eager: Any = build("llama")  # its softmax is rounded to float32, also in float64
+    eager.set_attn_implementation("eager")
+    eager_serial = copy.deepcopy(eager)
+    torch.testing.assert_close(
+        colossalai.nn.parallelize(eager)(ids).logits, eager_serial(ids).logits, rtol=1e-6, atol=1e-6
+    )
     failing: Any = zoo.build("llama")
     inner = failing.model.layers[0].mlp.forward
     failing.model.layers[0].mlp.forward = lambda x: inner(x)[:, : 3 if x.size(1) == 4 else 8]  # 8 tokens in 2
@@ -349,6 +355,22 @@ def check_losses(rank: int, world_size: int, port: int) -> None:
     assert cut(**{**batch, "labels": None}).logits.shape[:2] == (4, 11)
     with pytest.raises(ValueError, match="leave logits_to_keep out"):
         cut(**batch, logits_to_keep=1)
+    longer = torch.nn.functional.pad(batch["labels"], (0, 1), value=7)  # padded to as many as the tokens are
+    with pytest.raises(ValueError, match=r"labels of shape \(4, 12\) do not fit the tokens, .* \(4, 11\)"):
+        cut(**{**batch, "labels": longer})
+    check_without_labels(task.build(), cut, batch)
+
+
+def check_without_labels(serial: Any, cut: Any, batch: dict[str, Any]) -> None:
+    """Nothing is learnt of a batch without any label, and no weight is lost, as with the loss of torch."""
+    given = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    chunked = [chunk_causal_loss(copy.deepcopy(serial), whole_scores=whole) for whole in (True, False)]
+    for model in (serial, cut, *chunked):
+        model.zero_grad()
+        loss = model(**given).loss
+        loss.backward()
+        assert loss.isnan()
+        assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_losses() -> None:
@@ -398,8 +420,11 @@ def test_kinds_of_attention_that_are_refused() -> None:
     with fake_world(rank=0, world_size=2):
         with pytest.raises(ValueError, match=r"has attention sinks \(s_aux\)"):
             cut(tiny("GptOss", num_key_value_heads=2, head_dim=4, num_local_experts=2))
-        with pytest.raises(ValueError, match="its attention goes through transformers' AttentionInterface"):
+        with pytest.raises(ValueError, match="some of its layers have linear attention"):
             cut(tiny("Mamba"))
+        kinds = {"layer_types": ["linear_attention"], "num_experts": 2, "head_dim": 4}
+        with pytest.raises(ValueError, match="some of its layers have linear attention"):
+            cut(tiny("Qwen3Next", num_key_value_heads=2, **kinds))
         with pytest.raises(ValueError, match=r"its rotations \('dynamic'\) depend on the last position"):
             cut(tiny("Llama", rope_parameters=dynamic))
         with pytest.raises(ValueError, match=r"layerdrop=0\.5 drops whole layers"):

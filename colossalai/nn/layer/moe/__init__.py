@@ -7,6 +7,7 @@ from typing import Any
 
 from colossalai.nn.layer.moe.experts import Experts, FFNExperts, MoeExperts, TPExperts, build_ffn_experts
 from colossalai.nn.layer.moe.layers import MoeLayer, MoeModule
+from colossalai.nn.layer.moe.loads import LayerLoads, LoadHistory, draw_loads, load_table
 from colossalai.nn.layer.moe.routers import (
     ExpertLoads,
     MoeRouter,
@@ -23,6 +24,8 @@ __all__ = [
     "ExpertLoads",
     "Experts",
     "FFNExperts",
+    "LayerLoads",
+    "LoadHistory",
     "MoeExperts",
     "MoeLayer",
     "MoeModule",
@@ -33,6 +36,8 @@ __all__ = [
     "Top2Router",
     "UniformNoiseGenerator",
     "build_ffn_experts",
+    "draw_loads",
+    "load_table",
 ]
 
 

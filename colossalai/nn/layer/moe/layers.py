@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -122,13 +123,12 @@ class MoeLayer(ParallelLayer):
         if length is None:
             raise ValueError(
                 "MoeLayer cannot see which tokens were only added to cut sequences into equal parts, and"
-                " would send them to experts: give it real=, False for those"
-                " (current_sequence().positions(length) < length), as models of titans do"
+                " would send them to experts: give it real=, False for those, for instance"
+                " current_sequence().are_tokens(length).expand(batch, -1)"
             )
         if length == padded:
             return None
-        own = sequence.positions(length, inputs.device) < length
-        return computed_once(lambda: own.expand(inputs.shape[:2]).contiguous())
+        return computed_once(lambda: sequence.are_tokens(length, inputs.device).expand(inputs.shape[:2]))
 
     def _layout(self, ndim: int) -> Layout:
         return replicated(ndim) if self.plain else at_rank(self.tp.hidden, ndim)
@@ -145,7 +145,8 @@ class MoeLayer(ParallelLayer):
 
     def _scores(self, tokens: Tensor) -> Tensor:
         wide = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(tokens.device.type, enabled=False):
+        kind = tokens.device.type
+        with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             return F.linear(tokens.to(wide), self.gate_weight.to(wide))
 
     def _bias(self) -> Tensor | None:

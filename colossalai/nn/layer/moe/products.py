@@ -60,6 +60,6 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 def by_row(vectors: Tensor, rows: RowsPerExpert) -> Tensor:
     """For each row the vector of its expert, of ``vectors`` (experts, features)."""
-    if vectors.is_meta:
-        return vectors.new_empty(sum(rows.sizes), *vectors.shape[1:])
+    if vectors.is_meta:  # where numbers have no values
+        return vectors[torch.empty(sum(rows.sizes), dtype=torch.int64, device="meta")]
     return vectors.repeat_interleave(rows.on(vectors.device), dim=0)

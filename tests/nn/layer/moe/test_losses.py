@@ -12,6 +12,7 @@ from colossalai.global_variables import moe_env
 from colossalai.nn.layer.moe import FFNExperts, MoeLayer, Top2Router
 from colossalai.nn.loss import MoeCrossEntropyLoss, MoeLoss
 from colossalai.utils import checkpoint
+from colossalai.utils.activation_checkpoint import computed_once
 
 WIDTH = 8
 
@@ -55,7 +56,7 @@ def test_the_loss_of_both_layers_is_added_once() -> None:
     assert len(each) == 2
     main = nn.functional.mse_loss(y, torch.zeros_like(y))
     loss = _mse(0.5)(y, torch.zeros_like(y))
-    assert float(loss) == pytest.approx(float(main) + 0.5 * sum(each))
+    assert loss.item() == pytest.approx(main.item() + 0.5 * sum(each))
     assert float(_mse(0.5)(y, torch.zeros_like(y))) == pytest.approx(float(loss))  # asked twice, the same
     assert float(moe_env.aux_loss) == pytest.approx(sum(each))
 
@@ -112,3 +113,35 @@ def test_documented_losses() -> None:
     )
     with pytest.raises(ValueError, match="aux_weight must be a number of at least 0, got -1"):
         MoeLoss(-1, nn.CrossEntropyLoss)
+
+
+def test_a_recomputation_does_not_choose_anew() -> None:
+    layer, x = MoeLayer(WIDTH, 4, Top2Router(), FFNExperts(4, WIDTH, 16)), _input()
+    seen: list[Tensor] = []
+    layer.router.register_forward_hook(lambda module, args, routing: seen.append(routing.chosen))
+    y = checkpoint(layer, False, x, use_reentrant=False)
+    with torch.no_grad():  # as if the scores were rounded in another way
+        layer.gate_weight.data.neg_()
+    y.sum().backward()
+    first, again = seen
+    assert torch.equal(first, again)
+    assert not torch.equal(first, layer.router(layer._scores(x.detach().flatten(0, 1))).chosen)
+
+
+def test_nested_checkpoints_keep_the_first_decision() -> None:
+    drawn: list[float] = []
+
+    def inner(x: Tensor) -> Tensor:
+        drawn.append(computed_once(lambda: torch.rand(()).item()))
+        return (x * drawn[-1]).square()
+
+    def outer(x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(inner, False, x, use_reentrant=False)
+        return (made * computed_once(lambda: 2.0)).square()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(outer, False, x, use_reentrant=False).sum().backward()
+    assert len(drawn) >= 3  # the first run, that of the outer checkpoint, that of the inner one
+    assert len(set(drawn)) == 1
+    assert x.grad is not None
+    assert torch.allclose(x.grad, torch.full((3,), 16 * drawn[0] ** 4))  # of 4 d^4 x^4

@@ -20,6 +20,28 @@ TASKS = {
     "bias": Task(bias_rate=0.05, recompute="full"),
 }
 TP, SP = {"tensor": {"size": 2, "mode": "1d"}}, {"sequence": 2}
+ENGINE: dict[str, tuple[dict[str, Any], int]] = {
+    "ep2": ({"moe": 2}, 2),
+    "dp2-ep2": ({"moe": {"size": 2}}, 4),
+    "ep2-tp2": ({"moe": 2, **TP}, 4),
+    "ep2-sp2": ({"moe": 2, **SP}, 4),
+}
+PIPELINE: dict[str, tuple[dict[str, Any], int]] = {
+    "pp2": ({"pipeline": 2}, 2),
+    "zbh1": ({"pipeline": {"size": 2, "schedule": "zbh1"}}, 2),
+    "pp2-ep2": ({"pipeline": 2, "moe": 2}, 4),
+    "pp2-ep2-tp2": ({"pipeline": 2, "moe": 2, **TP}, 8),
+}
+
+
+def grid(plans: dict[str, Any]) -> list[Any]:
+    """Every task under every plan; CI runs each plan with some tasks, and each task under some plans."""
+    cases = []
+    for i, plan in enumerate(plans):
+        for j, task in enumerate(TASKS):
+            marks = () if i == 0 or (j + i) % len(TASKS) == 0 else pytest.mark.slow
+            cases.append(pytest.param(task, *plans[plan], id=f"{plan}-{task}", marks=marks))
+    return cases
 
 
 @cache
@@ -32,12 +54,7 @@ def _engine(name: str, parallel: dict[str, Any], want: Trained, **place: Any) ->
     compare(by_engine(TASKS[name]), want, loads=not TASKS[name].recompute)
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(
-    ("parallel", "ranks"),
-    [({"moe": 2}, 2), ({"moe": {"size": 2}}, 4), ({"moe": 2, **TP}, 4), ({"moe": 2, **SP}, 4)],
-    ids=["ep2", "dp2-ep2", "ep2-tp2", "ep2-sp2"],
-)
+@pytest.mark.parametrize(("task", "parallel", "ranks"), grid(ENGINE))
 def test_engine(task: str, parallel: dict[str, Any], ranks: int) -> None:
     spawn(partial(_engine, task, parallel, expected(task)), ranks)
 
@@ -47,16 +64,6 @@ def _pipeline(name: str, parallel: dict[str, Any], want: Trained, **place: Any) 
     compare(by_pipeline(TASKS[name]), want, loads=False)
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(
-    ("parallel", "ranks"),
-    [
-        ({"pipeline": 2}, 2),
-        ({"pipeline": {"size": 2, "schedule": "zbh1"}}, 2),
-        ({"pipeline": 2, "moe": 2}, 4),
-        ({"pipeline": 2, "moe": 2, **TP}, 8),
-    ],
-    ids=["pp2", "zbh1", "pp2-ep2", "pp2-ep2-tp2"],
-)
+@pytest.mark.parametrize(("task", "parallel", "ranks"), grid(PIPELINE))
 def test_pipeline(task: str, parallel: dict[str, Any], ranks: int) -> None:
     spawn(partial(_pipeline, task, parallel, expected(task)), ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,7 +132,8 @@ def watch_loads(model: nn.Module, trained: Trained) -> None:
 
 def launch(task: Task, parallel: dict[str, Any], **config: Any) -> None:
     clip = {"clip_grad_norm": CLIP} if task.clip else {}
-    colossalai.launch_from_torch({"parallel": parallel, **clip, **config}, verbose=False)
+    config = {"parallel": parallel, **clip, **config}
+    colossalai.launch_from_torch(config, backend="gloo", verbose=False)  # several ranks may share a GPU
 
 
 def own(x: Tensor) -> Tensor:
@@ -148,20 +150,21 @@ def mean(loss: Tensor) -> Tensor:
     return total / gpc.get_world_size(ParallelMode.DATA)
 
 
-def by_engine(task: Task) -> Trained:
-    model, trained = build(task), Trained()
+def by_engine(task: Task, device: str = "cpu") -> Trained:
+    model, trained = build(task).to(device), Trained()
     engine, *_ = colossalai.initialize(model, sgd(model.parameters()), criterion(), verbose=False)
     watch_loads(model, trained)
     for step in data():
         total = torch.zeros((), dtype=torch.float64)
         for x, y in step:
             engine.zero_grad()
-            loss = engine.criterion(engine(own(x)), own(y))
+            loss = engine.criterion(engine(own(x).to(device)), own(y).to(device))
             engine.backward(loss)
             engine.step()
-            total += mean(loss.detach())
+            total += mean(loss.detach()).cpu()
         trained.note(total / MICRO)
-    trained.weights = whole(model)
+    trained.loads = [load.cpu() for load in trained.loads]
+    trained.weights = {name: value.cpu() for name, value in whole(model).items()}
     return trained
 
 
@@ -183,23 +186,32 @@ def by_pipeline(task: Task) -> Trained:
     return trained
 
 
-def by_booster(task: Task, make_plugin: Callable[[], Any]) -> Trained:
-    """Micro-batches are accumulated; without ``no_sync``, which plugins may lack, each is averaged."""
-    model, trained = build(task), Trained()
+def by_booster(task: Task, make_plugin: Callable[[], Any], folder: Path, run: str = "") -> Trained:
+    """Micro-batches are accumulated; each is averaged, as plugins without ``no_sync`` do.
+
+    The weights are those of a file in ``folder``; ``run`` is the name of a checkpoint of the whole run.
+    """
+    model, trained = build(task).float(), Trained()
     booster = Booster(plugin=make_plugin(), device="cpu")
     boosted, optimizer, loss_of, *_ = booster.boost(model, sgd(model.parameters()), criterion())
-    watch_loads(model, trained)
+    watch_loads(boosted, trained)
     for step in data():
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for x, y in step:
-            loss = loss_of(boosted(own(x)), own(y)) / MICRO
+            loss = loss_of(boosted(own(x).float()), own(y).float()) / MICRO
             booster.backward(loss, optimizer)
             total += mean(loss.detach()).double()
         if task.clip:
             optimizer.clip_grad_by_norm(CLIP)
         optimizer.step()
         trained.note(total)
+    booster.save_model(boosted, folder / "model.bin")
+    if run:
+        booster.save(folder / run)
+    torch.distributed.barrier()
+    saved = torch.load(folder / "model.bin", weights_only=True)
+    trained.weights = {name: value.double() for name, value in saved.items()}
     return trained
 
 
