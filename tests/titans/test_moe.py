@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import colossalai
+from colossalai.context.fake_launch import fake_launch
 from colossalai.context.moe_context import MOE_CONTEXT
 from colossalai.nn import CrossEntropyLoss
 from colossalai.nn.layer.moe import MoeLayer
@@ -127,6 +128,7 @@ PLANS: dict[str, tuple[dict[str, Any], int]] = {
     "ep2-sp2": ({"moe": 2, "sequence": 2}, 4),
     "ep2-ulysses2": ({"moe": 2, "sequence": {"size": 2, "attention": "ulysses"}}, 4),
     "megatron2": ({"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}, 2),
+    "3d": ({"tensor": {"size": 8, "mode": "3d"}}, 8),
     "2d": ({"tensor": {"size": 4, "mode": "2d"}}, 4),
 }
 # an odd length where it may be
@@ -234,6 +236,20 @@ def test_all_blocks_of_a_widenet_are_one_but_for_their_norms() -> None:
     MOE_CONTEXT.reset_loss()
     model(batch[0])
     assert len(MOE_CONTEXT._losses) == DEPTH
+
+
+def test_a_widenet_cannot_be_cut_into_stages() -> None:
+    with (
+        fake_launch({"parallel": {"pipeline": 2}}, 0, 2),
+        pytest.raises(
+            ValueError, match="blocks of Widenet share parameters, which stages of different ranks"
+        ),
+    ):
+        build_pipeline_vit(DEPTH, model=Widenet, **options("widenet"))
+    whole = build_pipeline_vit(DEPTH, model=Widenet, **options("widenet"))
+    assert [name for name, _ in whole.named_parameters()] == [
+        name for name, _ in build("widenet").named_parameters()
+    ]
 
 
 @pytest.mark.parametrize(("named", "billions"), [(prmoe_4b, 4), (prmoe_31b, 31)])

@@ -18,7 +18,7 @@ from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.mesh.deferred import Deferred
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
-from colossalai.pipeline.partition import partition_uniform
+from colossalai.pipeline.partition import StageRanges, partition_uniform
 from colossalai.pipeline.stage import Placement, launched_shape
 from colossalai.utils import get_current_device
 
@@ -53,15 +53,16 @@ def build_pipeline(
     piped = gpc.is_initialized(ParallelMode.PIPELINE)
     size = gpc.get_world_size(ParallelMode.PIPELINE) if piped else 1
     rank = gpc.get_local_rank(ParallelMode.PIPELINE) if piped else 0
-    parts = partition_uniform(depth, size, num_chunks)[rank]
+    all_parts = partition_uniform(depth, size, num_chunks)
     real = torch.get_default_device().type != "meta"
     if real:
         with Deferred() as recording:
             model = build()
     else:
         model = build()
+    _refuse_shared_blocks(model, all_parts)
     chunks = []
-    for start, end in parts:
+    for start, end in all_parts[rank]:
         if piped:
             get_dist_logger().info(
                 f"Rank{gpc.get_global_rank()} build layer {start}-{end}, {end - start}/{depth} layers"
@@ -71,6 +72,19 @@ def build_pipeline(
     if real:
         recording.materialize(stages).to(device or get_current_device())
     return stages
+
+
+def _refuse_shared_blocks(model: Any, parts: StageRanges) -> None:
+    """Each rank would train its own copy of what blocks of several ranks share."""
+    holders: dict[int, set[int]] = {}
+    for rank, ranges in enumerate(parts):
+        for p in (p for r in ranges for i in range(*r) for p in model.blocks[i].parameters()):
+            holders.setdefault(id(p), set()).add(rank)
+    if any(len(ranks) > 1 for ranks in holders.values()):
+        raise ValueError(
+            f"the blocks of {type(model).__name__} share parameters, which stages of different ranks cannot;"
+            " use parallel.pipeline=1, with other axes (data, moe, tensor, sequence)"
+        )
 
 
 def share_table(stages: nn.Module) -> None:
