@@ -19,6 +19,10 @@ from torch.nn import functional as F
 from benchmarks.table import Row, show
 from colossalai.nn.layer.moe import FFNExperts, MoeLayer, MoeRouter
 from colossalai.nn.layer.moe.products import RowsPerExpert, grouped_product
+from colossalai.nn.loss import MoeLoss
+from titans.loss.lm_loss import GPTLMLoss
+from titans.model.gpt import GPT
+from titans.model.moe import MOEGPT
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,33 @@ def rows(sizes: Sizes, numbers: tuple[int, ...], device: torch.device, one_hot: 
     return found
 
 
+def gpt_rows(device: torch.device, small: bool) -> list[Row]:
+    """A step of a GPT with 8 experts in every block beside the GPT without, by the number of weights that a
+    token uses.
+    """
+    sizes = (
+        {"hidden_size": 64, "num_heads": 2, "depth": 2} if small else {"hidden_size": 1024, "num_heads": 16}
+    )
+    sizes |= {"vocab_size": 1024, "dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
+    batch, length = (2, 32) if small else (8, 1024)
+    ids = torch.randint(1024, (batch, length), device=device)
+    times = []
+    for k in (0, 2):
+        depth = sizes.get("depth", 12)
+        model: GPT = MOEGPT(num_experts=[8] * depth, top_k=k, **sizes) if k else GPT(**sizes)
+        model = model.to(device, torch.bfloat16)
+        criterion = MoeLoss(0.01, GPTLMLoss) if k else GPTLMLoss()
+        experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+        active = sum(p.numel() for p in model.parameters()) - experts + experts * k // 8
+
+        def step(model: GPT = model, criterion: nn.Module = criterion) -> None:
+            criterion(model(ids), ids).backward()
+            model.zero_grad(set_to_none=True)
+
+        times.append(milliseconds(step, device, repeat=5) / active * 1e6)
+    return [Row("GPT with 8 experts, top-2, per 10^6 active", times[1], times[0], "without (at most 1.33)")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a toy, on any device")
@@ -169,7 +200,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not small:
         parser.error("the sizes of this benchmark need a GPU; --small runs a toy")
-    print(show(rows(SMALL if small else Sizes(), (8,) if small else (8, 64), device)))
+    found = rows(SMALL if small else Sizes(), (8,) if small else (8, 64), device)
+    print(show([*found, *gpt_rows(device, small)]))
 
 
 if __name__ == "__main__":
