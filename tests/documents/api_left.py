@@ -23,8 +23,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "colossalai.tensor.d_tensor.layout": _COSTS,
     "colossalai.tensor.d_tensor.layout_converter": _COSTS,
     "colossalai.tensor.d_tensor.d_tensor": _COSTS,
-    "colossalai.device": _COSTS,
-    "colossalai.device.device_mesh": _COSTS,
     "colossalai.fx": _COSTS,
     "colossalai.fx.passes": _COSTS,
     "colossalai._analyzer.fx": _COSTS,
