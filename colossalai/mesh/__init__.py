@@ -1,7 +1,8 @@
 """The mesh-and-layout core: who talks to whom, where every tensor lies, and what it costs to move it.
 
-Read in this order: ``mesh`` (named axes), ``layout`` (where a tensor lies), ``movement`` (from one layout to
-another, with gradients), ``collectives`` (the counted primitives), ``plan``, ``matmul`` and ``summa`` (one
+Read in this order: ``mesh`` (named axes), ``layout`` (where a tensor lies), ``route`` (which
+steps lead from one layout to another; ``steps``, ``cost`` and ``cheapest`` are its parts), ``movement`` (the
+same with gradients), ``collectives`` (the counted primitives), ``plan``, ``matmul`` and ``summa`` (one
 product for all modes), ``parameter`` (placed parameters), ``norm`` (of their gradients), ``random`` and
 ``initial`` (numbers that do not depend on the plan).
 
@@ -9,7 +10,9 @@ This package imports nothing from the rest of ``colossalai``.
 """
 
 from colossalai.mesh.collectives import CommunicationLog, Transfer, count_communication
+from colossalai.mesh.cost import Link, Links, Prices, price_tensor, route_seconds, route_transfers
 from colossalai.mesh.gradient_norm import clip_grads, grad_norm, grad_zeros
+from colossalai.mesh.group_mesh import GroupMesh
 from colossalai.mesh.initial import (
     Constant,
     Distribution,
@@ -47,7 +50,6 @@ from colossalai.mesh.movement import (
     redistribute,
     reduce,
     ring_shift,
-    route,
     scatter,
     split,
     spread,
@@ -68,6 +70,8 @@ from colossalai.mesh.parameter import (
 )
 from colossalai.mesh.plan import MatmulPlan, Order, Role
 from colossalai.mesh.random import RandomStream, dropout_mask, random_key
+from colossalai.mesh.route import route
+from colossalai.mesh.steps import RouteStep, one_steps
 
 __all__ = [
     "DATA_AXES",
@@ -80,13 +84,18 @@ __all__ = [
     "CommunicationLog",
     "Constant",
     "Distribution",
+    "GroupMesh",
     "Layout",
+    "Link",
+    "Links",
     "MatmulPlan",
     "Mesh",
     "Normal",
     "Order",
+    "Prices",
     "RandomStream",
     "Role",
+    "RouteStep",
     "Transfer",
     "Transposed",
     "TruncatedNormal",
@@ -112,17 +121,21 @@ __all__ = [
     "mesh_coordinates",
     "mesh_groups",
     "move",
+    "one_steps",
     "own_grad",
     "parameter",
     "place",
     "place_parameters",
     "placement",
+    "price_tensor",
     "random_key",
     "redistribute",
     "reduce",
     "replicated",
     "ring_shift",
     "route",
+    "route_seconds",
+    "route_transfers",
     "scatter",
     "serial_form",
     "serial_tensor",

@@ -25,9 +25,8 @@ R -> I is refused: it would claim that ranks which go on to do different things 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,130 +35,25 @@ from torch.overrides import has_torch_function_unary
 
 import colossalai.mesh.collectives as collectives
 from colossalai.mesh._compat import plain_torch
+from colossalai.mesh.cost import Links, price_tensor
 from colossalai.mesh.layout import Layout, check_zigzag, local_range
 from colossalai.mesh.mesh import Axes, Mesh
-
-_ALLOWED = {"S>S", "S>R", "S>I", "P>S", "P>I", "P>R", "P>P", "I>R", "I>S", "I>I", "R>R"}
-
-
-@dataclass(frozen=True)
-class RouteStep:
-    """One primitive of a route.  ``before`` are the axes that cut ``dim`` outside this one."""
-
-    do: Literal["all_gather", "reduce_scatter", "cut", "all_reduce", "all_to_all"]
-    axis: str
-    dim: int = -1
-    before: Axes = ()
-    to_dim: int = -1  # all_to_all only: the dim that is cut instead
-    blocks: int = 1
-    """Into how many blocks ``dim`` falls, through each of which the cut goes."""
-    to_blocks: int = 1
-    zigzag: bool = False
-    """Whether the second of two blocks of ``dim`` is dealt to the ranks of the axis in reverse order."""
-    to_zigzag: bool = False
+from colossalai.mesh.route import route
+from colossalai.mesh.steps import RouteStep
 
 
-@lru_cache(maxsize=4096)
-def route(src: Layout, dst: Layout) -> tuple[RouteStep, ...]:
-    """The collectives that bring a tensor from ``src`` to ``dst``, cheapest kind first; needs no process
-    group.
-    """
-    _check(src, dst)
-    if other_order := [d for d in range(len(src.dims)) if _reordered(src, dst, d)]:
-        # the same axis deals the same dim in another order: by way of the whole dim
-        dims = tuple(() if d in other_order else axes for d, axes in enumerate(src.dims))
-        between = replace(src, dims=dims, zigzag=frozenset(a for axes in dims for a in axes) & src.zigzag)
-        return route(src, between) + route(between, dst)
-    have = [list(axes) for axes in src.dims]
-    partial = set(src.partial - dst.partial)
-    steps: list[RouteStep] = []
-    while True:
-        if step := _exchange(have, dst):
-            have[step.dim].pop()
-            have[step.to_dim].append(step.axis)
-        elif step := _narrow(have, dst, partial):
-            have[step.dim].append(step.axis)
-            partial.discard(step.axis)
-        elif late := sorted(partial - set(dst.sharded)):
-            step = RouteStep("all_reduce", late[0])  # before any gather makes the tensor larger
-            partial.discard(step.axis)
-        elif step := _widen(have, dst):
-            have[step.dim].pop()
-        else:
-            return tuple(steps)
-        steps.append(_with_blocks(step, src, dst))
-
-
-def _reordered(src: Layout, dst: Layout, dim: int) -> bool:
-    return any((a in src.zigzag) != (a in dst.zigzag) for a in {*src.dims[dim]} & {*dst.dims[dim]})
-
-
-def _with_blocks(step: RouteStep, src: Layout, dst: Layout) -> RouteStep:
-    """``step`` with what it must know about the blocks of its dims."""
-    if step.do == "all_reduce":
-        return step
-    # what is given up is cut as in src, what is taken as in dst
-    here = src if step.do in ("all_gather", "all_to_all") else dst
-    step = replace(step, blocks=here.blocks(step.dim), zigzag=step.axis in here.zigzag)
-    if step.do != "all_to_all":
-        return step
-    return replace(step, to_blocks=dst.blocks(step.to_dim), to_zigzag=step.axis in dst.zigzag)
-
-
-def _check(src: Layout, dst: Layout) -> None:
-    if len(src.dims) != len(dst.dims):
-        raise ValueError(
-            f"cannot move a tensor of {len(src.dims)} dims, {src}, to a layout of {len(dst.dims)}, {dst}"
-        )
-    one = (1,) * len(src.dims)
-    if (src.fused or one) != (dst.fused or one):
-        raise ValueError(f"cannot move {src} to {dst}: the fused blocks differ")
-    for axis in sorted({*src.sharded, *src.partial, *src.spread, *dst.sharded, *dst.partial, *dst.spread}):
-        a, b = src.state(axis), dst.state(axis)
-        change = f"{'S' if isinstance(a, int) else a}>{'S' if isinstance(b, int) else b}"
-        if change not in _ALLOWED:
-            raise ValueError(
-                f"axis {axis!r} cannot go from state {change[0]} to {change[2]} ({src} to {dst}); "
-                "R and P are ended by a sum: R only by the backward pass, P by moving to I, R or a cut"
-            )
-
-
-def _is_prefix(have: list[str], want: Axes) -> bool:
-    return len(have) < len(want) and tuple(have) == want[: len(have)]
-
-
-def _exchange(have: list[list[str]], dst: Layout) -> RouteStep | None:
-    """An axis that is the innermost cut of one dim and the next one wanted by another."""
-    for dim, axes in enumerate(have):
-        if not axes or tuple(axes) == dst.dims[dim][: len(axes)]:
-            continue
-        for to_dim, want in enumerate(dst.dims):
-            if to_dim != dim and _is_prefix(have[to_dim], want) and want[len(have[to_dim])] == axes[-1]:
-                return RouteStep("all_to_all", axes[-1], dim, tuple(axes[:-1]), to_dim)
-    return None
-
-
-def _narrow(have: list[list[str]], dst: Layout, partial: set[str]) -> RouteStep | None:
-    """The next wanted cut of a dim whose present cuts all stay."""
-    cutting = {a for axes in have for a in axes}
-    for dim, want in enumerate(dst.dims):
-        if _is_prefix(have[dim], want) and (axis := want[len(have[dim])]) not in cutting:
-            return RouteStep("reduce_scatter" if axis in partial else "cut", axis, dim, tuple(have[dim]))
-    return None
-
-
-def _widen(have: list[list[str]], dst: Layout) -> RouteStep | None:
-    """The innermost cut of a dim that has to go."""
-    for dim, axes in enumerate(have):
-        if axes and tuple(axes) != dst.dims[dim][: len(axes)]:
-            return RouteStep("all_gather", axes[-1], dim, tuple(axes[:-1]))
-    return None
-
-
-def move(x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...] | None = None) -> Tensor:
+def move(
+    x: Tensor,
+    src: Layout,
+    dst: Layout,
+    mesh: Mesh,
+    shape: tuple[int, ...] | None = None,
+    links: Links | None = None,
+) -> Tensor:
     """Bring ``x`` from ``src`` to ``dst`` without autograd.
 
-    ``shape`` is the shape of the whole tensor; it is needed only where pieces differ in length.
+    ``shape`` is the shape of the whole tensor; it is needed only where pieces differ in length.  With
+    ``links``, the costs of the axes, the cheapest route is taken; every rank must pass the same.
     """
     if x.ndim != len(src.dims):
         raise ValueError(
@@ -169,9 +63,25 @@ def move(x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...]
         # a ColoTensor computes with the whole tensor; what moves is the piece that it holds
         with plain_torch():
             x = x.as_subclass(Tensor)
-    for step in route(src, dst):
+    for step in _steps(x, src, dst, mesh, shape, links):
         x = _apply(x, step, mesh, shape)
     return x
+
+
+def _steps(
+    x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...] | None, links: Links | None
+) -> tuple[RouteStep, ...]:
+    if links is None:
+        return route(src, dst)
+    for axis, link in links.items():
+        if link.ranks != mesh.size.get(axis):
+            raise ValueError(
+                f"links[{axis!r}] joins {link.ranks} ranks, and the axis has {mesh.size.get(axis, 'none')}:"
+                f" these are not the links of {mesh}"
+            )
+    if shape is None:
+        shape = tuple(n * mesh.group_size(*axes) for n, axes in zip(x.shape, src.dims, strict=True))
+    return route(src, dst, price_tensor(links, shape, x.element_size()))
 
 
 def start_move(
@@ -251,26 +161,37 @@ def _second_half_reversed(x: Tensor, dim: int, parts: int) -> Tensor:
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...] | None
+        ctx: Any,
+        x: Tensor,
+        src: Layout,
+        dst: Layout,
+        mesh: Mesh,
+        shape: tuple[int, ...] | None,
+        links: Links | None,
     ) -> Tensor:
-        ctx.route = dst.dual(), src.dual(), mesh, shape
-        moved = move(x, src, dst, mesh, shape)
+        ctx.route = dst.dual(), src.dual(), mesh, shape, links
+        moved = move(x, src, dst, mesh, shape, links)
         # autograd would hand out the input itself where nothing had to be moved (I -> R)
         return moved.view_as(moved) if moved is x else moved
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         # with create_graph=True the gradient has a gradient
-        return redistribute(grad, *ctx.route), None, None, None, None
+        return redistribute(grad, *ctx.route), None, None, None, None, None
 
 
 def redistribute(
-    x: Tensor, src: Layout, dst: Layout, mesh: Mesh, shape: tuple[int, ...] | None = None
+    x: Tensor,
+    src: Layout,
+    dst: Layout,
+    mesh: Mesh,
+    shape: tuple[int, ...] | None = None,
+    links: Links | None = None,
 ) -> Tensor:
     """``move`` with its gradient."""
     if src == dst:
         return x
-    return _Redistribute.apply(x, src, dst, mesh, shape)
+    return _Redistribute.apply(x, src, dst, mesh, shape, links)
 
 
 def unshard(local: Tensor, layout: Layout, mesh: Mesh, shape: tuple[int, ...] | None = None) -> Tensor:

@@ -13,47 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from colossalai.mesh import DATA_AXIS, Axes, Mesh, mesh_coordinates, mesh_groups
+from colossalai.mesh import DATA_AXIS, GroupMesh
+from colossalai.mesh.group_mesh import new_group
 
 TP = "tp"
-
-
-class GroupMesh(Mesh):
-    """A mesh over some of the ranks of a job; each rank makes only the groups that it belongs to.
-
-    All members must make the same mesh; the other ranks of the job need not know about it.
-    """
-
-    def __init__(self, ranks: tuple[int, ...], axes: dict[str, int], device_type: str) -> None:
-        self.size = axes
-        self.members = ranks
-        self.rank = dist.get_rank()
-        self.coord = mesh_coordinates(axes, ranks.index(self.rank))
-        self.device_type = device_type
-        self._groups: dict[Axes, dist.ProcessGroup] = {}
-        for axis, size in axes.items():
-            if size > 1:  # a group of one rank waits for no other, so it can be made at its first use
-                self.group(axis)
-
-    def group(self, *axes: str) -> dist.ProcessGroup:
-        key = self.in_order(axes)
-        if key not in self._groups:
-            self._groups[key] = _new_group(self.ranks(*key))
-        return self._groups[key]
-
-    def ranks(self, *axes: str) -> list[int]:
-        self._check(axes)
-        own = self.members.index(self.rank)
-        places = next(group for group in mesh_groups(self.size, axes) if own in group)
-        return [self.members[place] for place in places]
-
-
-def _new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
-    if backend is None and len(ranks) == dist.get_world_size():
-        world = dist.group.WORLD
-        assert world is not None
-        return world
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 
 # What was made for one default process group, and goes with it: equal process groups share their
@@ -168,7 +131,7 @@ class ProcessGroup:
                     f"the backend {dist.get_backend_config()} does not serve tensors in host memory; call "
                     "set_cpu_groups() on every rank of the process group first"
                 )
-            made[key] = _new_group(self.mesh.ranks(axis), "gloo")
+            made[key] = new_group(self.mesh.ranks(axis), "gloo")
         return made[key]
 
     def _key(self) -> tuple[tuple[int, ...] | None, int]:

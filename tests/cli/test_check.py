@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -117,3 +118,40 @@ def test_oldest_versions_are_those_of_the_package() -> None:
 def test_the_command_does_not_wait_for_torch() -> None:
     code = "import sys, colossalai.cli.app; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_bandwidth_of_processes_that_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = report("--bandwidth", "--device", "cpu")
+    lines = [line.split() for line in text.splitlines() if line.startswith("this machine")]
+    assert [line[3] for line in lines] == ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    assert all(line[2] == "2" and float(line[4]) > 0 and float(line[5]) > 0 for line in lines)
+    assert "Installation Report" not in text
+
+
+def test_bandwidth_in_a_job(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "colossalai", "run", "--nproc_per_node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [*command, "-m", "colossalai", "check", "--bandwidth"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("Bandwidth Report (cpu)") == 1  # of rank 0
+    assert run.stdout.count("this machine") == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "2"], "belong to --bandwidth"),
+        (["--bandwidth", "--ranks", "1"], "1 is not in the range x>=2"),
+        (["--bandwidth", "--device", "cuda", "--ranks", "99"], "links of 99 GPUs are asked for"),
+    ],
+)
+def test_options_of_bandwidth_that_are_refused(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["check", *options])
+    assert result.exit_code != 0
+    assert message in result.output

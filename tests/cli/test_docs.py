@@ -45,7 +45,7 @@ def test_command(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     result = CliRunner().invoke(cli, shlex.split(command)[1:])
     assert result.exit_code == 0, result.output
     (job,) = jobs
-    assert job.script.startswith(("train.py", "my_package.train"))
+    assert job.script.startswith(("train.py", "my_package.train", "colossalai"))
 
 
 @pytest.mark.parametrize("command", [c for c in all_commands() if c.startswith("colossalai benchmark")])

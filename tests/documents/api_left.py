@@ -16,15 +16,6 @@ _OLDER = ("no issue", "moving parts of an older ZeRO-3; ours has the chunks of G
 
 # name, or module with all that is in it -> (issue, reason)
 MISSING: dict[str, tuple[str, str]] = {
-    "colossalai.tensor.sharding_spec": _COSTS,
-    "colossalai.tensor.shape_consistency": _COSTS,
-    "colossalai.tensor.comm_spec": _COSTS,
-    "colossalai.tensor.d_tensor.sharding_spec": _COSTS,
-    "colossalai.tensor.d_tensor.layout": _COSTS,
-    "colossalai.tensor.d_tensor.layout_converter": _COSTS,
-    "colossalai.tensor.d_tensor.d_tensor": _COSTS,
-    "colossalai.device": _COSTS,
-    "colossalai.device.device_mesh": _COSTS,
     "colossalai.fx": _COSTS,
     "colossalai.fx.passes": _COSTS,
     "colossalai._analyzer.fx": _COSTS,

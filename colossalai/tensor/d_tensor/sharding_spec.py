@@ -1,0 +1,23 @@
+"""``ShardingSpec`` as the documents of distributed tensors name it: ``ShardingSpec(dim_size, ...)``."""
+
+from colossalai.tensor.sharding_spec import (
+    ALLGATHER_COST,
+    SHARD_COST,
+    STEP_PENALTY,
+    DuplicatedShardingDimensionError,
+    ShardingNotDivisibleError,
+    ShardingOutOfIndexError,
+    ShardingSpec,
+    ShardingSpecException,
+)
+
+__all__ = [
+    "ALLGATHER_COST",
+    "SHARD_COST",
+    "STEP_PENALTY",
+    "DuplicatedShardingDimensionError",
+    "ShardingNotDivisibleError",
+    "ShardingOutOfIndexError",
+    "ShardingSpec",
+    "ShardingSpecException",
+]
