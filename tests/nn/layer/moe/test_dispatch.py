@@ -26,7 +26,7 @@ from colossalai.nn.layer.moe import (
 from colossalai.nn.layer.moe.dispatch import plan_dispatch, run_experts
 from colossalai.nn.layer.moe.products import RowsPerExpert, by_row, grouped_product
 from colossalai.testing import spawn
-from tests.nn.layer.moe.cases import FFN, INNER, WIDTH, Case, batch, launched
+from tests.nn.layer.moe.cases import FFN, INNER, SAMPLES, WIDTH, Case, batch, launched
 
 # ---- Bytes ----
 
@@ -184,6 +184,27 @@ def test_rows_and_their_gradients() -> None:
     expected = sum(x * (weights * kept * scale[chosen])[:, j, None] for j in range(2))
     torch.testing.assert_close(run(x, weights), expected)
     assert torch.autograd.gradcheck(run, (x, weights))
+
+
+def _seeds(**place: Any) -> None:
+    samples = launched({"moe": 2})
+    case = Case(k=1, options=(("select_policy", "random"),))
+    layer, x = case.build(), batch(7)[0][samples]
+    routings: list[Any] = []
+    layer.router.register_forward_hook(lambda module, args, routing: routings.append(routing))
+    for seed in range(6):
+        torch.manual_seed(2 * seed + gpc.mesh.rank)
+        layer(x)
+        routing = routings.pop()
+        kept = torch.zeros(4, dtype=torch.int64)
+        kept.scatter_add_(0, routing.chosen.flatten(), routing.kept.long().flatten())
+        torch.distributed.all_reduce(kept)
+        assert torch.equal(kept, routing.loads.tokens.clamp(max=7 * SAMPLES // 4))
+        assert int(routing.loads.dropped) > 0
+
+
+def test_ranks_of_other_seeds_agree_on_random_places() -> None:
+    spawn(_seeds, 2)
 
 
 # ---- Bad input ----
