@@ -108,6 +108,11 @@ class Experts(MoeExperts):
                 if self._first <= number < self._first + self.num_local_experts:
                     held.setdefault(name, []).append(p)
             template = template or module
+            if repr(module) != repr(template):
+                raise ValueError(
+                    "the experts of a layer differ in their weights alone, but the first is\n"
+                    f"{template!r}\nand number {number} is\n{module!r}"
+                )
         assert template is not None
         for name, pieces in held.items():
             layout = Layout((self.axes, *((),) * pieces[0].ndim))

@@ -207,7 +207,13 @@ class MoeRouter(nn.Module):
         alone = order.mesh is None or not order.rows
         own: AbstractContextManager[Any] = nullcontext() if alone else own_numbers(order.rows, order.mesh)  # type: ignore[arg-type]
         with own:
-            return self.noisy_func(logits)
+            noisy = self.noisy_func(logits)
+        if noisy.shape != logits.shape:
+            raise ValueError(
+                f"{type(self).__name__}: noisy_func must keep the shape of the logits, {tuple(logits.shape)}"
+                f" (tokens, experts); it gave {tuple(noisy.shape)}"
+            )
+        return noisy
 
     @torch.no_grad()
     def _choose(self, scores: Tensor, order: TokenOrder, real: Tensor | None, bias: Tensor | None) -> _Choice:

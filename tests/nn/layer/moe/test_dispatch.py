@@ -234,6 +234,14 @@ def test_ranks_of_other_seeds_agree_on_random_places() -> None:
         (lambda: Experts(nn.BatchNorm1d, 2, num_features=4), "BatchNorm1d has buffers"),
         (lambda: MoeModule(WIDTH, 4, noisy_policy="loud", expert_cls=FFN), "noisy_policy is one of"),
         (lambda: MoeModule(WIDTH, 4), "needs its experts"),
+        (
+            lambda: Experts(iter([nn.Linear(WIDTH, WIDTH), nn.Identity()]).__next__, 2),
+            r"differ in their weights alone, but the first is\nLinear.*\nand number 1 is\nIdentity",
+        ),
+        (
+            lambda: MoeRouter(1, noisy_func=lambda logits: logits[:, :1])(torch.zeros(5, 3)),
+            r"noisy_func must keep the shape of the logits, \(5, 3\) .* it gave \(5, 1\)",
+        ),
     ],
 )
 def test_bad_input(build: Any, message: str) -> None:
