@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from colossalai.context.parallel_context import global_context as gpc
 from colossalai.context.parallel_mode import ParallelMode
@@ -38,23 +43,79 @@ class RouterLosses(NamedTuple):
         return RouterLosses(self.balance + other.balance, self.z + other.z)
 
 
+@dataclass
+class _Made:
+    """The losses of one layer."""
+
+    losses: RouterLosses
+    maker: Any
+    """A weak reference to the layer."""
+    training: bool
+    way_back: Any = None
+    """A weak reference to what lives as long as the graph of the layer's outputs."""
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether the outputs are gone, so that no backward pass can come."""
+        return self.way_back is not None and self.way_back() is None
+
+
+@dataclass
+class _Pass:
+    """A forward pass: what its routers made."""
+
+    made: list[_Made] = field(default_factory=list)
+    taken: bool = False
+    hidden: bool = False
+    """Whether a checkpoint hides the graph of some losses."""
+
+    def is_over(self, maker: Any, *, has_grad: bool) -> bool:
+        """Whether a loss of ``maker`` that comes now belongs to another pass."""
+        layer, mode = _reference(maker), getattr(maker, "training", True)
+        if self.taken or any(each.maker == layer and each.training != mode for each in self.made):
+            return True
+        others = any(each.maker != layer for each in self.made)
+        return not has_grad and others and self.made[0].maker == layer
+
+    def forget_left_over(self) -> None:
+        # the last first: its losses hold the graph of the layers before
+        for place in reversed(range(len(self.made))):
+            if self.made[place].is_left_over:
+                del self.made[place]
+
+
+def _reference(maker: Any) -> Any:
+    return None if maker is None else weakref.ref(maker)
+
+
+def _is_hidden() -> bool:
+    """Whether this code is in the first run of a checkpoint with ``use_reentrant=True``, of which autograd
+    sees nothing.  Torch tells it by no flag; the function is on the stack.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 class MoeContext:
     """Holds the losses that routers made in the forward pass, until the loss of the model takes them.
 
     A forward pass is over, and its losses are forgotten, when they were taken and another pass begins; when
-    the backward pass comes by their layers (``forget``); and where gradients are switched on or off.  Without
-    gradients, it is over when its first layer is called again after others; a model that has one layer in
-    many places calls ``reset_loss`` at the start.
+    the backward pass comes by their layers; when nothing is left of their outputs and another pass begins;
+    and when a layer comes again that was switched between training and evaluation.
+
+    Passes with and without gradients are kept apart: a teacher that is asked without gradients takes nothing
+    from its pupil.  Without gradients, a pass is also over when one with gradients begins, and when its first
+    layer is called again after others; a model that has one layer in many places calls ``reset_loss`` at the
+    start.
     """
 
     def __init__(self) -> None:
         self.is_initialized = False
         self.use_kernel_optim = True
         self.parallel_info_dict: dict[int, MoeParallelInfo] = {}
-        self._losses: list[RouterLosses] = []
-        self._makers: list[Any] = []
-        self._taken = False
-        self._with_grad = True
+        self._passes = {True: _Pass(), False: _Pass()}  # with gradients, and without
 
     def setup(self, seed: int, use_kernel_optim: bool = True) -> None:
         """Seed the random stream of experts.  The ranks that share experts are those of the launched
@@ -100,45 +161,73 @@ class MoeContext:
 
     def add_loss(self, loss: Any, z_loss: Tensor | None = None, maker: Any = None) -> RouterLosses:
         """Add the loss by which a router is balanced, and its router-z loss; ``maker`` is the layer."""
-        grad = torch.is_grad_enabled()
-        if self._taken or self._with_grad != grad or (not grad and self._comes_again(maker)):
-            self.begin()
+        has_grad = torch.is_grad_enabled()
+        hidden = not has_grad and _is_hidden()
+        learns = has_grad or hidden
+        self._passes[learns].forget_left_over()
+        if self._passes[learns].is_over(maker, has_grad=has_grad):
+            self._passes[learns] = _Pass()
+        if learns:
+            self._passes[False] = _Pass()
+        now = self._passes[learns]
+        now.hidden = now.hidden or hidden
         balance = torch.as_tensor(loss)
         losses = RouterLosses(balance, torch.zeros_like(balance) if z_loss is None else z_loss)
-        self._losses.append(losses)
-        self._makers.append(maker)
+        layer = _reference(maker)
+        if not has_grad and now.made and now.made[-1].maker == layer:
+            # one layer again and again: a list would grow with each call
+            now.made[-1].losses = now.made[-1].losses.plus(losses)
+        else:
+            now.made.append(_Made(losses, layer, getattr(maker, "training", True)))
         return losses
 
-    def _comes_again(self, maker: Any) -> bool:
-        makers = self._makers
-        return bool(makers) and makers[0] is maker and any(other is not maker for other in makers)
+    def watch(self, losses: RouterLosses, outputs: Tensor) -> None:
+        """Let ``losses`` end with ``outputs`` of their layer: with the backward pass, or when another layer
+        comes and nothing is left of them.
+        """
+        hook = partial(self._forget, losses)
+        outputs.register_hook(hook)
+        for each in self._passes[True].made:
+            if each.losses is losses:
+                each.way_back = weakref.ref(hook)
 
-    def forget(self, losses: RouterLosses) -> None:
-        """Forget ``losses``: the backward pass of their layer has begun, so its forward pass is over."""
-        place = next((i for i, each in enumerate(self._losses) if each is losses), None)
-        if place is not None:
-            del self._losses[place], self._makers[place]
+    def _forget(self, losses: RouterLosses, grad: Tensor) -> None:
+        last = self._passes[True]
+        last.made = [each for each in last.made if each.losses is not losses]
 
     def get_loss(self) -> Any:
         """The sum of the losses that balance the routers; 0.0 if there are none."""
         losses = self.losses()
         return 0.0 if losses is None else losses.balance
 
+    @property
+    def _last(self) -> _Pass:
+        mode = torch.is_grad_enabled()
+        return self._passes[mode if self._passes[mode].made else not mode]
+
+    @property
+    def are_hidden(self) -> bool:
+        """Whether some of the losses were made in a checkpoint with ``use_reentrant=True``: their gradients
+        would be lost.
+        """
+        return self._last.hidden
+
     def losses(self) -> RouterLosses | None:
         """All losses of the last forward pass; None if there are none."""
-        self._taken = True
-        if not self._losses:
+        last = self._last
+        last.taken = True
+        if not last.made:
             return None
-        total = self._losses[0]
-        for losses in self._losses[1:]:
-            total = total.plus(losses)
+        total = last.made[0].losses
+        for each in last.made[1:]:
+            total = total.plus(each.losses)
         return total
 
     def begin(self, losses: RouterLosses | None = None) -> None:
         """Begin a forward pass, with the ``losses`` of layers that ran elsewhere."""
-        self._losses, self._taken = [] if losses is None else [losses], False
-        self._makers = [None] * len(self._losses)
-        self._with_grad = torch.is_grad_enabled()
+        self._passes = {True: _Pass(), False: _Pass()}
+        if losses is not None:
+            self._passes[torch.is_grad_enabled()].made.append(_Made(losses, None, True))
 
     def take(self) -> RouterLosses | None:
         """The losses of the forward pass, which then begins anew."""

@@ -265,6 +265,11 @@ class Pipeline:
         output = self._caller(chunk, data, received, is_first=stage == 0)
         if stage == self.timetable.placement.last:
             return output  # the criterion takes the losses
+        if MOE_CONTEXT.are_hidden:
+            raise RuntimeError(
+                f"stage {stage} of the pipeline has experts in a checkpoint with use_reentrant=True, which"
+                " hides the losses of their routers: their gradients would be lost; use use_reentrant=False"
+            )
         losses = MOE_CONTEXT.take()
         return output if losses is None else _WithLosses(output, losses)
 

@@ -162,6 +162,13 @@ def is_computed_again() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_repeated() -> bool:
+    """Whether this is a run that is given what ``computed_once`` computed in the first one; checkpoints of
+    torch give nothing.
+    """
+    return any(run.again is not None for run in _runs.get())
+
+
 class _SameInputs:
     """A function whose first call gets ``args``, and every later one copies of what they were before.
 

@@ -57,9 +57,12 @@ def save_moe_model(model: nn.Module, path: str | Path) -> None:
     GatheredCheckpointIO().save_model(model, path)
 
 
-def load_moe_model(model: nn.Module, path: str | Path) -> None:
-    """Load what ``save_moe_model`` wrote, under any plan: each rank takes its own experts."""
-    GatheredCheckpointIO().load_model(model, path)
+def load_moe_model(model: nn.Module, path: str | Path, strict: bool = True) -> None:
+    """Load what ``save_moe_model`` wrote, under any plan: each rank takes its own experts.
+
+    Not ``strict``: missing and unknown weights are passed over.
+    """
+    GatheredCheckpointIO().load_model(model, path, strict)
 
 
 def _whole_optimizer(optimizer: Optimizer, model: nn.Module, io: GatheredCheckpointIO) -> dict[str, Any]:

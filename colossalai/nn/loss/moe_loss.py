@@ -45,10 +45,11 @@ class MoeLoss(nn.Module):
         losses = MOE_CONTEXT.losses()
         if losses is None or (self.aux_weight == 0 and self.z_weight == 0):
             return main
-        if torch.is_grad_enabled() and main.requires_grad and not losses.balance.requires_grad:
+        without = not losses.balance.requires_grad or MOE_CONTEXT.are_hidden
+        if torch.is_grad_enabled() and main.requires_grad and without:
             raise RuntimeError(
-                f"{type(self).__name__}: the losses of the routers have no gradient. Either the forward pass"
-                " ran without gradients, or the layers are in a checkpoint with use_reentrant=True, which"
+                f"{type(self).__name__}: the losses of routers have no gradient. Either the forward pass"
+                " ran without gradients, or layers are in a checkpoint with use_reentrant=True, which"
                 " hides them: use use_reentrant=False; or all gates are frozen: pass aux_weight=0"
             )
         extra = self.aux_weight * losses.balance

@@ -110,6 +110,11 @@ class Experts(MoeExperts):
                 if self._first <= number < self._first + self.num_local_experts:
                     held.setdefault(name, []).append(p)
             template = template or module
+            if repr(module) != repr(template):
+                raise ValueError(
+                    "the experts of a layer differ in their weights alone, but the first is\n"
+                    f"{template!r}\nand number {number} is\n{module!r}"
+                )
         assert template is not None
         for name, pieces in held.items():
             layout = Layout((self.axes, *((),) * pieces[0].ndim))
@@ -155,12 +160,27 @@ class Experts(MoeExperts):
             for number, part in zip(numbers, x.split(rows.sizes), strict=True):
                 if len(part):
                     own = {name: weight[number] for name, weight in weights.items()}
-                    outputs.append(functional_call(template, own, (part,)))
-        # weights without rows have a gradient of zero, as those of an expert without tokens have on one rank
-        nothing = [weight.reshape(-1)[:0].sum().to(x.dtype) for weight in weights.values()]
-        outputs = outputs or [x * 1]
+                    outputs.append(self._checked(functional_call(template, own, (part,)), part))
+            if not outputs:  # of the dtype that others send: autocast may have chosen it
+                own = {name: weight[0] for name, weight in weights.items()}
+                row = x.new_ones(1, x.size(1))
+                with torch.no_grad():
+                    outputs.append(self._checked(functional_call(template, own, (row,)), row)[:0])
+        # rows and weights without any have a gradient of zero, as those of an expert without tokens have on
+        # one rank
+        nothing = [each.reshape(-1)[:0].sum().to(outputs[0].dtype) for each in (x, *weights.values())]
         outputs[0] = outputs[0] + sum(nothing)
         return torch.cat(outputs)
+
+    def _checked(self, made: Any, rows: Tensor) -> Tensor:
+        if not isinstance(made, Tensor) or made.shape != rows.shape:
+            what = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+            raise ValueError(
+                f"an expert, {type(self._template[0]).__name__}, must map rows to rows: for an input of shape"
+                f" {tuple(rows.shape)} it gave {what}; wrap it in a module that gives one tensor of the same"
+                " shape"
+            )
+        return made
 
     @contextmanager
     def _numbers(self, first: int) -> Iterator[None]:

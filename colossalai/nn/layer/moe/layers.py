@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,10 @@ from colossalai.nn.layer.moe.routers import (
 from colossalai.nn.layer.moe.tokens import TokenOrder, gather_over
 from colossalai.nn.modes import TensorParallel, at_rank
 from colossalai.nn.sequence import SequenceParallel, current_sequence, length_before_padding
-from colossalai.utils.activation_checkpoint import computed_once, is_computed_again
+from colossalai.utils.activation_checkpoint import computed_once, is_computed_again, is_repeated
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class MoeLayer(ParallelLayer):
@@ -67,6 +70,11 @@ class MoeLayer(ParallelLayer):
             raise ValueError(
                 f"{type(router).__name__} chooses {router.k_value} experts for each token, but there are"
                 f" {num_experts}"
+            )
+        if getattr(experts, "d_model", dim_model) != dim_model:
+            raise ValueError(
+                f"MoeLayer has dim_model={dim_model}, but its {type(experts).__name__} were built for"
+                f" d_model={experts.d_model}"
             )
         self.d_model, self.num_experts = dim_model, num_experts
         draw = init.trunc_normal_(std=math.sqrt(0.1 / dim_model))
@@ -150,8 +158,26 @@ class MoeLayer(ParallelLayer):
             return F.linear(tokens.to(wide), self.gate_weight.to(wide))
 
     def _bias(self) -> Tensor | None:
+        if self.expert_bias is None:
+            return None
+        if self.training and is_computed_again() and not is_repeated():
+            raise RuntimeError(
+                f"{type(self.router).__name__}(bias_rate={self.router.bias_rate}) is in a checkpoint of"
+                " torch, which would choose experts anew, by a bias that has changed since; use"
+                " colossalai.utils.checkpoint, which keeps the choice"
+            )
         # in a recomputation, as it was in the first run
-        return None if self.expert_bias is None else computed_once(self.expert_bias.clone)
+        return computed_once(self.expert_bias.clone)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As in ``nn.Module``; but ``half()`` and ``bfloat16()`` leave the biases in float32, to which a rate
+        of 0.001 can be added.
+        """
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.expert_bias is not None and self.expert_bias.dtype.itemsize < 4:
+            self.expert_bias = before.to(self.expert_bias.device, torch.float32)
+        return self
 
     def _note(self, routing: Routing, outputs: Tensor) -> None:
         """Hand the losses on, and note the loads."""
@@ -159,7 +185,7 @@ class MoeLayer(ParallelLayer):
             return
         losses = MOE_CONTEXT.add_loss(routing.balance_loss, routing.z_loss, self)
         if outputs.requires_grad:
-            outputs.register_hook(lambda grad: MOE_CONTEXT.forget(losses))
+            MOE_CONTEXT.watch(losses, outputs)
         self.loads = routing.loads
         if self.expert_bias is not None and self.training:
             load = routing.loads.tokens.to(self.expert_bias.dtype)

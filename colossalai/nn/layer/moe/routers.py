@@ -207,7 +207,13 @@ class MoeRouter(nn.Module):
         alone = order.mesh is None or not order.rows
         own: AbstractContextManager[Any] = nullcontext() if alone else own_numbers(order.rows, order.mesh)  # type: ignore[arg-type]
         with own:
-            return self.noisy_func(logits)
+            noisy = self.noisy_func(logits)
+        if noisy.shape != logits.shape:
+            raise ValueError(
+                f"{type(self).__name__}: noisy_func must keep the shape of the logits, {tuple(logits.shape)}"
+                f" (tokens, experts); it gave {tuple(noisy.shape)}"
+            )
+        return noisy
 
     @torch.no_grad()
     def _choose(self, scores: Tensor, order: TokenOrder, real: Tensor | None, bias: Tensor | None) -> _Choice:
@@ -259,13 +265,16 @@ class MoeRouter(nn.Module):
         that is the same on all ranks.
         """
         index, k, key = order.index, chosen.size(1), new_key()
-        every = order.gather(torch.cat([index[:, None], chosen, counted], 1), fill=-1)
+        drawn = torch.full_like(index, key)
+        every = order.gather(torch.cat([index[:, None], chosen, counted, drawn[:, None]], 1), fill=-1)
         every = every[every[:, 0] >= 0]
+        if order.rows and len(every):  # ranks may have drawn other numbers, by other seeds or batches
+            key = int(every[0, -1])
         every = every[every[:, 0].argsort()]  # in the serial order
         shuffled = random_bits(key, every[:, 0]).argsort(stable=True)
         groups = every[:, 1 : 1 + k] * k + torch.arange(k, device=chosen.device)
         ranks = torch.empty_like(groups)
-        ranks[shuffled] = _ranks(groups[shuffled], every[shuffled, 1 + k :])
+        ranks[shuffled] = _ranks(groups[shuffled], every[shuffled, 1 + k : -1])
         return ranks[torch.searchsorted(every[:, 0].contiguous(), index)]
 
     def _sums(self, logits: Tensor, scores: Tensor, order: TokenOrder, real: Tensor | None) -> Tensor:

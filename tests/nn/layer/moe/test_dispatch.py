@@ -26,7 +26,7 @@ from colossalai.nn.layer.moe import (
 from colossalai.nn.layer.moe.dispatch import plan_dispatch, run_experts
 from colossalai.nn.layer.moe.products import RowsPerExpert, by_row, grouped_product
 from colossalai.testing import spawn
-from tests.nn.layer.moe.cases import FFN, INNER, WIDTH, Case, batch, launched
+from tests.nn.layer.moe.cases import FFN, INNER, SAMPLES, WIDTH, Case, batch, launched
 
 # ---- Bytes ----
 
@@ -111,6 +111,27 @@ def test_all_tokens_go_to_one_expert(expert: int) -> None:
     spawn(partial(_one_expert, expert), 2)
 
 
+def _autocast(**place: Any) -> None:
+    """Each rank sends in the dtype of the products, also one without any row."""
+    samples = launched({"moe": 2})
+    layer = MoeLayer(
+        WIDTH, 2, Fixed(0, drop_tks=False), Experts(FFN, num_experts=2, width=WIDTH, inner=INNER)
+    )
+    x = batch(7)[0][samples].float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    y.sum().backward()
+    assert y.dtype is torch.float32
+    assert y.abs().sum() > 0
+    assert all(p.grad is not None for p in layer.parameters())
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+def test_a_rank_without_rows_under_autocast() -> None:
+    spawn(_autocast, 2)
+
+
 def test_a_token_without_a_place_gives_zero() -> None:
     torch.manual_seed(0)
     layer = MoeLayer(
@@ -165,6 +186,27 @@ def test_rows_and_their_gradients() -> None:
     assert torch.autograd.gradcheck(run, (x, weights))
 
 
+def _seeds(**place: Any) -> None:
+    samples = launched({"moe": 2})
+    case = Case(k=1, options=(("select_policy", "random"),))
+    layer, x = case.build(), batch(7)[0][samples]
+    routings: list[Any] = []
+    layer.router.register_forward_hook(lambda module, args, routing: routings.append(routing))
+    for seed in range(6):
+        torch.manual_seed(2 * seed + gpc.mesh.rank)
+        layer(x)
+        routing = routings.pop()
+        kept = torch.zeros(4, dtype=torch.int64)
+        kept.scatter_add_(0, routing.chosen.flatten(), routing.kept.long().flatten())
+        torch.distributed.all_reduce(kept)
+        assert torch.equal(kept, routing.loads.tokens.clamp(max=7 * SAMPLES // 4))
+        assert int(routing.loads.dropped) > 0
+
+
+def test_ranks_of_other_seeds_agree_on_random_places() -> None:
+    spawn(_seeds, 2)
+
+
 # ---- Bad input ----
 
 
@@ -183,16 +225,48 @@ def test_rows_and_their_gradients() -> None:
             lambda: MoeLayer(WIDTH, 4, Top1Router(), FFNExperts(2, WIDTH, INNER)),
             "num_experts=4, but its experts are 2",
         ),
+        (
+            lambda: MoeLayer(WIDTH, 4, Top1Router(), FFNExperts(4, 2 * WIDTH, INNER)),
+            f"dim_model={WIDTH}, but its FFNExperts were built for d_model={2 * WIDTH}",
+        ),
         (lambda: MoeExperts("broadcast", 4), "comm_name is one of all_to_all, all_gather, got 'broadcast'"),
         (lambda: FFNExperts(0, WIDTH, INNER), "num_experts is a positive integer, got 0"),
         (lambda: Experts(nn.BatchNorm1d, 2, num_features=4), "BatchNorm1d has buffers"),
         (lambda: MoeModule(WIDTH, 4, noisy_policy="loud", expert_cls=FFN), "noisy_policy is one of"),
         (lambda: MoeModule(WIDTH, 4), "needs its experts"),
+        (
+            lambda: Experts(iter([nn.Linear(WIDTH, WIDTH), nn.Identity()]).__next__, 2),
+            r"differ in their weights alone, but the first is\nLinear.*\nand number 1 is\nIdentity",
+        ),
+        (
+            lambda: MoeRouter(1, noisy_func=lambda logits: logits[:, :1])(torch.zeros(5, 3)),
+            r"noisy_func must keep the shape of the logits, \(5, 3\) .* it gave \(5, 1\)",
+        ),
     ],
 )
 def test_bad_input(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+class Pair(nn.Linear):
+    """An expert that gives two results."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "what"), [(nn.Linear, 5, r"shape \(.*, 5\)"), (Pair, WIDTH, "a tuple")]
+)
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_experts_that_do_not_map_rows_to_rows_are_refused(
+    kind: type[nn.Module], width: int, what: str, tokens: int
+) -> None:
+    experts = Experts(kind, 2, in_features=WIDTH, out_features=width)
+    layer = MoeLayer(WIDTH, 2, Top1Router(), experts)
+    with pytest.raises(ValueError, match=f"{kind.__name__}, must map rows to rows: .* it gave {what}"):
+        layer(torch.randn(tokens, WIDTH))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, WIDTH + 1), (WIDTH,)])

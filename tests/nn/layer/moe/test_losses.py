@@ -52,7 +52,7 @@ def _mse(weight: float = 1.0) -> MoeLoss:
 def test_the_loss_of_both_layers_is_added_once() -> None:
     model, x = Two(), _input()
     y = model(x)
-    each = [losses.balance.item() for losses in MOE_CONTEXT._losses]
+    each = [made.losses.balance.item() for made in MOE_CONTEXT._passes[True].made]
     assert len(each) == 2
     main = nn.functional.mse_loss(y, torch.zeros_like(y))
     loss = _mse(0.5)(y, torch.zeros_like(y))
@@ -96,9 +96,84 @@ def test_two_passes_before_a_loss_both_count() -> None:
     y = model(x)
     once = float(MOE_CONTEXT.get_loss())
     y = model(x)
-    model(x)
+    z = model(x)
     assert float(MOE_CONTEXT.get_loss()) == pytest.approx(2 * once)
     assert y.requires_grad
+    assert z.requires_grad
+
+
+def test_a_pass_whose_outputs_are_thrown_away_does_not_count() -> None:
+    """Such as a first one, to see a shape."""
+    model, x = Two(), _input()
+    model(x)
+    once = float(MOE_CONTEXT.get_loss())
+    MOE_CONTEXT.reset_loss()
+    for _ in range(3):
+        model(x)
+    y = model(x)
+    assert len(MOE_CONTEXT._passes[True].made) == 2
+    assert float(MOE_CONTEXT.get_loss()) == pytest.approx(once)
+    assert y.requires_grad
+
+
+def test_an_evaluation_with_gradients_leaves_nothing_behind() -> None:
+    model, x = Two(), _input()
+    expected = float(_mse()(model(x), torch.zeros_like(x)).detach())
+    model.eval()
+    kept = model(x)
+    assert kept.requires_grad
+    model.train()
+    assert float(_mse()(model(x), torch.zeros_like(x)).detach()) == pytest.approx(expected)
+
+
+def test_a_layer_without_gradients_leaves_no_list_behind() -> None:
+    model, x = Two(), _input()
+    with torch.no_grad():
+        for _ in range(3):
+            model.first(x)
+        assert len(MOE_CONTEXT._passes[False].made) == 1
+
+
+def test_a_teacher_takes_nothing_from_its_pupil() -> None:
+    pupil, teacher, x = Two(), Two(), _input()
+    y = pupil(x)
+    alone = _mse()(y, torch.zeros_like(y))
+    y = pupil(x)
+    with torch.no_grad():
+        teacher(x)
+    loss = _mse()(y, torch.zeros_like(y))
+    assert torch.equal(loss, alone)
+    loss.backward()
+    assert pupil.second.gate_weight.grad is not None
+    assert teacher.second.gate_weight.grad is None
+
+
+@pytest.mark.parametrize("hidden", ["first", "second"])
+def test_a_checkpoint_that_hides_some_losses_is_refused(hidden: str) -> None:
+    model, x = Two(), _input()
+    for layer in (model.first, model.second):
+        x = torch_checkpoint(layer, x, use_reentrant=True) if layer is getattr(model, hidden) else layer(x)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        _mse()(x, torch.zeros_like(x))
+    assert float(_mse(0.0)(x, torch.zeros_like(x)).detach()) > 0  # nothing is lost
+
+
+def test_a_bias_that_a_recomputation_would_find_changed_is_refused() -> None:
+    x = _input()
+    layer = MoeLayer(WIDTH, 4, Top2Router(bias_rate=0.1), FFNExperts(4, WIDTH, 16))
+    with pytest.raises(RuntimeError, match=r"bias_rate=0.1\) is in a checkpoint of torch"):
+        torch_checkpoint(layer, x, use_reentrant=False).sum().backward()
+    checkpoint(layer, False, x, use_reentrant=False).sum().backward()
+
+
+def test_biases_stay_in_float32() -> None:
+    layer = MoeLayer(WIDTH, 4, Top2Router(bias_rate=0.001), FFNExperts(4, WIDTH, 16)).bfloat16()
+    assert layer.gate_weight.dtype is torch.bfloat16
+    assert layer.expert_bias is not None
+    layer.expert_bias.fill_(0.7001)
+    layer.half().bfloat16()
+    assert torch.equal(layer.expert_bias, torch.full((4,), 0.7001))
+    assert layer.double().expert_bias.dtype is torch.float64
 
 
 def test_documented_losses() -> None:

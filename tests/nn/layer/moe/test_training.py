@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from colossalai.testing import spawn
+from colossalai.testing import RankError, spawn
 from tests.nn.layer.moe.training import MICRO, Task, Trained, by_engine, by_pipeline, compare, launch, serial
 
 TASKS = {
@@ -67,3 +67,14 @@ def _pipeline(name: str, parallel: dict[str, Any], want: Trained, **place: Any) 
 @pytest.mark.parametrize(("task", "parallel", "ranks"), grid(PIPELINE))
 def test_pipeline(task: str, parallel: dict[str, Any], ranks: int) -> None:
     spawn(partial(_pipeline, task, parallel, expected(task)), ranks)
+
+
+def _hidden(**place: Any) -> None:
+    task = Task(recompute="reentrant")
+    launch(task, {"pipeline": 2}, NUM_MICRO_BATCHES=MICRO)
+    by_pipeline(task)
+
+
+def test_losses_that_a_checkpoint_hides_are_refused_in_pipelines() -> None:
+    with pytest.raises(RankError, match=r"stage 0 of the pipeline .* use_reentrant=False"):
+        spawn(_hidden, 2)

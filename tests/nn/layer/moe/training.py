@@ -37,7 +37,7 @@ class Task:
     capacity: float = 1.0
     clip: bool = False
     recompute: str = ""
-    """``"full"`` or ``"selective"``: blocks are checkpoints."""
+    """``"full"``, ``"selective"`` or ``"reentrant"``: blocks are checkpoints."""
     bias_rate: float = 0.0
     experts: int = EXPERTS
 
@@ -53,8 +53,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.recompute:
             return self._run(x)
-        kept = self.recompute == "selective"
-        return checkpoint(self._run, False, x, use_reentrant=False, keep_products=kept)  # type: ignore[no-any-return]
+        kept, reentrant = self.recompute == "selective", self.recompute == "reentrant"
+        return checkpoint(self._run, False, x, use_reentrant=reentrant, keep_products=kept)  # type: ignore[no-any-return]
 
     def _run(self, x: Tensor) -> Tensor:
         return x + self.moe(self.norm(x))
