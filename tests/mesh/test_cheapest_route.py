@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import pytest
@@ -28,6 +28,8 @@ from colossalai.mesh import (
     Prices,
     count_communication,
     move,
+    movement,
+    one_steps,
     price_tensor,
     redistribute,
     route,
@@ -36,6 +38,7 @@ from colossalai.mesh import (
     shard,
     unshard,
 )
+from colossalai.mesh.steps import layout_after
 from colossalai.testing import spawn
 from tests.mesh.test_movement import allowed
 from tests.mesh.world import lay_out, represents, start
@@ -130,7 +133,9 @@ def test_every_pair_costs_what_another_dijkstra_finds(
         for dst in layouts:
             if sums and not allowed(src, dst):
                 continue
-            cost = route_seconds(src, route(src, dst, prices), prices)
+            steps = route(src, dst, prices)
+            assert reduce(layout_after, steps, src) == dst
+            cost = route_seconds(src, steps, prices)
             assert cost == pytest.approx(best[as_state(dst)], rel=1e-9, abs=1e-15), f"{src} to {dst}"
             fixed = route_seconds(src, route(src, dst), prices)
             assert cost <= fixed * (1 + 1e-9)
@@ -230,6 +235,34 @@ def _execute(
 def test_executed_routes(sizes: tuple[int, ...], ndim: int, every: int, uneven: bool) -> None:
     done = spawn(_execute, math.prod(sizes), sizes=sizes, ndim=ndim, every=every, uneven=uneven)
     assert done[0] > 30
+
+
+def _single_steps(rank: int, world_size: int, port: int, ndim: int, every: int) -> int:
+    """Routes are made of single steps, so if each of these is right, the routes between all pairs are."""
+    start(rank, world_size, port)
+    mesh = Mesh({"0": 2, "1": 2, "2": 2})
+    full = torch.arange(8**ndim, dtype=torch.float64).reshape((8,) * ndim)
+
+    def piece(layout: Layout, summed: frozenset[str]) -> torch.Tensor:
+        """Rank i of a partial axis holds (i + 1) times the tensor, and all of them together 3 times."""
+        factor = 3 ** len(summed) * math.prod(mesh.coord[axis] + 1 for axis in layout.partial)
+        return shard(full, layout, mesh) * factor
+
+    edges = [
+        (layout, *edge)
+        for layout in layouts_of(mesh.axes, ndim, sums=True)
+        for edge in one_steps(layout, mesh.axes)
+    ][::every]
+    for before, step, after in edges:
+        moved = movement._apply(piece(before, frozenset()), step, mesh, None)
+        assert torch.equal(moved, piece(after, before.partial - after.partial)), f"{before}: {step}"
+    return len(edges)
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_single_step_is_executed(ndim: int, every: int) -> None:
+    assert spawn(_single_steps, 8, ndim=ndim, every=every)[0] > 30
 
 
 def _zigzag(rank: int, world_size: int, port: int) -> None:
