@@ -57,8 +57,9 @@ def check_bandwidth(ranks: int | None, device: str) -> None:
 
 
 def _in_job(device: str) -> None:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "auto":  # NCCL wants a GPU for each rank
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= here else "cpu"
     rows = measure_ranks(int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"]), 0, device=device)
     if os.environ.get("RANK", "0") == "0":
         click.echo(table(rows, device))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossalai.mesh import GroupMesh, Link
+from colossalai.mesh import AxisLink, GroupMesh
 from colossalai.mesh.collectives import Kind
 
 # The documents add these to every cost, so that of collectives that would cost the same, a strategy takes the
@@ -132,11 +132,11 @@ class DeviceMesh:
         return GroupMesh(tuple(self.logical_mesh_id.flatten().tolist()), sizes, device)
 
     @cached_property
-    def links(self) -> dict[str, Link]:
+    def links(self) -> dict[str, AxisLink]:
         """The costs of the axes, by their names in ``mesh``; what routes are searched with."""
         columns = zip(self.shape, self.mesh_alpha, self.mesh_beta, strict=True)
         # In an all-to-all, two ranks send to each other at the same time: half of what a ring takes.
-        return {str(i): Link(n, alpha, beta, beta / 2) for i, (n, alpha, beta) in enumerate(columns)}
+        return {str(i): AxisLink(n, alpha, beta, beta / 2) for i, (n, alpha, beta) in enumerate(columns)}
 
     def all_gather_cost(self, num_bytes: int, mesh_dim: int) -> float:
         """Of gathering ``num_bytes``, all pieces together, along an axis."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossalai.mesh import Link, Mesh, collectives
+from colossalai.mesh import AxisLink, Mesh, collectives
 from colossalai.mesh.collectives import Kind, Transfer
 
 KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -57,13 +57,13 @@ def measure_axis(mesh: Mesh, axis: str, kind: Kind, timing: Timing | None = None
     return fit_alpha_beta(short, points)
 
 
-def measure_links(mesh: Mesh, timing: Timing | None = None) -> dict[str, Link]:
+def measure_links(mesh: Mesh, timing: Timing | None = None) -> dict[str, AxisLink]:
     """The links of all axes of a mesh, for :func:`colossalai.mesh.route`; every rank calls it."""
     found = {}
     for axis, ranks in mesh.size.items():
         alpha, beta = measure_axis(mesh, axis, "all_gather", timing)
         exchange = measure_axis(mesh, axis, "all_to_all", timing)[1]
-        found[axis] = Link(ranks, alpha, beta, exchange)
+        found[axis] = AxisLink(ranks, alpha, beta, exchange)
     return found
 
 

@@ -52,15 +52,8 @@ def alpa_dp(
         gap: limits of the slowest stage that are closer than this are tried once, so the time may be above
             the best by ``num_microbatches * gap``.
     """
-    cost = np.asarray(compute_cost, dtype=np.float64)
     expected = (num_layers, num_layers, len(submesh_choices), num_autosharding_configs)
-    if cost.shape != expected:
-        raise ValueError(
-            f"compute_cost has the shape {cost.shape}; [first layer, last layer, submesh, configuration] is"
-            f" {expected}"
-        )
-    if num_microbatches < 1 or np.isnan(cost).any():
-        raise ValueError("alpa_dp needs at least 1 micro-batch, and costs that are numbers (or infinite)")
+    cost = _checked(compute_cost, expected, num_microbatches)
     config, best_cost = cost.argmin(-1), cost.min(-1)
     sizes = [math.prod(choice) for choice in submesh_choices]
     limits = np.unique(best_cost[np.triu_indices(num_layers)])
@@ -90,6 +83,20 @@ def alpa_dp(
     return float(total + (num_microbatches - 1) * slowest), [
         ((first, end), mesh, int(config[first, end - 1, mesh])) for (first, end), mesh in stages
     ]
+
+
+def _checked(
+    compute_cost: ArrayLike, expected: tuple[int, ...], num_microbatches: int
+) -> NDArray[np.float64]:
+    cost = np.asarray(compute_cost, dtype=np.float64)
+    if cost.shape != expected:
+        raise ValueError(
+            f"compute_cost has the shape {cost.shape}; [first layer, last layer, submesh, configuration] is"
+            f" {expected}"
+        )
+    if num_microbatches < 1 or np.isnan(cost).any():
+        raise ValueError("alpa_dp needs at least 1 micro-batch, and costs that are numbers (or infinite)")
+    return cost
 
 
 def _split(

@@ -10,7 +10,7 @@ This package imports nothing from the rest of ``colossalai``.
 """
 
 from colossalai.mesh.collectives import CommunicationLog, Transfer, count_communication
-from colossalai.mesh.cost import Link, Links, Prices, price_tensor, route_seconds, route_transfers
+from colossalai.mesh.cost import AxisLink, Links, Prices, price_tensor, route_seconds, route_transfers
 from colossalai.mesh.gradient_norm import clip_grads, grad_norm, grad_zeros
 from colossalai.mesh.group_mesh import GroupMesh
 from colossalai.mesh.initial import (
@@ -81,12 +81,12 @@ __all__ = [
     "ROW_AXES",
     "SEQUENCE_AXES",
     "Axes",
+    "AxisLink",
     "CommunicationLog",
     "Constant",
     "Distribution",
     "GroupMesh",
     "Layout",
-    "Link",
     "Links",
     "MatmulPlan",
     "Mesh",

@@ -19,7 +19,7 @@ from colossalai.mesh.steps import RouteStep, layout_after
 
 
 @dataclass(frozen=True)
-class Link:
+class AxisLink:
     """The connection of the ranks of one mesh axis."""
 
     ranks: int
@@ -48,20 +48,20 @@ class Link:
         return self.alpha + beta * Transfer(kind, "", self.ranks, nbytes).sent
 
 
-Links = Mapping[str, Link]
+Links = Mapping[str, AxisLink]
 
 
 @dataclass(frozen=True)
 class Prices:
     """What moves of one tensor cost on a mesh; made by :func:`price_tensor`."""
 
-    links: tuple[tuple[str, Link], ...]
+    links: tuple[tuple[str, AxisLink], ...]
     shape: tuple[int, ...]
     """Of the whole tensor."""
     itemsize: int
 
     @cached_property
-    def link(self) -> dict[str, Link]:
+    def link(self) -> dict[str, AxisLink]:
         return dict(self.links)
 
     @cached_property

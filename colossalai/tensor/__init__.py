@@ -2,7 +2,9 @@
 
 Read in this order: ``process_group`` (who shares a tensor), ``distspec`` and ``compute_spec`` (how it lies
 and computes), ``colo_tensor`` (the tensor, and what functions do with it), ``ops`` (those that know better
-than to gather), ``init_context``.
+than to gather), ``init_context``.  Beside it lie sharding specs on a grid of devices: ``sharding_spec``
+(notation), ``comm_spec`` (one collective), ``conversion`` (the way from one spec to another), with the fronts
+``shape_consistency`` and ``d_tensor``.
 
 It stands on the layouts of :mod:`colossalai.mesh`, not on DTensor: a ``ShardSpec`` names a ``Layout`` on the
 one axis ``tp``, a ``ProcessGroup`` is a ``Mesh`` and ``ComputePattern.TP1D`` is what ``MatmulPlan`` derives

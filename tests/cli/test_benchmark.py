@@ -16,6 +16,7 @@ from colossalai.cli.benchmark import command, runner
 from colossalai.cli.benchmark.measure import Request
 from colossalai.cli.benchmark.models import MLP, BenchmarkBlock, ModelSizes
 from colossalai.cli.benchmark.plans import BenchmarkPlan, all_plans
+from colossalai.cli.spawned import progress
 from colossalai.utils.live_bytes import LiveBytes
 from tests.cli.tools import Command, survivors, wait_until
 
@@ -200,7 +201,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     terminal, ticks = Terminal(), tmp_path / "ticks"
     monkeypatch.setattr("sys.stderr", terminal)
     ticks.write_bytes(b"...")
-    with runner._progress(ticks, steps=7, every=0.01):
+    with progress(ticks, steps=7, every=0.01):
         wait_until(lambda: "3/7" in terminal.getvalue(), seconds=10, what="three steps")
     assert terminal.getvalue().endswith("\r")  # the bar is gone
 

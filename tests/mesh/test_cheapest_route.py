@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import pytest
@@ -21,13 +21,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossalai.mesh import (
+    AxisLink,
     Layout,
-    Link,
     Links,
     Mesh,
     Prices,
     count_communication,
     move,
+    movement,
+    one_steps,
     price_tensor,
     redistribute,
     route,
@@ -36,15 +38,16 @@ from colossalai.mesh import (
     shard,
     unshard,
 )
+from colossalai.mesh.steps import layout_after
 from colossalai.testing import spawn
 from tests.mesh.test_movement import allowed
 from tests.mesh.world import lay_out, represents, start
 
-TWO: Links = {"0": Link(4, 20e-6, 1 / 12e9), "1": Link(8, 8e-6, 1 / 150e9)}
+TWO: Links = {"0": AxisLink(4, 20e-6, 1 / 12e9), "1": AxisLink(8, 8e-6, 1 / 150e9)}
 THREE: Links = {
-    "0": Link(2, 30e-6, 1 / 12e9),
-    "1": Link(4, 20e-6, 1 / 25e9, exchange_beta=1 / 10e9),
-    "2": Link(8, 8e-6, 1 / 150e9),
+    "0": AxisLink(2, 30e-6, 1 / 12e9),
+    "1": AxisLink(4, 20e-6, 1 / 25e9, exchange_beta=1 / 10e9),
+    "2": AxisLink(8, 8e-6, 1 / 150e9),
 }
 GRIDS = [(links, ndim) for links in (TWO, THREE) for ndim in (2, 3, 4)]
 
@@ -130,7 +133,9 @@ def test_every_pair_costs_what_another_dijkstra_finds(
         for dst in layouts:
             if sums and not allowed(src, dst):
                 continue
-            cost = route_seconds(src, route(src, dst, prices), prices)
+            steps = route(src, dst, prices)
+            assert reduce(layout_after, steps, src) == dst
+            cost = route_seconds(src, steps, prices)
             assert cost == pytest.approx(best[as_state(dst)], rel=1e-9, abs=1e-15), f"{src} to {dst}"
             fixed = route_seconds(src, route(src, dst), prices)
             assert cost <= fixed * (1 + 1e-9)
@@ -138,23 +143,28 @@ def test_every_pair_costs_what_another_dijkstra_finds(
     assert better > 10
 
 
-def test_all_pairs_together_take_less_than_a_second() -> None:
+def test_all_pairs_together_are_solved_in_a_second() -> None:
     pairs = [
         (src, dst, prices_of(links, ndim))
         for links, ndim in GRIDS
         for src, dst in itertools.product(layouts_of(tuple(links), ndim), repeat=2)
     ]
-    fresh = {prices: price_tensor(prices.link, prices.shape, 2) for *_, prices in pairs}  # not yet solved
-    begin = time.process_time()
-    for src, dst, prices in pairs:
-        route(src, dst, fresh[prices])
-    taken = time.process_time() - begin
     assert len(pairs) > 49_000
-    assert taken < 2.0, f"{taken:.2f} s"  # 0.6 s on a quiet machine
+    taken = []
+    for itemsize in (1, 2, 3):  # other prices, so nothing is known yet
+        fresh = {prices: price_tensor(prices.link, prices.shape, itemsize) for *_, prices in pairs}
+        begin = time.process_time()
+        for src, dst, prices in pairs:
+            route(src, dst, fresh[prices])
+        taken.append(time.process_time() - begin)
+        if taken[-1] < 1.0:
+            return
+    # 0.7 s on a quiet machine; what shares its cores with others may take longer
+    assert min(taken) < 1.5, f"{taken} s"
 
 
 def test_an_idle_axis_carries_a_part_over_a_slow_one() -> None:
-    links = {"slow": Link(2, 0.0, 1.0), "fast": Link(4, 0.0, 0.01)}
+    links = {"slow": AxisLink(2, 0.0, 1.0), "fast": AxisLink(4, 0.0, 0.01)}
     prices = price_tensor(links, (64, 64), 4)
     steps = route(Layout((("slow",), ())), Layout(((), ())), prices)
     assert [(s.do, s.axis) for s in steps] == [
@@ -172,7 +182,7 @@ def test_an_idle_axis_carries_a_part_over_a_slow_one() -> None:
 
 
 def test_a_dim_is_not_cut_on_the_way_if_it_cannot_be() -> None:
-    links = {"slow": Link(2, 0.0, 1.0), "fast": Link(4, 0.0, 0.01)}
+    links = {"slow": AxisLink(2, 0.0, 1.0), "fast": AxisLink(4, 0.0, 0.01)}
     src, dst = Layout((("slow",), ())), Layout(((), ()))
     assert [s.axis for s in route(src, dst, price_tensor(links, (2, 6), 4))] == ["slow"]
     # pieces of different lengths stay where the ends have them
@@ -186,11 +196,11 @@ def test_prices_of_another_tensor_or_mesh_are_refused() -> None:
     with pytest.raises(ValueError, match="no price for axis '0'"):
         route(src, dst, price_tensor({"1": TWO["1"]}, (8, 8), 4))
     with pytest.raises(ValueError, match="alpha=-1"):
-        Link(2, -1.0, 1.0)
+        AxisLink(2, -1.0, 1.0)
     with pytest.raises(ValueError, match="beta=inf"):
-        Link(2, 1.0, math.inf)
+        AxisLink(2, 1.0, math.inf)
     with pytest.raises(ValueError, match="at least 1 rank"):
-        Link(0, 1.0, 1.0)
+        AxisLink(0, 1.0, 1.0)
 
 
 def _execute(
@@ -200,7 +210,7 @@ def _execute(
     axes = {str(i): n for i, n in enumerate(sizes)}
     mesh = Mesh(axes)
     # prices so unlike that most routes differ from the fixed one
-    links = {a: Link(n, 1e-6, (1e-9, 1e-7, 1e-8)[int(a)]) for a, n in axes.items()}
+    links = {a: AxisLink(n, 1e-6, (1e-9, 1e-7, 1e-8)[int(a)]) for a, n in axes.items()}
     shape = (7, 5, 9)[:ndim] if uneven else (8,) * ndim
     x_full = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
     grad_full = x_full.flip(0) + 1
@@ -232,10 +242,38 @@ def test_executed_routes(sizes: tuple[int, ...], ndim: int, every: int, uneven: 
     assert done[0] > 30
 
 
+def _single_steps(rank: int, world_size: int, port: int, ndim: int, every: int) -> int:
+    """Routes are made of single steps, so if each of these is right, the routes between all pairs are."""
+    start(rank, world_size, port)
+    mesh = Mesh({"0": 2, "1": 2, "2": 2})
+    full = torch.arange(8**ndim, dtype=torch.float64).reshape((8,) * ndim)
+
+    def piece(layout: Layout, summed: frozenset[str]) -> torch.Tensor:
+        """Rank i of a partial axis holds (i + 1) times the tensor, and all of them together 3 times."""
+        factor = 3 ** len(summed) * math.prod(mesh.coord[axis] + 1 for axis in layout.partial)
+        return shard(full, layout, mesh) * factor
+
+    edges = [
+        (layout, *edge)
+        for layout in layouts_of(mesh.axes, ndim, sums=True)
+        for edge in one_steps(layout, mesh.axes)
+    ][::every]
+    for before, step, after in edges:
+        moved = movement._apply(piece(before, frozenset()), step, mesh, None)
+        assert torch.equal(moved, piece(after, before.partial - after.partial)), f"{before}: {step}"
+    return len(edges)
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_single_step_is_executed(ndim: int, every: int) -> None:
+    assert spawn(_single_steps, 8, ndim=ndim, every=every)[0] > 30
+
+
 def _zigzag(rank: int, world_size: int, port: int) -> None:
     start(rank, world_size, port)
     mesh = Mesh({"a": 2, "b": 2})
-    links = {"a": Link(2, 1.0, 1e-6), "b": Link(2, 1.0, 1.0)}
+    links = {"a": AxisLink(2, 1.0, 1e-6), "b": AxisLink(2, 1.0, 1.0)}
     x = torch.arange(16.0 * 8).reshape(16, 8)
     ends = [
         Layout((("a",), ()), zigzag=frozenset("a")),
@@ -250,7 +288,7 @@ def _zigzag(rank: int, world_size: int, port: int) -> None:
             continue
         assert torch.equal(move(shard(x, src, mesh), src, dst, mesh, None, links), shard(x, dst, mesh))
     with pytest.raises(ValueError, match="not the links of"):
-        move(x, ends[0], ends[1], mesh, None, {"a": Link(3, 1.0, 1.0)})
+        move(x, ends[0], ends[1], mesh, None, {"a": AxisLink(3, 1.0, 1.0)})
 
 
 def test_zigzag_and_fused_dims() -> None:
@@ -286,7 +324,7 @@ def _bytes_of_dtensor(rank: int, world_size: int, port: int, naxes: int, ndim: i
     dist.init_process_group("fake", rank=0, world_size=2**naxes, store=FakeStore())
     mesh = init_device_mesh("cpu", (2,) * naxes)
     axes = tuple(map(str, range(naxes)))
-    prices = price_tensor({axis: Link(2, 0.0, 1.0) for axis in axes}, (8,) * ndim, 4)
+    prices = price_tensor({axis: AxisLink(2, 0.0, 1.0) for axis in axes}, (8,) * ndim, 4)
     # DTensor cuts a dim by the axes in the order of the mesh
     layouts = [x for x in layouts_of(axes, ndim, True) if all(tuple(sorted(d)) == d for d in x.dims)]
     pairs = [(s, d) for s, d in itertools.product(layouts, repeat=2) if s != d and allowed(s, d)][::every]

@@ -20,6 +20,9 @@ from colossalai.tensor.shape_consistency import (
     to_global,
 )
 from colossalai.tensor.sharding_spec import (
+    ALLGATHER_COST,
+    SHARD_COST,
+    STEP_PENALTY,
     DuplicatedShardingDimensionError,
     ShardingNotDivisibleError,
     ShardingOutOfIndexError,
@@ -231,6 +234,59 @@ def to_piece(full: torch.Tensor, where: ShardingSpec) -> torch.Tensor:
 @pytest.mark.parametrize("search", ["shortest", "greedy"])
 def test_converted_pieces_and_their_gradients(search: str) -> None:
     spawn(_convert, 4, search=search)
+
+
+def _patterns(rank: int, world_size: int, port: int) -> None:
+    start(rank, world_size, port)
+    grid, pattern = DeviceMesh(torch.arange(4), (2, 2)), CollectiveCommPattern
+    full = torch.arange(32.0).view(4, 8)
+    place = grid.convert_map[rank]
+
+    def check(kind: CollectiveCommPattern, source: str, result: Any, grad: Any, **where: Any) -> None:
+        """``grad``: of the input, where the result has (1 + this rank's place on axis 0) everywhere."""
+        before = ShardingSpec(grid, (4, 8), sharding_sequence=source)
+        x = to_piece(full, before).requires_grad_()
+        y = CommSpec(kind, before, **where).covert_spec_to_action(x)
+        assert torch.equal(y, result), kind
+        assert torch.equal(torch.autograd.grad(y, x, torch.ones_like(y) * (1 + place[0]))[0], grad), kind
+
+    own = float(1 + place[0])
+    rows, columns = full.chunk(2, 0), full.chunk(2, 1)
+    axis = {"logical_process_axis": 1}
+    check(pattern.GATHER_FWD_SPLIT_BWD, "S1R", full, torch.full((2, 8), own), gather_dim=0, **axis)
+    check(pattern.SPLIT_FWD_GATHER_BWD, "RR", rows[place[1]], torch.full((4, 8), own), shard_dim=0, **axis)
+    axis = {"logical_process_axis": 0}
+    thirds = torch.cat([torch.ones(2, 4), torch.full((2, 4), 2.0)])
+    exchanged = {"gather_dim": 1, "shard_dim": 0, **axis}
+    check(pattern.ALL2ALL_FWD_ALL2ALL_BWD, "RS0", rows[place[0]], thirds, **exchanged)
+    check(pattern.ALLREDUCE_FWD_IDENTITY_BWD, "RR", full * 2, torch.full((4, 8), own), **axis)
+    check(pattern.IDENTITY_FWD_ALLREDUCE_BWD, "RR", full, torch.full((4, 8), 3.0), **axis)
+    halves = torch.cat([torch.ones(4, 4), torch.full((4, 4), 2.0)], 1)
+    check(pattern.REDUCESCATTER_FWD_GATHER_BWD, "RR", columns[place[0]] * 2, halves, shard_dim=1, **axis)
+    mixed = {"gather_dim": 0, "logical_process_axis": [0, 1], "mix_gather": True}
+    check(pattern.MIXGATHER_FWD_SPLIT_BWD, "S01R", full, torch.full((1, 8), own), **mixed)
+
+
+def test_every_pattern_and_its_gradient() -> None:
+    spawn(_patterns, 4)
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "steps"),
+    [
+        ("RR", "RR", 0),
+        ("RR", "S0R", SHARD_COST),
+        ("S0R", "RR", ALLGATHER_COST),
+        ("S0R", "S01R", SHARD_COST),
+        ("S0R", "S1R", ALLGATHER_COST + SHARD_COST + STEP_PENALTY),
+        ("S01R", "RR", 2 * ALLGATHER_COST + STEP_PENALTY),
+        ("S0R", "RS0", ALLGATHER_COST + SHARD_COST),
+    ],
+)
+def test_difference_of_specs(mine: str, other: str, steps: int) -> None:
+    assert (ALLGATHER_COST, SHARD_COST, STEP_PENALTY) == (20, 5, 6)
+    one, two = (ShardingSpec(2, sharding_sequence=text) for text in (mine, other))
+    assert one.spec_diff(two) == one.sharding_sequence_difference(two) == steps
 
 
 def test_layout_converter() -> None:
