@@ -235,7 +235,7 @@ def test_all_blocks_of_a_widenet_are_one_but_for_their_norms() -> None:
     assert isinstance(model, nn.Module)
     MOE_CONTEXT.reset_loss()
     model(batch[0])
-    assert len(MOE_CONTEXT._losses) == DEPTH
+    assert len(MOE_CONTEXT._passes[True].made) == DEPTH
 
 
 def test_a_widenet_cannot_be_cut_into_stages() -> None:
