@@ -98,12 +98,12 @@ class _Graph:
         return edges
 
     def _fits(self, layout: Layout, dim: int) -> bool:
-        # uneven pieces only where the ends have them: nobody has asked for others
+        # uneven pieces only where the ends have them: no caller has asked for others
         return self._prices.divides(layout, dim) or (dim, layout.dims[dim]) in self._uneven
 
 
 class _Search:
-    """The shortest paths from one layout, which are followed only as far as somebody has asked."""
+    """The shortest paths from one layout, which are followed only as far as was asked for."""
 
     def __init__(self, src: Layout, graph: _Graph) -> None:
         self._graph = graph

@@ -123,7 +123,7 @@ class TorchDDPModel(ModelWrapper):
 
 
 def _is_left_alone(p: Tensor) -> bool:
-    """Whether DDP leaves ``p`` alone: it is averaged by nobody, or over other ranks."""
+    """Whether DDP leaves ``p`` alone: nothing averages it, or other ranks do."""
     return is_ddp_ignored(p) or is_cut_over_rows(p)
 
 

@@ -20,7 +20,7 @@ they wait for the end of the backward pass.
 [Note: experts]
 So do chunks of experts.  A rank whose experts get no token has no gradient of them; if others met to average
 theirs in the backward pass, it would wait for these in the layer, where tokens are exchanged, and they for
-it.  Also where a rank has nobody to meet, all must evict chunks at the same moments.
+it.  Also where a rank has no other to meet, all must evict chunks at the same moments.
 """
 
 from __future__ import annotations
