@@ -37,7 +37,9 @@ __all__ = [
     "UniformNoiseGenerator",
     "build_ffn_experts",
     "draw_loads",
+    "load_moe_model",
     "load_table",
+    "save_moe_model",
 ]
 
 
