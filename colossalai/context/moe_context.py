@@ -171,7 +171,7 @@ class MoeContext:
             self._passes[False] = _Pass()
         now = self._passes[learns]
         now.hidden = now.hidden or hidden
-        balance = torch.as_tensor(loss)
+        balance = loss if isinstance(loss, Tensor) else torch.tensor(loss)
         losses = RouterLosses(balance, torch.zeros_like(balance) if z_loss is None else z_loss)
         layer = _reference(maker)
         if not has_grad and now.made and now.made[-1].maker == layer:

@@ -82,7 +82,8 @@ def _boosted(precision: str | None, device: str) -> Any:
 
 
 def _norms(rank: int, world_size: int, port: int, device: str = "cpu") -> None:
-    config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
+    handler = {"type": "DataParallelGradientHandler"}  # without one, what data cuts is refused
+    config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}, "gradient_handler": [handler]}
     colossalai.launch(config, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
     model = Mixed(gpc.mesh, device)
     for name, optimizer in _optimizers(model, device).items():
