@@ -61,7 +61,7 @@ class _Made:
 
 
 @dataclass
-class _Pass:
+class _RouterPass:
     """A forward pass: what its routers made."""
 
     made: list[_Made] = field(default_factory=list)
@@ -115,7 +115,7 @@ class MoeContext:
         self.is_initialized = False
         self.use_kernel_optim = True
         self.parallel_info_dict: dict[int, MoeParallelInfo] = {}
-        self._passes = {True: _Pass(), False: _Pass()}  # with gradients, and without
+        self._passes = {True: _RouterPass(), False: _RouterPass()}  # with gradients, and without
 
     def setup(self, seed: int, use_kernel_optim: bool = True) -> None:
         """Seed the random stream of experts.  The ranks that share experts are those of the launched
@@ -166,9 +166,9 @@ class MoeContext:
         learns = has_grad or hidden
         self._passes[learns].forget_left_over()
         if self._passes[learns].is_over(maker, has_grad=has_grad):
-            self._passes[learns] = _Pass()
+            self._passes[learns] = _RouterPass()
         if learns:
-            self._passes[False] = _Pass()
+            self._passes[False] = _RouterPass()
         now = self._passes[learns]
         now.hidden = now.hidden or hidden
         balance = loss if isinstance(loss, Tensor) else torch.tensor(loss)
@@ -201,7 +201,7 @@ class MoeContext:
         return 0.0 if losses is None else losses.balance
 
     @property
-    def _last(self) -> _Pass:
+    def _last(self) -> _RouterPass:
         mode = torch.is_grad_enabled()
         return self._passes[mode if self._passes[mode].made else not mode]
 
@@ -225,7 +225,7 @@ class MoeContext:
 
     def begin(self, losses: RouterLosses | None = None) -> None:
         """Begin a forward pass, with the ``losses`` of layers that ran elsewhere."""
-        self._passes = {True: _Pass(), False: _Pass()}
+        self._passes = {True: _RouterPass(), False: _RouterPass()}
         if losses is not None:
             self._passes[torch.is_grad_enabled()].made.append(_Made(losses, None, True))
 

@@ -110,18 +110,18 @@ class _SameRandomNumbers:
     def __call__(self, *args: Any) -> Any:
         if self._states is None:
             self._states = _get_states()
-            with _within(_Run(self._results)):
+            with _within(_CheckpointRun(self._results)):
                 return self._function(*args)
         now = _get_states()
         _set_states(self._states)
         try:
-            with _within(_Run(self._results, iter(self._results))):
+            with _within(_CheckpointRun(self._results, iter(self._results))):
                 return self._function(*args)
         finally:
             _set_states(now)
 
 
-class _Run(NamedTuple):
+class _CheckpointRun(NamedTuple):
     """A run of a checkpointed function: the first, which notes ``results``, or a later one, which takes the
     next of ``again``.
     """
@@ -130,11 +130,11 @@ class _Run(NamedTuple):
     again: Iterator[Any] | None = None
 
 
-_runs: ContextVar[tuple[_Run, ...]] = ContextVar("runs of checkpointed functions", default=())
+_runs: ContextVar[tuple[_CheckpointRun, ...]] = ContextVar("runs of checkpointed functions", default=())
 
 
 @contextmanager
-def _within(run: _Run) -> Iterator[None]:
+def _within(run: _CheckpointRun) -> Iterator[None]:
     before = _runs.set((*_runs.get(), run))
     try:
         yield

@@ -175,7 +175,7 @@ MORE_PLUGINS: dict[str, Callable[[], Plugin]] = {
 }
 
 
-UNCLIPPED = ("gemini-early", "gemini-taken-back")  # by the script: by nobody, and in the step itself
+UNCLIPPED = ("gemini-early", "gemini-taken-back")  # the first is not clipped, the second in its step
 
 
 def check_trained(task: Problem, plugin: str, folder: str, **options: Any) -> CutRun:

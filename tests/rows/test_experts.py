@@ -53,7 +53,7 @@ def ddp(task: Problem, accumulate: int = 1, **plan: Any) -> CutRun:
 @pytest.mark.parametrize(
     ("plan", "ranks", "options", "accumulate"),
     [
-        pytest.param(EP2, 2, {"open_": 0}, 1, id="nobody-has-tokens"),
+        pytest.param(EP2, 2, {"open_": 0}, 1, id="no-rank-has-tokens"),
         pytest.param(EP2, 4, {}, 2, id="dp2-accumulated"),
         pytest.param({"moe": {"size": 4}}, 4, {"experts": FEWER}, 1, id="fewer-than-ranks"),
         pytest.param(EP2, 4, {"open_": 2}, 1, id="ranks-without-tokens"),

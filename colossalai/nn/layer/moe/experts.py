@@ -18,8 +18,7 @@ from torch.nn.functional import dropout, gelu
 
 from colossalai.mesh import PIPELINE_AXIS, Axes, Layout, Mesh, place, random_key, use
 from colossalai.mesh.rows import expert_axes, row_axes
-from colossalai.nn import init
-from colossalai.nn.init import new_key
+from colossalai.nn.init import new_key, trunc_normal_, zeros_
 from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.layer.dropout import exact_stream
 from colossalai.nn.layer.moe.products import RowsPerExpert, by_row, grouped_product
@@ -267,7 +266,7 @@ class FFNExperts(MoeExperts):
     def _weight(
         self, shape: tuple[int, ...], layout: Layout, std: float, dtype: torch.dtype | None
     ) -> nn.Parameter:
-        fill = init.trunc_normal_(std=std) if std else init.zeros_()
+        fill = trunc_normal_(std=std) if std else zeros_()
         return self._parameter(shape, layout, fill, fan_in=shape[-1], dtype=dtype)
 
     def forward(self, x: Tensor, rows: RowsPerExpert, experts: slice | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from colossalai.context.moe_context import MOE_CONTEXT
 from colossalai.mesh import PIPELINE_AXIS, Layout, Mesh, gather, redistribute, replicated, scatter, use
-from colossalai.nn import init
+from colossalai.nn.init import WEIGHT, trunc_normal_
 from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.layer.moe.dispatch import plan_dispatch, run_experts
 from colossalai.nn.layer.moe.experts import Experts, MoeExperts
@@ -77,7 +77,7 @@ class MoeLayer(ParallelLayer):
                 f" d_model={experts.d_model}"
             )
         self.d_model, self.num_experts = dim_model, num_experts
-        draw = init.trunc_normal_(std=math.sqrt(0.1 / dim_model))
+        draw = trunc_normal_(std=math.sqrt(0.1 / dim_model))
         self.gate_weight = self._parameter((num_experts, dim_model), replicated(2), draw, fan_in=dim_model)
         self.router, self.experts = router, experts
         self.expert_bias: Tensor | None
@@ -223,12 +223,12 @@ class MoeLayer(ParallelLayer):
         return outputs[:here]
 
 
-class _Shares(ParallelLayer):
+class _ResidualShares(ParallelLayer):
     """For each token two numbers that add up to 1: how much its experts count, and the module beside them."""
 
     def __init__(self, dim_model: int) -> None:
         super().__init__()
-        self.weight = self._parameter((2, dim_model), replicated(2), init.WEIGHT, fan_in=dim_model)
+        self.weight = self._parameter((2, dim_model), replicated(2), WEIGHT, fan_in=dim_model)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -308,7 +308,7 @@ class MoeModule(nn.Module):
                     )
                 residual_instance = expert_cls(**expert_args)
             self.residual_module = residual_instance
-            self.residual_combine = _Shares(dim_model)
+            self.residual_combine = _ResidualShares(dim_model)
 
     def forward(self, inputs: Tensor, real: Tensor | None = None) -> Tensor:
         """The outputs for ``inputs`` (batch, tokens, dim_model); see ``MoeLayer``."""
