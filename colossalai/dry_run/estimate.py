@@ -23,7 +23,7 @@ from colossalai.booster.mixed_precision.fp16 import FP16NaiveMixedPrecision
 from colossalai.context.config import ConfigException
 from colossalai.core import global_context as gpc
 from colossalai.dry_run.link import ImaginedLink, Way
-from colossalai.dry_run.meta import MetaBytes, gpu_kernels, step_as_on_gpu
+from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
 from colossalai.dry_run.watch import MemoryEstimate, Watch, WatchedEngine, WatchedExecutor
 from colossalai.engine.features import Features
 from colossalai.engine.initialization import handlers_of, schedule_of_config

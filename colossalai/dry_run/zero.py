@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from colossalai._numeric import ceil_div
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.context.config import ConfigException
-from colossalai.dry_run.meta import MetaBytes, gpu_kernels
+from colossalai.utils.meta import MetaBytes, gpu_kernels
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.engine.gemini_section import read_gemini
 from colossalai.interface.batch import call_with, loss_of

@@ -2,7 +2,7 @@
 need.
 
 ``MetaBytes`` counts what is alive; ``gpu_kernels`` replaces what torch computes differently without a GPU by
-what it does with one.
+what it does with one, autocast included (``meta_autocast``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
 from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.meta_autocast import autocast_on_meta
 
 ALLOCATOR_BLOCK = 512  # what CUDA's caching allocator rounds sizes up to
 
@@ -53,8 +54,8 @@ class MetaBytes(LiveBytes):
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """On the meta device, attention that keeps no scores and dropout that keeps a mask of one byte, as on a
-    GPU.
+    """On the meta device, attention that keeps no scores, dropout that keeps a mask of one byte, and autocast
+    of CUDA, as on a GPU.
 
     Kernels of torch's dispatcher, not a ``TorchFunctionMode``: such a mode is off inside ``backward``, where
     checkpointed layers run again.
@@ -63,7 +64,8 @@ def gpu_kernels() -> Iterator[None]:
     try:
         for name, kernel in _KERNELS.items():
             library.impl(name, kernel, "AutogradMeta")
-        yield
+        with autocast_on_meta():
+            yield
     finally:
         library._destroy()
 
