@@ -366,9 +366,19 @@ def _reentrant_is_safe(args: tuple[Any, ...]) -> bool:
     return 0 < len(direct) == len(leaves)
 
 
-def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+class _Shape(NamedTuple):
+    """A tensor without values, on a host whose memory nobody counts."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor | _Shape]:
     if tensor.device.type == "cpu":
         return tensor.device, tensor
+    if tensor.is_meta:
+        return tensor.device, _Shape(tensor.size(), tensor.stride(), tensor.dtype)
     if tensor.device.type != "cuda" or type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         return tensor.device, tensor.cpu()
     host = torch.empty_like(
@@ -378,8 +388,10 @@ def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
     return tensor.device, host
 
 
-def _to_device(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+def _to_device(packed: tuple[torch.device, torch.Tensor | _Shape]) -> torch.Tensor:
     device, tensor = packed
+    if isinstance(tensor, _Shape):
+        return torch.empty_strided(tensor.size, tensor.stride, dtype=tensor.dtype, device=device)
     return tensor.to(device, non_blocking=True)
 
 

@@ -1,0 +1,290 @@
+"""``auto_checkpoint``: any model trained within a number of bytes, as fast as recomputation allows.
+
+The step is played on the meta device with all blocks in each mode, the fastest choice of modes within the
+budget is found, and the whole step is played once more with it: only what stays below the budget there is
+accepted.  What the play shows otherwise than predicted corrects the costs, and the choice is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.auto_parallel.checkpoint.blocks import find_blocks
+from colossalai.auto_parallel.checkpoint.measure import measure_calls, measure_rest
+from colossalai.auto_parallel.checkpoint.mode_solver import MODES, Choice, ModeProblem, least_budget, solve_modes
+from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan, CurvePoint
+from colossalai.auto_parallel.checkpoint.profile import (
+    Measured,
+    corrected,
+    make_problem,
+    peak_of_step,
+)
+from colossalai.auto_parallel.checkpoint.timeline import Step, Timeline
+from colossalai.device.presets import DEVICES, DevicePreset, device_preset
+from colossalai.nn.checkpoint_blocks import RecomputedBlock, checkpoint_blocks
+from colossalai.utils.text import bytes_of, size_text
+
+_ROUNDS = 8
+
+
+def auto_checkpoint(
+    model: nn.Module,
+    batch: Any,
+    memory: int | str,
+    *,
+    criterion: Callable[..., Any] | None = None,
+    optimizer: Optimizer | None = None,
+    autocast: torch.dtype | None = None,
+    reserved: int | str = 0,
+    device: str | DevicePreset | None = None,
+    measure: bool | None = None,
+    blocks: Sequence[str] | None = None,
+    time_limit: float = 10.0,
+) -> CheckpointPlan:
+    """Let each block of ``model`` keep, recompute or offload its activations, so that a training step needs
+    at most ``memory`` and the least time.
+
+    Call it before ``boost``, as ``checkpoint_blocks``.  The model is changed in place, or not at all if
+    there is an error; ``print`` the result to see what was chosen, and where the memory goes.
+
+    Args:
+        model: any model, in training; it may lie on the CPU or the meta device, and is not run there.
+        batch: one batch, of which the shapes matter: a tensor, a tuple of arguments or a dict of keywords
+            for ``model``; with a ``criterion``, ``(data, label)`` or a dict with ``labels``.
+        memory: bytes of the whole step at its worst moment, such as ``"20 GiB"``: weights, gradients, states
+            of the optimizer, activations.
+        criterion: the loss, called with the output and the label; without it, the ``loss`` that the model
+            returns.
+        optimizer: counts its states and its step; without it, there is none.
+        autocast: the dtype of ``torch.autocast`` around the forward pass.
+        reserved: bytes for whatever else is on the device.
+        device: ``"a100"``, ``"h100"``, ``"h200"``, ``"cpu"`` ..., whose speed the times are computed for; by
+            default, the device of the model.
+        measure: run each kind of block on the GPU, for its true times and workspaces; by default where the
+            model lies on one.
+        blocks: names of the modules to choose for, by default found.
+        time_limit: seconds for each solution; after that, the best that was found, with its gap.
+    """
+    planner = CheckpointPlanner(
+        model,
+        batch,
+        criterion=criterion,
+        optimizer=optimizer,
+        autocast=autocast,
+        reserved=reserved,
+        device=device,
+        measure=measure,
+        blocks=blocks,
+    )
+    plan = planner.plan(memory, time_limit)
+    planner.apply(plan)
+    return plan
+
+
+class CheckpointPlanner:
+    """Makes plans for one model and batch under many budgets; the arguments are those of
+    ``auto_checkpoint``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        criterion: Callable[..., Any] | None = None,
+        optimizer: Optimizer | None = None,
+        autocast: torch.dtype | None = None,
+        reserved: int | str = 0,
+        device: str | DevicePreset | None = None,
+        measure: bool | None = None,
+        blocks: Sequence[str] | None = None,
+    ) -> None:
+        self.blocks = find_blocks(model, blocks)
+        place = next((p.device for p in model.parameters() if p.requires_grad), None)
+        if place is None:
+            raise ValueError(
+                f"auto_checkpoint: no parameter of {type(model).__name__} is trained (requires_grad), so its"
+                " step has no backward pass"
+            )
+        preset = _device(device, place)
+        self.step = Step(
+            model, batch, criterion, optimizer, autocast, bytes_of(reserved) + preset.workspace, preset
+        )
+        self.place = place
+        self._measures = place.type == "cuda" if measure is None else measure
+        if self._measures and place.type != "cuda":
+            raise ValueError(f"auto_checkpoint: measure=True needs the model on a GPU, it lies on {place}")
+        self.notes: list[str] = []
+        self.played = self._play_all()
+
+    def _play_all(self) -> dict[str, Timeline]:
+        """A step with all blocks in each mode."""
+        played: dict[str, Timeline] = {}
+        for mode in MODES:
+            if mode == "offload" and self.step.device is DEVICES["cpu"]:
+                continue  # the device is the host
+            try:
+                line = self._play(dict.fromkeys(self.blocks, mode))
+            except Exception as error:
+                if mode == "keep":
+                    raise
+                self.notes.append(f"mode {mode!r} is not used: {error}")
+                continue
+            if played and line.calls != played["keep"].calls:
+                self.notes.append(f"mode {mode!r} is not used: the blocks are called in another order")
+                continue
+            played[mode] = line
+        for line in played["keep"].reads:
+            self.notes.append(f"a value is read, and was taken for 0 in the plan, at {line}")
+        self.blocks = {name: b for name, b in self.blocks.items() if name in played["keep"].calls}
+        return played
+
+    def _play(self, modes: dict[str, str]) -> Timeline:
+        with _modes(self.step.model, modes):
+            return self.step.play(self.blocks)
+
+    @cached_property
+    def measured(self) -> Measured:
+        """What runs on the GPU have shown of each call in each mode."""
+        return measure_calls(self.step, self.blocks, self.played) if self._measures else {}
+
+    @cached_property
+    def problem(self) -> ModeProblem:
+        """Costs of all modes of all blocks."""
+        problem = make_problem(self.played, self.measured)
+        if self._measures:
+            with _modes(self.step.model, dict.fromkeys(self.blocks, self._smallest)):
+                problem.seconds = measure_rest(self.step, problem, self._smallest)
+        return problem
+
+    @property
+    def _smallest(self) -> str:
+        return "full" if "full" in self.played else "keep"
+
+    @cached_property
+    def least(self) -> tuple[list[str], Timeline, int]:
+        """The modes that need the least memory, their step, and its peak."""
+        choice = solve_modes(self.problem, least_budget(self.problem))
+        assert choice is not None
+        return choice.modes, *self._judge(choice.modes)
+
+    def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
+        """The fastest modes with which the step stays within ``memory``."""
+        budget = bytes_of(memory)
+        best: tuple[Choice, Timeline, int] | None = None
+        problem, seen = self.problem, set()
+        for _ in range(_ROUNDS):
+            choice = solve_modes(problem, budget, time_limit)
+            if choice is None or tuple(choice.modes) in seen:
+                break
+            seen.add(tuple(choice.modes))
+            judged, peak = self._judge(choice.modes)
+            if peak <= budget and (best is None or choice.seconds < best[0].seconds):
+                best = choice, judged, peak
+            problem = corrected(problem, choice.modes, judged, self.measured)
+        if best is None:
+            best = self._least_within(budget)
+        return self._agreed(budget, *best)
+
+    def _least_within(self, budget: int) -> tuple[Choice, Timeline, int]:
+        modes, judged, peak = self.least
+        if peak > budget:
+            static = judged.weights + judged.states + self.step.reserved
+            raise ValueError(
+                f"auto_checkpoint: memory={budget} ({size_text(budget)}) is below the least that recomputing"
+                f" and offloading blocks reach, {peak} ({size_text(peak)}), of which {size_text(static)} are"
+                " weights, states and what is reserved; give more, take a smaller batch, or shard the model"
+            )
+        seconds = self.problem.seconds + sum(
+            stage.costs[mode].seconds for stage, mode in zip(self.problem.stages, modes, strict=True)
+        )
+        return Choice(modes, seconds, peak), judged, peak
+
+    def _judge(self, modes: list[str]) -> tuple[Timeline, int]:
+        judged = self._play(self._by_block(modes))
+        return judged, peak_of_step(judged, modes, self.measured)
+
+    def _by_block(self, modes: list[str]) -> dict[str, str]:
+        return dict(zip(self.played["keep"].calls, modes, strict=True))
+
+    def _agreed(self, budget: int, choice: Choice, judged: Timeline, peak: int) -> CheckpointPlan:
+        """The plan, which ranks with the same blocks must share: they communicate when they recompute."""
+        modes = self._by_block(choice.modes)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            every: list[Any] = [None] * dist.get_world_size()
+            look = [(name, [tuple(p.shape) for p in block.parameters()]) for name, block in self.blocks.items()]
+            dist.all_gather_object(every, (look, modes))
+            modes = next(theirs for whose, theirs in every if whose == look)
+        return CheckpointPlan(
+            model=self.step.model,
+            budget=budget,
+            peak=peak,
+            seconds=choice.seconds,
+            gap=choice.gap,
+            modes=modes,
+            timeline=judged,
+            reserved=self.step.reserved,
+            notes=tuple(self.notes),
+            planner=self,
+        )
+
+    def apply(self, plan: CheckpointPlan) -> None:
+        """Give the blocks of the model the modes of ``plan``."""
+        for mode in MODES:
+            names = [name for name, its in plan.modes.items() if its == mode]
+            if names:
+                checkpoint_blocks(self.step.model, mode, names)  # type: ignore[arg-type]
+
+    def curve(self, points: int = 15) -> list[CurvePoint]:
+        """Budgets from the least to what the model needs without recomputing, with the predicted peak and
+        seconds of each.
+        """
+        low, high = self.least[2], self.played["keep"].peak
+        found = []
+        for number in range(points):
+            budget = low + (high - low) * number // max(1, points - 1)
+            choice = solve_modes(self.problem, budget)
+            if choice is not None:
+                found.append(CurvePoint(budget, choice.peak, choice.seconds))
+        return found
+
+
+@contextmanager
+def _modes(model: nn.Module, modes: dict[str, str]) -> Iterator[None]:
+    """Blocks in other modes for a while."""
+    before = [(model.get_submodule(name), type(model.get_submodule(name))) for name in modes]
+    chosen = [getattr(block, "recompute", None) for block, _ in before]
+    try:
+        for mode in MODES:
+            names = [name for name, its in modes.items() if its == mode]
+            if names:
+                checkpoint_blocks(model, mode, names)  # type: ignore[arg-type]
+        yield
+    finally:
+        for (block, kind), mode in zip(before, chosen, strict=True):
+            block.__class__ = kind
+            if issubclass(kind, RecomputedBlock):
+                block.recompute = mode  # type: ignore[assignment]
+            else:
+                vars(block).pop("recompute", None)
+
+
+def _device(device: str | DevicePreset | None, place: torch.device) -> DevicePreset:
+    if isinstance(device, DevicePreset):
+        return device
+    if device is not None:
+        return device_preset(device)
+    if place.type != "cuda":
+        return DEVICES["cpu"]
+    try:
+        return device_preset(torch.cuda.get_device_name(place))
+    except ValueError:
+        return DEVICES["a100"]  # its times are measured
