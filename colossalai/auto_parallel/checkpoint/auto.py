@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 
 from colossalai.auto_parallel.checkpoint.blocks import find_blocks
 from colossalai.auto_parallel.checkpoint.measure import measure_calls, measure_rest
-from colossalai.auto_parallel.checkpoint.mode_solver import MODES, Choice, ModeProblem, least_budget, solve_modes
+from colossalai.auto_parallel.checkpoint.mode_solver import (
+    MODES,
+    Choice,
+    ModeProblem,
+    least_budget,
+    seconds_of,
+    solve_modes,
+)
 from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan, CurvePoint
 from colossalai.auto_parallel.checkpoint.profile import (
     Measured,
@@ -27,7 +34,7 @@ from colossalai.auto_parallel.checkpoint.profile import (
     make_problem,
     peak_of_step,
 )
-from colossalai.auto_parallel.checkpoint.timeline import Step, Timeline
+from colossalai.auto_parallel.checkpoint.timeline import TrainingStep, StepTimeline
 from colossalai.device.presets import DEVICES, DevicePreset, device_preset
 from colossalai.nn.checkpoint_blocks import RecomputedBlock, checkpoint_blocks
 from colossalai.utils.text import bytes_of, size_text
@@ -115,7 +122,7 @@ class CheckpointPlanner:
                 " step has no backward pass"
             )
         preset = _device(device, place)
-        self.step = Step(
+        self.step = TrainingStep(
             model, batch, criterion, optimizer, autocast, bytes_of(reserved) + preset.workspace, preset
         )
         self.place = place
@@ -125,9 +132,9 @@ class CheckpointPlanner:
         self.notes: list[str] = []
         self.played = self._play_all()
 
-    def _play_all(self) -> dict[str, Timeline]:
+    def _play_all(self) -> dict[str, StepTimeline]:
         """A step with all blocks in each mode."""
-        played: dict[str, Timeline] = {}
+        played: dict[str, StepTimeline] = {}
         for mode in MODES:
             if mode == "offload" and self.step.device is DEVICES["cpu"]:
                 continue  # the device is the host
@@ -147,7 +154,7 @@ class CheckpointPlanner:
         self.blocks = {name: b for name, b in self.blocks.items() if name in played["keep"].calls}
         return played
 
-    def _play(self, modes: dict[str, str]) -> Timeline:
+    def _play(self, modes: dict[str, str]) -> StepTimeline:
         with _modes(self.step.model, modes):
             return self.step.play(self.blocks)
 
@@ -170,7 +177,7 @@ class CheckpointPlanner:
         return "full" if "full" in self.played else "keep"
 
     @cached_property
-    def least(self) -> tuple[list[str], Timeline, int]:
+    def least(self) -> tuple[list[str], StepTimeline, int]:
         """The modes that need the least memory, their step, and its peak."""
         choice = solve_modes(self.problem, least_budget(self.problem))
         assert choice is not None
@@ -179,7 +186,9 @@ class CheckpointPlanner:
     def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
         """The fastest modes with which the step stays within ``memory``."""
         budget = bytes_of(memory)
-        best: tuple[Choice, Timeline, int] | None = None
+        best = self._best_alike(budget)
+        if best is not None and best[0].modes[:1] in ([], ["keep"]):
+            return self._agreed(budget, *best)
         problem, seen = self.problem, set()
         for _ in range(_ROUNDS):
             choice = solve_modes(problem, budget, time_limit)
@@ -194,7 +203,17 @@ class CheckpointPlanner:
             best = self._least_within(budget)
         return self._agreed(budget, *best)
 
-    def _least_within(self, budget: int) -> tuple[Choice, Timeline, int]:
+    def _best_alike(self, budget: int) -> tuple[Choice, StepTimeline, int] | None:
+        """The fastest of the steps with one mode for all blocks, which were played already."""
+        found = []
+        for mode, line in self.played.items():
+            modes = [mode] * len(line.calls)
+            peak = peak_of_step(line, modes, self.measured)
+            if peak <= budget:
+                found.append((Choice(modes, seconds_of(self.problem, modes), peak), line, peak))
+        return min(found, key=lambda one: one[0].seconds, default=None)
+
+    def _least_within(self, budget: int) -> tuple[Choice, StepTimeline, int]:
         modes, judged, peak = self.least
         if peak > budget:
             static = judged.weights + judged.states + self.step.reserved
@@ -203,19 +222,16 @@ class CheckpointPlanner:
                 f" and offloading blocks reach, {peak} ({size_text(peak)}), of which {size_text(static)} are"
                 " weights, states and what is reserved; give more, take a smaller batch, or shard the model"
             )
-        seconds = self.problem.seconds + sum(
-            stage.costs[mode].seconds for stage, mode in zip(self.problem.stages, modes, strict=True)
-        )
-        return Choice(modes, seconds, peak), judged, peak
+        return Choice(modes, seconds_of(self.problem, modes), peak), judged, peak
 
-    def _judge(self, modes: list[str]) -> tuple[Timeline, int]:
+    def _judge(self, modes: list[str]) -> tuple[StepTimeline, int]:
         judged = self._play(self._by_block(modes))
         return judged, peak_of_step(judged, modes, self.measured)
 
     def _by_block(self, modes: list[str]) -> dict[str, str]:
         return dict(zip(self.played["keep"].calls, modes, strict=True))
 
-    def _agreed(self, budget: int, choice: Choice, judged: Timeline, peak: int) -> CheckpointPlan:
+    def _agreed(self, budget: int, choice: Choice, judged: StepTimeline, peak: int) -> CheckpointPlan:
         """The plan, which ranks with the same blocks must share: they communicate when they recompute."""
         modes = self._by_block(choice.modes)
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from colossalai.auto_parallel.checkpoint.mode_solver import ModeProblem
 from colossalai.auto_parallel.checkpoint.profile import CallCost
-from colossalai.auto_parallel.checkpoint.timeline import Like, Piece, Step, Timeline
+from colossalai.auto_parallel.checkpoint.timeline import Like, Span, TrainingStep, StepTimeline
 from colossalai.nn.checkpoint_blocks import checkpoint_blocks
 
 _WARM, _REPEAT = 2, 5
 
 
 def measure_calls(
-    step: Step, blocks: Mapping[str, nn.Module], played: Mapping[str, Timeline]
+    step: TrainingStep, blocks: Mapping[str, nn.Module], played: Mapping[str, StepTimeline]
 ) -> dict[tuple[int, str], CallCost]:
     """The costs of every call in every mode; calls of the same kind are run once."""
     first = played["keep"]
@@ -31,14 +31,14 @@ def measure_calls(
         kind = f"{block!r} {inputs!r}"
         if kind not in kinds:
             kinds[kind] = {
-                mode: _measure(step, name, inputs, mode, line.forward[call], line.backward.get(call, Piece()))
+                mode: _measure(step, name, inputs, mode, line.forward[call], line.backward.get(call, Span()))
                 for mode, line in played.items()
             }
         found |= {(call, mode): cost for mode, cost in kinds[kind].items()}
     return found
 
 
-def _measure(step: Step, name: str, inputs: Any, mode: str, forward: Piece, backward: Piece) -> CallCost:
+def _measure(step: TrainingStep, name: str, inputs: Any, mode: str, forward: Span, backward: Span) -> CallCost:
     """One block alone: its seconds, and the bytes that it needs beyond those that were played."""
     block = step.model.get_submodule(name)
     before = {key: value.clone() for key, value in block.named_buffers()}
@@ -62,7 +62,7 @@ def _measure(step: Step, name: str, inputs: Any, mode: str, forward: Piece, back
     return CallCost(sorted(times)[len(times) // 2], *extra)
 
 
-def _run(step: Step, block: nn.Module, inputs: Any, device: torch.device) -> tuple[float, tuple[int, int]]:
+def _run(step: TrainingStep, block: nn.Module, inputs: Any, device: torch.device) -> tuple[float, tuple[int, int]]:
     """Seconds of both passes, and the bytes that each needed above those alive when it began."""
     for p in block.parameters():
         p.grad = None
@@ -99,7 +99,7 @@ def _made(inputs: Any, device: torch.device) -> Any:
     return tree_map(make, inputs, is_leaf=lambda leaf: isinstance(leaf, Like))
 
 
-def measure_rest(step: Step, problem: ModeProblem, mode: str) -> float:
+def measure_rest(step: TrainingStep, problem: ModeProblem, mode: str) -> float:
     """The seconds of a step outside of the blocks, which are all in ``mode``; predicted if it does not
     fit.
     """

@@ -96,7 +96,7 @@ def least_budget(problem: ModeProblem) -> int:
     low, high = 0, 1 << 20
     while solve_modes(problem, high) is None:
         low, high = high, 2 * high
-    while high - low > high // 1000:
+    while high - low > max(1, high // 1000):
         middle = (low + high) // 2
         low, high = (low, middle) if solve_modes(problem, middle, states=500) else (middle, high)
     return min(high, peak_of(problem, _chosen(problem, high).modes))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from colossalai.auto_parallel.checkpoint.timeline import Timeline
+from colossalai.auto_parallel.checkpoint.timeline import StepTimeline
 from colossalai.utils.text import size_text, table
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class CheckpointPlan:
     seconds: float
     gap: float
     modes: dict[str, str]
-    timeline: Timeline = field(repr=False)
+    timeline: StepTimeline = field(repr=False)
     reserved: int = 0
     notes: tuple[str, ...] = ()
     planner: CheckpointPlanner | None = field(default=None, repr=False)

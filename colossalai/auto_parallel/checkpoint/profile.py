@@ -11,7 +11,7 @@ from colossalai.auto_parallel.checkpoint.mode_solver import (
     ModeStage,
     pieces_of,
 )
-from colossalai.auto_parallel.checkpoint.timeline import Piece, Timeline
+from colossalai.auto_parallel.checkpoint.timeline import Span, StepTimeline
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class CallCost:
 Measured = Mapping[tuple[int, str], CallCost]
 
 
-def make_problem(played: Mapping[str, Timeline], measured: Measured | None = None) -> ModeProblem:
+def make_problem(played: Mapping[str, StepTimeline], measured: Measured | None = None) -> ModeProblem:
     """The costs of all modes, from a timeline of a step with all blocks in that mode.
 
     A stage keeps what is freed by its backward pass; of tensors that live only until the end of the forward
@@ -40,7 +40,7 @@ def make_problem(played: Mapping[str, Timeline], measured: Measured | None = Non
         ground = max(line.forward[call].start - before[mode] for mode, line in played.items())
         costs = {}
         for mode, line in played.items():
-            forward, backward = line.forward[call], line.backward.get(call, Piece())
+            forward, backward = line.forward[call], line.backward.get(call, Span())
             costs[mode] = ModeCost(
                 kept[mode][call],
                 ground + forward.peak - forward.start,
@@ -56,7 +56,7 @@ def make_problem(played: Mapping[str, Timeline], measured: Measured | None = Non
     return ModeProblem(stages, max(max(p.before.peak, p.step.peak) for p in played.values()), rest)
 
 
-def _kept(line: Timeline, first: Timeline, call: int) -> int:
+def _kept(line: StepTimeline, first: StepTimeline, call: int) -> int:
     """Bytes that a call keeps: measured in the backward pass, relative to the mode that keeps all."""
     pair = {call, call - 1}
     if pair <= line.backward.keys() and pair <= first.backward.keys():
@@ -65,7 +65,7 @@ def _kept(line: Timeline, first: Timeline, call: int) -> int:
     return _kept_forward(line, call)
 
 
-def _kept_forward(line: Timeline, call: int) -> int:
+def _kept_forward(line: StepTimeline, call: int) -> int:
     after = line.forward[call + 1] if call + 1 < len(line.forward) else line.between[call]
     return after.start - line.forward[call].start
 
@@ -82,7 +82,7 @@ def _with_measured(costs: dict[str, ModeCost], call: int, measured: Measured) ->
     return found
 
 
-def corrected(problem: ModeProblem, modes: list[str], judged: Timeline, measured: Measured) -> ModeProblem:
+def corrected(problem: ModeProblem, modes: list[str], judged: StepTimeline, measured: Measured) -> ModeProblem:
     """``problem`` with the peaks of every piece moved to where they were when a step with ``modes`` was
     played.
     """
@@ -102,7 +102,7 @@ def corrected(problem: ModeProblem, modes: list[str], judged: Timeline, measured
     return replace(problem, stages=stages)
 
 
-def peak_of_step(judged: Timeline, modes: list[str], measured: Measured) -> int:
+def peak_of_step(judged: StepTimeline, modes: list[str], measured: Measured) -> int:
     """The peak of a played step, with what was measured beyond."""
     pieces = [judged.before.peak, judged.step.peak, *(piece.peak for piece in judged.between)]
     for call, mode in enumerate(modes):

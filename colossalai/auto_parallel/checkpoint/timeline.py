@@ -24,7 +24,7 @@ from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
 from colossalai.utils.throughput import OperationCounter
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """A part of a step: the bytes alive when it began, at its worst moment, and its seconds."""
 
     start: int = 0
@@ -33,20 +33,20 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Timeline:
+class StepTimeline:
     """The pieces of a step.  ``calls`` names the block of each call; ``forward`` and ``between`` (what
     follows it until the next one begins; behind the last, the head and the loss) have a piece for each,
     ``backward`` for those that are differentiated.
     """
 
-    before: Piece = Piece()
+    before: Span = Span()
     calls: list[str] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
     """The arguments of each call: a pair of positional ones and keywords."""
-    forward: list[Piece] = field(default_factory=list)
-    between: list[Piece] = field(default_factory=list)
-    backward: dict[int, Piece] = field(default_factory=dict)
-    step: Piece = Piece()
+    forward: list[Span] = field(default_factory=list)
+    between: list[Span] = field(default_factory=list)
+    backward: dict[int, Span] = field(default_factory=dict)
+    step: Span = Span()
     weights: int = 0
     gradients: int = 0
     states: int = 0
@@ -54,7 +54,7 @@ class Timeline:
     """Lines that read values, which are not there: they got 0."""
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[Span]:
         return [self.before, *self.forward, *self.between, *self.backward.values(), self.step]
 
     @property
@@ -67,7 +67,7 @@ class Timeline:
 
 
 @dataclass
-class Step:
+class TrainingStep:
     """A training step: what it computes, and with what it is judged."""
 
     model: nn.Module
@@ -93,9 +93,9 @@ class Step:
     def autocasts(self, device: str) -> Any:
         return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
 
-    def play(self, blocks: Mapping[str, nn.Module]) -> Timeline:
+    def play(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
         """The timeline of this step, with ``blocks`` as they are."""
-        with on_meta(self.model), gpu_kernels(), _Recorder(self.device) as recorder:
+        with on_meta(self.model), gpu_kernels(), TimelineRecorder(self.device) as recorder:
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
             batch = tree_map_only(Tensor, _like_on_meta, self.batch)
             recorder.hold(weights)
@@ -141,32 +141,34 @@ def _with_states(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     return made
 
 
-class _Recorder(MetaBytes):
+class TimelineRecorder(MetaBytes):
     """Cuts a step into pieces, and adds up the seconds of its operations by a roofline."""
 
     def __init__(self, device: DevicePreset) -> None:
         super().__init__()
-        self.timeline = Timeline()
+        self.timeline = StepTimeline()
         self._device, self._operations = device, OperationCounter().flop_registry
-        self._name, self._call, self._start, self._seconds = "", 0, 0, 0.0
+        self._name, self._call, self._start = "", 0, 0
+        self.seconds = 0.0
+        """Of the piece in progress, so far."""
 
     def begin(self, name: str, call: int = 0) -> None:
         """The piece in progress ends, and another begins."""
-        piece, line = Piece(self._start, max(self.peak, self.now), self._seconds), self.timeline
+        piece, line = Span(self._start, max(self.peak, self.now), self.seconds), self.timeline
         if self._name in ("before", "step"):
             setattr(line, self._name, piece)
         elif self._name in ("forward", "between"):
             getattr(line, self._name).append(piece)
         elif self._name == "backward":
             line.backward[self._call] = piece
-        self._name, self._call, self._start, self._seconds = name, call, self.now, 0.0
+        self._name, self._call, self._start, self.seconds = name, call, self.now, 0.0
         self.restart()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             self._note_read()
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._seconds += self._time(func, args, kwargs or {}, result)
+        self.seconds += self._time(func, args, kwargs or {}, result)
         return result
 
     def _time(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
