@@ -70,12 +70,10 @@ class Reused(nn.Module):
         return self.other(x).square().mean()
 
 
-def gpt2(layers: int = 6, width: int = 64) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=layers, n_embd=width, n_head=2, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0
-        )
-    )
+def gpt2(layers: int = 4, width: int = 64, dropout: float = 0.1) -> GPT2LMHeadModel:
+    sizes: dict[str, int] = {"n_layer": layers, "n_embd": width, "n_head": 2, "n_positions": 64}
+    drops = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes, **drops))
 
 
 def _tokens() -> dict[str, Tensor]:
@@ -105,7 +103,15 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     ),
     "t5": lambda: (
         T5ForConditionalGeneration(
-            T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=2)
+            T5Config(
+                vocab_size=64,
+                d_model=32,
+                d_kv=16,
+                d_ff=64,
+                num_layers=3,
+                num_heads=2,
+                decoder_start_token_id=0,
+            )
         ),
         _tokens(),
         None,

@@ -13,6 +13,8 @@ from colossalai.interface.batch import call_with, loss_of
 from colossalai.utils.live_bytes import LiveBytes
 from tests.auto_parallel.models import IDS, MODELS, gpt2
 
+BATCH = {"input_ids": IDS.repeat(4, 2), "labels": IDS.repeat(4, 2)}
+
 
 def loss(model: nn.Module, batch: Any, criterion: Any) -> Tensor:
     if criterion is not None:
@@ -54,8 +56,8 @@ def test_gradients_are_those_of_the_plain_model(name: str) -> None:
 def test_every_budget_is_kept_by_a_real_step() -> None:
     """On the CPU, the step itself needs no more than the budget says, and less time for more memory."""
     torch.manual_seed(0)
-    model = gpt2(width=128)
-    batch = {"input_ids": IDS.repeat(4, 2), "labels": IDS.repeat(4, 2)}
+    model = gpt2(6, 128, dropout=0.0)  # which has other masks on a GPU
+    batch = BATCH
     planner = CheckpointPlanner(model, batch, device="cpu")
     curve = planner.curve(6)
     assert curve[0].budget < 0.6 * curve[-1].budget
@@ -69,13 +71,12 @@ def test_every_budget_is_kept_by_a_real_step() -> None:
         with LiveBytes(block=512) as memory:
             memory.hold((*model.parameters(), *model.buffers(), *batch.values()))
             model(**batch).loss.backward()
-        # attention on the CPU needs a little more than what the plan was made for
-        assert memory.peak <= 1.02 * plan.peak
+        assert memory.peak <= 1.02 * plan.peak  # attention on the CPU needs a little more
 
 
 def test_autocast_and_optimizer_are_counted() -> None:
     model = gpt2()
-    batch = {"input_ids": IDS, "labels": IDS}
+    batch = BATCH
     plain = CheckpointPlanner(model, batch, device="cpu")
     half = CheckpointPlanner(model, batch, device="cpu", autocast=torch.bfloat16)
     assert half.played["keep"].between[-1].start < plain.played["keep"].between[-1].start
@@ -92,24 +93,26 @@ def test_autocast_and_optimizer_are_counted() -> None:
 
 def test_one_line_and_its_report() -> None:
     model = gpt2()
-    need = CheckpointPlanner(model, {"input_ids": IDS, "labels": IDS}, device="h100").played["keep"].peak
-    plan = auto_checkpoint(model, {"input_ids": IDS, "labels": IDS}, int(need * 0.99), device="h100")
-    assert set(plan.modes) == {f"transformer.h.{i}" for i in range(6)}
-    assert set(plan.modes.values()) > {"keep"}
+    need = CheckpointPlanner(model, BATCH, device="h100").played["keep"].peak
+    plan = auto_checkpoint(model, BATCH, int(need * 0.99), device="h100")
+    assert set(plan.modes) == {f"transformer.h.{i}" for i in range(4)}
+    assert set(plan.modes.values()) == {"keep", "selective"}
     text = str(plan)
     assert "blocks in mode keep" in text and "weights" in text and "optimizer states" in text
-    auto_checkpoint(model, {"input_ids": IDS, "labels": IDS}, "1 GiB", device="h100")
+    auto_checkpoint(model, BATCH, "1 GiB", device="h100")
     assert {block.recompute for block in model.transformer.h} == {"keep"}
 
 
 def test_bad_input_leaves_the_model_alone() -> None:
     model = gpt2()
-    batch = {"input_ids": IDS, "labels": IDS}
-    with pytest.raises(ValueError, match=r"below the least that recomputing and offloading blocks reach, \d+"):
+    batch = BATCH
+    with pytest.raises(
+        ValueError, match=r"below the least that recomputing and offloading blocks reach, \d+"
+    ):
         auto_checkpoint(model, batch, 1000)
     with pytest.raises(ValueError, match="'20 GiB' or '500 MB', got 'much'"):
         auto_checkpoint(model, batch, "much")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'words'"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot compute a loss of this batch"):
         auto_checkpoint(model, {"words": IDS}, "1 GiB")
     with pytest.raises(ValueError, match="has no part 'transformer.x'"):
         auto_checkpoint(model, batch, "1 GiB", blocks=["transformer.x"])

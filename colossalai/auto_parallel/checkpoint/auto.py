@@ -34,7 +34,7 @@ from colossalai.auto_parallel.checkpoint.profile import (
     make_problem,
     peak_of_step,
 )
-from colossalai.auto_parallel.checkpoint.timeline import TrainingStep, StepTimeline
+from colossalai.auto_parallel.checkpoint.timeline import StepTimeline, TrainingStep
 from colossalai.device.presets import DEVICES, DevicePreset, device_preset
 from colossalai.nn.checkpoint_blocks import RecomputedBlock, checkpoint_blocks
 from colossalai.utils.text import bytes_of, size_text
@@ -142,7 +142,10 @@ class CheckpointPlanner:
                 line = self._play(dict.fromkeys(self.blocks, mode))
             except Exception as error:
                 if mode == "keep":
-                    raise
+                    raise ValueError(
+                        f"auto_checkpoint: {type(self.step.model).__name__} cannot compute a loss of this batch on"
+                        f" the meta device: {error}"
+                    ) from error
                 self.notes.append(f"mode {mode!r} is not used: {error}")
                 continue
             if played and line.calls != played["keep"].calls:
@@ -236,7 +239,9 @@ class CheckpointPlanner:
         modes = self._by_block(choice.modes)
         if dist.is_initialized() and dist.get_world_size() > 1:
             every: list[Any] = [None] * dist.get_world_size()
-            look = [(name, [tuple(p.shape) for p in block.parameters()]) for name, block in self.blocks.items()]
+            look = [
+                (name, [tuple(p.shape) for p in block.parameters()]) for name, block in self.blocks.items()
+            ]
             dist.all_gather_object(every, (look, modes))
             modes = next(theirs for whose, theirs in every if whose == look)
         return CheckpointPlan(

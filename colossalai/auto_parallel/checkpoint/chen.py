@@ -77,7 +77,9 @@ def peak_of_segments(chain: Chain, segments: list[tuple[int, int]]) -> int:
     worst = 0
     for number, (start, end) in enumerate(segments):
         whole = sum(chain.xbar[start:end])
-        besides = max(chain.x[i] + chain.x[i + 1] + max(chain.ftmp[i], chain.btmp[i]) for i in range(start, end))
+        besides = max(
+            chain.x[i] + chain.x[i + 1] + max(chain.ftmp[i], chain.btmp[i]) for i in range(start, end)
+        )
         worst = max(worst, sum(inputs[:number]) + whole + besides)
     return worst
 

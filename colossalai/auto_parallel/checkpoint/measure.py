@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from colossalai.auto_parallel.checkpoint.mode_solver import ModeProblem
 from colossalai.auto_parallel.checkpoint.profile import CallCost
-from colossalai.auto_parallel.checkpoint.timeline import Like, Span, TrainingStep, StepTimeline
+from colossalai.auto_parallel.checkpoint.timeline import Like, Span, StepTimeline, TrainingStep
 from colossalai.nn.checkpoint_blocks import checkpoint_blocks
 
 _WARM, _REPEAT = 2, 5
@@ -38,7 +38,9 @@ def measure_calls(
     return found
 
 
-def _measure(step: TrainingStep, name: str, inputs: Any, mode: str, forward: Span, backward: Span) -> CallCost:
+def _measure(
+    step: TrainingStep, name: str, inputs: Any, mode: str, forward: Span, backward: Span
+) -> CallCost:
     """One block alone: its seconds, and the bytes that it needs beyond those that were played."""
     block = step.model.get_submodule(name)
     before = {key: value.clone() for key, value in block.named_buffers()}
@@ -62,7 +64,9 @@ def _measure(step: TrainingStep, name: str, inputs: Any, mode: str, forward: Spa
     return CallCost(sorted(times)[len(times) // 2], *extra)
 
 
-def _run(step: TrainingStep, block: nn.Module, inputs: Any, device: torch.device) -> tuple[float, tuple[int, int]]:
+def _run(
+    step: TrainingStep, block: nn.Module, inputs: Any, device: torch.device
+) -> tuple[float, tuple[int, int]]:
     """Seconds of both passes, and the bytes that each needed above those alive when it began."""
     for p in block.parameters():
         p.grad = None

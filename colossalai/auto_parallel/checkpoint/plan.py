@@ -55,7 +55,10 @@ class CheckpointPlan:
         line = self.timeline
         worst, what = max(
             (line.before.peak, "before the first block"),
-            *((piece.peak, f"in the forward pass of {line.calls[i]}") for i, piece in enumerate(line.forward)),
+            *(
+                (piece.peak, f"in the forward pass of {line.calls[i]}")
+                for i, piece in enumerate(line.forward)
+            ),
             *((piece.peak, f"after {line.calls[i]}") for i, piece in enumerate(line.between)),
             *((piece.peak, f"in the backward pass of {line.calls[i]}") for i, piece in line.backward.items()),
             (line.step.peak, "in the step of the optimizer"),
@@ -69,7 +72,10 @@ class CheckpointPlan:
             ("  reserved", size_text(self.reserved)),
             ("  kept by the forward pass", size_text(kept)),
             ("  gradients at the end", size_text(line.gradients)),
-            ("step", f"{self.seconds * 1e3:.3g} ms predicted" + (f", gap {self.gap:.1%}" if self.gap else "")),
+            (
+                "step",
+                f"{self.seconds * 1e3:.3g} ms predicted" + (f", gap {self.gap:.1%}" if self.gap else ""),
+            ),
         ]
         counts = Counter(self.modes.values())
         rows += [(f"blocks in mode {mode}", str(count)) for mode, count in counts.items()]

@@ -33,7 +33,9 @@ def make_problem(played: Mapping[str, StepTimeline], measured: Measured | None =
     pass (casts of autocast) the most is taken for all modes.
     """
     first = played["keep"]
-    kept = {mode: [_kept(line, first, call) for call in range(len(first.calls))] for mode, line in played.items()}
+    kept = {
+        mode: [_kept(line, first, call) for call in range(len(first.calls))] for mode, line in played.items()
+    }
     stages = []
     for call, name in enumerate(first.calls):
         before = {mode: sum(kept[mode][:call]) for mode in played}
@@ -82,7 +84,9 @@ def _with_measured(costs: dict[str, ModeCost], call: int, measured: Measured) ->
     return found
 
 
-def corrected(problem: ModeProblem, modes: list[str], judged: StepTimeline, measured: Measured) -> ModeProblem:
+def corrected(
+    problem: ModeProblem, modes: list[str], judged: StepTimeline, measured: Measured
+) -> ModeProblem:
     """``problem`` with the peaks of every piece moved to where they were when a step with ``modes`` was
     played.
     """
@@ -91,9 +95,7 @@ def corrected(problem: ModeProblem, modes: list[str], judged: StepTimeline, meas
         extra = measured.get((call, modes[call]), CallCost(0.0))
         forward = judged.forward[call].peak + extra.forward - peaks[0]
         between = judged.between[call].peak - peaks[1]
-        backward = (
-            judged.backward[call].peak + extra.backward - peaks[2] if call in judged.backward else 0
-        )
+        backward = judged.backward[call].peak + extra.backward - peaks[2] if call in judged.backward else 0
         costs = {
             mode: cost._replace(forward=cost.forward + forward, backward=cost.backward + backward)
             for mode, cost in stage.costs.items()
