@@ -21,87 +21,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _KEY = torch._C.DispatchKey.AutocastPrivateUse1
 
 # What is not in half precision: all that torch's autocast for CUDA touches is in one of these, or cast.
-_FP32 = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "group_norm",
-    "rms_norm",
-    "norm",
-    "nuclear_norm",
-    "frobenius_norm",
-    "linalg_matrix_norm",
-    "linalg_vector_norm",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss2d",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "dist",
-    "pdist",
-    "cdist",
-    "renorm",
-    "logsumexp",
-    "prod",
-    "softmax",
-    "log_softmax",
-    "cumprod",
-    "cumsum",
-    "sum",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "_upsample_bilinear2d_aa",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "_upsample_bicubic2d_aa",
-]
-_WIDEST = [
-    "addcdiv",
-    "addcmul",
-    "atan2",
-    "bilinear",
-    "cross",
-    "dot",
-    "vdot",
-    "grid_sampler",
-    "index_put",
-    "tensordot",
-    "scatter_add",
-]
-_AS_IT_IS = ["binary_cross_entropy"]  # CUDA's autocast refuses it
+_FP32_NAMES = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
+    native_layer_norm group_norm rms_norm norm nuclear_norm frobenius_norm linalg_matrix_norm
+    linalg_vector_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp prod softmax log_softmax cumprod cumsum
+    sum upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+"""
+_WIDEST_NAMES = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+"""
+_FP32, _WIDEST = frozenset(_FP32_NAMES.split()), frozenset(_WIDEST_NAMES.split())
+_AS_IT_IS = frozenset({"binary_cross_entropy"})  # CUDA's autocast refuses it
 
 
 @contextmanager

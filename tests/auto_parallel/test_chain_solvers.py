@@ -134,7 +134,9 @@ def simulate(chain: Chain, sequence: Sequence) -> int:
                 peak = max(peak, alive + chain.x[i + 1] + chain.ftmp[i])
             loose = i + 1
         elif isinstance(op, Backward):
-            assert i == left - 1 and i in whole and (i in inputs or i - 1 in whole)
+            assert i == left - 1
+            assert i in whole
+            assert i in inputs or i - 1 in whole
             peak = max(peak, alive + chain.x[i] + chain.btmp[i])
             left, loose = i, -1
             whole.discard(i)
@@ -174,7 +176,8 @@ def test_graph_gets_regions() -> None:
         CheckpointSolverChen(traced.graph)
     ShapeProp(traced).propagate(torch.zeros(32, 8))
     whole = CheckpointSolverRotor(traced.graph, optim_multiplier=0.0)
-    assert whole.solve() is traced.graph and len(whole.chain) == 18
+    assert whole.solve() is traced.graph
+    assert len(whole.chain) == 18
     assert not any("activation_checkpoint" in node.meta for node in traced.graph.nodes)
     static = sum(p.nbytes for p in model.parameters())
     tight = CheckpointSolverRotor(traced.graph, static + whole.least_memory() * 1.2, optim_multiplier=0.0)
@@ -218,13 +221,19 @@ def test_modes_are_optimal() -> None:
         for budget in (least, least + 5, least + 15):
             best = min(seconds_of(problem, modes) for modes in every if peaks[modes] <= budget)
             choice = solve_modes(problem, budget)
-            assert choice is not None and choice.seconds == best and choice.peak <= budget and choice.gap == 0
+            assert choice is not None
+            assert choice.seconds == best
+            assert choice.peak <= budget
+            assert choice.gap == 0
 
 
 def test_few_states_give_a_gap() -> None:
     problem = random_problem(random.Random(3), 12)
     budget = (least_budget(problem) + peak_of(problem, ["keep"] * 12)) // 2
     exact, rough = solve_modes(problem, budget), solve_modes(problem, budget, states=4)
-    assert exact is not None and rough is not None
-    assert rough.peak <= budget and rough.seconds >= exact.seconds
-    assert rough.seconds <= exact.seconds * (1 + rough.gap) + 1e-9 and rough.gap > 0
+    assert exact is not None
+    assert rough is not None
+    assert rough.peak <= budget
+    assert rough.seconds >= exact.seconds
+    assert rough.seconds <= exact.seconds * (1 + rough.gap) + 1e-9
+    assert rough.gap > 0

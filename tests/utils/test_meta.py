@@ -54,8 +54,10 @@ def bytes_after_forward(recomputed: bool) -> tuple[int, int]:
             inside = memory.now
         outside = memory.now
         y.sum().backward()
-        assert linear.weight.grad is not None and linear.weight.grad.dtype == torch.float32
-        assert x.grad is not None and x.grad.dtype == torch.bfloat16
+        assert linear.weight.grad is not None
+        assert linear.weight.grad.dtype == torch.float32
+        assert x.grad is not None
+        assert x.grad.dtype == torch.bfloat16
     return inside, outside
 
 

@@ -4,6 +4,7 @@ whole.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -68,7 +69,7 @@ class CheckpointSolverChen(CheckpointSolverBase):
                 cuts.append(stage + 1)
                 inside = 0
         cuts += [len(self.chain)] if cuts[-1] != len(self.chain) else []
-        return list(zip(cuts[:-1], cuts[1:], strict=True)), total
+        return list(itertools.pairwise(cuts)), total
 
 
 def peak_of_segments(chain: Chain, segments: list[tuple[int, int]]) -> int:

@@ -53,7 +53,7 @@ class CheckpointPlan:
 
     def __str__(self) -> str:
         line = self.timeline
-        worst, what = max(
+        _worst, what = max(
             (line.before.peak, "before the first block"),
             *(
                 (piece.peak, f"in the forward pass of {line.calls[i]}")
