@@ -117,8 +117,8 @@ def test_bad_input_leaves_the_model_alone() -> None:
         auto_checkpoint(model, batch, "much")
     with pytest.raises(ValueError, match="GPT2LMHeadModel cannot compute a loss of this batch"):
         auto_checkpoint(model, {"words": IDS}, "1 GiB")
-    with pytest.raises(ValueError, match="has no part 'transformer.x'"):
-        auto_checkpoint(model, batch, "1 GiB", blocks=["transformer.x"])
+    with pytest.raises(ValueError, match="has no part 'x'"):
+        auto_checkpoint(model, batch, "1 GiB", blocks=["x"])
     with pytest.raises(ValueError, match="measure=True needs the model on a GPU"):
         auto_checkpoint(model, batch, "1 GiB", measure=True)
     with pytest.raises(ValueError, match="there is no device 'abacus'"):

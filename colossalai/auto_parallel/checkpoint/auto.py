@@ -143,8 +143,8 @@ class CheckpointPlanner:
             except Exception as error:
                 if mode == "keep":
                     raise ValueError(
-                        f"auto_checkpoint: {type(self.step.model).__name__} cannot compute a loss of this batch on"
-                        f" the meta device: {error}"
+                        f"auto_checkpoint: {type(self.step.model).__name__} cannot compute a loss of this"
+                        f" batch on the meta device: {error}"
                     ) from error
                 self.notes.append(f"mode {mode!r} is not used: {error}")
                 continue

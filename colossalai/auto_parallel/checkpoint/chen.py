@@ -59,7 +59,7 @@ class CheckpointSolverChen(CheckpointSolverBase):
         )
 
     def _cut(self, most: float) -> tuple[list[tuple[int, int]], int]:
-        """Segments that keep ``most`` bytes or a little more, and the bytes of all their inputs and insides."""
+        """Segments that keep ``most`` bytes or a little more, and the bytes of all."""
         cuts, inside = [0], 0
         total = 0
         for stage, kept in enumerate(self.chain.xbar):

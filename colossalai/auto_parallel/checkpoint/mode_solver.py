@@ -1,4 +1,4 @@
-"""Chooses a mode for each block of a chain: the least time with which the step never needs more than a budget.
+"""Chooses a mode for each block of a chain: the least time with which a step needs at most a budget.
 
 What is alive in the midst of block k is what the blocks before it keep, and what block k itself needs at its
 worst moment, in its forward or in its backward pass.  So the choice for the blocks so far matters to the

@@ -52,8 +52,8 @@ class CheckpointSolverRotor(CheckpointSolverBase):
         self._table: _Table | None = None
 
     def solve(self, force_python: bool = False, verbose: bool = False) -> Any:
-        """The schedule of a ``Chain``, as a ``Sequence``; the nodes of a graph get the numbers of their regions
-        as ``meta["activation_checkpoint"]``, and the graph is returned.
+        """The schedule of a ``Chain``, as a ``Sequence``; the nodes of a graph get the numbers of their
+        regions as ``meta["activation_checkpoint"]``, and the graph is returned.
 
         ``force_python`` is accepted and has no use: there is one implementation.
         """

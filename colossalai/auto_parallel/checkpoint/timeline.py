@@ -32,6 +32,9 @@ class Span(NamedTuple):
     seconds: float = 0.0
 
 
+NOTHING = Span()
+
+
 @dataclass
 class StepTimeline:
     """The pieces of a step.  ``calls`` names the block of each call; ``forward`` and ``between`` (what
@@ -39,14 +42,14 @@ class StepTimeline:
     ``backward`` for those that are differentiated.
     """
 
-    before: Span = Span()
+    before: Span = NOTHING
     calls: list[str] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
     """The arguments of each call: a pair of positional ones and keywords."""
     forward: list[Span] = field(default_factory=list)
     between: list[Span] = field(default_factory=list)
     backward: dict[int, Span] = field(default_factory=dict)
-    step: Span = Span()
+    step: Span = NOTHING
     weights: int = 0
     gradients: int = 0
     states: int = 0
