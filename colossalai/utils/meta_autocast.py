@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_KEY = torch._C.DispatchKey.AutocastPrivateUse1
+_KEY: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 
 # What is not in half precision: all that torch's autocast for CUDA touches is in one of these, or cast.
 _FP32_NAMES = """

@@ -7,8 +7,7 @@ accepted.  What the play shows otherwise than predicted corrects the costs, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from colossalai.auto_parallel.checkpoint.blocks import find_blocks
+from colossalai.auto_parallel.checkpoint.blocks import block_modes, find_blocks, set_modes
 from colossalai.auto_parallel.checkpoint.measure import measure_calls, measure_rest
 from colossalai.auto_parallel.checkpoint.mode_solver import (
     MODES,
@@ -27,6 +27,7 @@ from colossalai.auto_parallel.checkpoint.mode_solver import (
     seconds_of,
     solve_modes,
 )
+from colossalai.auto_parallel.checkpoint.operation import Chain
 from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan, CurvePoint
 from colossalai.auto_parallel.checkpoint.profile import (
     Measured,
@@ -34,9 +35,8 @@ from colossalai.auto_parallel.checkpoint.profile import (
     make_problem,
     peak_of_step,
 )
-from colossalai.auto_parallel.checkpoint.timeline import StepTimeline, TrainingStep
+from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep
 from colossalai.device.presets import DEVICES, DevicePreset, device_preset
-from colossalai.nn.checkpoint_blocks import RecomputedBlock, checkpoint_blocks
 from colossalai.utils.text import bytes_of, size_text
 
 _ROUNDS = 8
@@ -158,7 +158,7 @@ class CheckpointPlanner:
         return played
 
     def _play(self, modes: dict[str, str]) -> StepTimeline:
-        with _modes(self.step.model, modes):
+        with block_modes(self.step.model, modes):
             return self.step.play(self.blocks)
 
     @cached_property
@@ -171,7 +171,7 @@ class CheckpointPlanner:
         """Costs of all modes of all blocks."""
         problem = make_problem(self.played, self.measured)
         if self._measures:
-            with _modes(self.step.model, dict.fromkeys(self.blocks, self._smallest)):
+            with block_modes(self.step.model, dict.fromkeys(self.blocks, self._smallest)):
                 problem.seconds = measure_rest(self.step, problem, self._smallest)
         return problem
 
@@ -259,10 +259,25 @@ class CheckpointPlanner:
 
     def apply(self, plan: CheckpointPlan) -> None:
         """Give the blocks of the model the modes of ``plan``."""
-        for mode in MODES:
-            names = [name for name, its in plan.modes.items() if its == mode]
-            if names:
-                checkpoint_blocks(self.step.model, mode, names)  # type: ignore[arg-type]
+        set_modes(self.step.model, plan.modes)
+
+    def chain(self) -> Chain:
+        """The calls of the blocks as a ``Chain``, for ``CheckpointSolverRotor`` and ``CheckpointSolverChen``;
+        what no mode changes is left out.
+        """
+        stages, line = self.problem.stages, self.played["keep"]
+        forward, backward = line.forward, [line.backward.get(i, NOTHING) for i in range(len(stages))]
+        again = [s.costs[self._smallest].seconds - s.costs["keep"].seconds for s in stages]
+        inputs = [_largest(given) for given in line.inputs]
+        kept = [stage.costs["keep"].kept for stage in stages]
+        return Chain(
+            again if self._smallest == "full" else [span.seconds for span in forward],
+            [s.costs["keep"].seconds - max(0.0, f) for s, f in zip(stages, again, strict=True)],
+            [*inputs, inputs[-1]] if inputs else [0],
+            kept,
+            [max(0, f.peak - f.start - k) for f, k in zip(forward, kept, strict=True)],
+            [max(0, b.peak - b.start) for b in backward],
+        )
 
     def curve(self, points: int = 15) -> list[CurvePoint]:
         """Budgets from the least to what the model needs without recomputing, with the predicted peak and
@@ -278,26 +293,6 @@ class CheckpointPlanner:
         return found
 
 
-@contextmanager
-def _modes(model: nn.Module, modes: dict[str, str]) -> Iterator[None]:
-    """Blocks in other modes for a while."""
-    before = [(model.get_submodule(name), type(model.get_submodule(name))) for name in modes]
-    chosen = [getattr(block, "recompute", None) for block, _ in before]
-    try:
-        for mode in MODES:
-            names = [name for name, its in modes.items() if its == mode]
-            if names:
-                checkpoint_blocks(model, mode, names)  # type: ignore[arg-type]
-        yield
-    finally:
-        for (block, kind), mode in zip(before, chosen, strict=True):
-            block.__class__ = kind
-            if issubclass(kind, RecomputedBlock):
-                block.recompute = mode  # type: ignore[assignment]
-            else:
-                vars(block).pop("recompute", None)
-
-
 def _device(device: str | DevicePreset | None, place: torch.device) -> DevicePreset:
     if isinstance(device, DevicePreset):
         return device
@@ -309,3 +304,9 @@ def _device(device: str | DevicePreset | None, place: torch.device) -> DevicePre
         return device_preset(torch.cuda.get_device_name(place))
     except ValueError:
         return DEVICES["a100"]  # its times are measured
+
+
+def _largest(inputs: Any) -> int:
+    """The bytes of the largest tensor among the arguments of a call: what comes from the block before."""
+    likes = tree_leaves(inputs, is_leaf=lambda leaf: isinstance(leaf, Like))
+    return max((like.nbytes for like in likes if isinstance(like, Like)), default=0)

@@ -1,12 +1,14 @@
-"""Finds the blocks of any model whose activations may be computed again."""
+"""Finds the blocks of any model whose activations may be computed again, and changes their modes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 
-from colossalai.nn.checkpoint_blocks import refuse_checkpointed
+from colossalai.auto_parallel.checkpoint.mode_solver import MODES
+from colossalai.nn.checkpoint_blocks import RecomputedBlock, checkpoint_blocks, refuse_checkpointed
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -68,3 +70,28 @@ def _has_weights(module: nn.Module) -> bool:
 
 def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
+
+
+def set_modes(model: nn.Module, modes: Mapping[str, str]) -> None:
+    """Give the blocks of ``model`` these modes, by name."""
+    for mode in MODES:
+        names = [name for name, its in modes.items() if its == mode]
+        if names:
+            checkpoint_blocks(model, mode, names)  # type: ignore[arg-type]
+
+
+@contextmanager
+def block_modes(model: nn.Module, modes: Mapping[str, str]) -> Iterator[None]:
+    """Blocks in other modes for a while."""
+    before = [(model.get_submodule(name), type(model.get_submodule(name))) for name in modes]
+    chosen = [getattr(block, "recompute", None) for block, _ in before]
+    try:
+        set_modes(model, modes)
+        yield
+    finally:
+        for (block, kind), mode in zip(before, chosen, strict=True):
+            block.__class__ = kind
+            if issubclass(kind, RecomputedBlock):
+                block.recompute = mode  # type: ignore[assignment]
+            else:
+                vars(block).pop("recompute", None)

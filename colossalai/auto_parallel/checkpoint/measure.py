@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from colossalai.auto_parallel.checkpoint.blocks import block_modes
 from colossalai.auto_parallel.checkpoint.mode_solver import ModeProblem
 from colossalai.auto_parallel.checkpoint.profile import CallCost
 from colossalai.auto_parallel.checkpoint.timeline import Like, Span, StepTimeline, TrainingStep
-from colossalai.nn.checkpoint_blocks import checkpoint_blocks
 
 _WARM, _REPEAT = 2, 5
 
@@ -46,15 +46,13 @@ def _measure(
     before = {key: value.clone() for key, value in block.named_buffers()}
     gradients = [p.grad for p in block.parameters()]
     device = next(block.parameters()).device
-    checkpoint_blocks(step.model, mode, [name])  # type: ignore[arg-type]
     try:
-        with torch.random.fork_rng(devices=[device]):
+        with block_modes(step.model, {name: mode}), torch.random.fork_rng(devices=[device]):
             times, above = [], (0, 0)
             for number in range(_WARM + _REPEAT):
                 seconds, above = _run(step, block, inputs, device)
                 times += [seconds] if number >= _WARM else []
     finally:
-        checkpoint_blocks(step.model, "keep", [name])
         with torch.no_grad():
             for key, value in block.named_buffers():
                 value.copy_(before[key])

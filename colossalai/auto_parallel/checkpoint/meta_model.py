@@ -33,7 +33,7 @@ def on_meta(model: nn.Module) -> Iterator[None]:
     numbers = random.getstate()
     try:
         for module in modules:
-            for own in (module._parameters, module._buffers):
+            for own in _own(module):
                 own.update({name: meta(t) for name, t in own.items() if t is not None})
             for name, value in vars(module).items():
                 if name not in ("_parameters", "_buffers", "_modules"):
@@ -46,9 +46,13 @@ def on_meta(model: nn.Module) -> Iterator[None]:
         for module, attributes, parameters, buffers in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for own, values in ((module._parameters, parameters), (module._buffers, buffers)):
+            for own, values in zip(_own(module), (parameters, buffers), strict=True):
                 own.clear()
                 own.update(values)
+
+
+def _own(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
 
 
 def _may_hold(value: Any) -> bool:
