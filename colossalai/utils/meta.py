@@ -53,9 +53,10 @@ class MetaBytes(LiveBytes):
 
 
 @contextmanager
-def gpu_kernels() -> Iterator[None]:
+def gpu_kernels(*, masks_of_bytes: bool = True) -> Iterator[None]:
     """On the meta device, attention that keeps no scores, dropout that keeps a mask of one byte, and autocast
-    of CUDA, as on a GPU.
+    of CUDA, as on a GPU.  Without ``masks_of_bytes``, dropout keeps its mask as on a CPU, in the dtype of its
+    input.
 
     Kernels of torch's dispatcher, not a ``TorchFunctionMode``: such a mode is off inside ``backward``, where
     checkpointed layers run again.
@@ -63,7 +64,8 @@ def gpu_kernels() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")  # its life ends below
     try:
         for name, kernel in _KERNELS.items():
-            library.impl(name, kernel, "AutogradMeta")
+            if name != "dropout" or masks_of_bytes:
+                library.impl(name, kernel, "AutogradMeta")
         with autocast_on_meta():
             yield
     finally:

@@ -24,6 +24,7 @@ from colossalai.auto_parallel.checkpoint.mode_solver import (
     Choice,
     ModeProblem,
     least_budget,
+    peak_of,
     seconds_of,
     solve_modes,
 )
@@ -260,6 +261,11 @@ class CheckpointPlanner:
     def apply(self, plan: CheckpointPlan) -> None:
         """Give the blocks of the model the modes of ``plan``."""
         set_modes(self.step.model, plan.modes)
+
+    def predicted(self, modes: Sequence[str]) -> CurvePoint:
+        """The peak and the seconds of a step whose calls have these modes, without playing it."""
+        peak = peak_of(self.problem, modes)
+        return CurvePoint(peak, peak, seconds_of(self.problem, modes))
 
     def chain(self) -> Chain:
         """The calls of the blocks as a ``Chain``, for ``CheckpointSolverRotor`` and ``CheckpointSolverChen``;

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossalai.auto_parallel.checkpoint.meta_model import on_meta
-from colossalai.device.presets import DevicePreset
+from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.interface.batch import call_with, loss_of, split_batch
 from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
 from colossalai.utils.throughput import OperationCounter
@@ -98,7 +98,8 @@ class TrainingStep:
 
     def play(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
         """The timeline of this step, with ``blocks`` as they are."""
-        with on_meta(self.model), gpu_kernels(), TimelineRecorder(self.device) as recorder:
+        kernels = gpu_kernels(masks_of_bytes=self.device is not DEVICES["cpu"])
+        with on_meta(self.model), kernels, TimelineRecorder(self.device) as recorder:
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
             batch = tree_map_only(Tensor, _like_on_meta, self.batch)
             recorder.hold(weights)

@@ -26,7 +26,10 @@ class Work(NamedTuple):
 
 def image_work(name: str, images: int, pixels: int = 224) -> Work:
     model = getattr(resnet, name)(num_classes=1000)
-    batch = (torch.rand(1, 3, pixels, pixels).expand(images, -1, -1, -1), torch.zeros(images, dtype=torch.long))
+    batch = (
+        torch.rand(1, 3, pixels, pixels).expand(images, -1, -1, -1),
+        torch.zeros(images, dtype=torch.long),
+    )
     return Work(model, batch, nn.CrossEntropyLoss())
 
 
