@@ -23,7 +23,6 @@ from colossalai.booster.mixed_precision.fp16 import FP16NaiveMixedPrecision
 from colossalai.context.config import ConfigException
 from colossalai.core import global_context as gpc
 from colossalai.dry_run.link import ImaginedLink, Way
-from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
 from colossalai.dry_run.watch import MemoryEstimate, Watch, WatchedEngine, WatchedExecutor
 from colossalai.engine.features import Features
 from colossalai.engine.initialization import handlers_of, schedule_of_config
@@ -36,6 +35,7 @@ from colossalai.pipeline.schedule import make_timetable
 from colossalai.pipeline.schedule.base import Action, PassKind, Timetable
 from colossalai.pipeline.stage import pipeline_rank
 from colossalai.utils import is_using_pp
+from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
 from colossalai.utils.parallel import averaging_size, is_cut_over_rows
 
 # A batch, as the data loader gives it: any nest of tensors with one row for each sample.

@@ -53,19 +53,18 @@ class MetaBytes(LiveBytes):
 
 
 @contextmanager
-def gpu_kernels(*, masks_of_bytes: bool = True) -> Iterator[None]:
+def gpu_kernels(*, is_cpu: bool = False) -> Iterator[None]:
     """On the meta device, attention that keeps no scores, dropout that keeps a mask of one byte, and autocast
-    of CUDA, as on a GPU.  Without ``masks_of_bytes``, dropout keeps its mask as on a CPU, in the dtype of its
-    input.
+    of CUDA, as on a GPU.  For a device that ``is_cpu``, dropout keeps a mask of its input's dtype, and
+    attention that drops something keeps its scores.
 
     Kernels of torch's dispatcher, not a ``TorchFunctionMode``: such a mode is off inside ``backward``, where
     checkpointed layers run again.
     """
     library = torch.library.Library("aten", "IMPL")  # its life ends below
     try:
-        for name, kernel in _KERNELS.items():
-            if name != "dropout" or masks_of_bytes:
-                library.impl(name, kernel, "AutogradMeta")
+        for name, kernel in (_CPU_KERNELS if is_cpu else _KERNELS).items():
+            library.impl(name, kernel, "AutogradMeta")
         with autocast_on_meta():
             yield
     finally:
@@ -92,6 +91,21 @@ def _attention(
     return fused(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal)[0]
 
 
+def _attention_of_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    if dropout_p == 0:
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal)
+    slow = torch.ops.aten._scaled_dot_product_attention_math
+    return slow(query, key, value, attn_mask, dropout_p, is_causal)[0]
+
+
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(input, p, True)[0] if train and p > 0 else input
 
@@ -100,6 +114,7 @@ _KERNELS: dict[str, Callable[..., Tensor]] = {
     "scaled_dot_product_attention": _attention,
     "dropout": _dropout,
 }
+_CPU_KERNELS: dict[str, Callable[..., Tensor]] = {"scaled_dot_product_attention": _attention_of_cpu}
 
 
 def step_as_on_gpu(optimizer: Optimizer) -> None:

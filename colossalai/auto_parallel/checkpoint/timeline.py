@@ -98,7 +98,7 @@ class TrainingStep:
 
     def play(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
         """The timeline of this step, with ``blocks`` as they are."""
-        kernels = gpu_kernels(masks_of_bytes=self.device is not DEVICES["cpu"])
+        kernels = gpu_kernels(is_cpu=self.device is DEVICES["cpu"])
         with on_meta(self.model), kernels, TimelineRecorder(self.device) as recorder:
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
             batch = tree_map_only(Tensor, _like_on_meta, self.batch)

@@ -22,7 +22,8 @@ def main() -> None:
             lines.append(f"batch_size: {images}, {error}")
             continue
         lines.append(
-            f"batch_size: {images}, peak memory: {peak / MB:.3f} MB, through put: {images / seconds:.3f} images/s"
+            f"batch_size: {images}, peak memory: {peak / MB:.3f} MB,"
+            f" through put: {images / seconds:.3f} images/s"
         )
     print("===============benchmark summary================")
     print(*lines, sep="\n")
