@@ -1,4 +1,4 @@
-"""Activation checkpointing under a budget, on a GPU: measured peaks and times of ``auto_checkpoint`` beside what
+"""Activation checkpointing under a budget, on a GPU: peaks and times of ``auto_checkpoint`` beside those that
 it predicted, and beside plain training, one mode for all blocks, and torch's ``activation_memory_budget``.
 
     python benchmarks/activation_checkpointing.py --models gpt2 vit --batches 1 --budgets 4

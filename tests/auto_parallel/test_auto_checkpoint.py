@@ -72,7 +72,7 @@ def test_every_budget_is_kept_by_a_real_step() -> None:
         with LiveBytes(block=512) as memory:
             memory.hold((*model.parameters(), *model.buffers(), *batch.values()))
             model(**batch).loss.backward()
-        assert memory.peak <= 1.02 * plan.peak  # attention on the CPU needs a little more
+        assert memory.peak <= plan.peak
 
 
 def test_autocast_and_optimizer_are_counted() -> None:
