@@ -226,7 +226,7 @@ def run(name: str, case: Case, samples: int, args: argparse.Namespace) -> None:
         _guard(
             label, mode, lambda mode=mode, told=told: line(label, f"all {mode}", bench.alike(mode), 0, told)
         )
-    most = planner.played["keep"].peak
+    most = planner.whole
     for number in range(args.budgets):
         budget = least + (most - least) * number // max(1, args.budgets - 1)
         _guard(label, "ours", lambda budget=budget: _ours(label, bench, budget))

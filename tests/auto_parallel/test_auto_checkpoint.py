@@ -43,7 +43,7 @@ def test_gradients_are_those_of_the_plain_model(name: str) -> None:
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     plain = gradients(model, batch, criterion)
     model.load_state_dict(state)
-    low, high = planner.least[2], planner.played["keep"].peak
+    low, high = planner.least[2], planner.whole
     plan = planner.plan((low + high) // 2)
     assert low <= plan.peak <= (low + high) // 2 or low == high == plan.peak
     planner.apply(plan)
@@ -88,13 +88,13 @@ def test_autocast_and_optimizer_are_counted() -> None:
     assert adam.least[2] >= plain.least[2] + states
     more = CheckpointPlanner(model, batch, device="cpu", reserved="1 MB")
     assert more.least[2] == plain.least[2] + 1_000_000
-    plan = half.plan((half.least[2] + half.played["keep"].peak) // 2)
+    plan = half.plan((half.least[2] + half.whole) // 2)
     assert plan.peak <= plan.budget
 
 
 def test_one_line_and_its_report() -> None:
     model = gpt2()
-    need = CheckpointPlanner(model, BATCH, device="h100").played["keep"].peak
+    need = CheckpointPlanner(model, BATCH, device="h100").whole
     plan = auto_checkpoint(model, BATCH, int(need * 0.99), device="h100")
     assert set(plan.modes) == {f"transformer.h.{i}" for i in range(4)}
     assert set(plan.modes.values()) == {"keep", "selective"}

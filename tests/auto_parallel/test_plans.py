@@ -1,4 +1,4 @@
-"""Models that ``auto_checkpoint`` has changed, under data parallelism, ZeRO, Gemini and tensor parallelism."""
+"""Models that ``auto_checkpoint`` has changed, under DDP, ZeRO, Gemini and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLUGINS: dict[str, Any] = {
 def changed(model: nn.Module, ids: Tensor) -> nn.Module:
     """With modes of all kinds."""
     planner = CheckpointPlanner(model, {"input_ids": ids, "labels": ids}, device="h200")
-    plan = planner.plan((2 * planner.least[2] + planner.played["keep"].peak) // 3)
+    plan = planner.plan((2 * planner.least[2] + planner.whole) // 3)
     planner.apply(plan)
     assert len(set(plan.modes.values())) > 1
     return model

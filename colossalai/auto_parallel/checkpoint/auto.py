@@ -8,6 +8,7 @@ accepted.  What the play shows otherwise than predicted corrects the costs, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.checkpoint.blocks import block_modes, find_blocks, set_modes
-from colossalai.auto_parallel.checkpoint.measure import measure_calls, measure_rest
+from colossalai.auto_parallel.checkpoint.measure import measure_calls, measure_step
 from colossalai.auto_parallel.checkpoint.mode_solver import (
     MODES,
     Choice,
@@ -131,6 +132,8 @@ class CheckpointPlanner:
         if self._measures and place.type != "cuda":
             raise ValueError(f"auto_checkpoint: measure=True needs the model on a GPU, it lies on {place}")
         self.notes: list[str] = []
+        self.unseen = 0
+        """Bytes that a run on the GPU needed beyond those that were played."""
         self.played = self._play_all()
 
     def _play_all(self) -> dict[str, StepTimeline]:
@@ -153,8 +156,8 @@ class CheckpointPlanner:
                 self.notes.append(f"mode {mode!r} is not used: the blocks are called in another order")
                 continue
             played[mode] = line
-        for line in played["keep"].reads:
-            self.notes.append(f"a value is read, and was taken for 0 in the plan, at {line}")
+        for read in played["keep"].reads:
+            self.notes.append(f"a value is read, and was taken for 0 in the plan, at {read}")
         self.blocks = {name: b for name, b in self.blocks.items() if name in played["keep"].calls}
         return played
 
@@ -172,28 +175,50 @@ class CheckpointPlanner:
         """Costs of all modes of all blocks."""
         problem = make_problem(self.played, self.measured)
         if self._measures:
-            with block_modes(self.step.model, dict.fromkeys(self.blocks, self._smallest)):
-                problem.seconds = measure_rest(self.step, problem, self._smallest)
+            self._measure_rest(problem)
         return problem
+
+    def _measure_rest(self, problem: ModeProblem) -> None:
+        """Run a step with all blocks in the smallest mode, for the time outside of them and for bytes that
+        no play shows; if it does not fit, predictions stay.
+        """
+        mode = self._smallest
+        with block_modes(self.step.model, dict.fromkeys(self.blocks, mode)):
+            whole = measure_step(self.step)
+        if whole is None:
+            self.notes.append("a step with all blocks recomputed did not fit: part of the time is predicted")
+            return
+        line, modes = self.played[mode], [mode] * len(problem.stages)
+        problem.seconds = max(0.0, whole.seconds - sum(s.costs[mode].seconds for s in problem.stages))
+        problem.seconds += line.step.seconds
+        played = peak_of_step(replace(line, step=NOTHING), modes, self.measured)
+        self.unseen = max(0, whole.above - (played - line.before.start))
 
     @property
     def _smallest(self) -> str:
         return "full" if "full" in self.played else "keep"
 
+    @property
+    def whole(self) -> int:
+        """The bytes of a step that computes nothing again."""
+        line = self.played["keep"]
+        return peak_of_step(line, ["keep"] * len(line.calls), self.measured) + self.unseen
+
     @cached_property
     def least(self) -> tuple[list[str], StepTimeline, int]:
-        """The modes that need the least memory, their step, and its peak."""
+        """The modes that need the least memory, their step, and its peak with all that is needed."""
         choice = solve_modes(self.problem, least_budget(self.problem))
         assert choice is not None
-        return choice.modes, *self._judge(choice.modes)
+        judged, peak = self._judge(choice.modes)
+        return choice.modes, judged, peak + self.unseen
 
     def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
         """The fastest modes with which the step stays within ``memory``."""
-        budget = bytes_of(memory)
+        problem, seen = self.problem, set()
+        budget = bytes_of(memory) - self.unseen
         best = self._best_alike(budget)
         if best is not None and best[0].modes[:1] in ([], ["keep"]):
             return self._agreed(budget, *best)
-        problem, seen = self.problem, set()
         for _ in range(_ROUNDS):
             choice = solve_modes(problem, budget, time_limit)
             if choice is None or tuple(choice.modes) in seen:
@@ -219,14 +244,14 @@ class CheckpointPlanner:
 
     def _least_within(self, budget: int) -> tuple[Choice, StepTimeline, int]:
         modes, judged, peak = self.least
-        if peak > budget:
+        if peak > (budget := budget + self.unseen):
             static = judged.weights + judged.states + self.step.reserved
             raise ValueError(
                 f"auto_checkpoint: memory={budget} ({size_text(budget)}) is below the least that recomputing"
                 f" and offloading blocks reach, {peak} ({size_text(peak)}), of which {size_text(static)} are"
                 " weights, states and what is reserved; give more, take a smaller batch, or shard the model"
             )
-        return Choice(modes, seconds_of(self.problem, modes), peak), judged, peak
+        return Choice(modes, seconds_of(self.problem, modes), peak), judged, peak - self.unseen
 
     def _judge(self, modes: list[str]) -> tuple[StepTimeline, int]:
         judged = self._play(self._by_block(modes))
@@ -247,13 +272,13 @@ class CheckpointPlanner:
             modes = next(theirs for whose, theirs in every if whose == look)
         return CheckpointPlan(
             model=self.step.model,
-            budget=budget,
-            peak=peak,
+            budget=budget + self.unseen,
+            peak=peak + self.unseen,
             seconds=choice.seconds,
             gap=choice.gap,
             modes=modes,
             timeline=judged,
-            reserved=self.step.reserved,
+            reserved=self.step.reserved + self.unseen,
             notes=tuple(self.notes),
             planner=self,
         )
@@ -264,7 +289,7 @@ class CheckpointPlanner:
 
     def predicted(self, modes: Sequence[str]) -> CurvePoint:
         """The peak and the seconds of a step whose calls have these modes, without playing it."""
-        peak = peak_of(self.problem, modes)
+        peak = peak_of(self.problem, modes) + self.unseen
         return CurvePoint(peak, peak, seconds_of(self.problem, modes))
 
     def chain(self) -> Chain:
@@ -289,13 +314,13 @@ class CheckpointPlanner:
         """Budgets from the least to what the model needs without recomputing, with the predicted peak and
         seconds of each.
         """
-        low, high = self.least[2], self.played["keep"].peak
+        low, high = self.least[2], self.whole
         found = []
         for number in range(points):
             budget = low + (high - low) * number // max(1, points - 1)
-            choice = solve_modes(self.problem, budget)
+            choice = solve_modes(self.problem, budget - self.unseen)
             if choice is not None:
-                found.append(CurvePoint(budget, choice.peak, choice.seconds))
+                found.append(CurvePoint(budget, choice.peak + self.unseen, choice.seconds))
         return found
 
 

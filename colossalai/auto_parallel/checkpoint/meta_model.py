@@ -46,9 +46,10 @@ def on_meta(model: nn.Module) -> Iterator[None]:
         for module, attributes, parameters, buffers in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for own, values in zip(_own(module), (parameters, buffers), strict=True):
+            for own in _own(module):
                 own.clear()
-                own.update(values)
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
 
 
 def _own(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -112,7 +112,7 @@ class TrainingStep:
             with recorder.watching(blocks):
                 with self.autocasts("meta"):
                     loss = self.loss(self.model, batch)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             del loss
             recorder.timeline.gradients = sum(
                 p.grad.nbytes for p in self.model.parameters() if p.grad is not None

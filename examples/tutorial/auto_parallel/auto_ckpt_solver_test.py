@@ -20,7 +20,7 @@ def main() -> None:
     else:
         work = image_work(args.model, args.batch_size or 128)
     planner = planner_of(work, args.device)
-    low, high = planner.least[2], planner.played["keep"].peak
+    low, high = planner.least[2], planner.whole
     found = []
     for number in range(args.budgets):
         budget = low + (high - low) * number // max(1, args.budgets - 1)
