@@ -92,6 +92,17 @@ def test_autocast_and_optimizer_are_counted() -> None:
     assert plan.peak <= plan.budget
 
 
+def test_stored_micro_batches() -> None:
+    model = gpt2()
+    one = CheckpointPlanner(model, BATCH, device="cpu")
+    three = CheckpointPlanner(model, BATCH, device="cpu", stored=3)
+    line = one.played["keep"]
+    assert three.whole == one.whole + 2 * (line.between[-1].start - line.before.start)
+    plan = three.plan((three.least[2] + three.whole) // 2)
+    assert plan.peak <= plan.budget
+    assert len(set(plan.modes.values())) > 1
+
+
 def test_one_line_and_its_report() -> None:
     model = gpt2()
     need = CheckpointPlanner(model, BATCH, device="h100").whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -225,6 +226,18 @@ def test_modes_are_optimal() -> None:
             assert choice.seconds == best
             assert choice.peak <= budget
             assert choice.gap == 0
+
+
+def test_micro_batches_that_are_stored_besides() -> None:
+    problem = replace(random_problem(random.Random(5), 5), copies=2)
+    every = list(itertools.product(MODES, repeat=5))
+    least, most = (f(peak_of(problem, modes) for modes in every) for f in (min, max))
+    for budget in range(least, most + 1, 9):
+        choice = solve_modes(problem, budget)
+        best = min(seconds_of(problem, modes) for modes in every if peak_of(problem, modes) <= budget)
+        assert choice is not None
+        assert choice.peak <= budget
+        assert best <= choice.seconds <= 1.05 * best  # bounds on what is kept are tried, not all
 
 
 def test_few_states_give_a_gap() -> None:

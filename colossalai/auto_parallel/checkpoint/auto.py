@@ -56,6 +56,7 @@ def auto_checkpoint(
     device: str | DevicePreset | None = None,
     measure: bool | None = None,
     blocks: Sequence[str] | None = None,
+    stored: int = 1,
     time_limit: float = 10.0,
 ) -> CheckpointPlan:
     """Let each block of ``model`` keep, recompute or offload its activations, so that a training step needs
@@ -80,6 +81,8 @@ def auto_checkpoint(
         measure: run each kind of block on the GPU, for its true times and workspaces; by default where the
             model lies on one.
         blocks: names of the modules to choose for, by default found.
+        stored: how many micro-batches are stored at one time; more than 1 for a stage of a pipeline, of which
+            ``batch`` is one micro-batch.
         time_limit: seconds for each solution; after that, the best that was found, with its gap.
     """
     planner = CheckpointPlanner(
@@ -92,6 +95,7 @@ def auto_checkpoint(
         device=device,
         measure=measure,
         blocks=blocks,
+        stored=stored,
     )
     plan = planner.plan(memory, time_limit)
     planner.apply(plan)
@@ -115,7 +119,11 @@ class CheckpointPlanner:
         device: str | DevicePreset | None = None,
         measure: bool | None = None,
         blocks: Sequence[str] | None = None,
+        stored: int = 1,
     ) -> None:
+        if stored < 1:
+            raise ValueError(f"auto_checkpoint: at least 1 micro-batch is stored, got {stored=}")
+        self._copies = stored - 1
         self.blocks = find_blocks(model, blocks)
         place = next((p.device for p in model.parameters() if p.requires_grad), None)
         if place is None:
@@ -173,7 +181,7 @@ class CheckpointPlanner:
     @cached_property
     def problem(self) -> ModeProblem:
         """Costs of all modes of all blocks."""
-        problem = make_problem(self.played, self.measured)
+        problem = replace(make_problem(self.played, self.measured), copies=self._copies)
         if self._measures:
             self._measure_rest(problem)
         return problem
@@ -202,7 +210,8 @@ class CheckpointPlanner:
     def whole(self) -> int:
         """The bytes of a step that computes nothing again."""
         line = self.played["keep"]
-        return peak_of_step(line, ["keep"] * len(line.calls), self.measured) + self.unseen
+        modes = ["keep"] * len(line.calls)
+        return peak_of_step(line, modes, self.measured, self._copies) + self.unseen
 
     @cached_property
     def least(self) -> tuple[list[str], StepTimeline, int]:
@@ -237,7 +246,7 @@ class CheckpointPlanner:
         found = []
         for mode, line in self.played.items():
             modes = [mode] * len(line.calls)
-            peak = peak_of_step(line, modes, self.measured)
+            peak = peak_of_step(line, modes, self.measured, self._copies)
             if peak <= budget:
                 found.append((Choice(modes, seconds_of(self.problem, modes), peak), line, peak))
         return min(found, key=lambda one: one[0].seconds, default=None)
@@ -255,7 +264,7 @@ class CheckpointPlanner:
 
     def _judge(self, modes: list[str]) -> tuple[StepTimeline, int]:
         judged = self._play(self._by_block(modes))
-        return judged, peak_of_step(judged, modes, self.measured)
+        return judged, peak_of_step(judged, modes, self.measured, self._copies)
 
     def _by_block(self, modes: list[str]) -> dict[str, str]:
         return dict(zip(self.played["keep"].calls, modes, strict=True))

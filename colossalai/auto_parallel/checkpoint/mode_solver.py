@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 MODES = ("keep", "selective", "full", "offload")
+_BOUNDS = 24
 _HOLD_OUTPUTS = ("keep", "selective")
 """Modes in which a block may keep its own output, which is the next one's input."""
 
@@ -42,6 +43,8 @@ class ModeStage:
     name: str
     costs: dict[str, ModeCost]
     between: int = 0
+    most: int | None = None
+    """The most bytes that may be kept behind it."""
 
 
 @dataclass
@@ -51,6 +54,8 @@ class ModeProblem:
     stages: list[ModeStage]
     least: int = 0
     seconds: float = 0.0
+    copies: int = 0
+    """How many times what all stages keep lies there besides: other micro-batches of a pipeline."""
 
 
 @dataclass
@@ -84,11 +89,37 @@ def solve_modes(
     calls = [stage.name for stage in problem.stages]
     shared = [name for name in dict.fromkeys(calls) if calls.count(name) > 1]
     found: list[Choice] = []
-    for mode in MODES if shared else ("keep",):
+    if problem.copies:
+        return _solve_copies(problem, budget, time_limit, states)
+    common = [m for m in MODES if all(m in stage.costs for stage in problem.stages if stage.name in shared)]
+    for mode in common if shared else ("keep",):
         stages = [_only(stage, mode) if stage.name in shared else stage for stage in problem.stages]
         choice = _solve(stages, problem, budget, time_limit, states)
         found += [choice] if choice is not None else []
     return min(found, key=lambda choice: choice.seconds, default=None)
+
+
+def _solve_copies(problem: ModeProblem, budget: int, time_limit: float, states: int) -> Choice | None:
+    """With a bound on what all stages keep, the copies are a constant; many bounds are tried."""
+    alone = replace(problem, copies=0)
+    ends = [kept_by(alone, [mode] * len(alone.stages)) for mode in alone.stages[0].costs]
+    found: list[Choice] = []
+    for number in range(_BOUNDS):
+        bound = min(ends) + (max(ends) - min(ends)) * number // (_BOUNDS - 1)
+        last = replace(alone.stages[-1], most=bound)
+        problem_of_bound = replace(alone, stages=[*alone.stages[:-1], last])
+        choice = solve_modes(problem_of_bound, budget - problem.copies * bound, time_limit, states)
+        if choice is not None:
+            found.append(replace(choice, peak=peak_of(problem, choice.modes)))
+    return min(found, key=lambda choice: choice.seconds, default=None)
+
+
+def kept_by(problem: ModeProblem, modes: Sequence[str]) -> int:
+    """The bytes that all stages keep together."""
+    kept, held = 0, False
+    for stage, mode in zip(problem.stages, modes, strict=True):
+        kept, held = kept + _kept(stage.costs[mode], held), mode in _HOLD_OUTPUTS
+    return kept
 
 
 def least_budget(problem: ModeProblem) -> int:
@@ -110,7 +141,8 @@ def _chosen(problem: ModeProblem, budget: int) -> Choice:
 
 def peak_of(problem: ModeProblem, modes: Sequence[str]) -> int:
     """The most bytes that are alive at one time with these modes."""
-    return max([problem.least, *(max(piece) for piece in pieces_of(problem, modes))])
+    alone = max([problem.least, *(max(piece) for piece in pieces_of(problem, modes))])
+    return alone + problem.copies * kept_by(problem, modes)
 
 
 def pieces_of(problem: ModeProblem, modes: Sequence[str]) -> list[tuple[int, int, int]]:
@@ -133,7 +165,7 @@ def _kept(cost: ModeCost, held: bool) -> int:
 
 
 def _only(stage: ModeStage, mode: str) -> ModeStage:
-    return ModeStage(stage.name, {mode: stage.costs[mode]}, stage.between)
+    return replace(stage, costs={mode: stage.costs[mode]})
 
 
 def _solve(
@@ -186,6 +218,7 @@ def _advance(fronts: tuple[_Front, _Front], stage: ModeStage, budget: int) -> tu
             after = front.kept + _kept(cost, bool(held))
             fits = front.kept + max(cost.forward, cost.backward) <= budget
             fits &= after + stage.between <= budget
+            fits &= stage.most is None or after <= stage.most
             places = np.flatnonzero(fits)
             origin = (places * len(MODES) + MODES.index(mode)) * 2 + held
             new = _Front(after[places], front.seconds[places] + cost.seconds, origin)

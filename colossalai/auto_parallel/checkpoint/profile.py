@@ -100,16 +100,17 @@ def corrected(
             mode: cost._replace(forward=cost.forward + forward, backward=cost.backward + backward)
             for mode, cost in stage.costs.items()
         }
-        stages.append(ModeStage(stage.name, costs, stage.between + between))
+        stages.append(replace(stage, costs=costs, between=stage.between + between))
     return replace(problem, stages=stages)
 
 
-def peak_of_step(judged: StepTimeline, modes: list[str], measured: Measured) -> int:
-    """The peak of a played step, with what was measured beyond."""
+def peak_of_step(judged: StepTimeline, modes: list[str], measured: Measured, copies: int = 0) -> int:
+    """The peak of a played step, with what was measured beyond, and other micro-batches that are kept."""
     pieces = [judged.before.peak, judged.step.peak, *(piece.peak for piece in judged.between)]
     for call, mode in enumerate(modes):
         extra = measured.get((call, mode), CallCost(0.0))
         pieces.append(judged.forward[call].peak + extra.forward)
         if call in judged.backward:
             pieces.append(judged.backward[call].peak + extra.backward)
-    return max(pieces)
+    kept = judged.between[-1].start - judged.before.start if judged.between else 0
+    return max(pieces) + copies * kept
