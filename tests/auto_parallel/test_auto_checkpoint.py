@@ -155,6 +155,26 @@ class ReadsValues(nn.Module):
         return x
 
 
+class ChoosesRows(ReadsValues):
+    """Computes with the rows that are positive, however many these are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[x.sum(1) > 0])
+
+
+def test_models_whose_shapes_depend_on_values() -> None:
+    model, x = ChoosesRows(), torch.randn(64, 8)
+    planner = CheckpointPlanner(model, x)
+    assert any("values decide at" in note and "x[x.sum(1) > 0]" in note for note in planner.notes)
+    plain = gradients(model, x, None)
+    plan = planner.plan(planner.least[2])
+    planner.apply(plan)
+    for mine, theirs in zip(gradients(model, x, None), plain, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert torch.equal(mine, theirs)
+
+
 def test_lines_that_read_values_are_named() -> None:
     plan = auto_checkpoint(ReadsValues(), torch.rand(2, 8), "1 GiB")
     assert any("if x.sum() > 100:" in note for note in plan.notes)

@@ -7,6 +7,7 @@ accepted.  What the play shows otherwise than predicted corrects the costs, and 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -37,7 +38,7 @@ from colossalai.auto_parallel.checkpoint.profile import (
     make_problem,
     peak_of_step,
 )
-from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep
+from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
 from colossalai.device.presets import DEVICES, DevicePreset, device_preset
 from colossalai.utils.text import bytes_of, size_text
 
@@ -151,13 +152,10 @@ class CheckpointPlanner:
             if mode == "offload" and self.step.device is DEVICES["cpu"]:
                 continue  # the device is the host
             try:
-                line = self._play(dict.fromkeys(self.blocks, mode))
+                line = self._play_or_run(dict.fromkeys(self.blocks, mode))
             except Exception as error:
                 if mode == "keep":
-                    raise ValueError(
-                        f"auto_checkpoint: {type(self.step.model).__name__} cannot compute a loss of this"
-                        f" batch on the meta device: {error}"
-                    ) from error
+                    raise self._does_not_fit(error) from error
                 self.notes.append(f"mode {mode!r} is not used: {error}")
                 continue
             if played and line.calls != played["keep"].calls:
@@ -168,6 +166,30 @@ class CheckpointPlanner:
             self.notes.append(f"a value is read, and was taken for 0 in the plan, at {read}")
         self.blocks = {name: b for name, b in self.blocks.items() if name in played["keep"].calls}
         return played
+
+    def _does_not_fit(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"auto_checkpoint: {type(self.step.model).__name__} cannot compute a loss of this batch: {error}"
+        )
+
+    def _play_or_run(self, modes: dict[str, str]) -> StepTimeline:
+        """A step on the meta device, or where the model is if it needs values."""
+        try:
+            return self._play(modes)
+        except (NotImplementedError, RuntimeError) as error:
+            if not self.step.is_played or self.place.type == "meta":
+                raise
+            self.step.is_played = False
+            try:
+                found = self._play(modes)
+            except Exception:
+                self.step.is_played = True
+                raise error from None
+            self.notes.append(
+                f"values decide at {line_of(traceback.extract_tb(error.__traceback__))}; so steps were run on"
+                f" {self.place} instead of the meta device, and bytes counted there"
+            )
+            return found
 
     def _play(self, modes: dict[str, str]) -> StepTimeline:
         with block_modes(self.step.model, modes):

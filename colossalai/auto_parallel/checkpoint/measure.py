@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from colossalai.auto_parallel.checkpoint.blocks import block_modes
+from colossalai.auto_parallel.checkpoint.meta_model import left_alone
 from colossalai.auto_parallel.checkpoint.profile import CallCost
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, Span, StepTimeline, TrainingStep
 
@@ -56,7 +56,7 @@ def _measure_call(
                 torch.autograd.backward(learnt, gradients)
         peaks = forward.nbytes, backward.nbytes
 
-    with _left_alone(block), block_modes(step.model, {name: mode}):
+    with left_alone(block), block_modes(step.model, {name: mode}):
         seconds = _seconds(once, block, device)
     extra = [max(0, most - (span.peak - span.start)) for most, span in zip(peaks, spans, strict=True)]
     return CallCost(seconds, *extra)
@@ -84,7 +84,7 @@ def measure_step(step: TrainingStep) -> Whole | None:
         above = peak.nbytes
 
     try:
-        with _left_alone(step.model):
+        with left_alone(step.model):
             return Whole(_seconds(once, step.model, device), above)
     except torch.OutOfMemoryError:
         return None
@@ -119,29 +119,6 @@ def _seconds(once: Callable[[], None], module: nn.Module, device: torch.device) 
         once()
     torch.cuda.synchronize(device)
     return (time.perf_counter() - start) / _REPEAT
-
-
-@contextmanager
-def _left_alone(module: nn.Module) -> Iterator[None]:
-    """A module in training, whose buffers, gradients and modes are afterwards what they were, as are random
-    numbers.
-    """
-    buffers = {name: value.clone() for name, value in module.named_buffers()}
-    gradients = [p.grad for p in module.parameters()]
-    training = [(part, part.training) for part in module.modules()]
-    device = next(p.device for p in module.parameters())
-    try:
-        module.train()
-        with torch.random.fork_rng(devices=[device]):
-            yield
-    finally:
-        for part, flag in training:
-            part.training = flag
-        with torch.no_grad():
-            for name, value in module.named_buffers():
-                value.copy_(buffers[name])
-        for p, gradient in zip(module.parameters(), gradients, strict=True):
-            p.grad = gradient
 
 
 def _made(inputs: Any, device: torch.device) -> Any:

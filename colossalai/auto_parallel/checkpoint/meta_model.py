@@ -1,4 +1,4 @@
-"""A model on the meta device for a while, without a copy of it.
+"""A model on the meta device for a while, without a copy of it, or run where it is without a trace.
 
 The modules stay the same objects: what is learnt about them there (such as that a block leaves its inputs
 alone) holds afterwards.
@@ -66,3 +66,26 @@ def _meta_of(tensor: Tensor) -> Tensor:
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         made.__dict__.update(vars(tensor))  # such as its place on a mesh
     return made
+
+
+@contextmanager
+def left_alone(module: nn.Module) -> Iterator[None]:
+    """A module in training, whose buffers, gradients and modes are afterwards what they were, as are random
+    numbers.
+    """
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    gradients = [p.grad for p in module.parameters()]
+    training = [(part, part.training) for part in module.modules()]
+    device = next(p.device for p in module.parameters())
+    try:
+        module.train()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for part, flag in training:
+            part.training = flag
+        with torch.no_grad():
+            for name, value in module.named_buffers():
+                value.copy_(buffers[name])
+        for p, gradient in zip(module.parameters(), gradients, strict=True):
+            p.grad = gradient

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from colossalai.auto_parallel.checkpoint.meta_model import on_meta
+from colossalai.auto_parallel.checkpoint.meta_model import left_alone, on_meta
 from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.interface.batch import call_with, loss_of, split_batch
 from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
@@ -80,6 +80,8 @@ class TrainingStep:
     autocast: torch.dtype | None
     reserved: int
     device: DevicePreset
+    is_played: bool = True
+    """Whether the step is played on the meta device; one whose way depends on values runs where the model is."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch; of a model that makes none, a number that depends on all that it returns."""
@@ -98,6 +100,8 @@ class TrainingStep:
 
     def play(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
         """The timeline of this step, with ``blocks`` as they are."""
+        if not self.is_played:
+            return self._run(blocks)
         kernels = gpu_kernels(is_cpu=self.device is DEVICES["cpu"])
         with on_meta(self.model), kernels, TimelineRecorder(self.device) as recorder:
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
@@ -109,19 +113,48 @@ class TrainingStep:
             recorder.hold(t for t in tree_leaves(batch) if isinstance(t, Tensor))
             recorder.now += self.reserved
             recorder.begin("before")
-            with recorder.watching(blocks):
-                with self.autocasts("meta"):
-                    loss = self.loss(self.model, batch)
-                loss.backward()
-            del loss
-            recorder.timeline.gradients = sum(
-                p.grad.nbytes for p in self.model.parameters() if p.grad is not None
-            )
+            self._passes(recorder, blocks, batch, "meta")
             recorder.begin("step")
             if optimizer is not None:
                 optimizer.step()
             recorder.begin("done")
             return recorder.timeline
+
+    def _run(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
+        """The same on the model's own device, with values; the optimizer's step is left out."""
+        place = next(p.device for p in self.model.parameters())
+        batch = tree_map_only(Tensor, lambda t: t.to(place), self.batch)
+        with left_alone(self.model), TimelineRecorder(self.device, meta=False) as recorder:
+            self.model.zero_grad(set_to_none=True)
+            recorder.hold((*self.model.parameters(), *self.model.buffers()))
+            recorder.timeline.weights = recorder.now
+            recorder.timeline.states = self._states()
+            recorder.hold(t for t in tree_leaves(batch) if isinstance(t, Tensor))
+            recorder.now += self.reserved + recorder.timeline.states
+            recorder.begin("before")
+            self._passes(recorder, blocks, batch, place.type)
+            recorder.begin("done")
+            return recorder.timeline
+
+    def _passes(
+        self, recorder: TimelineRecorder, blocks: Mapping[str, nn.Module], batch: Any, place: str
+    ) -> None:
+        with recorder.watching(blocks):
+            with self.autocasts(place):
+                loss = self.loss(self.model, batch)
+            loss.backward()
+        del loss
+        gradients = (p.grad for p in self.model.parameters())
+        recorder.timeline.gradients = sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    def _states(self) -> int:
+        """The bytes of the optimizer's states."""
+        if self.optimizer is None:
+            return 0
+        with on_meta(self.model), MetaBytes() as memory:
+            made = _with_states(self.optimizer, self.model)
+            del made.param_groups[:]
+            return memory.now
 
 
 def _like_on_meta(tensor: Tensor) -> Tensor:
@@ -148,8 +181,9 @@ def _with_states(optimizer: Optimizer, model: nn.Module) -> Optimizer:
 class TimelineRecorder(MetaBytes):
     """Cuts a step into pieces, and adds up the seconds of its operations by a roofline."""
 
-    def __init__(self, device: DevicePreset) -> None:
+    def __init__(self, device: DevicePreset, *, meta: bool = True) -> None:
         super().__init__()
+        self._meta = meta
         self.timeline = StepTimeline()
         self._device, self._operations = device, OperationCounter().flop_registry
         self._name, self._call, self._start = "", 0, 0
@@ -183,12 +217,9 @@ class TimelineRecorder(MetaBytes):
         return self._device.seconds(operations, sum(t.nbytes for t in tensors), tensors[0].dtype)
 
     def _note_read(self) -> None:
-        for frame in reversed(traceback.extract_stack()):
-            if "/torch/" not in frame.filename and "/colossalai/" not in frame.filename:
-                line = f"{frame.filename}:{frame.lineno}: {frame.line}"
-                if line not in self.timeline.reads:
-                    self.timeline.reads.append(line)
-                return
+        line = line_of(traceback.extract_stack())
+        if line not in self.timeline.reads:
+            self.timeline.reads.append(line)
 
     @contextmanager
     def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -225,6 +256,14 @@ class TimelineRecorder(MetaBytes):
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(differentiate)
+
+
+def line_of(stack: traceback.StackSummary) -> str:
+    """The innermost line of ``stack`` that is neither torch's nor ours."""
+    for frame in reversed(stack):
+        if "/torch/" not in frame.filename and "/colossalai/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "an unknown line"
 
 
 class Like(NamedTuple):
