@@ -203,7 +203,7 @@ class CheckpointPlanner:
     @cached_property
     def problem(self) -> ModeProblem:
         """Costs of all modes of all blocks."""
-        problem = replace(make_problem(self.played, self.measured), copies=self._copies)
+        problem = replace(make_problem(self.played, self.step.device, self.measured), copies=self._copies)
         if self._measures:
             self._measure_rest(problem)
         return problem

@@ -53,7 +53,7 @@ class CheckpointPlan:
 
     def __str__(self) -> str:
         line = self.timeline
-        _worst, what = max(
+        worst, what = max(
             (line.before.peak, "before the first block"),
             *(
                 (piece.peak, f"in the forward pass of {line.calls[i]}")
@@ -79,7 +79,14 @@ class CheckpointPlan:
         ]
         counts = Counter(self.modes.values())
         rows += [(f"blocks in mode {mode}", str(count)) for mode, count in counts.items()]
-        return "\n".join([*table(rows), *(f"note: {note}" for note in self.notes)])
+        notes = list(self.notes)
+        head = line.between[-1].peak - line.between[-1].start if line.between else 0
+        if head > worst / 4 and line.between[-1].peak == worst:
+            notes.append(
+                f"what follows the last block, such as a head and a loss, needs {size_text(head)}, which no"
+                " mode changes; for language models see colossalai.nn.chunk_causal_loss"
+            )
+        return "\n".join([*table(rows), *(f"note: {note}" for note in notes)])
 
 
 def plot_curve(curve: list[CurvePoint], path: str, marks: dict[str, tuple[int, float]] | None = None) -> None:

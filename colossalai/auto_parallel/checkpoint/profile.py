@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from torch.utils._pytree import tree_leaves
+
 from colossalai.auto_parallel.checkpoint.mode_solver import (
     ModeCost,
     ModeProblem,
     ModeStage,
     pieces_of,
 )
-from colossalai.auto_parallel.checkpoint.timeline import Span, StepTimeline
+from colossalai.auto_parallel.checkpoint.timeline import Like, Span, StepTimeline
+from colossalai.device.presets import DevicePreset
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class CallCost:
 Measured = Mapping[tuple[int, str], CallCost]
 
 
-def make_problem(played: Mapping[str, StepTimeline], measured: Measured | None = None) -> ModeProblem:
+def make_problem(
+    played: Mapping[str, StepTimeline], device: DevicePreset, measured: Measured | None = None
+) -> ModeProblem:
     """The costs of all modes, from a timeline of a step with all blocks in that mode.
 
     A stage keeps what is freed by its backward pass; of tensors that live only until the end of the forward
@@ -47,7 +52,7 @@ def make_problem(played: Mapping[str, StepTimeline], measured: Measured | None =
                 kept[mode][call],
                 ground + forward.peak - forward.start,
                 backward.peak - before[mode],
-                forward.seconds + backward.seconds,
+                forward.seconds + backward.seconds + _travel(line, call, mode, device),
                 kept["full"][call] if mode == "offload" and "full" in played else None,
             )
         between = max(
@@ -56,6 +61,14 @@ def make_problem(played: Mapping[str, StepTimeline], measured: Measured | None =
         stages.append(ModeStage(name, _with_measured(costs, call, measured or {}), between))
     rest = first.before.seconds + sum(piece.seconds for piece in first.between) + first.step.seconds
     return ModeProblem(stages, max(max(p.before.peak, p.step.peak) for p in played.values()), rest)
+
+
+def _travel(line: StepTimeline, call: int, mode: str, device: DevicePreset) -> float:
+    """Seconds in which inputs of a call that are offloaded go to the host and come back."""
+    if mode != "offload":
+        return 0.0
+    likes = tree_leaves(line.inputs[call][0], is_leaf=lambda leaf: isinstance(leaf, Like))
+    return 2 * sum(like.nbytes for like in likes if isinstance(like, Like)) / device.host
 
 
 def _kept(line: StepTimeline, first: StepTimeline, call: int) -> int:

@@ -81,7 +81,7 @@ class TrainingStep:
     reserved: int
     device: DevicePreset
     is_played: bool = True
-    """Whether the step is played on the meta device; one whose way depends on values runs where the model is."""
+    """Whether it is played on the meta device; one whose way depends on values runs where the model is."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch; of a model that makes none, a number that depends on all that it returns."""
