@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from colossalai.booster.mixed_precision.fp16 import FP16NaiveMixedPrecision
+from colossalai.booster.mixed_precision.fp16 import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from colossalai.context.config import ConfigException
 from colossalai.core import global_context as gpc
 from colossalai.dry_run.link import ImaginedLink, Way
@@ -145,10 +145,10 @@ def _check_on_meta(model: nn.Module) -> None:
 def _engine(features: Features, model: nn.Module, optimizer: Optimizer, criterion: Any) -> WatchedEngine:
     """What ``initialize`` makes of them, but on the meta device and without DDP."""
     ready: Any = (model, optimizer, criterion)
-    if features.precision is not None and not isinstance(features.precision, FP16NaiveMixedPrecision):
+    played = (FP16NaiveMixedPrecision, FP16TorchMixedPrecision)
+    if features.precision is not None and not isinstance(features.precision, played):
         raise ConfigException(
-            "a dry run plays fp16 with AMP_TYPE.NAIVE, or no fp16: the meta device has no autocast, which the"
-            " other modes use"
+            "a dry run plays fp16 with AMP_TYPE.NAIVE or AMP_TYPE.TORCH, or no fp16; not the levels of Apex"
         )
     if features.precision is not None:
         ready = features.precision.configure(model, optimizer, criterion)
