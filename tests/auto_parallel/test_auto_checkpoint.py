@@ -42,12 +42,15 @@ def test_gradients_are_those_of_the_plain_model(name: str) -> None:
     assert torch.equal(numbers, torch.get_rng_state())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     plain = gradients(model, batch, criterion)
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
     model.load_state_dict(state)
     low, high = planner.least[2], planner.whole
     plan = planner.plan((low + high) // 2)
     assert low <= plan.peak <= (low + high) // 2 or low == high == plan.peak
     planner.apply(plan)
     again = gradients(model, batch, criterion)
+    for key, value in model.named_buffers():
+        assert torch.equal(value, buffers[key])  # statistics of batches are updated once
     assert len(plain) == len(again)
     for mine, theirs in zip(again, plain, strict=True):
         assert (mine is None and theirs is None) or torch.equal(mine, theirs)  # type: ignore[arg-type]
