@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from colossalai.mesh.rows import expert_axes
 from colossalai.nn.modes import current
 from colossalai.nn.policies import POLICIES, Policy, parallelize
 from colossalai.nn.policies.depth import Depth, ModelParts, carried_depth, find_parts
-from colossalai.nn.policies.derive_depth import derive_depth
+from colossalai.nn.policies.derive_depth import derive_depths
 from colossalai.nn.policies.per_block import refuse_configured
 from colossalai.nn.policies.stage import ModelStage, StageShare, copy_above, take_stage
 from colossalai.nn.policies.verify import Verification
@@ -67,11 +67,10 @@ def split_model(
     if placement.stages > 1:
         refuse_configured(model)
     depth = _find_depth(model, policy)
-    derived = depth is None
-    parts = find_parts(model, depth or _derive_depth(model))
-    plan = _Plan(model, parts, placement, partition)
-    if derived and placement.stages > 1:
-        plan.verify(model)
+    if depth is None:
+        plan = _derive_plan(model, placement, partition)
+    else:
+        plan = _Plan(model, find_parts(model, depth), placement, partition)
     if not isinstance(model, WholeOutputs):
         model = _parallelize(model, policy)
     holders = plan.parameters(model)
@@ -120,10 +119,36 @@ def _find_depth(model: nn.Module, policy: Policy | None) -> Depth | None:
     return carried_depth(model) if found is None or found.depth is None else found.depth
 
 
-def _derive_depth(model: nn.Module) -> Depth:
-    depth = derive_depth(model)
-    if depth is not None:
-        return depth
+def _derive_plan(model: nn.Module, placement: Placement, partition: str | Sequence[int]) -> _Plan:
+    """The first plan of those that the code of ``model`` suggests whose stages compute what it does.
+
+    They are tried on every rank, with other weights and a tiny batch of random numbers.
+    """
+    plans = [
+        _Plan(model, find_parts(model, depth), placement, partition) for depth in derive_depths(model)
+    ] or _refuse_unknown(model)
+    if placement.stages == 1:
+        return plans[0]
+    who = f"split_model found the blocks of {type(model).__name__} at {plans[0].parts.towers[0].blocks!r}"
+    advice = "pass policy=Policy(..., depth=Depth(blocks=..., entry=...))"
+    whole = Verification(model, weightless=True)
+    if whole.inputs is None:
+        raise ValueError(
+            f"{who}, but could not try the stages, as the model is on the plain meta device (build it in"
+            f" colossalai.lazy.LazyInitContext() instead) or takes arguments that are not known; {advice}"
+        )
+    problems = []
+    for plan in plans:
+        problems.append(plan.problem(whole, whole.inputs))
+        if not problems[-1]:
+            return plan
+    raise ValueError(
+        f"{who}, but stages that are cut there do not compute what the whole model does ({problems[0]});"
+        f" {advice}, or train without a pipeline"
+    )
+
+
+def _refuse_unknown(model: nn.Module) -> NoReturn:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     known = ", ".join(kind for policy in POLICIES if policy.depth for kind in policy.model_types)
     raise ValueError(
@@ -203,43 +228,29 @@ class _Plan:
             stages.append(take_stage(twin, parts, self._share(index)))
         return stages
 
-    def verify(self, model: nn.Module) -> None:
-        """Refuse stages that, one after the other, do not compute what ``model`` does.
-
-        They are tried on every rank, with other weights and a tiny batch of random numbers.
+    def problem(self, whole: Verification, inputs: dict[str, Any]) -> str:
+        """What is wrong with the stages, run one after the other, in words; nothing if they compute what the
+        ``whole`` model does.
         """
-        who = f"split_model found the blocks of {type(model).__name__} at {self.parts.towers[0].blocks!r}"
-        advice = "pass policy=Policy(..., depth=Depth(blocks=..., entry=...))"
-        whole = Verification(model, weightless=True)
-        if whole.inputs is None:
-            raise ValueError(
-                f"{who}, but could not try the stages, as the model is on the plain meta device (build it in"
-                f" colossalai.lazy.LazyInitContext() instead) or takes arguments that are not known; {advice}"
-            )
-        model, inputs = whole.model, whole.inputs
 
         def run() -> Any:
             output: Any = ()
             for i in range(len(self.ranges)):
-                twin = copy_above(model, self.parts.paths)
+                twin = copy_above(whole.model, self.parts.paths)
                 stage = take_stage(twin, self.parts, self._share(i), refuses=False)
                 output = stage(*(output if isinstance(output, tuple) else (output,)), **inputs)
             return output
 
         try:
-            problem = whole.difference(whole.answers(model, run))
+            problem = whole.difference(whole.answers(whole.model, run))
             if not problem and (name := whole.coupled()) is not None:
-                problem = (
+                return (
                     f"its output {name!r} relates the rows of a batch to each other, and a pipeline cuts the"
                     " batch into micro-batches"
                 )
+            return problem
         except Exception as error:  # whatever the code of the model raises
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
-            raise ValueError(
-                f"{who}, but stages that are cut there do not compute what the whole model does ({problem});"
-                f" {advice}, or train without a pipeline"
-            )
+            return f"{type(error).__name__}: {error}"
 
     def _share(self, index: int) -> StageShare:
         here, count = self.ranges[index], self.parts.count

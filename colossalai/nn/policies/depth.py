@@ -45,6 +45,12 @@ class Depth:
     """How often each module of the list is called in a row, where a layer serves as several blocks; all
     stages hold it then.
     """
+    travels: tuple[tuple[str, int], ...] = ()
+    """Outputs of modules of ``entry``, by their number among all that the module returns, that go to all later
+    stages beside the hidden states: what only the first stage can know, such as a mask that was drawn.
+    """
+    encoded: type | None = None
+    """What an encoder returns, if it is not a ``BaseModelOutput``."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,8 @@ class ModelParts:
     as_tuple: bool = False
     shared: tuple[str, ...] = ()
     formed: frozenset[str] = frozenset()
+    travels: tuple[tuple[str, int], ...] = ()
+    encoded: type | None = None
 
     @property
     def repeated(self) -> list[str]:
@@ -123,7 +131,12 @@ class ModelParts:
         if encoded and end == tower.numbers.start:
             return encoded
         carried = [name for name in self.carries if name] if end > tower.numbers.start else []
-        return ("hidden_states", *carried, *encoded)
+        return ("hidden_states", *carried, *encoded, *(travelling(*place) for place in self.travels))
+
+
+def travelling(path: str, number: int) -> str:
+    """The name under which an output of the module at ``path`` is sent to later stages."""
+    return f"{path}[{number}]"
 
 
 def _inside(name: str, path: str) -> bool:
@@ -143,7 +156,16 @@ def find_parts(model: nn.Module, depth: Depth) -> ModelParts:
     _check_parameters(model, kept)
     _check_buffers(model, shared)
     tail = tuple(_rest(model, kept))
-    return ModelParts(tuple(towers), tail, depth.carries, depth.as_tuple, shared, frozenset(depth.formed))
+    return ModelParts(
+        tuple(towers),
+        tail,
+        depth.carries,
+        depth.as_tuple,
+        shared,
+        frozenset(depth.formed),
+        depth.travels,
+        depth.encoded,
+    )
 
 
 def _check_homes(model: nn.Module, depth: Depth, homes: list[str]) -> None:

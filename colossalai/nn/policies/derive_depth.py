@@ -12,11 +12,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from itertools import combinations
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from colossalai.nn.policies.depth import Depth
 from colossalai.nn.policies.meta_inputs import in_evaluation, looking_at, meta_twin
@@ -35,19 +37,33 @@ class Calls:
     outputs: dict[str, Any] = field(default_factory=dict)
 
 
-def derive_depth(model: nn.Module) -> Depth | None:
-    """The blocks of ``model`` and its modules before them; None if it has none that can be told."""
+def derive_depths(model: nn.Module) -> list[Depth]:
+    """The blocks of ``model`` and its modules before them: what may be right, the likeliest and cheapest
+    first; empty if it has no blocks that can be told.
+    """
     calls = _follow(model)
-    if calls is None:
-        return None
-    lists = _block_lists(model, calls)
-    if not lists:
-        return None
+    lists = [] if calls is None else _block_lists(model, calls)
+    if calls is None or not lists:
+        return []
     towers = _towers(lists)
     if towers:
-        return _of_towers(model, calls, towers)
+        return [_of_towers(model, calls, towers)]
     largest = max(lists, key=lambda path: sum(p.numel() for p in model.get_submodule(path).parameters()))
-    return _of_one_list(model, calls, largest)
+    depth = _of_one_list(model, calls, largest)
+    travels = _constants(calls, depth.formed)
+    return [depth, replace(depth, travels=travels)] if travels else [depth]
+
+
+def _constants(calls: Calls, paths: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """The outputs of the modules at ``paths`` that have no gradients, and are not computed again without
+    these modules: masks and orders that are drawn, tables of positions.
+    """
+    return tuple(
+        (path, number)
+        for path in paths
+        for number, value in enumerate(tree_leaves(calls.outputs.get(path)))
+        if isinstance(value, Tensor) and not value.requires_grad
+    )
 
 
 def _of_towers(model: nn.Module, calls: Calls, towers: list[str]) -> Depth:
@@ -60,7 +76,15 @@ def _of_towers(model: nn.Module, calls: Calls, towers: list[str]) -> Depth:
     both = [_carries(calls, tower) for tower in towers]
     carries = tuple(a if a == b else None for a, b in zip(*(c[0] for c in both), strict=False))
     names = tuple(home.rpartition(".")[2] for home in homes)
-    return Depth(towers[0].rpartition(".")[2], tuple(entry), carries, names, both[0][1])
+    encoded = type(calls.outputs.get(homes[0]))
+    return Depth(
+        towers[0].rpartition(".")[2],
+        tuple(entry),
+        carries,
+        names,
+        both[0][1],
+        encoded=encoded if "last_hidden_state" in getattr(encoded, "__dataclass_fields__", ()) else None,
+    )
 
 
 def _of_one_list(model: nn.Module, calls: Calls, blocks: str) -> Depth:
@@ -137,13 +161,16 @@ def _block_lists(model: nn.Module, calls: Calls) -> list[str]:
 
 
 def _towers(lists: list[str]) -> list[str]:
-    """Two lists of the same name in neighbouring modules, an encoder and then a decoder."""
-    if len(lists) != 2:
-        return []
-    (first, a), (second, b) = (path.rpartition(".")[::2] for path in lists)
-    siblings = first.rpartition(".")[0] == second.rpartition(".")[0] and first != second
-    named = "encoder" in first.rpartition(".")[2] and "decoder" in second.rpartition(".")[2]
-    return lists if a == b and siblings and named else []
+    """Two lists of the same name in neighbouring modules, an encoder and then a decoder; other lists, such as
+    the convolutions before an encoder, may be there too.
+    """
+    for one, other in combinations(lists, 2):
+        (first, a), (second, b) = (path.rpartition(".")[::2] for path in (one, other))
+        siblings = first.rpartition(".")[0] == second.rpartition(".")[0] and first != second
+        named = "encoder" in first.rpartition(".")[2] and "decoder" in second.rpartition(".")[2]
+        if a == b and siblings and named:
+            return [one, other]
+    return []
 
 
 def _before(model: nn.Module, calls: Calls, blocks: str, home: str) -> list[str]:
@@ -173,10 +200,10 @@ def _twins(model: nn.Module, calls: Calls, entry: list[str]) -> list[str]:
 
 def _carries(calls: Calls, blocks: str) -> tuple[tuple[str | None, ...], bool]:
     """What a block returns after the hidden states, by the names of the next one's arguments, and whether it
-    returns a tuple.
+    returns a tuple or a list.
     """
     output, following = calls.outputs[f"{blocks}.0"], calls.given.get(f"{blocks}.1", {})
-    if not isinstance(output, tuple):
+    if not isinstance(output, tuple | list):
         return (), False
     names = [
         next((name for name, given in following.items() if given is value), None)

@@ -121,6 +121,9 @@ def _main_inputs(model: nn.Module, batch: int, length: int) -> Iterator[dict[str
         images = torch.zeros(batch, channels, height, width, dtype=dtype)
         yield {"pixel_values": images}
         yield {"input_ids": ids, "pixel_values": images}
+        shots = getattr(vision, "num_frames", None)
+        if isinstance(shots, int):
+            yield {"pixel_values": torch.zeros(batch, shots, channels, height, width, dtype=dtype)}
     frames = 2 * getattr(config, "max_source_positions", 0) or 100
     bins = int(getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None) or 80)
     sound = torch.zeros(batch, bins, frames, dtype=dtype)
@@ -128,4 +131,7 @@ def _main_inputs(model: nn.Module, batch: int, length: int) -> Iterator[dict[str
     yield {"input_features": sound.transpose(1, 2), "decoder_input_ids": ids}
     yield {"input_features": sound}
     yield {"input_features": sound.transpose(1, 2)}
+    length = getattr(config, "max_length", None)
+    if isinstance(length, int) and hasattr(config, "num_mel_bins"):  # a spectrogram that is cut into patches
+        yield {"input_values": torch.zeros(batch, length, bins, dtype=dtype)}
     yield {"input_values": torch.zeros(batch, 2000, dtype=dtype)}

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from colossalai.nn.policies.adapters import FixedAdapters, base_of
-from colossalai.nn.policies.depth import ModelParts
+from colossalai.nn.policies.depth import ModelParts, travelling
 from colossalai.nn.policies.per_block import check_output, refuse_asked, refuse_collected
 from colossalai.nn.policies.wrap_forward import (
     Forward,
@@ -105,7 +105,11 @@ class EntryStandIn(StandIn):
 
 
 class FormedStandIn(StandIn):
-    """Gives zeros of the form that the module itself would give, which an empty copy finds out."""
+    """Gives zeros of the form that the module itself would give, which an empty copy finds out, and what the
+    first stage has sent of its outputs.
+    """
+
+    travels: tuple[int, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def empty(x: Any) -> Any:
@@ -116,7 +120,9 @@ class FormedStandIn(StandIn):
 
         where = self.arrived.hidden.device
         with torch.no_grad():
-            return tree_map(zeros, self.empty(*tree_map(empty, args), **tree_map(empty, kwargs)))
+            leaves, form = tree_flatten(self.empty(*tree_map(empty, args), **tree_map(empty, kwargs)))
+        sent = {i: self.arrived.values[travelling(self.path, i)] for i in self.travels}
+        return tree_unflatten([sent.get(i, zeros(x)) for i, x in enumerate(leaves)], form)
 
 
 class BlockBefore(StandIn):
@@ -167,14 +173,32 @@ class RepeatedBlock(ForwardWrapper):
         return forward(*args, **kwargs)
 
 
+class KeptOutputs(ForwardWrapper):
+    """A module of the first stage, some of whose outputs go to later stages beside the hidden states."""
+
+    share: StageShare
+    path: str
+    travels: tuple[int, ...]
+
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = forward(*args, **kwargs)
+        arrived = self.share.arrived
+        if arrived.calls is not None:  # no recomputation
+            leaves = tree_leaves(output)
+            arrived.values |= {travelling(self.path, i): leaves[i] for i in self.travels}
+        return output
+
+
 class TowerBefore(StandIn):
     """An encoder, which returns what it did on an earlier stage."""
+
+    kind: type | None = None
 
     def forward(self, *_: Any, **__: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutput
 
         states: Any = self.arrived.values["encoder_hidden_states"]
-        return BaseModelOutput(last_hidden_state=states)
+        return (self.kind or BaseModelOutput)(last_hidden_state=states)
 
 
 class Tail(StandIn):
@@ -246,7 +270,8 @@ class ModelStage(FixedAdapters):
                 check_output(type(self).__name__, output)
             return output
         except Leave as left:
-            sent = tuple(left.values[name] for name in share.sends)
+            kept = {**share.arrived.values, **left.values}
+            sent = tuple(kept[name] for name in share.sends)
             if isinstance(self, nn.Module) and isinstance(self, WholeOutputs):
                 self.first_step.after(self, sent)
             return sent[0] if len(sent) == 1 else sent
@@ -305,19 +330,24 @@ def take_stage(model: nn.Module, parts: ModelParts, share: StageShare, *, refuse
     """Put stand-ins into ``model`` for all that is not in ``share``, and make it a stage; with ``refuses`` it
     raises when it returns what was collected from its blocks.
     """
+    travels = {path: tuple(i for p, i in parts.travels if p == path) for path, _ in parts.travels}
     for path, kind in _elsewhere(parts, share).items():
         parent, _, name = path.rpartition(".")
         home = model.get_submodule(parent)
         stand_in = kind(home.get_submodule(name), path, share.arrived)
         if isinstance(stand_in, BlockBefore):
             stand_in.carries, stand_in.as_tuple = parts.carries, parts.as_tuple
+        elif isinstance(stand_in, TowerBefore):
+            stand_in.kind = parts.encoded
+        elif isinstance(stand_in, FormedStandIn):
+            stand_in.travels = travels.get(path, ())
         home._modules[name] = stand_in
     for path in parts.repeated:
-        parent, _, name = path.rpartition(".")
-        home = model.get_submodule(parent)
-        block: Any = wrap_forward(copy.copy(home.get_submodule(name)), RepeatedBlock)
+        block = _wrapped_copy(model, path, RepeatedBlock)
         block.share, block.carries, block.as_tuple = share, parts.carries, parts.as_tuple
-        home._modules[name] = block
+    for path, numbers in travels.items() if share.is_first else ():
+        kept = _wrapped_copy(model, path, KeptOutputs)
+        kept.share, kept.path, kept.travels = share, path, numbers
     wrap_forward(model, ModelStage if base_of(model) is model else AdaptedStage)
     model.share = share  # type: ignore[assignment]
     if refuses and share.is_last and share.stages > 1:
@@ -325,6 +355,16 @@ def take_stage(model: nn.Module, parts: ModelParts, share: StageShare, *, refuse
     if isinstance(model, WholeOutputs):  # the chunks of a rank are copies of one model
         model.first_step = first_step(model.cut_as[1])
     return model
+
+
+def _wrapped_copy(model: nn.Module, path: str, kind: type[ForwardWrapper]) -> Any:
+    """Put a copy of the module at ``path``, of the ``kind``, in its place, and return it; stages that are
+    copies of one model have the module itself in common.
+    """
+    parent, _, name = path.rpartition(".")
+    home = model.get_submodule(parent)
+    home._modules[name] = wrap_forward(copy.copy(home.get_submodule(name)), kind)
+    return home._modules[name]
 
 
 def _elsewhere(parts: ModelParts, share: StageShare) -> dict[str, type[StandIn]]:
