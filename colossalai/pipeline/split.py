@@ -7,16 +7,21 @@ are shared between stages.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh.deferred import Deferred
+from colossalai.mesh.meta_models import before_cut, defer_meta, is_on_meta, note_cut
 from colossalai.mesh.rows import expert_axes
 from colossalai.nn.modes import current
 from colossalai.nn.policies import POLICIES, Policy, parallelize
@@ -71,11 +76,13 @@ def split_model(
         plan = _derive_plan(model, placement, partition)
     else:
         plan = _Plan(model, find_parts(model, depth), placement, partition)
+    before = before_cut(model)
     if not isinstance(model, WholeOutputs):
         model = _parallelize(model, policy)
     holders = plan.parameters(model)
     stages = plan.take(model, rank)
-    result = stages[0] if len(stages) == 1 else nn.ModuleList(stages)
+    result = _together(stages)
+    note_cut(result, before, partial(_cut_again, plan=plan, rank=rank, policy=policy))
     if recording is not None:
         recording.materialize(result)
     own = {placement.stage(rank, chunk): stage for chunk, stage in enumerate(stages)}
@@ -85,6 +92,17 @@ def split_model(
     ]
     tie_stages(own, holders, dealt, rank)
     return result
+
+
+def _together(stages: list[nn.Module]) -> nn.Module:
+    return stages[0] if len(stages) == 1 else nn.ModuleList(stages)
+
+
+def _cut_again(model: nn.Module, plan: _Plan, rank: int, policy: Policy | None) -> nn.Module:
+    """The stages of ``rank`` of another model of the same form."""
+    if not isinstance(model, WholeOutputs):
+        model = _parallelize(model, policy)
+    return _together(plan.take(model, rank))
 
 
 def _place(placement: Placement | None, rank: int | None) -> tuple[Placement, int]:
@@ -131,7 +149,7 @@ def _derive_plan(model: nn.Module, placement: Placement, partition: str | Sequen
         return plans[0]
     who = f"split_model found the blocks of {type(model).__name__} at {plans[0].parts.towers[0].blocks!r}"
     advice = "pass policy=Policy(..., depth=Depth(blocks=..., entry=...))"
-    whole = Verification(model, weightless=True)
+    whole = _verification(model)
     if whole.inputs is None:
         raise ValueError(
             f"{who}, but could not try the stages, as the model is on the plain meta device (build it in"
@@ -146,6 +164,15 @@ def _derive_plan(model: nn.Module, placement: Placement, partition: str | Sequen
         f"{who}, but stages that are cut there do not compute what the whole model does ({problems[0]});"
         f" {advice}, or train without a pipeline"
     )
+
+
+def _verification(model: nn.Module) -> Verification:
+    whole = Verification(model, weightless=True)
+    if whole.inputs is None and any(map(is_on_meta, model.parameters())):
+        # without memory, but with values that can be had: some come to all weights, those of buffers matter
+        with torch.random.fork_rng(devices=[]), suppress(ValueError):
+            whole = Verification(defer_meta(copy.deepcopy(model)), weightless=True)
+    return whole
 
 
 def _refuse_unknown(model: nn.Module) -> NoReturn:

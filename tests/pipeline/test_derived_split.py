@@ -168,8 +168,17 @@ def test_stages_without_memory_are_tried(monkeypatch: pytest.MonkeyPatch) -> Non
         split_model(_without_memory("bloom"), Placement(2), 0)
 
 
-def test_a_model_on_the_meta_device_is_not_split_by_guess() -> None:
-    model = derived_zoo.build("bloom").to("meta")
-    told = r"found the blocks .*'transformer.h', but could not try the stages.*LazyInitContext\(\)"
+def test_a_model_on_the_meta_device_is_not_split_by_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    bloom = derived_zoo.build("bloom").to("meta")
+    state = torch.get_rng_state()
+    assert isinstance(split_model(bloom, Placement(2), 0), stage.ModelStage)
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.device("meta"):
+        model = Gated(each=False)
+    told = r"found the blocks .*'parts', but could not try the stages.*LazyInitContext\(\)"
     with pytest.raises(ValueError, match=told):
-        split_model(model, Placement(2), 0)
+        split_model(model, Placement(2), 0)  # nothing says how its gate is drawn
+    zeros = lambda self, hidden, *_, **__: (torch.zeros_like(hidden), None)  # noqa: E731
+    monkeypatch.setattr(stage.BlockBefore, "forward", zeros)
+    with pytest.raises(ValueError, match=r"do not compute .* 'logits' is off by"):
+        split_model(derived_zoo.build("bloom").to("meta"), Placement(2), 0)

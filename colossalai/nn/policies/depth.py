@@ -40,7 +40,9 @@ class Depth:
     positions.
     """
     formed: tuple[str, ...] = ()
-    """Modules of ``entry`` that return something else than a tensor like the hidden states."""
+    """Modules of ``entry`` that return something else than a tensor like the hidden states; the list of blocks
+    is among them if the code between blocks needs such a thing.
+    """
     repeats: tuple[int, ...] = ()
     """How often each module of the list is called in a row, where a layer serves as several blocks; all
     stages hold it then.

@@ -51,7 +51,15 @@ def derive_depths(model: nn.Module) -> list[Depth]:
     largest = max(lists, key=lambda path: sum(p.numel() for p in model.get_submodule(path).parameters()))
     depth = _of_one_list(model, calls, largest)
     travels = _constants(calls, depth.formed)
-    return [depth, replace(depth, travels=travels)] if travels else [depth]
+    formed = (*depth.formed, largest) if _returns_values(calls, largest) else depth.formed
+    dearer = replace(depth, travels=travels, formed=formed)
+    return [depth] if dearer == depth else [depth, dearer]
+
+
+def _returns_values(calls: Calls, blocks: str) -> bool:
+    """Whether a block returns something that is no tensor, such as the sizes of what it returns."""
+    leaves = tree_leaves(calls.outputs[f"{blocks}.0"])
+    return any(value is not None and not isinstance(value, Tensor) for value in leaves)
 
 
 def _constants(calls: Calls, paths: tuple[str, ...]) -> tuple[tuple[str, int], ...]:

@@ -19,6 +19,7 @@ import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -112,17 +113,22 @@ class FormedStandIn(StandIn):
     travels: tuple[int, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def empty(x: Any) -> Any:
-            return x.detach().to("meta") if isinstance(x, Tensor) else x
-
-        def zeros(x: Any) -> Any:
-            return torch.zeros(x.shape, dtype=x.dtype, device=where) if isinstance(x, Tensor) else x
-
-        where = self.arrived.hidden.device
-        with torch.no_grad():
-            leaves, form = tree_flatten(self.empty(*tree_map(empty, args), **tree_map(empty, kwargs)))
+        leaves, form = tree_flatten(_formed(self.empty, args, kwargs, self.arrived.hidden.device))
         sent = {i: self.arrived.values[travelling(self.path, i)] for i in self.travels}
-        return tree_unflatten([sent.get(i, zeros(x)) for i, x in enumerate(leaves)], form)
+        return tree_unflatten([sent.get(i, x) for i, x in enumerate(leaves)], form)
+
+
+def _formed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], where: torch.device) -> Any:
+    """What ``module``, which has no values, returns, with zeros for its tensors."""
+
+    def empty(x: Any) -> Any:
+        return x.detach().to("meta") if isinstance(x, Tensor) else x
+
+    def zeros(x: Any) -> Any:
+        return torch.zeros(x.shape, dtype=x.dtype, device=where) if isinstance(x, Tensor) else x
+
+    with torch.no_grad():
+        return tree_map(zeros, module(*tree_map(empty, args), **tree_map(empty, kwargs)))
 
 
 class BlockBefore(StandIn):
@@ -131,6 +137,21 @@ class BlockBefore(StandIn):
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return _arrived(self.arrived, self.carries, self.as_tuple)
+
+
+class FormedBlockBefore(BlockBefore):
+    """A block that returns more than tensors, which an empty copy finds out; the last one before this stage
+    returns what has arrived, and those before it zeros, whose shapes may be others.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.arrived.hidden
+        first, *rest = _formed(self.empty, args, kwargs, hidden.device)
+        carried = zip_longest(self.carries, rest)
+        return (
+            hidden if first.shape == hidden.shape else first,
+            *(self.arrived.values.get(name) if name else value for name, value in carried),
+        )
 
 
 class After(StandIn):
@@ -382,7 +403,8 @@ def _elsewhere(parts: ModelParts, share: StageShare) -> dict[str, type[StandIn]]
             kinds |= {p: FormedStandIn if p in parts.formed else EntryStandIn for p in tower.entry}
         if tower.repeats:
             continue
-        kinds |= {tower.block(i): BlockBefore for i in range(first, min(start, last))}
+        before = FormedBlockBefore if tower.blocks in parts.formed else BlockBefore
+        kinds |= {tower.block(i): before for i in range(first, min(start, last))}
         kinds |= {tower.block(i): After for i in range(max(end, first), last)}
         if end < last:
             kinds |= dict.fromkeys(tower.tail, Tail)
