@@ -6,9 +6,9 @@ transformers can be built once more from its config, and modules say how they ar
 ``defer_meta`` calls these inside a recording: from then on the model is one that was built without memory,
 and every plan fills its pieces.
 
-A model that was cut on the meta device cannot say this of its pieces.  So a copy of it from before, which takes
-no memory either, is kept beside it (``before_cut``, ``note_cut``): this one is drawn and cut in the same way,
-and the model gets its pieces.
+A model that was cut on the meta device cannot say this of its pieces.  So a copy of it from before, which
+takes no memory either, is kept beside it (``before_cut``, ``note_cut``): this one is drawn and cut in the
+same way, and the model gets its pieces.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def _take_tensors(module: nn.Module, twin: nn.Module) -> bool:
 
 
 def before_cut(model: nn.Module) -> CutOnMeta | None:
-    """What ``note_cut`` is to be given of ``model`` after it was cut; None if it is not on the meta device, or
-    in a dry run, where it stays there.
+    """What ``note_cut`` is to be given of ``model`` after it was cut; None if it is not on the meta device,
+    or in a dry run, where it stays there.
     """
     if not any(map(is_on_meta, model.parameters())):
         return None

@@ -226,7 +226,5 @@ def test_a_stage_that_was_cut_on_the_meta_device_is_drawn_as_the_model() -> None
     found = model.state_dict()
     assert {name for name in found if ".h." in name} == {name for name in serial if ".h.1." in name}
     assert all(torch.equal(value, serial[name]) for name, value in found.items())
-    with pytest.raises(
-        ValueError, match="cut on the meta device, and its parameters or buffers were changed"
-    ):
+    with pytest.raises(ValueError, match="was cut on the meta device, and its parameters or buffers"):
         Booster().boost(stage().half())

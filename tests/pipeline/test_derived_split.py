@@ -62,10 +62,11 @@ def test_stages() -> None:
     """A tuple from each block (BLOOM), an encoder with a decoder (BART), one layer for all blocks (ALBERT), a
     bias of positions for all of them (MPNet), several outputs of what comes before (Wav2Vec2), of which the
     tail needs some (ViT-MAE) or all blocks do (RoFormer), a list from each block (OpenAI's GPT), other lists
-    beside those of the blocks (Speech2Text), an encoder that returns more than states (LED).
+    beside those of the blocks (Speech2Text), an encoder that returns more than states (LED), sizes from each
+    block (Swin V2).
     """
     names = ["bloom", "bart", "albert", "mpnet", "wav2vec2"]
-    names += ["vit_mae", "roformer", "openai_gpt", "speech_to_text", "led"]
+    names += ["vit_mae", "roformer", "openai_gpt", "speech_to_text", "led", "swinv2"]
     spawn(check_stages, 2, names=names, tensor=1, timeout=300.0)
 
 

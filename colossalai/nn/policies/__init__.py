@@ -3,9 +3,9 @@
 Read in this order: ``hugging_face`` (which module of which architecture is cut how), ``rules`` (what can be
 done to a module), ``wrap_forward`` (code around a forward), ``parallelize``, ``trace`` (a dry run of the plan
 on the meta device); for models without a table ``branches``, ``branch_trial`` and ``derive``; for the stages
-of pipelines ``depth``, ``derive_depth`` and ``stage``; for sequences that are cut ``sequence_probe``,
-``sequence_inputs`` and ``sequence``; for mixtures of experts ``experts``, ``balance_loss`` and
-``latent_attention``.  Nothing here imports transformers.
+of pipelines ``depth``, ``derive_depth``, ``stand_ins`` and ``stage``; for sequences that are cut
+``sequence_probe``, ``sequence_inputs`` and ``sequence``; for mixtures of experts ``experts``,
+``balance_loss`` and ``latent_attention``.  Nothing here imports transformers.
 """
 
 from colossalai.nn.policies.depth import Depth

@@ -40,16 +40,16 @@ class Depth:
     positions.
     """
     formed: tuple[str, ...] = ()
-    """Modules of ``entry`` that return something else than a tensor like the hidden states; the list of blocks
-    is among them if the code between blocks needs such a thing.
+    """Modules of ``entry`` that return something else than a tensor like the hidden states; the list of
+    blocks is among them if the code between blocks needs such a thing.
     """
     repeats: tuple[int, ...] = ()
     """How often each module of the list is called in a row, where a layer serves as several blocks; all
     stages hold it then.
     """
     travels: tuple[tuple[str, int], ...] = ()
-    """Outputs of modules of ``entry``, by their number among all that the module returns, that go to all later
-    stages beside the hidden states: what only the first stage can know, such as a mask that was drawn.
+    """Outputs of modules of ``entry``, by their number among all that the module returns, that go to all
+    later stages beside the hidden states: what only the first stage can know, such as a mask that was drawn.
     """
     encoded: type | None = None
     """What an encoder returns, if it is not a ``BaseModelOutput``."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from itertools import combinations
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch

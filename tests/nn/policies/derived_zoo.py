@@ -198,6 +198,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_intermediate_size": 32,
         },
     ),
+    "swinv2": (
+        "Swinv2ForImageClassification",
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [1, 2],
+            "num_heads": [4, 4],
+            "window_size": 2,
+            "num_labels": 5,
+        },
+    ),
     "videomae": ("VideoMAEForVideoClassification", {**_BLOCK, **_IMAGE, "num_frames": 4}),
     "ast": ("ASTForAudioClassification", {**_BLOCK, "max_length": 24, "num_mel_bins": 16, "num_labels": 5}),
     "swin": (

@@ -37,6 +37,7 @@ SHARES = {
     "wav2vec2": 0.93,
     "beit": 0.97,
     "speech_to_text": 0.84,
+    "swinv2": 0.86,
 }
 
 
