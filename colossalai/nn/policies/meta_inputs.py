@@ -131,7 +131,7 @@ def _main_inputs(model: nn.Module, batch: int, length: int) -> Iterator[dict[str
     yield {"input_features": sound.transpose(1, 2), "decoder_input_ids": ids}
     yield {"input_features": sound}
     yield {"input_features": sound.transpose(1, 2)}
-    length = getattr(config, "max_length", None)
-    if isinstance(length, int) and hasattr(config, "num_mel_bins"):  # a spectrogram that is cut into patches
-        yield {"input_values": torch.zeros(batch, length, bins, dtype=dtype)}
+    columns = getattr(config, "max_length", None)
+    if isinstance(columns, int) and hasattr(config, "num_mel_bins"):  # a spectrogram that is cut into patches
+        yield {"input_values": torch.zeros(batch, columns, bins, dtype=dtype)}
     yield {"input_values": torch.zeros(batch, 2000, dtype=dtype)}
