@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
@@ -149,6 +150,13 @@ def _derive_plan(model: nn.Module, placement: Placement, partition: str | Sequen
         return plans[0]
     who = f"split_model found the blocks of {type(model).__name__} at {plans[0].parts.towers[0].blocks!r}"
     advice = "pass policy=Policy(..., depth=Depth(blocks=..., entry=...))"
+    norm = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
+    if norm is not None:
+        raise ValueError(
+            f"{who}, but its {norm!r} ({type(model.get_submodule(norm)).__name__}) takes statistics over the"
+            " rows of a batch, which a pipeline cuts into micro-batches, so it would not train as the whole"
+            f" model does; use another norm, or if this is what you want {advice}"
+        )
     whole = _verification(model)
     if whole.inputs is None:
         raise ValueError(

@@ -135,6 +135,30 @@ def test_parameters_beside_the_blocks() -> None:
         split_model(Gated(each=False, buffer=True), Placement(2), 0)
 
 
+class Flat(nn.Module):
+    """Blocks in a ``Sequential``, after a stem for images, as timm has it."""
+
+    image_size = 8
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 6, 4, 4), norm
+        self.blocks = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.blocks(self.stem(x).flatten(2).mT).mean(1))
+        return y
+
+
+def test_blocks_in_a_sequential() -> None:
+    serial, x = Flat(nn.LayerNorm(6)), torch.randn(2, 3, 8, 8)
+    first, last = (split_model(copy.deepcopy(serial), Placement(2), rank) for rank in range(2))
+    assert "stem.weight" not in last.state_dict()
+    assert torch.equal(last(first(x=x), x=x), serial(x))
+    with pytest.raises(ValueError, match=r"its 'norm' \(BatchNorm1d\) takes statistics over the rows"):
+        split_model(Flat(nn.BatchNorm1d(6)), Placement(2), 0)
+
+
 def test_a_loss_that_is_a_sum_is_refused() -> None:
     model: Any = derived_zoo.build("wav2vec2", ctc_loss_reduction="sum")
     given = _batch(model, 0)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+LISTS = (nn.ModuleList, nn.Sequential)
+
 
 @dataclass(frozen=True)
 class Depth:
@@ -147,7 +149,7 @@ def _inside(name: str, path: str) -> bool:
 
 def find_parts(model: nn.Module, depth: Depth) -> ModelParts:
     """The parts of ``model`` that ``depth`` names; refuses a model that it does not describe."""
-    homes = [name for name, module in model.named_modules() if _has(module, depth.blocks, nn.ModuleList)]
+    homes = [name for name, module in model.named_modules() if _has(module, depth.blocks, *LISTS)]
     _check_homes(model, depth, homes)
     towers: list[Tower] = []
     for home in homes:
@@ -187,7 +189,7 @@ def _tower(model: nn.Module, depth: Depth, home: str, start: int) -> Tower:
     if depth.towers and not start:
         outer = home.rpartition(".")[0]
         places.append(f"{outer}." if outer else "")
-    entry = tuple(p + path for path in depth.entry for p in places if _has(model, p + path, nn.Module))
+    entry = tuple(p + path for path in depth.entry for p in places if _has(model, p + path))
     blocks = prefix + depth.blocks
     count = sum(depth.repeats) or len(model.get_submodule(blocks)._modules)
     kept = (blocks, *entry)
@@ -218,12 +220,13 @@ def _check_buffers(model: nn.Module, shared: tuple[str, ...]) -> None:
             )
 
 
-def _has(module: nn.Module, path: str, kind: type[nn.Module]) -> bool:
+def _has(module: nn.Module, path: str, *kinds: type[nn.Module]) -> bool:
+    """Whether there is a module at ``path``, of one of the ``kinds`` if any are named."""
     for part in path.split("."):
         if module._modules.get(part) is None:
             return False
         module = module.get_submodule(part)
-    return isinstance(module, kind)
+    return not kinds or isinstance(module, kinds)
 
 
 def _rest(module: nn.Module, kept: tuple[str, ...], prefix: str = "") -> Iterator[str]:

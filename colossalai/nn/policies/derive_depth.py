@@ -42,8 +42,11 @@ def derive_depths(model: nn.Module) -> list[Depth]:
     first; empty if it has no blocks that can be told.
     """
     calls = _follow(model)
-    lists = [] if calls is None else _block_lists(model, calls)
-    if calls is None or not lists:
+    if calls is None:
+        return []
+    # models of timm have a Sequential; elsewhere these are small parts of blocks
+    lists = _block_lists(model, calls, nn.ModuleList) or _block_lists(model, calls, nn.Sequential)
+    if not lists:
         return []
     towers = _towers(lists)
     if towers:
@@ -152,18 +155,18 @@ def _hooks(name: str, calls: Calls) -> tuple[Callable[..., None], Callable[..., 
     return enter, leave
 
 
-def _block_lists(model: nn.Module, calls: Calls) -> list[str]:
-    """Lists of like modules that were walked through in their order, each called once or several times in a
-    row; of nested ones the outer.
+def _block_lists(model: nn.Module, calls: Calls, kind: type[nn.Module]) -> list[str]:
+    """Lists, of the ``kind``, of like modules that were walked through in their order, each called once or
+    several times in a row; of nested ones the outer.
     """
     found: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in found):
+        if not isinstance(module, kind) or any(name.startswith(f"{outer}.") for outer in found):
             continue
-        paths = [f"{name}.{i}" for i in range(len(module))]
+        paths = [f"{name}.{i}" for i in range(len(module._modules))]
         walked = [path for path in calls.order if path in set(paths)]
         in_order = list(dict.fromkeys(walked)) == paths and walked == sorted(walked, key=paths.index)
-        if len({type(block) for block in module}) == 1 and in_order and len(walked) > 1:
+        if len({type(block) for block in module.children()}) == 1 and in_order and len(walked) > 1:
             found.append(name)
     return sorted(found, key=lambda path: calls.order.index(f"{path}.0"))
 

@@ -220,6 +220,27 @@ def test_the_order_of_fused_outputs_is_found(options: dict[str, bool], blocks: i
         assert not trial.fits(Way({"blocks.0.up": 3 - blocks}))
 
 
+class Images(nn.Module):
+    """A model without a config, as timm has it: its argument is an image of the size that it names."""
+
+    image_size = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, 4)
+        self.blocks = nn.Sequential(Gated(in_turns=False), Gated(in_turns=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks(self.stem(x).flatten(2).mT)
+        return y
+
+
+def test_a_model_of_images_without_a_config() -> None:
+    found = find_branches(Images().double())
+    assert found is not None
+    assert [branch.home for branch in found.branches] == ["blocks.0", "blocks.1"]
+
+
 def test_a_model_without_branches_is_refused() -> None:
     with fake_world(rank=0, world_size=2), pytest.raises(ValueError, match="none could be derived from its"):
         colossalai.nn.parallelize(nn.Linear(4, 4), "1d", mesh=Mesh({"tp": 2}))
