@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,47 @@ class Dispatch:
     pieces: list[_Piece]
 
 
+class DispatchAlone(NamedTuple):
+    """What one rank that has all tokens and all experts decides."""
+
+    dispatch: Dispatch
+    total: Tensor
+    """How many choices fell on each expert."""
+    taken: Tensor
+    """How many of them find a place."""
+
+
+@torch.no_grad()
+def plan_alone(chosen: Tensor, experts: int, capacity: int | None = None) -> DispatchAlone:
+    """Sort the choices ``chosen`` (tokens, k) by their experts, where all are on this rank.
+
+    Of each expert the first ``capacity`` are kept, all first choices before the second ones.  There are rows
+    for the others as well, after those of all experts: how many are kept is then not asked of the device,
+    which would have to be waited for.
+    """
+    tokens, k = chosen.shape
+    flat = chosen.T.flatten()
+    total = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    total.scatter_add_(0, flat, torch.ones_like(flat))
+    # a sort of few bits is faster
+    order = (flat.to(torch.int8) if experts <= 127 else flat).sort(stable=True).indices
+    every = torch.arange(len(flat), device=chosen.device)
+    row = torch.empty_like(flat).scatter_(0, order, every)
+    kept, taken = None, total
+    if capacity is not None:
+        place = row - (total.cumsum(0) - total)[flat]
+        kept, taken = place < capacity, total.clamp(max=capacity)
+        row = (taken.cumsum(0) - taken)[flat] + place
+        # those that are not kept write behind the last row; their rows are those of token 0
+        behind = torch.where(kept, row, len(flat))
+        order = torch.zeros(len(flat) + 1, dtype=torch.int64, device=chosen.device).scatter_(0, behind, every)
+        row, order = row.clamp(max=max(len(flat) - 1, 0)), order[:-1]
+        kept = kept.view(k, tokens).T.contiguous()
+    piece = _Piece(slice(0, experts), RowsPerExpert(taken), (), ())
+    token = order % tokens if tokens else order
+    return DispatchAlone(Dispatch(token, row.view(k, tokens).T.contiguous(), kept, [piece]), total, taken)
+
+
 @torch.no_grad()
 def plan_dispatch(
     chosen: Tensor,
@@ -61,28 +102,22 @@ def plan_dispatch(
     mesh: Mesh | None,
     axes: Axes,
     pieces: int = 2,
-    rows_for_all: bool = False,
 ) -> Dispatch:
     """Sort the choices ``chosen`` (tokens, k) of ``experts``, which lie on the ranks of ``axes`` one rank
     after the other.
-
-    With ``rows_for_all``, choices that are not kept have rows too, after those of all experts, where no rows
-    are sent: how many are kept is then not asked of the device, which would have to be waited for.
     """
     ranks = 1 if mesh is None else mesh.group_size(*axes)
+    if ranks == 1 and kept is None and not chosen.is_meta:
+        return plan_alone(chosen, experts).dispatch
     local = experts // ranks
     pieces = 1 if ranks == 1 else max(n for n in range(1, pieces + 1) if local % n == 0)
     k, per = chosen.size(1), local // pieces
     # the place of each expert in the order (piece, rank, expert of the piece)
     place = torch.arange(experts, device=chosen.device).view(pieces, ranks, per).transpose(0, 1).flatten()
     key = place[chosen.flatten()]
-    choice = None
-    if kept is not None and not chosen.is_meta:
-        if rows_for_all and ranks == 1:
-            key = torch.where(kept.flatten(), key, experts)
-        else:
-            choice = kept.flatten().nonzero().squeeze(1)
-            key = key[choice]
+    choice = None if kept is None or chosen.is_meta else kept.flatten().nonzero().squeeze(1)
+    if choice is not None:
+        key = key[choice]
     order = key.argsort(stable=True)
     ordered = order if choice is None else choice[order]
     row = torch.zeros(chosen.numel(), dtype=torch.int64, device=chosen.device)
@@ -91,16 +126,15 @@ def plan_dispatch(
     return Dispatch(
         token=ordered // k,
         row=row.view_as(chosen),
-        kept=None if chosen.is_meta else kept,
+        kept=None if choice is None else kept,
         pieces=plan(key, (pieces, ranks, per), mesh, axes),
     )
 
 
 def _pieces(key: Tensor, shape: tuple[int, int, int], mesh: Mesh | None, axes: Axes) -> list[_Piece]:
     pieces, ranks, per = shape
-    counts = torch.zeros(pieces * ranks * per + 1, dtype=torch.int64, device=key.device)
+    counts = torch.zeros(pieces * ranks * per, dtype=torch.int64, device=key.device)
     counts.scatter_add_(0, key, torch.ones_like(key))
-    counts = counts[:-1]  # the last one: choices that go nowhere
     if ranks == 1:
         return [_Piece(slice(0, per), RowsPerExpert(counts), (), ())]
     assert mesh is not None
