@@ -62,7 +62,8 @@ def sequence_attention(
     return _attend(q, k, v, mesh, ring, heads, causal, scale, documents, dropout_p)
 
 
-@torch.compiler.disable
+# unlike torch.compiler.disable, it imports the compiler, which takes a second, at the first call
+@torch._disable_dynamo
 def _attend(
     q: Tensor,
     k: Tensor,
