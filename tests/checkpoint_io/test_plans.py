@@ -13,7 +13,7 @@ from colossalai.testing import spawn
 from tests.checkpoint_io.families import FAMILIES, Job, batches, start, stored_tensors
 
 BEFORE, AFTER = 2, 2
-# What CI runs: each goes on from itself, its neighbour, and one further away.  All pairs take `make test-all`.
+# What CI runs: each goes on from itself, its neighbour and one further on.  All pairs take `make test-all`.
 SAMPLE = ("serial", "fsdp2-1d2", "gemini-2", "zero1-2-1d2", "2d-4", "interleaved")
 
 

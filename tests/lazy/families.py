@@ -60,7 +60,11 @@ def builder(kind: str, folder: str) -> Callable[[], nn.Module]:
     kind = kind.removeprefix(META)
     stored = kind.removeprefix(STORED)
     cls = families.model_class(stored)
-    return partial(cls, config(stored)) if stored == kind else partial(cls.from_pretrained, Path(folder) / "stored")
+    return (
+        partial(cls, config(stored))
+        if stored == kind
+        else partial(cls.from_pretrained, Path(folder) / "stored")
+    )
 
 
 def store(kind: str, folder: str, rank: int) -> None:

@@ -161,10 +161,7 @@ CHOSEN = set(sample_cases([c for c in CASES if c.world_size <= 8], 10))
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(c, id="-".join(map(str, c)), marks=() if c in CHOSEN else pytest.mark.slow)
-        for c in CASES
-    ],
+    [pytest.param(c, id="-".join(map(str, c)), marks=() if c in CHOSEN else pytest.mark.slow) for c in CASES],
 )
 def test_models_equal_themselves_trained_serially(case: Case) -> None:
     spawn(_check, case.world_size, case=case, timeout=300)
