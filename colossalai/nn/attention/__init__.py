@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from colossalai.mesh import Axes, Layout, Mesh, random_key, redistribute
 from colossalai.mesh.collectives import start_ring_shift
@@ -63,7 +64,7 @@ def sequence_attention(
 
 
 # unlike torch.compiler.disable, it imports the compiler, which takes a second, at the first call
-@torch._disable_dynamo
+@_disable_dynamo
 def _attend(
     q: Tensor,
     k: Tensor,
