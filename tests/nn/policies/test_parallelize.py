@@ -45,7 +45,7 @@ def check_parity(
 
 
 def test_1d_on_two_ranks() -> None:
-    spawn(check_parity, 2, tensor={"size": 2, "mode": "1d"}, names=[*SIX, *STYLES], steps=3)
+    spawn(check_parity, 2, tensor={"size": 2, "mode": "1d"}, names=[*SIX, *STYLES], steps=2)
 
 
 def test_the_plan_that_a_config_carries() -> None:
@@ -56,7 +56,7 @@ def test_the_plan_that_a_config_carries() -> None:
 @pytest.mark.parametrize("mode", ["1d", "2d"])
 def test_four_ranks(mode: str) -> None:
     """In 2D the batch and the features are cut as well."""
-    spawn(check_parity, 4, tensor=MODES[mode], names=[*SIX, *STYLES], steps=3)
+    spawn(check_parity, 4, tensor=MODES[mode], names=[*SIX, *STYLES], steps=2)
 
 
 CUBES = [(mode, name) for mode in ("2.5d", "3d") for name in [*SIX, *STYLES]]
