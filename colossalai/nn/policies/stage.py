@@ -187,6 +187,13 @@ class StageList(nn.ModuleList):
         """The name in the whole model of what is ``name`` here: without the number of the stage."""
         return name.partition(".")[2]
 
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        """Refused, as that of one stage; a boosted model has its own in its place."""
+        raise RuntimeError(
+            f"these are {len(self)} stages of a pipeline, not the whole model; call"
+            " colossalai.save_pretrained(model, folder) on every rank, with what split_model or boost returned"
+        )
+
 
 def take_stage(model: nn.Module, parts: ModelParts, share: StageShare, *, refuses: bool = True) -> nn.Module:
     """Put stand-ins into ``model`` for all that is not in ``share``, and make it a stage; with ``refuses`` it
