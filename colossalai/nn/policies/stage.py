@@ -191,7 +191,8 @@ class StageList(nn.ModuleList):
         """Refused, as that of one stage; a boosted model has its own in its place."""
         raise RuntimeError(
             f"these are {len(self)} stages of a pipeline, not the whole model; call"
-            " colossalai.save_pretrained(model, folder) on every rank, with what split_model or boost returned"
+            " colossalai.save_pretrained(model, folder) on every rank, with what split_model or boost"
+            " returned"
         )
 
 
