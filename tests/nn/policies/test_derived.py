@@ -28,7 +28,8 @@ EXACT = Tolerance(loss=1e-9, gradient=1e-9, weight=1e-9)
 
 # The share of the weights of blocks that are cut, where it is not all of them: XLNet keeps those of attention
 # as parameters of its own, and Swin's layers between stages, convolutions of sounds and BEiT's tables of
-# positions are in no branch; a head of keys that all ranks need is whole.
+# positions are in no branch, nor are LED's layers for global tokens, which a pass without these does not
+# call; a head of keys that all ranks need is whole.
 SHARES = {
     "llama_mqa": 0.94,
     "llama_gqa": 0.88,
@@ -38,6 +39,7 @@ SHARES = {
     "beit": 0.97,
     "speech_to_text": 0.84,
     "swinv2": 0.86,
+    "led": 0.86,
 }
 
 
@@ -53,7 +55,7 @@ def _share(model: nn.Module, serial: nn.Module) -> float:
 
 
 # Those whose attention every rank computes as a whole; DeBERTa does not run without values.
-NOT_DIVIDED = ("codegen", "deberta")
+NOT_DIVIDED = ("codegen", "deberta", "led")
 
 
 def _is_divided(model: nn.Module) -> bool:
