@@ -108,7 +108,7 @@ class _ForeignLoads:
         for path, experts in modules.items():
             if not isinstance(experts, ExpertsElsewhere) and not holds_experts(experts):
                 continue
-            sums = _LayerSums(experts.num_experts, self._cut)  # type: ignore[arg-type]
+            sums = _LayerSums(experts.num_experts, self._cut)
             home, _, own = path.rpartition(".")
             self.layers[home or "experts"] = sums
             self.hooks.append(experts.register_forward_pre_hook(sums.count_choices, with_kwargs=True))

@@ -27,10 +27,10 @@ PLANS: list[Any] = [
 ]
 
 
-def loads(model: Any, *samples: slice) -> dict[str, LayerLoads]:
+def loads(model: Any, samples: slice | None = None) -> dict[str, LayerLoads]:
     history = LoadHistory(model)
     with in_double(model):
-        train(model, *samples, steps=1)
+        train(model, samples, steps=1)
     history.step()
     model.eval()
     with torch.no_grad():
