@@ -139,8 +139,9 @@ class MoeContext:
     """Holds the losses that routers made in the forward pass, until the loss of the model takes them.
 
     A forward pass is over, and its losses are forgotten, when they were taken and another pass begins; when
-    the backward pass comes by their layers; when nothing is left of their outputs and another pass begins
-    (a layer whose outputs are detached counts, as long as the module that the script called goes on); and when a layer comes again that was switched between training and evaluation.
+    the backward pass comes by their layers; when nothing is left of their outputs and another pass begins (a
+    layer whose outputs are detached counts, as long as the module that the script called goes on); and when a
+    layer comes again that was switched between training and evaluation.
 
     Passes with and without gradients are kept apart: a teacher that is asked without gradients takes nothing
     from its pupil.  Without gradients, a pass is also over when one with gradients begins, and when its first
