@@ -21,7 +21,7 @@ from colossalai.mesh import Axes, Layout, Mesh, parameter, redistribute, replica
 from colossalai.mesh.rows import expert_axes
 from colossalai.nn.layer.base import mark
 from colossalai.nn.layer.moe.dispatch import plan_dispatch, run_experts
-from colossalai.nn.layer.moe.products import RowsPerExpert, by_row, grouped_product
+from colossalai.nn.layer.moe.products import RowsPerExpert, activated, grouped_product, of_experts
 from colossalai.nn.policies.policy import Match
 from colossalai.nn.policies.rules import CutContext
 from colossalai.nn.policies.wrap_forward import (
@@ -183,7 +183,7 @@ class ExpertsElsewhere(ForwardWrapper):
         return module.post_expert_norm(y) if getattr(module, "has_post_expert_norm", False) else y
 
     def _product(self, name: str, x: Tensor, rows: RowsPerExpert, some: slice) -> Tensor:
-        weight: Tensor = getattr(self, name)[some]
+        weight: Tensor = of_experts(getattr(self, name), some)
         over = self.shares
         y = grouped_product(x, weight if over.transposed else weight.transpose(1, 2), rows)
         bias: Tensor | None = getattr(self, f"{name}_bias", None)
@@ -192,7 +192,7 @@ class ExpertsElsewhere(ForwardWrapper):
         if over.inner and not over.cuts(f"{name}_bias"):  # one of the ranks whose outputs are summed adds it
             first = not any(over.mesh.coord[axis] for axis in over.inner)
             bias = use(bias, over.inner, over.mesh) * float(first)
-        return y + by_row(bias[some], rows)
+        return activated(y, of_experts(bias, some), rows, None)
 
 
 class GeneratesTogether(ForwardWrapper):

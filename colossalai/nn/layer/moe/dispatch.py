@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossalai.kernel import expert_rows
 from colossalai.mesh import Axes, Mesh, start_exchange
 from colossalai.mesh.layout import piece as share
 from colossalai.nn.layer.moe.products import RowsPerExpert
@@ -46,18 +47,27 @@ class Dispatch:
     token: Tensor
     """The token of each row, (rows,)."""
     row: Tensor
-    """The row of each choice of a token, (tokens, k); 0 for choices without one."""
+    """The row of each choice of a token, (tokens, k); of choices that are not kept, any."""
     kept: Tensor | None
-    """Which choices have a row, (tokens, k); None if all have."""
+    """Which choices go to their experts, (tokens, k); None if all do."""
     pieces: list[_Piece]
 
 
 @torch.no_grad()
 def plan_dispatch(
-    chosen: Tensor, kept: Tensor | None, experts: int, mesh: Mesh | None, axes: Axes, pieces: int = 2
+    chosen: Tensor,
+    kept: Tensor | None,
+    experts: int,
+    mesh: Mesh | None,
+    axes: Axes,
+    pieces: int = 2,
+    rows_for_all: bool = False,
 ) -> Dispatch:
     """Sort the choices ``chosen`` (tokens, k) of ``experts``, which lie on the ranks of ``axes`` one rank
     after the other.
+
+    With ``rows_for_all``, choices that are not kept have rows too, after those of all experts, where no rows
+    are sent: how many are kept is then not asked of the device, which would have to be waited for.
     """
     ranks = 1 if mesh is None else mesh.group_size(*axes)
     local = experts // ranks
@@ -66,9 +76,13 @@ def plan_dispatch(
     # the place of each expert in the order (piece, rank, expert of the piece)
     place = torch.arange(experts, device=chosen.device).view(pieces, ranks, per).transpose(0, 1).flatten()
     key = place[chosen.flatten()]
-    choice = None if kept is None or chosen.is_meta else kept.flatten().nonzero().squeeze(1)
-    if choice is not None:
-        key = key[choice]
+    choice = None
+    if kept is not None and not chosen.is_meta:
+        if rows_for_all and ranks == 1:
+            key = torch.where(kept.flatten(), key, experts)
+        else:
+            choice = kept.flatten().nonzero().squeeze(1)
+            key = key[choice]
     order = key.argsort(stable=True)
     ordered = order if choice is None else choice[order]
     row = torch.zeros(chosen.numel(), dtype=torch.int64, device=chosen.device)
@@ -77,15 +91,16 @@ def plan_dispatch(
     return Dispatch(
         token=ordered // k,
         row=row.view_as(chosen),
-        kept=None if choice is None else kept,
+        kept=None if chosen.is_meta else kept,
         pieces=plan(key, (pieces, ranks, per), mesh, axes),
     )
 
 
 def _pieces(key: Tensor, shape: tuple[int, int, int], mesh: Mesh | None, axes: Axes) -> list[_Piece]:
     pieces, ranks, per = shape
-    counts = torch.zeros(pieces * ranks * per, dtype=torch.int64, device=key.device)
+    counts = torch.zeros(pieces * ranks * per + 1, dtype=torch.int64, device=key.device)
     counts.scatter_add_(0, key, torch.ones_like(key))
+    counts = counts[:-1]  # the last one: choices that go nowhere
     if ranks == 1:
         return [_Piece(slice(0, per), RowsPerExpert(counts), (), ())]
     assert mesh is not None
@@ -164,8 +179,19 @@ def _inverse(order: Tensor) -> Tensor:
 def _combined(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
     if not len(rows):  # no choice has found a place
         rows = torch.cat([rows, rows.new_zeros(1, rows.size(1))])
-    combined: Tensor = _Combined.apply(rows, weights, plan.token, plan.row)
+    combined: Tensor = _Combined.apply(rows, weights, plan.token, plan.row, plan.kept)
     return combined.to(rows.dtype)
+
+
+def _fuses(rows: Tensor) -> bool:
+    """Whether kernels of ours compute with ``rows``; not in a backward pass that is to be differentiated."""
+    return expert_rows.available(rows) and not torch.is_grad_enabled()
+
+
+def _of_choice(rows: Tensor, row: Tensor, kept: Tensor | None, j: int) -> Tensor:
+    """The row of the choice number ``j`` of each token; 0 if it has none."""
+    part = rows.index_select(0, row[:, j])
+    return part if kept is None else part.masked_fill(~kept[:, j, None], 0)
 
 
 class _Rows(torch.autograd.Function):
@@ -184,39 +210,42 @@ class _Rows(torch.autograd.Function):
         row, kept = ctx.saved_tensors
         if not len(grad):
             return grad.new_zeros(len(row), grad.size(1)), None, None, None
-        total = None
-        for j in range(row.size(1)):
-            part = grad.index_select(0, row[:, j])
-            if kept is not None:
-                part = part * kept[:, j, None]
-            total = part if total is None else total + part
-        assert total is not None
+        if _fuses(grad):
+            return expert_rows.add_rows(grad, row, None, kept), None, None, None
+        total = _of_choice(grad, row, kept, 0)
+        for j in range(1, row.size(1)):
+            total = total + _of_choice(grad, row, kept, j)
         return total, None, None, None
 
 
 class _Combined(torch.autograd.Function):
-    """Adds up, for each token, its rows times their weights; choices without a row have a weight of 0."""
+    """Adds up, for each token, its rows times their weights."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, token, row)
-        total = None
-        for j in range(row.size(1)):
-            part = rows.index_select(0, row[:, j]) * weights[:, j, None]
-            total = part if total is None else total + part
-        assert total is not None
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor, kept: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weights, token, row, kept)
+        if _fuses(rows):
+            return expert_rows.add_rows(rows, row, weights, kept)
+        total = _of_choice(rows, row, kept, 0) * weights[:, 0, None]
+        for j in range(1, row.size(1)):
+            total = total + _of_choice(rows, row, kept, j) * weights[:, j, None]
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, weights, token, row = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        rows, weights, token, row, kept = ctx.saved_tensors
+        if _fuses(rows):
+            return *expert_rows.spread_rows(grad, rows, row, weights, kept), None, None, None
         of_weights = torch.stack(
-            [(grad * rows.index_select(0, row[:, j])).sum(-1) for j in range(row.size(1))], 1
+            [(grad * _of_choice(rows, row, kept, j)).sum(-1) for j in range(row.size(1))], 1
         )
         # the weight of each row, by the choice that it belongs to
+        counted = weights if kept is None else weights * kept
         flat = torch.zeros(len(rows), dtype=weights.dtype, device=weights.device)
-        flat = flat.scatter_add(0, row.flatten(), weights.flatten())
+        flat = flat.scatter_add(0, row.flatten(), counted.flatten())
         of_rows = grad.index_select(0, token) * flat[: len(token), None]
         if len(of_rows) < len(rows):
             of_rows = torch.zeros_like(rows)
-        return of_rows.to(rows.dtype), of_weights.to(weights.dtype), None, None
+        return of_rows.to(rows.dtype), of_weights.to(weights.dtype), None, None, None

@@ -198,7 +198,14 @@ class MoeLayer(ParallelLayer):
         if experts.comm_name == "all_gather" and experts.axes:
             return self._with_gathered_tokens(tokens, weights, routing)
         plan = computed_once(
-            lambda: plan_dispatch(routing.chosen, routing.kept, self.num_experts, self._mesh, experts.axes)
+            lambda: plan_dispatch(
+                routing.chosen,
+                routing.kept,
+                self.num_experts,
+                self._mesh,
+                experts.axes,
+                rows_for_all=tokens.is_cuda and experts.leaves_rows_alone,
+            )
         )
         return run_experts(tokens, weights, plan, experts, self._mesh, experts.axes)
 
