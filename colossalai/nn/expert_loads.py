@@ -20,9 +20,9 @@ from colossalai.mesh.mesh import DATA_AXES
 from colossalai.nn.layer.moe.loads import LayerLoads, steps_to_keep
 from colossalai.nn.layer.moe.routers import ExpertLoads, MoeRouter, Routing
 from colossalai.nn.modes import current
-from colossalai.nn.policies.experts import ExpertsElsewhere, holds_experts
-from colossalai.nn.policies.sequence import CutBody
-from colossalai.nn.policies.sequence_inputs import CutSequence
+from colossalai.nn.policies.cutting.experts import ExpertsElsewhere, holds_experts
+from colossalai.nn.policies.sequences.inputs import CutSequence
+from colossalai.nn.policies.sequences.plan import CutBody
 from colossalai.utils.activation_checkpoint import is_computed_again
 from colossalai.utils.device import get_current_device
 

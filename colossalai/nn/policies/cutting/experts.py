@@ -22,8 +22,8 @@ from colossalai.mesh.rows import expert_axes
 from colossalai.nn.layer.base import mark
 from colossalai.nn.layer.moe.dispatch import plan_dispatch, run_experts
 from colossalai.nn.layer.moe.products import RowsPerExpert, activated, grouped_product, of_experts
-from colossalai.nn.policies.policy import Match
-from colossalai.nn.policies.rules import CutContext
+from colossalai.nn.policies.cutting.policy import Match
+from colossalai.nn.policies.cutting.rules import CutContext
 from colossalai.nn.policies.wrap_forward import (
     Forward,
     ForwardWrapper,
