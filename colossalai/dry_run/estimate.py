@@ -113,7 +113,7 @@ def play_step(
     watch.memory = memory
     row: tuple[Action, ...] = ()
     stored = 1
-    with gpu_kernels(), memory:
+    with gpu_kernels(model), memory:
         memory.hold((*model.parameters(), *model.buffers()))
         engine = _engine(features, with_chunks(model), optimizer, criterion)
         engine.watch = watch

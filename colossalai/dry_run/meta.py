@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
+from colossalai.core import global_context as gpc
+from colossalai.nn.policies.cutting.experts import play_even_loads
 from colossalai.utils.live_bytes import LiveBytes
 
 ALLOCATOR_BLOCK = 512  # what CUDA's caching allocator rounds sizes up to
@@ -52,13 +54,14 @@ class MetaBytes(LiveBytes):
 
 
 @contextmanager
-def gpu_kernels() -> Iterator[None]:
+def gpu_kernels(model: nn.Module) -> Iterator[None]:
     """On the meta device, attention that keeps no scores and dropout that keeps a mask of one byte, as on a
-    GPU.
+    GPU; and experts of ``model`` that take equally many tokens each.
 
     Kernels of torch's dispatcher, not a ``TorchFunctionMode``: such a mode is off inside ``backward``, where
     checkpointed layers run again.
     """
+    play_even_loads(model, gpc.mesh)
     library = torch.library.Library("aten", "IMPL")  # its life ends below
     try:
         for name, kernel in _KERNELS.items():
@@ -80,6 +83,9 @@ def _attention(
     if attn_mask is None and query.dtype in HALF_DTYPES:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(query, key, value, dropout_p, is_causal)[0]
+    if key.size(1) != query.size(1):  # which only flash attention does without scores
+        math = torch.ops.aten._scaled_dot_product_attention_math
+        return math(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=True)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
     if attn_mask is not None:
