@@ -28,9 +28,7 @@ def _on_ranks(file: Path, **place: Any) -> list[torch.Tensor]:
     layer = build()
     save_moe_model(layer, file)
     torch.distributed.barrier()
-    with pytest.raises(
-        RuntimeError, match=r"experts\.w1: \(4, 8, 16\) in the file, \(8, 8, 16\) in"
-    ):
+    with pytest.raises(RuntimeError, match=r"experts\.w1: \(4, 8, 16\) in the file, \(8, 8, 16\) in"):
         load_moe_model(build(8), file)  # on every rank
     other = build(seed=1)
     load_moe_model(other, file)
