@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
-from colossalai.core import global_context as gpc
-from colossalai.nn.policies.cutting.experts import play_even_loads
 from colossalai.utils.live_bytes import LiveBytes
 
 ALLOCATOR_BLOCK = 512  # what CUDA's caching allocator rounds sizes up to
@@ -54,14 +52,13 @@ class MetaBytes(LiveBytes):
 
 
 @contextmanager
-def gpu_kernels(model: nn.Module) -> Iterator[None]:
+def gpu_kernels() -> Iterator[None]:
     """On the meta device, attention that keeps no scores and dropout that keeps a mask of one byte, as on a
-    GPU; and experts of ``model`` that take equally many tokens each.
+    GPU.
 
     Kernels of torch's dispatcher, not a ``TorchFunctionMode``: such a mode is off inside ``backward``, where
     checkpointed layers run again.
     """
-    play_even_loads(model, gpc.mesh)
     library = torch.library.Library("aten", "IMPL")  # its life ends below
     try:
         for name, kernel in _KERNELS.items():

@@ -26,11 +26,13 @@ from torch.utils._pytree import tree_map_only
 from colossalai._numeric import ceil_div
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.context.config import ConfigException
+from colossalai.core import global_context as gpc
 from colossalai.dry_run.meta import MetaBytes, gpu_kernels
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.engine.gemini_section import read_gemini
 from colossalai.interface.batch import call_with, loss_of, split_batch
 from colossalai.mesh.parameter import SHARED_GROUP
+from colossalai.nn.policies.cutting.experts import play_even_loads
 from colossalai.utils.parallel import is_cut_over_rows, pieces_over_rows
 from colossalai.zero.gemini.chunk_filling import check_shares
 
@@ -137,9 +139,10 @@ def _passes(model: nn.Module, criterion: Callable[..., Any] | None, batch: Any) 
     """
     data, label = split_batch(batch, None, criterion is not None, "a dry run")
     data, label = tree_map_only(Tensor, lambda t: t.to("meta"), (data, label))
+    play_even_loads(model, gpc.mesh)
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.parameters()]
     try:
-        with gpu_kernels(model), MetaBytes() as memory:
+        with gpu_kernels(), MetaBytes() as memory:
             memory.hold(model.parameters())
             weights = memory.now
             output = call_with(model, data)
