@@ -14,8 +14,8 @@ from colossalai.core import global_context as gpc
 from colossalai.mesh import Mesh, placement
 from colossalai.nn.layer.linear import Linear
 from colossalai.nn.policies import Cut, Policy
-from colossalai.nn.policies.branch_trial import Way, try_branch
-from colossalai.nn.policies.branches import find_branches
+from colossalai.nn.policies.trials.branch_trial import Way, try_branch
+from colossalai.nn.policies.trials.branches import find_branches
 from colossalai.nn.policies.wrap_forward import SwitchesNumbers
 from colossalai.testing import assert_equal_in_group, fake_world, spawn
 from colossalai.testing.parity import PlacedRun, Problem, Tolerance, check_plan

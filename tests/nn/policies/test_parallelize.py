@@ -122,7 +122,7 @@ def test_a_wrong_policy_is_noticed() -> None:
 
 def check_broken(rank: int, world_size: int, port: int) -> None:
     from colossalai.nn.policies import Cut, Policy
-    from colossalai.nn.policies.hugging_face import GPT2
+    from colossalai.nn.policies.cutting.hugging_face import GPT2
 
     launch({"size": 2, "mode": "1d"})
     policy = Policy(("gpt2",), {**GPT2.rules, "h.*.attn.c_attn": Cut("expand")})

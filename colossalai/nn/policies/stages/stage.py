@@ -26,10 +26,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from colossalai.nn.policies.adapters import FixedAdapters, base_of
-from colossalai.nn.policies.depth import ModelParts, travelling
-from colossalai.nn.policies.per_block import check_output, refuse_asked, refuse_collected
-from colossalai.nn.policies.stand_ins import (
+from colossalai.nn.policies.cutting.adapters import FixedAdapters, base_of
+from colossalai.nn.policies.stages.depth import ModelParts, travelling
+from colossalai.nn.policies.stages.per_block import check_output, refuse_asked, refuse_collected
+from colossalai.nn.policies.stages.stand_ins import (
     After,
     Arrived,
     BlockBefore,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from colossalai.nn.policies.depth import travelling
+from colossalai.nn.policies.stages.depth import travelling
 from colossalai.nn.policies.wrap_forward import Forward, given_by_name
 
 
