@@ -144,7 +144,8 @@ def _derive_plan(model: nn.Module, placement: Placement, partition: str | Sequen
     They are tried on every rank, with other weights and a tiny batch of random numbers.
     """
     plans = [
-        _Plan(model, find_parts(model, depth), placement, partition) for depth in derive_depths(model)
+        _Plan(model, find_parts(model, depth, derived=True), placement, partition)
+        for depth in derive_depths(model)
     ] or _refuse_unknown(model)
     if placement.stages == 1:
         return plans[0]

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-LISTS = (nn.ModuleList, nn.Sequential)
-
 
 @dataclass(frozen=True)
 class Depth:
@@ -147,9 +145,13 @@ def _inside(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def find_parts(model: nn.Module, depth: Depth) -> ModelParts:
-    """The parts of ``model`` that ``depth`` names; refuses a model that it does not describe."""
-    homes = [name for name, module in model.named_modules() if _has(module, depth.blocks, *LISTS)]
+def find_parts(model: nn.Module, depth: Depth, *, derived: bool = False) -> ModelParts:
+    """The parts of ``model`` that ``depth`` names; refuses a model that it does not describe.
+
+    The blocks are a ``ModuleList``, or if ``depth`` is ``derived`` from the code, perhaps a ``Sequential``.
+    """
+    lists = (nn.ModuleList, nn.Sequential) if derived else (nn.ModuleList,)
+    homes = [name for name, module in model.named_modules() if _has(module, depth.blocks, *lists)]
     _check_homes(model, depth, homes)
     towers: list[Tower] = []
     for home in homes:
