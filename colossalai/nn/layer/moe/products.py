@@ -146,9 +146,9 @@ class _Activated(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(wide, bias)
         ctx.how = rows, kind, gated
-        expert = None if bias is None else rows.expert_of(len(wide), wide.device)
         if kind == "none" and bias is not None:  # to launch a kernel of ours takes the host longer
-            return wide + bias.index_select(0, expert)
+            return wide + by_row(bias, rows, len(wide))
+        expert = None if bias is None else rows.expert_of(len(wide), wide.device)
         return expert_rows.activate(wide, bias, expert, kind, gated)
 
     @staticmethod
