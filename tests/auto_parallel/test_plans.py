@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossalai.auto_parallel.checkpoint import CheckpointPlanner
+from colossalai.auto_parallel.checkpoint import Arguments, CheckpointPlanner
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.launchers import launch_from_torch
 from colossalai.nn import parallelize
 from colossalai.nn.optimizer import HybridAdam
+from colossalai.pipeline import split_model
 from colossalai.testing import assert_close, spawn
 from tests.auto_parallel.models import IDS, gpt2
 
@@ -76,3 +77,40 @@ def _cut(rank: int, world_size: int, port: int) -> None:
 def test_with_tensor_parallelism() -> None:
     """The budget is that of a rank, and ranks choose alike."""
     spawn(_cut, 2)
+
+
+def _stages(rank: int, world_size: int, port: int) -> None:
+    launch_from_torch({"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}, backend="gloo")
+    ids = IDS.repeat(8, 2)
+    batch = {"input_ids": ids, "labels": ids}
+    found = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        stage = split_model(gpt2(dropout=0.0))
+        if not plain:
+            given: Any = {name: value[:8] for name, value in batch.items()}
+            if rank == 1:
+                hidden = torch.zeros(8, ids.size(1), 64, requires_grad=True)
+                given = Arguments((hidden,), given)
+            planner = CheckpointPlanner(stage, given, device="h200", stored=2 - rank)
+            plan = planner.plan((planner.least[2] + planner.whole) // 2)
+            planner.apply(plan)
+            assert set(plan.modes.values()) != {"keep"}
+        booster = Booster(plugin=TorchDDPPlugin())
+        optimizer = HybridAdam(stage.parameters(), lr=1e-2)
+        boosted, optimizer, *_ = booster.boost(stage, optimizer)
+        losses = []
+        for _ in range(3):
+            out = booster.execute_pipeline(iter([batch]), boosted, None, optimizer, return_loss=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(out["loss"])
+        found.append(losses)
+    if rank == 1:
+        for a, b in zip(*found, strict=True):
+            assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_with_a_pipeline() -> None:
+    """A budget for each stage."""
+    spawn(_stages, 2)

@@ -20,8 +20,10 @@ from colossalai.auto_parallel.checkpoint.operation import (
 from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan, CurvePoint, plot_curve
 from colossalai.auto_parallel.checkpoint.rotor import CheckpointSolverRotor
 from colossalai.auto_parallel.checkpoint.solver_base import CheckpointSolverBase
+from colossalai.auto_parallel.checkpoint.timeline import Arguments
 
 __all__ = [
+    "Arguments",
     "Backward",
     "Chain",
     "CheckpointPlan",

@@ -68,8 +68,9 @@ def auto_checkpoint(
 
     Args:
         model: any model, in training; it may lie on the CPU or the meta device, and is not run there.
-        batch: one batch, of which the shapes matter: a tensor, a tuple of arguments or a dict of keywords
-            for ``model``; with a ``criterion``, ``(data, label)`` or a dict with ``labels``.
+        batch: one batch, of which the shapes matter: a tensor, a tuple of arguments, a dict of keywords or
+            ``Arguments(args, kwargs)`` for ``model``; with a ``criterion``, ``(data, label)`` or a dict with
+            ``labels``.
         memory: bytes of the whole step at its worst moment, such as ``"20 GiB"``: weights, gradients, states
             of the optimizer, activations.
         criterion: the loss, called with the output and the label; without it, the ``loss`` that the model

@@ -69,6 +69,13 @@ class StepTimeline:
         return sum(piece.seconds for piece in self.pieces)
 
 
+class Arguments(NamedTuple):
+    """A batch of which a model takes a part by place and a part by name, as stages of a pipeline do."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclass
 class TrainingStep:
     """A training step: what it computes, and with what it is judged."""
@@ -88,12 +95,15 @@ class TrainingStep:
         if self.criterion is not None:
             data, label = split_batch(batch, None, True, "auto_checkpoint")
             return loss_of(self.criterion, call_with(model, data), label)
-        output = call_with(model, batch)
+        if isinstance(batch, Arguments):
+            output = model(*batch.args, **batch.kwargs)
+        else:
+            output = call_with(model, batch)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
         floats = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        return torch.stack([t.float().sum() for t in floats]).sum()
+        return torch.stack([t.sum().float() for t in floats]).sum()
 
     def autocasts(self, device: str) -> Any:
         return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
