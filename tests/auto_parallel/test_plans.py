@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -67,11 +68,17 @@ def _cut(rank: int, world_size: int, port: int) -> None:
         torch.manual_seed(0)
         model = parallelize(gpt2())
         model = model if plain else changed(model, IDS)
+        assert not model.first_step.done  # ranks still compare their first real step
         torch.manual_seed(1)
         model(input_ids=IDS, labels=IDS).loss.backward()
         found.append([p.grad for p in model.parameters()])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+    planner = CheckpointPlanner(gpt2(), {"input_ids": IDS, "labels": IDS}, device="h200")
+    with pytest.raises(
+        ValueError, match="is below the least" if rank == 0 else "on rank 0: .* below the least"
+    ):
+        planner.plan(1000 if rank == 0 else "1 GiB")
 
 
 def test_with_tensor_parallelism() -> None:

@@ -245,12 +245,33 @@ class CheckpointPlanner:
         return choice.modes, judged, peak + self.unseen
 
     def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
-        """The fastest modes with which the step stays within ``memory``."""
+        """The fastest modes with which the step stays within ``memory``; every rank of a job calls it."""
+        budget = bytes_of(memory)
+        try:
+            choice, judged, peak = self._find(budget, time_limit)
+        except ValueError as error:
+            self._agree(None, str(error))
+            raise
+        return CheckpointPlan(
+            model=self.step.model,
+            budget=budget,
+            peak=peak + self.unseen,
+            seconds=choice.seconds,
+            gap=choice.gap,
+            modes=self._agree(self._by_block(choice.modes), ""),
+            timeline=judged,
+            reserved=self.step.reserved + self.unseen,
+            notes=tuple(self.notes),
+            planner=self,
+        )
+
+    def _find(self, budget: int, time_limit: float) -> tuple[Choice, StepTimeline, int]:
+        """The best choice whose step stays within ``budget`` when it is played, its play and its peak."""
         problem, seen = self.problem, set()
-        budget = bytes_of(memory) - self.unseen
+        budget -= self.unseen
         best = self._best_alike(budget)
         if best is not None and best[0].modes[:1] in ([], ["keep"]):
-            return self._agreed(budget, *best)
+            return best
         for _ in range(_ROUNDS):
             choice = solve_modes(problem, budget, time_limit)
             if choice is None or tuple(choice.modes) in seen:
@@ -260,9 +281,7 @@ class CheckpointPlanner:
             if peak <= budget and (best is None or choice.seconds < best[0].seconds):
                 best = choice, judged, peak
             problem = corrected(problem, choice.modes, judged, self.measured)
-        if best is None:
-            best = self._least_within(budget)
-        return self._agreed(budget, *best)
+        return self._least_within(budget) if best is None else best
 
     def _best_alike(self, budget: int) -> tuple[Choice, StepTimeline, int] | None:
         """The fastest of the steps with one mode for all blocks, which were played already."""
@@ -292,28 +311,20 @@ class CheckpointPlanner:
     def _by_block(self, modes: list[str]) -> dict[str, str]:
         return dict(zip(self.played["keep"].calls, modes, strict=True))
 
-    def _agreed(self, budget: int, choice: Choice, judged: StepTimeline, peak: int) -> CheckpointPlan:
-        """The plan, which ranks with the same blocks must share: they communicate when they recompute."""
-        modes = self._by_block(choice.modes)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            every: list[Any] = [None] * dist.get_world_size()
-            look = [
-                (name, [tuple(p.shape) for p in block.parameters()]) for name, block in self.blocks.items()
-            ]
-            dist.all_gather_object(every, (look, modes))
-            modes = next(theirs for whose, theirs in every if whose == look)
-        return CheckpointPlan(
-            model=self.step.model,
-            budget=budget + self.unseen,
-            peak=peak + self.unseen,
-            seconds=choice.seconds,
-            gap=choice.gap,
-            modes=modes,
-            timeline=judged,
-            reserved=self.step.reserved + self.unseen,
-            notes=tuple(self.notes),
-            planner=self,
-        )
+    def _agree(self, modes: dict[str, str] | None, error: str) -> dict[str, str]:
+        """The modes that ranks with the same blocks share, who communicate when they recompute; raises where
+        another rank has an ``error``.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+            return modes or {}
+        every: list[Any] = [None] * dist.get_world_size()
+        blocks = self.blocks.items()
+        look = [(name, [tuple(p.shape) for p in block.parameters()]) for name, block in blocks]
+        dist.all_gather_object(every, (look, modes, error))
+        for rank, (_, _, theirs) in enumerate(every):
+            if theirs and not error:
+                raise ValueError(f"auto_checkpoint found no plan on rank {rank}: {theirs}")
+        return next((chosen for whose, chosen, _ in every if whose == look and chosen is not None), {})
 
     def apply(self, plan: CheckpointPlan) -> None:
         """Give the blocks of the model the modes of ``plan``."""
