@@ -132,6 +132,25 @@ SMALL = {
 }
 
 
+@dataclass
+class Verdict:
+    """What all budgets together showed."""
+
+    budgets: int = 0
+    over: int = 0
+    peak_error: float = 0.0
+    time_error: float = 0.0
+
+    def add(self, measured: Measured, budget: int, told: Any) -> None:
+        self.budgets += 1
+        self.over += measured.peak > budget
+        self.peak_error = max(self.peak_error, abs(told.peak / measured.peak - 1))
+        self.time_error = max(self.time_error, abs(told.seconds / measured.seconds - 1))
+
+
+VERDICT = Verdict()
+
+
 class Measured(NamedTuple):
     """The bytes at the worst moment of a step, and its seconds."""
 
@@ -244,7 +263,9 @@ def run(name: str, case: Case, samples: int, args: argparse.Namespace) -> None:
 def _ours(label: str, bench: Bench, budget: int) -> None:
     plan = bench.planner.plan(budget)
     with block_modes(bench.model, plan.modes):
-        line(label, "auto_checkpoint", bench.measure(), budget, plan)
+        measured = bench.measure()
+    line(label, "auto_checkpoint", measured, budget, plan)
+    VERDICT.add(measured, budget, plan)
 
 
 def _chains(label: str, planner: CheckpointPlanner) -> None:
@@ -322,6 +343,11 @@ def main() -> None:
         sizes = [args.batch] if args.batch else cases[name].batches[: args.batches]
         for samples in sizes:
             _guard(name, "case", lambda name=name, samples=samples: run(name, cases[name], samples, args))
+    print(
+        f"{VERDICT.budgets} budgets, {VERDICT.over} measured above; largest error of a predicted peak"
+        f" {VERDICT.peak_error:.1%}, of a time {VERDICT.time_error:.1%}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
