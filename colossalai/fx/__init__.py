@@ -1,0 +1,1 @@
+from colossalai.fx.trace import trace_model

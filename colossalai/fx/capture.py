@@ -1,0 +1,283 @@
+"""How a graph of a model's forward pass is recorded: by torch.export, by make_fx, or with modules as leaves.
+
+All routes end in the same form: an ``fx.Graph`` without nesting, whose placeholders are the leaves of the
+arguments in their order, whose ``get_attr`` nodes are parameters and buffers under the model's names, and
+whose output is the list of the output's leaves.  Operations are those of ``torch.ops.aten`` before they are
+taken apart (``linear``, ``layer_norm``, ``scaled_dot_product_attention``), so autograd runs through the graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from colossalai.fx.leaves import ROOT, Leaf, ModuleCalls, failing_line, same_code
+
+MODULE = "module"
+"""The key of a node's meta under which the path of its module lies."""
+
+
+@dataclass
+class Captured:
+    """A graph of a forward pass, and how it was recorded."""
+
+    graph: fx.Graph
+    out_spec: TreeSpec
+    constants: dict[int, Any]
+    """Leaves of the output that are no tensors, by their place."""
+    attributes: dict[str, Any]
+    """What ``get_attr`` nodes name and the model does not have: constants, subgraphs."""
+    route: str
+    failures: dict[str, str] = field(default_factory=dict)
+    leaves: list[Leaf] = field(default_factory=list)
+
+
+class InputError(ValueError):
+    """The inputs of a trace do not fit the model."""
+
+
+def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that ``forward`` does not take."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        name = type(model).__name__
+        given = [f"{len(args)} positional"] if args else []
+        given += sorted(kwargs)
+        raise InputError(
+            f"the inputs do not fit {name}.forward{inspect.signature(model.forward)}: {error}; given were"
+            f" {', '.join(given) or 'none'}"
+        ) from None
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: FakeTensorMode,
+    asked: list[str],
+) -> Captured:
+    """Record ``model``, which is fake, by the first route that works; modules at ``asked`` are leaves."""
+    failures: dict[str, str] = {}
+    if asked:
+        failures["export"] = f"it has no leaves, which were asked for: {', '.join(asked[:3])}"
+    else:
+        try:
+            return _by_export(model, args, kwargs, mode)
+        except Exception as error:
+            failures["export"] = _in_words(error)
+    leaves = {path: Leaf(path, "asked for") for path in asked}
+    while True:
+        try:
+            captured = _by_make_fx(model, args, kwargs, mode, leaves)
+            captured.failures = failures
+            return captured
+        except _Failed as failed:
+            error = failed.error
+            words, line = _in_words(error), failing_line(error)
+            if failed.path is None or failed.path in leaves:
+                where = f"module {failed.path!r}" if failed.path else type(model).__name__
+                raise InputError(
+                    f"{where} does not run on these inputs, so they do not fit the model, or it needs what"
+                    f" tensors without values cannot give: {words}{f' ({line})' if line else ''}"
+                ) from error
+            failures.setdefault("make_fx", f"{failed.path or type(model).__name__}: {words} ({line})")
+            for path in same_code(model, failed.path):
+                leaves[path] = Leaf(path, words, line)
+
+
+def _in_words(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0][:300]
+    return f"{type(error).__name__}: {text}"
+
+
+class _Failed(Exception):
+    """A recording that failed in the module at ``path``."""
+
+    def __init__(self, path: str | None, error: Exception) -> None:
+        super().__init__(path)
+        self.path, self.error = path, error
+
+
+def _by_export(model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> Captured:
+    exported = torch.export.export(model, args, kwargs, strict=False)
+    module: Any = exported.module(check_guards=False)
+    graph = module.graph
+    graph.set_codegen(fx.graph.CodeGen())
+    _order_placeholders(graph, exported.call_spec.in_spec, args, kwargs)
+    for node in list(graph.nodes):
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            node.meta[MODULE] = list(stack.values())[-1][0]
+    _flatten_regions(module, graph)
+    _finish(graph)
+    outputs = graph.find_nodes(op="output")[0].args[0]
+    constants = {i: value for i, value in enumerate(outputs) if not isinstance(value, fx.Node)}
+    attributes = {
+        node.target: operator.attrgetter(node.target)(module) for node in graph.find_nodes(op="get_attr")
+    }
+    spec = exported.call_spec.out_spec
+    assert spec is not None
+    return Captured(graph, spec, constants, attributes, "export")
+
+
+def _order_placeholders(graph: fx.Graph, in_spec: Any, args: Any, kwargs: Any) -> None:
+    """Put the placeholders in the order in which ``kwargs`` were given; export uses that of ``forward``."""
+    leaves, spec = tree_flatten((args, kwargs))
+    _, numbered = tree_unflatten(list(range(len(leaves))), spec)
+    order = in_spec.children_specs[1].context or []
+    places, _ = tree_flatten(
+        (tree_unflatten(list(range(len(leaves))), spec)[0], {key: numbered[key] for key in order})
+    )
+    nodes = graph.find_nodes(op="placeholder")
+    if len(nodes) != len(leaves):
+        raise RuntimeError(f"torch.export made {len(nodes)} inputs of {len(leaves)}")
+    first = next(iter(graph.nodes))
+    for _, node in sorted(zip(places, nodes, strict=True), reverse=True, key=lambda pair: pair[0]):
+        first.prepend(node) if node is not first else None
+        first = node
+
+
+def _flatten_regions(module: nn.Module, graph: fx.Graph) -> None:
+    """Put what runs without gradients, or under autocast, between nodes that switch these, as eager code
+    does.
+    """
+    higher = torch.ops.higher_order
+    regions = {
+        higher.wrap_with_set_grad_enabled: (1, _grad_switch),
+        higher.wrap_with_autocast: (4, _autocast_switch),
+    }
+    while True:
+        nodes = [n for n in graph.nodes if n.op == "call_function" and n.target in regions]
+        if not nodes:
+            return
+        for node in nodes:
+            options, switch = regions[node.target]
+            inner = operator.attrgetter(node.args[options].target)(module)
+            with graph.inserting_before(node):
+                leave = switch(graph, node.args[:options])
+                env = dict(
+                    zip(inner.graph.find_nodes(op="placeholder"), node.args[options + 1 :], strict=True)
+                )
+                for part in inner.graph.nodes:
+                    if part.op in ("call_function", "get_attr", "call_module"):
+                        env[part] = copied = graph.node_copy(part, lambda n, env=env: env[n])
+                        stack = part.meta.get("nn_module_stack") or node.meta.get("nn_module_stack")
+                        if stack:
+                            copied.meta[MODULE] = list(stack.values())[-1][0]
+                        if part.op == "get_attr" and not hasattr(module, part.target):
+                            setattr(module, part.target, getattr(inner, part.target))
+                leave()
+            results = inner.graph.find_nodes(op="output")[0].args[0]
+            _replace_parts(graph, node, [env[result] for result in results])
+
+
+def _grad_switch(graph: fx.Graph, options: Any) -> Callable[[], Any]:
+    before = True  # the recording of a training step begins with gradients
+    graph.call_function(torch._C._set_grad_enabled, (options[0],))
+    return lambda: graph.call_function(torch._C._set_grad_enabled, (before,))
+
+
+def _autocast_switch(graph: fx.Graph, options: Any) -> Callable[[], Any]:
+    entered = graph.call_function(torch.amp.autocast_mode._enter_autocast, tuple(options))
+    return lambda: graph.call_function(torch.amp.autocast_mode._exit_autocast, (entered,))
+
+
+def _replace_parts(graph: fx.Graph, node: fx.Node, results: list[fx.Node]) -> None:
+    for user in list(node.users):
+        assert user.target is operator.getitem, f"{node} is used by {user}"
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _by_make_fx(
+    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, leaves: dict[str, Leaf]
+) -> Captured:
+    flat, spec = tree_flatten((args, kwargs))
+    own: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        own.setdefault(id(tensor), (name, tensor))
+    names, state = [name for name, _ in own.values()], [tensor for _, tensor in own.values()]
+    places = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+    out_spec: Any = None
+    constants: dict[int, Any] = {}
+
+    def run(state: list[Tensor], inputs: list[Tensor]) -> list[Any]:
+        nonlocal out_spec
+        leaves_now = list(flat)
+        for place, tensor in zip(places, inputs, strict=True):
+            leaves_now[place] = tensor
+        now_args, now_kwargs = tree_unflatten(leaves_now, spec)
+        results, out_spec = tree_flatten(model(*now_args, **now_kwargs))
+        constants.clear()
+        for i, result in enumerate(results):
+            if not isinstance(result, Tensor):
+                constants[i] = result if isinstance(result, (bool, int, float, str)) else None
+        return [result if isinstance(result, Tensor) else None for result in results]
+
+    calls = ModuleCalls(model, leaves)
+    try:
+        with mode, calls:
+            made = make_fx(run, tracing_mode="real", pre_dispatch=True)(state, [flat[i] for i in places])
+    except Exception as error:
+        raise _Failed(calls.failed, error) from error
+    graph = made.graph
+    graph.set_codegen(fx.graph.CodeGen())
+    modules = {node.name: path for node, path in calls.modules.items()}
+    _name_inputs(graph, names, modules, places, flat)
+    _finish(graph)
+    attributes = {
+        node.target: operator.attrgetter(node.target)(made)
+        for node in graph.find_nodes(op="get_attr")
+        if node.target not in names
+    }
+    leaf_list = [leaf for path, leaf in leaves.items() if graph.find_nodes(op="call_module", target=path or ROOT)]
+    route = "modules" if leaf_list else "make_fx"
+    return Captured(graph, out_spec, constants, attributes, route, leaves=leaf_list)
+
+
+def _name_inputs(
+    graph: fx.Graph, names: list[str], modules: dict[str, str], places: list[int], flat: list[Any]
+) -> None:
+    """Let what was a parameter be read by its name, and arguments that are no tensors be inputs, too."""
+    nodes = graph.find_nodes(op="placeholder")
+    for node in graph.nodes:
+        node.meta[MODULE] = modules.get(node.name, "")
+    for node, name in zip(nodes, names, strict=False):
+        with graph.inserting_before(node):
+            read = graph.create_node("get_attr", name)
+        read.meta.update(node.meta)
+        node.replace_all_uses_with(read)
+        graph.erase_node(node)
+    given = dict(zip(places, nodes[len(names) :], strict=True))
+    first = next(iter(graph.nodes))
+    for place in reversed(range(len(flat))):
+        if place in given:
+            node = given[place]
+            first.prepend(node) if node is not first else None
+        else:
+            with graph.inserting_before(first):
+                node = graph.placeholder(f"argument_{place}")
+            node.meta["val"] = flat[place]
+        first = node
+
+
+def _finish(graph: fx.Graph) -> None:
+    """Take out what checks or is not used, and let the output be a flat list."""
+    for node in reversed(list(graph.nodes)):
+        check = node.target is torch.ops.aten._assert_tensor_metadata.default
+        if check or (node.op == "get_attr" and not node.users):
+            graph.erase_node(node)
+    output = graph.find_nodes(op="output")[0]
+    output.args = (list(output.args[0]),)
+    graph.lint()

@@ -1,0 +1,95 @@
+"""``KernelCounter`` notes what the kernels of an operation do: products, bytes, and what no rule is known for.
+
+Operations are counted by ``colossalai.utils.throughput.OperationCounter``; the others of torch move bytes and
+compute little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from colossalai.utils.throughput import OperationCounter
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one pass of an operation takes.
+
+    Args:
+        operations: floating-point operations of its products, convolutions and attention.
+        read: bytes that its kernels read.
+        written: bytes that its kernels write.
+    """
+
+    operations: int = 0
+    read: int = 0
+    written: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.operations + other.operations, self.read + other.read, self.written + other.written
+        )
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(
+            self.operations - other.operations, self.read - other.read, self.written - other.written
+        )
+
+
+# Of torch's own operations, those that compute much, though no formula counts them.
+_HEAVY = ("linalg_", "_linalg_", "fft_", "_fft_", "_cdist", "_pdist", "_trilinear", "cholesky", "triangular_solve")
+_HEAVY += ("ormqr", "geqrf", "lu_", "_ctc_loss", "mkldnn_rnn", "_cudnn_rnn", "miopen_rnn", "_grouped_mm", "_int_mm")
+_HEAVY += ("_scaled_grouped_mm", "_weight_int", "_thnn_", "_flex_")
+
+
+class KernelCounter(OperationCounter):
+    """Counts, inside a ``with`` block, the work of all kernels, and collects those without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = self.written = 0
+        self.without_rule: set[str] = set()
+
+    @property
+    def work(self) -> Work:
+        return Work(self.operations, self.read, self.written)
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        result = super()._count_flops(func_packet, out, args, kwargs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        storages = {_storage(t) for t in inputs}
+        writes = "_" if func_packet.__name__.endswith("_") else ""
+        if outputs and not writes and all(_storage(t) in storages for t in outputs):
+            return result  # a view
+        self.read += sum(_nbytes(t) for t in inputs)
+        self.written += sum(_nbytes(t) for t in outputs)
+        if func_packet not in self.flop_registry and not _is_light(func_packet):
+            self.without_rule.add(str(func_packet))
+        return result
+
+
+def _is_light(packet: Any) -> bool:
+    """Whether an operation of torch does no more than read and write its tensors."""
+    name = str(packet)
+    if not name.startswith(("aten.", "prims.", "prim.")):
+        return False
+    return not name.split(".", 1)[1].startswith(_HEAVY)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+__all__ = ["KernelCounter", "Work"]

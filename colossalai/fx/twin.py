@@ -1,0 +1,129 @@
+"""``fake_model`` lets a model compute with tensors that have a shape and no memory, and puts all back.
+
+A model is traced as it is: its own code runs, in the mode (training or not) that it is in.  Meanwhile its
+parameters and buffers are fake ones on one device, so a model on the meta device, or one that waits for its
+memory, is traced as well, and a batch may lie anywhere.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+
+def fake_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Where the fake tensors lie: on ``device``, or where the model does; on the CPU if that is nowhere."""
+    if device is not None:
+        return torch.device(device)
+    own = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    return torch.device("cpu") if own.type == "meta" else own
+
+
+def fake_like(tree: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    """``tree`` with a fake tensor on ``device`` for each of its tensors."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode, torch.no_grad():
+            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return found.requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(Tensor, fake, tree)
+
+
+@contextmanager
+def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[list[str]]:
+    """Within the block, parameters and buffers of ``model`` are fake; afterwards it is what it was.
+
+    Attributes that its code sets meanwhile are forgotten: they would hold fake tensors.  Yields what is
+    otherwise in this block, in words.
+    """
+    modules = list(model.modules())
+    kept = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
+    undo: list[Callable[[], None]] = []
+    try:
+        _take_fakes(modules, mode, device)
+        yield [*_without_layerdrop(modules), *_without_cache(modules, undo)]
+    finally:
+        for restore in undo:
+            restore()
+        for module, attributes, parameters, buffers, children in kept:
+            for name, tensor in (*parameters.items(), *buffers.items()):
+                setattr(module, name, tensor)  # what listens to this (RNNs do) hears of it
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for now, before in (
+                (module._parameters, parameters),
+                (module._buffers, buffers),
+                (module._modules, children),
+            ):
+                now.clear()
+                now.update(before)
+
+
+def _take_fakes(modules: list[nn.Module], mode: FakeTensorMode, device: torch.device) -> None:
+    twins: dict[int, Tensor] = {}  # a tied weight has one
+    for module in modules:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            if id(tensor) not in twins:
+                fake = fake_like(tensor.detach(), mode, device)
+                if isinstance(tensor, nn.Parameter):
+                    with mode:
+                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                twins[id(tensor)] = fake
+            setattr(module, name, twins[id(tensor)])
+
+
+class _NeverDropped(float):
+    """A rate at which layers are left out that no drawn number is below, so that no layer is."""
+
+    def __gt__(self, other: object) -> bool:
+        return False
+
+    def __ge__(self, other: object) -> bool:
+        return False
+
+
+def _without_layerdrop(modules: list[nn.Module]) -> list[str]:
+    """Let no layer be left out at random: which ones are is drawn anew in every step."""
+    rates: set[float] = set()
+    for module in modules:
+        for name, value in list(module.__dict__.items()):
+            if "layerdrop" in name.lower() and isinstance(value, float):
+                module.__dict__[name] = _NeverDropped(value)
+                rates.add(value)
+    rates.discard(0.0)
+    return [f"layers are left out at a rate of {rate:g}; the graph has all of them" for rate in sorted(rates)]
+
+
+def _without_cache(modules: list[nn.Module], undo: list[Callable[[], None]]) -> list[str]:
+    """Let models of transformers not return their keys and values, which no training reads."""
+    configs = {id(c): c for m in modules if getattr(c := getattr(m, "config", None), "use_cache", False)}
+    for config in configs.values():
+        undo.append(lambda config=config: setattr(config, "use_cache", True))  # type: ignore[misc]
+        config.use_cache = False
+    return ["keys and values (use_cache) are not among the outputs"] if configs else []
+
+
+def forward_with_loss(model: nn.Module, loss: Callable[..., Tensor]) -> None:
+    """Let ``model`` return its loss and its output; undone by ``fake_model``."""
+    forward = model.forward
+
+    def run(*args: Any, loss_targets: tuple[Any, ...] = (), **kwargs: Any) -> dict[str, Any]:
+        output = forward(*args, **kwargs)
+        return {"loss": loss(output, *loss_targets), "output": output}
+
+    model.forward = run
+
+
+def attribute(root: Any, path: str) -> Any:
+    """``root.a.b`` for the path ``a.b``; ``root`` itself for an empty one."""
+    return operator.attrgetter(path)(root) if path else root
