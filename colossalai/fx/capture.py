@@ -9,18 +9,26 @@ taken apart (``linear``, ``layer_norm``, ``scaled_dot_product_attention``), so a
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from colossalai.fx.leaves import ROOT, Leaf, ModuleCalls, failing_line, same_code
+from colossalai.fx.leaves import ROOT, Leaf, ModuleCalls, as_modules, failing_line, same_code
 
 MODULE = "module"
 """The key of a node's meta under which the path of its module lies."""
@@ -67,6 +75,13 @@ def capture(
     asked: list[str],
 ) -> Captured:
     """Record ``model``, which is fake, by the first route that works; modules at ``asked`` are leaves."""
+    with _quiet():
+        return _first_that_works(model, args, kwargs, mode, asked)
+
+
+def _first_that_works(
+    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, asked: list[str]
+) -> Captured:
     failures: dict[str, str] = {}
     if asked:
         failures["export"] = f"it has no leaves, which were asked for: {', '.join(asked[:3])}"
@@ -95,7 +110,24 @@ def capture(
                 leaves[path] = Leaf(path, words, line)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs pages about what it could not record; that is told in one line here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+_ASKS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
 def _in_words(error: BaseException) -> str:
+    if isinstance(error, _ASKS):
+        return "its code depends on the values of tensors"
     text = str(error).strip().split("\n")[0][:300]
     return f"{type(error).__name__}: {text}"
 
@@ -235,6 +267,7 @@ def _by_make_fx(
     graph.set_codegen(fx.graph.CodeGen())
     modules = {node.name: path for node, path in calls.modules.items()}
     _name_inputs(graph, names, modules, places, flat)
+    as_modules(graph)
     _finish(graph)
     attributes = {
         node.target: operator.attrgetter(node.target)(made)
@@ -280,4 +313,3 @@ def _finish(graph: fx.Graph) -> None:
             graph.erase_node(node)
     output = graph.find_nodes(op="output")[0]
     output.args = (list(output.args[0]),)
-    graph.lint()

@@ -42,7 +42,7 @@ class Work:
 
 # Of torch's own operations, those that compute much, though no formula counts them.
 _HEAVY = ("linalg_", "_linalg_", "fft_", "_fft_", "_cdist", "_pdist", "_trilinear", "cholesky", "triangular_solve")
-_HEAVY += ("ormqr", "geqrf", "lu_", "_ctc_loss", "mkldnn_rnn", "_cudnn_rnn", "miopen_rnn", "_grouped_mm", "_int_mm")
+_HEAVY += ("ormqr", "geqrf", "lu_", "_ctc_loss", "mkldnn_rnn", "_cudnn_rnn", "miopen_rnn", "_int_mm")
 _HEAVY += ("_scaled_grouped_mm", "_weight_int", "_thnn_", "_flex_")
 
 
@@ -62,9 +62,9 @@ class KernelCounter(OperationCounter):
         result = super()._count_flops(func_packet, out, args, kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         storages = {_storage(t) for t in inputs}
-        writes = "_" if func_packet.__name__.endswith("_") else ""
-        if outputs and not writes and all(_storage(t) in storages for t in outputs):
-            return result  # a view
+        writes = func_packet.__name__.endswith("_")
+        if not writes and all(_storage(t) in storages for t in outputs):
+            return result  # a view, or a question about a tensor
         self.read += sum(_nbytes(t) for t in inputs)
         self.written += sum(_nbytes(t) for t in outputs)
         if func_packet not in self.flop_registry and not _is_light(func_packet):

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
@@ -91,15 +92,26 @@ def _places(indices: Collection[Tensor | None]) -> list[Tensor | None]:
 
 
 def run_leaf(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call ``module`` on fake tensors, and if it asks for values, with zeros for them."""
-    try:
-        return _CALL(module, *args, **kwargs)
-    except Exception:
-        with ValuesAsZero():
-            return _CALL(module, *args, **kwargs)
+    """Call ``module`` on fake tensors; where it asks for values, it is given zeros."""
+    with ValuesAsZero():
+        return module(*args, **kwargs)
 
 
-_CALL = nn.Module.__call__
+@fx.node.has_side_effect
+def leaf_call(path: str, *args: Any, **kwargs: Any) -> Any:
+    """Stands for a leaf while torch records, which knows no calls of modules; ``as_modules`` makes them."""
+    raise RuntimeError(f"leaf {path} was not made a call of a module")
+
+
+def as_modules(graph: fx.Graph) -> None:
+    """Let leaves be ``call_module`` nodes."""
+    for node in graph.find_nodes(op="call_function", target=leaf_call):
+        with graph.inserting_before(node):
+            name = str(node.args[0]).replace(".", "_")
+            call = graph.create_node("call_module", node.args[0], node.args[1:], node.kwargs, name)
+        call.meta.update(node.meta)
+        node.replace_all_uses_with(call)
+        graph.erase_node(node)
 
 
 class ModuleCalls:
@@ -107,7 +119,6 @@ class ModuleCalls:
 
     Args:
         leaves: paths of modules to be recorded as one call.
-        entered: is told of each node's module; labels that a caller adds to nodes.
     """
 
     def __init__(self, model: nn.Module, leaves: Collection[str]) -> None:
@@ -121,26 +132,28 @@ class ModuleCalls:
     def __enter__(self) -> ModuleCalls:
         calls = self
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return calls._call(module, args, kwargs)
+        def call_module(tracer: Any, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+            return calls._call(tracer, module, forward, args, kwargs)
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
+        # its tracer is asked about every call of a module
+        self._before = PythonKeyTracer.call_module
+        PythonKeyTracer.call_module = call_module  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        nn.Module.__call__ = _CALL  # type: ignore[method-assign]
+        PythonKeyTracer.call_module = self._before  # type: ignore[method-assign]
 
-    def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        path, mode = self._paths.get(id(module)), get_proxy_mode()
-        if path is None or mode is None:
-            return _CALL(module, *args, **kwargs)
-        graph: Any = mode.tracer.graph  # type: ignore[attr-defined]
+    def _call(self, tracer: Any, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        path = self._paths.get(id(module))
+        if path is None or get_proxy_mode() is None:
+            return forward(*args, **kwargs)
+        graph = tracer.graph
         before = graph._root.prev
         try:
             if path in self._leaves:
-                result = self._record(mode.tracer, path, module, args, kwargs)
+                result = self._record(tracer, path, module, args, kwargs)
             else:
-                result = _CALL(module, *args, **kwargs)
+                result = forward(*args, **kwargs)
         except Exception:
             self.failed = path if self.failed is None else self.failed
             raise
@@ -157,7 +170,7 @@ class ModuleCalls:
             return tensor if slot is None else slot.proxy
 
         taken = tree_map_only(Tensor, proxy, (tuple(args), dict(kwargs)))
-        called = tracer.create_proxy("call_module", path or ROOT, *taken)
+        called = tracer.create_proxy("call_function", leaf_call, (path or ROOT, *taken[0]), taken[1])
         with disable_proxy_modes_tracing():
             result = run_leaf(module, args, kwargs)
         found = {

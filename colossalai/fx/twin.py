@@ -45,26 +45,34 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
     otherwise in this block, in words.
     """
     modules = list(model.modules())
-    kept = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
+    kept = [_Kept(module) for module in modules]
     undo: list[Callable[[], None]] = []
     try:
         _take_fakes(modules, mode, device)
+        _say_exporting(undo)
         yield [*_without_layerdrop(modules), *_without_cache(modules, undo)]
     finally:
         for restore in undo:
             restore()
-        for module, attributes, parameters, buffers, children in kept:
-            for name, tensor in (*parameters.items(), *buffers.items()):
-                setattr(module, name, tensor)  # what listens to this (RNNs do) hears of it
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for now, before in (
-                (module._parameters, parameters),
-                (module._buffers, buffers),
-                (module._modules, children),
-            ):
-                now.clear()
-                now.update(before)
+        for state in kept:
+            state.restore()
+
+
+class _Kept:
+    """The attributes of a module, and what lies in those that are lists or dicts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._attributes = dict(module.__dict__)
+        # parameters, buffers and children are among them, and the lists of weights of an RNN
+        self._contents = [(v, v.copy()) for v in module.__dict__.values() if isinstance(v, (list, dict))]
+
+    def restore(self) -> None:
+        self._module.__dict__.clear()
+        self._module.__dict__.update(self._attributes)
+        for container, content in self._contents:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _take_fakes(modules: list[nn.Module], mode: FakeTensorMode, device: torch.device) -> None:
@@ -80,6 +88,15 @@ def _take_fakes(modules: list[nn.Module], mode: FakeTensorMode, device: torch.de
                         fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                 twins[id(tensor)] = fake
             setattr(module, name, twins[id(tensor)])
+
+
+def _say_exporting(undo: list[Callable[[], None]]) -> None:
+    """Let ``torch.compiler.is_exporting()`` be true, by which libraries choose code that needs no values."""
+    for flag in ("_is_compiling_flag", "_is_exporting_flag"):
+        before = getattr(torch.compiler, flag, None)
+        if before is not None:
+            undo.append(lambda flag=flag, before=before: setattr(torch.compiler, flag, before))  # type: ignore[misc]
+            setattr(torch.compiler, flag, True)
 
 
 class _NeverDropped(float):
