@@ -50,7 +50,9 @@ class Captured:
 
 
 class InputError(ValueError):
-    """The inputs of a trace do not fit the model."""
+    """The inputs of a trace do not fit the model, or the leaf at ``path`` does not run on fake tensors."""
+
+    path: str | None = None
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -72,46 +74,61 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     mode: FakeTensorMode,
-    asked: list[str],
+    leaves: dict[str, Leaf],
+    known: dict[str, list[Any]],
 ) -> Captured:
-    """Record ``model``, which is fake, by the first route that works; modules at ``asked`` are leaves."""
-    with _quiet():
-        return _first_that_works(model, args, kwargs, mode, asked)
+    """Record ``model``, which is fake, by the first route that works.
+
+    Modules at ``leaves`` are leaves; what these return in each of their calls may be ``known``.
+    """
+    with quiet():
+        return _first_that_works(model, args, kwargs, mode, leaves, known)
 
 
 def _first_that_works(
-    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, asked: list[str]
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    mode: FakeTensorMode,
+    leaves: dict[str, Leaf],
+    known: dict[str, list[Any]],
 ) -> Captured:
     failures: dict[str, str] = {}
-    if asked:
-        failures["export"] = f"it has no leaves, which were asked for: {', '.join(asked[:3])}"
+    if leaves:
+        failures["export"] = f"it knows no leaves, as {', '.join(list(leaves)[:3]) or 'the model'}"
     else:
         try:
-            return _by_export(model, args, kwargs, mode)
+            return _by_export(model, args, kwargs)
         except Exception as error:
-            failures["export"] = _in_words(error)
-    leaves = {path: Leaf(path, "asked for") for path in asked}
+            failures["export"] = in_words(error)
+    leaves = dict(leaves)
     while True:
         try:
-            captured = _by_make_fx(model, args, kwargs, mode, leaves)
+            captured = _by_make_fx(model, args, kwargs, mode, leaves, known)
             captured.failures = failures
             return captured
         except _Failed as failed:
-            error = failed.error
-            words, line = _in_words(error), failing_line(error)
-            if failed.path is None or failed.path in leaves:
-                where = f"module {failed.path!r}" if failed.path else type(model).__name__
-                raise InputError(
-                    f"{where} does not run on these inputs, so they do not fit the model, or it needs what"
-                    f" tensors without values cannot give: {words}{f' ({line})' if line else ''}"
-                ) from error
-            failures.setdefault("make_fx", f"{failed.path or type(model).__name__}: {words} ({line})")
-            for path in same_code(model, failed.path):
-                leaves[path] = Leaf(path, words, line)
+            error, path = failed.error, failed.path
+            words, line = in_words(error), failing_line(error)
+            if path is None or path in leaves:
+                raise _input_error(model, path, words, line) from error
+            failures.setdefault("make_fx", f"{path or type(model).__name__}: {words} ({line})")
+            for same in same_code(model, path):
+                leaves[same] = Leaf(same, words, line)
+
+
+def _input_error(model: nn.Module, path: str | None, words: str, line: str) -> InputError:
+    where = f"module {path!r} of {type(model).__name__}" if path else type(model).__name__
+    error = InputError(
+        f"{where} does not run on these inputs, so they do not fit the model, or it needs what tensors without"
+        f" values cannot give: {words}{f' ({line})' if line else ''}"
+    )
+    error.path = path
+    return error
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """torch logs pages about what it could not record; that is told in one line here."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -125,7 +142,7 @@ def _quiet() -> Iterator[None]:
 _ASKS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     if isinstance(error, _ASKS):
         return "its code depends on the values of tensors"
     text = str(error).strip().split("\n")[0][:300]
@@ -140,7 +157,7 @@ class _Failed(Exception):
         self.path, self.error = path, error
 
 
-def _by_export(model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> Captured:
+def _by_export(model: nn.Module, args: Any, kwargs: Any) -> Captured:
     exported = torch.export.export(model, args, kwargs, strict=False)
     module: Any = exported.module(check_guards=False)
     graph = module.graph
@@ -233,7 +250,12 @@ def _replace_parts(graph: fx.Graph, node: fx.Node, results: list[fx.Node]) -> No
 
 
 def _by_make_fx(
-    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, leaves: dict[str, Leaf]
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    mode: FakeTensorMode,
+    leaves: dict[str, Leaf],
+    known: dict[str, list[Any]],
 ) -> Captured:
     flat, spec = tree_flatten((args, kwargs))
     own: dict[int, tuple[str, Tensor]] = {}
@@ -257,7 +279,8 @@ def _by_make_fx(
                 constants[i] = result if isinstance(result, (bool, int, float, str)) else None
         return [result if isinstance(result, Tensor) else None for result in results]
 
-    calls = ModuleCalls(model, leaves)
+    left = {path: iter(outputs) for path, outputs in known.items()}
+    calls = ModuleCalls(model, leaves, lambda path: next(left[path]) if path in left else None)
     try:
         with mode, calls:
             made = make_fx(run, tracing_mode="real", pre_dispatch=True)(state, [flat[i] for i in places])

@@ -63,8 +63,16 @@ class NodeCost:
 class CostPass:
     """Runs the nodes of ``graph`` one by one; the model's tensors and ``node.meta["val"]`` are fake."""
 
-    def __init__(self, model: nn.Module, graph: fx.Graph, attributes: dict[str, Any], mode: FakeTensorMode):
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: fx.Graph,
+        attributes: dict[str, Any],
+        mode: FakeTensorMode,
+        operations: dict[str, int] | None = None,
+    ) -> None:
         self._model, self._graph, self._attributes, self._mode = model, graph, attributes, mode
+        self._operations = operations or {}  # of leaves that do not run on fake tensors
         self._known: dict[Any, NodeCost] = {}
         self._learns: dict[fx.Node, Any] = {}
         self.costs: dict[fx.Node, NodeCost] = {}
@@ -109,6 +117,8 @@ class CostPass:
         flags = [bool(self._learns[n]) and torch.is_grad_enabled() for n in inputs]
         key = self._signature(node, inputs, flags)
         cost = self._known.get(key) if key is not None else None
+        if cost is None and node.op == "call_module" and node.target in self._operations:
+            cost = self._rehearsed(node, inputs)
         if cost is None:
             cost = self._measure(node, inputs, flags, counter)
             if key is not None:
@@ -172,6 +182,24 @@ class CostPass:
             backward = Work(2 * forward.operations, 2 * forward.read, 2 * forward.written)
         missing = tuple(sorted(counter.without_rule))
         return NodeCost(forward, backward, kept, aliases, learns, missing, estimated)
+
+    def _rehearsed(self, node: fx.Node, inputs: list[fx.Node]) -> NodeCost:
+        """What is known of a leaf that only ran on real tensors: its inputs are taken to be kept."""
+        tensors = [n.meta["val"] for n in inputs]
+        outputs = [leaf for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor)]
+        read = sum(t.numel() * t.element_size() for t in (*tensors, *self._parameters(node)))
+        written = sum(t.numel() * t.element_size() for t in outputs)
+        operations = self._operations[str(node.target)]
+        kept = tuple(Kept("input", i, t.untyped_storage().nbytes()) for i, t in enumerate(tensors))
+        return NodeCost(
+            forward=Work(operations, read, written),
+            backward=Work(2 * operations, 2 * read, 2 * written),
+            kept=kept,
+            aliases=(None,) * len(outputs),
+            learns=tuple(t.is_floating_point() for t in outputs),
+            without_rule=(f"module {type(self._module(node)).__name__}",),
+            estimated=True,
+        )
 
     def _callable(self, node: fx.Node) -> Callable[..., Any]:
         if node.op == "call_function":

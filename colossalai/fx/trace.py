@@ -11,11 +11,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from colossalai.fx.capture import MODULE, Captured, capture, check_inputs
+from colossalai.fx.capture import MODULE, Captured, InputError, capture, check_inputs
 from colossalai.fx.costs import CostPass, NodeCost
 from colossalai.fx.kernels import Work
-from colossalai.fx.leaves import ROOT, LeafChoice
+from colossalai.fx.leaves import ROOT, Leaf, LeafChoice
 from colossalai.fx.op_graph import OpGraph, OpNode, TensorInfo, loss_of
+from colossalai.fx.rehearsal import Rehearsed, rehearse
 from colossalai.fx.twin import attribute, fake_device, fake_like, fake_model, forward_with_loss
 
 
@@ -49,17 +50,29 @@ def trace_model(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     place = fake_device(model, device)
     asked = [path for path, module in model.named_modules() if leaf is not None and leaf(path, module)]
+    leaves = {path: Leaf(path, "asked for") for path in _outermost(asked)}
     if loss is not None:
         kwargs = {**kwargs, "loss_targets": tuple(targets)}
     fake_args, fake_kwargs = fake_like((args, kwargs), mode, place)
-    parameters = {name: _info(t, name) for name, t in _state(model).items()}
-    with torch.random.fork_rng(devices=[]), fake_model(model, mode, place) as notes:
-        if loss is not None:
-            forward_with_loss(model, loss)
-        captured = capture(model, fake_args, fake_kwargs, mode, _outermost(asked))
-        costs = CostPass(model, captured.graph, captured.attributes, mode).run()
-        builder = _Nodes(model, captured, costs)
-        nodes = builder.nodes()
+    rehearsed: dict[str, Rehearsed] = {}
+    while True:
+        outputs = {path: fake_like(r.outputs, mode, place) for path, r in rehearsed.items()}
+        with torch.random.fork_rng(devices=[]), fake_model(model, mode, place) as notes:
+            if loss is not None:
+                forward_with_loss(model, loss)
+            try:
+                captured = capture(model, fake_args, fake_kwargs, mode, leaves, outputs)
+            except InputError as error:
+                failed: InputError | None = error
+            else:
+                failed = None
+                operations = {path or ROOT: r.operations for path, r in rehearsed.items()}
+                costs = CostPass(model, captured.graph, captured.attributes, mode, operations).run()
+                builder = _Nodes(model, captured, costs)
+                nodes = builder.nodes()
+        if failed is None:
+            break
+        _rehearse(model, args, kwargs, failed, loss, leaves, rehearsed)
     return OpGraph(
         module=_executable(model, captured),
         nodes=nodes,
@@ -67,13 +80,35 @@ def trace_model(
         out_spec=captured.out_spec,
         constants=captured.constants,
         inputs=builder.inputs,
-        parameters=parameters,
+        parameters={name: _info(t, name) for name, t in _state(model).items()},
         loss=builder.loss,
         route=captured.route,
         failures=captured.failures,
         leaves=captured.leaves,
         notes=notes,
     )
+
+
+def _rehearse(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    failed: InputError,
+    loss: Callable[..., Tensor] | None,
+    leaves: dict[str, Leaf],
+    rehearsed: dict[str, Rehearsed],
+) -> None:
+    """Find out on real tensors what the leaf returns that failed; if it fails there too, so does the model."""
+    if failed.path is None or failed.path in rehearsed:
+        raise failed
+    try:
+        found = rehearse(model, args, kwargs, failed.path, loss)
+    except Exception:
+        raise failed from None
+    if found is None:
+        raise failed
+    rehearsed[failed.path] = found
+    leaves[failed.path] = Leaf(failed.path, f"it ran on real tensors only: {failed}")
 
 
 def _outermost(paths: list[str]) -> list[str]:
