@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from colossalai.fx.leaves import ROOT, Leaf, ModuleCalls, as_modules, failing_line, same_code
 
@@ -53,6 +54,7 @@ class InputError(ValueError):
     """The inputs of a trace do not fit the model, or the leaf at ``path`` does not run on fake tensors."""
 
     path: str | None = None
+    reason: str = ""
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -82,7 +84,38 @@ def capture(
     Modules at ``leaves`` are leaves; what these return in each of their calls may be ``known``.
     """
     with quiet():
-        return _first_that_works(model, args, kwargs, mode, leaves, known)
+        captured = _first_that_works(model, args, kwargs, mode, leaves, known)
+    nodes = captured.graph.find_nodes(op="placeholder")
+    for node, name in zip(nodes, _input_names(model, args, kwargs), strict=True):
+        node.target = name
+        node._rename(name)
+    return captured
+
+
+def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Names for the leaves of the arguments: those of ``forward``, with the place of a leaf in its argument."""
+    bound = inspect.signature(model.forward).bind_partial(*args)
+    first = [
+        name if len(values) == 1 else f"{name}_{i}"
+        for name, value in bound.arguments.items()
+        for values in [value if _takes_rest(model, name) else (value,)]
+        for i in range(len(values))
+    ]
+    named = {**{("", i): name for i, name in enumerate(first)}, **{("kw", k): k for k in kwargs}}
+    found = []
+    for path, _ in tree_flatten_with_path((args, kwargs))[0]:
+        keyword = path[0].idx == 1
+        root = named["kw", path[1].key] if keyword else named["", path[1].idx]
+        rest = "".join(
+            f"_{getattr(key, 'idx', getattr(key, 'key', getattr(key, 'name', '')))}" for key in path[2:]
+        )
+        found.append(re.sub(r"\W", "_", f"{root}{rest}"))
+    return found
+
+
+def _takes_rest(model: nn.Module, name: str) -> bool:
+    kind = inspect.signature(model.forward).parameters[name].kind
+    return kind is inspect.Parameter.VAR_POSITIONAL
 
 
 def _first_that_works(
@@ -123,7 +156,7 @@ def _input_error(model: nn.Module, path: str | None, words: str, line: str) -> I
         f"{where} does not run on these inputs, so they do not fit the model, or it needs what tensors without"
         f" values cannot give: {words}{f' ({line})' if line else ''}"
     )
-    error.path = path
+    error.path, error.reason = path, f"{words} ({line})"
     return error
 
 
@@ -297,7 +330,9 @@ def _by_make_fx(
         for node in graph.find_nodes(op="get_attr")
         if node.target not in names
     }
-    leaf_list = [leaf for path, leaf in leaves.items() if graph.find_nodes(op="call_module", target=path or ROOT)]
+    leaf_list = [
+        leaf for path, leaf in leaves.items() if graph.find_nodes(op="call_module", target=path or ROOT)
+    ]
     route = "modules" if leaf_list else "make_fx"
     return Captured(graph, out_spec, constants, attributes, route, leaves=leaf_list)
 

@@ -92,7 +92,7 @@ class CostPass:
                 elif node.target in (operator.getitem, getattr):
                     part = tree_map(lambda flag: flag, self._learns[node.args[0]])
                     self._learns[node] = node.target(part, node.args[1])
-                elif node.op in ("call_function", "call_module"):
+                elif node.op in ("call_function", "call_module", "call_method"):
                     self._cost(node, counter)
         return self.costs
 
@@ -126,7 +126,9 @@ class CostPass:
         self.costs[node] = cost
         _, spec = tree_flatten(node.meta.get("val"))
         flags_left = iter(cost.learns)
-        marked = [isinstance(x, Tensor) and next(flags_left, False) for x in tree_leaves(node.meta.get("val"))]
+        marked = [
+            isinstance(x, Tensor) and next(flags_left, False) for x in tree_leaves(node.meta.get("val"))
+        ]
         self._learns[node] = torch.utils._pytree.tree_unflatten(marked, spec)
 
     def _signature(self, node: fx.Node, inputs: list[fx.Node], flags: list[bool]) -> Any:
@@ -204,6 +206,8 @@ class CostPass:
     def _callable(self, node: fx.Node) -> Callable[..., Any]:
         if node.op == "call_function":
             return node.target  # type: ignore[return-value]
+        if node.op == "call_method":
+            return lambda tensor, *args, **kwargs: getattr(tensor, str(node.target))(*args, **kwargs)
         module = self._module(node)
         return lambda *args, **kwargs: run_leaf(module, args, kwargs)
 
@@ -212,7 +216,7 @@ class CostPass:
 
     def _parameters(self, node: fx.Node) -> list[Tensor]:
         """The tensors of a leaf."""
-        if node.op == "call_function":
+        if node.op != "call_module":
             return []
         module = self._module(node)
         return [*module.parameters(), *module.buffers()]
@@ -220,7 +224,7 @@ class CostPass:
 
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return node.op == "call_module" or bool(schema is not None and schema.is_mutable)
+    return node.op != "call_function" or bool(schema is None or schema.is_mutable)
 
 
 def _run_backward(results: list[tuple[Tensor, Tensor]], learnt: list[Tensor]) -> bool:

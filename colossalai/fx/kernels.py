@@ -30,18 +30,24 @@ class Work:
     written: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.operations + other.operations, self.read + other.read, self.written + other.written
-        )
+        return Work(self.operations + other.operations, self.read + other.read, self.written + other.written)
 
     def __sub__(self, other: Work) -> Work:
-        return Work(
-            self.operations - other.operations, self.read - other.read, self.written - other.written
-        )
+        return Work(self.operations - other.operations, self.read - other.read, self.written - other.written)
 
 
 # Of torch's own operations, those that compute much, though no formula counts them.
-_HEAVY = ("linalg_", "_linalg_", "fft_", "_fft_", "_cdist", "_pdist", "_trilinear", "cholesky", "triangular_solve")
+_HEAVY = (
+    "linalg_",
+    "_linalg_",
+    "fft_",
+    "_fft_",
+    "_cdist",
+    "_pdist",
+    "_trilinear",
+    "cholesky",
+    "triangular_solve",
+)
 _HEAVY += ("ormqr", "geqrf", "lu_", "_ctc_loss", "mkldnn_rnn", "_cudnn_rnn", "miopen_rnn", "_int_mm")
 _HEAVY += ("_scaled_grouped_mm", "_weight_int", "_thnn_", "_flex_")
 

@@ -178,9 +178,7 @@ class ModuleCalls:
             result = self._outputs(path)
             if result is None:
                 result = run_leaf(module, args, kwargs)
-        found = {
-            keys: leaf for keys, leaf in tree_flatten_with_path(result)[0] if isinstance(leaf, Tensor)
-        }
+        found = {keys: leaf for keys, leaf in tree_flatten_with_path(result)[0] if isinstance(leaf, Tensor)}
         called.node.meta["val"] = result
         for keys, tensor in found.items():
             part = called

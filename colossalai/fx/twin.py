@@ -10,12 +10,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_map_only
+
+RECOMPUTED = "activation_checkpoint"
+"""The key of a node's meta under which the number of the checkpointed function lies that it is part of."""
 
 
 def fake_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
@@ -50,6 +56,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
     try:
         _take_fakes(modules, mode, device)
         _say_exporting(undo)
+        _inline_checkpoints(undo)
         yield [*_without_layerdrop(modules), *_without_cache(modules, undo)]
     finally:
         for restore in undo:
@@ -97,6 +104,42 @@ def _say_exporting(undo: list[Callable[[], None]]) -> None:
         if before is not None:
             undo.append(lambda flag=flag, before=before: setattr(torch.compiler, flag, before))  # type: ignore[misc]
             setattr(torch.compiler, flag, True)
+
+
+def _inline_checkpoints(undo: list[Callable[[], None]]) -> None:
+    """Let ``torch.utils.checkpoint`` just run its function, and label the nodes that are recorded in it."""
+    number = count()
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with label_nodes(RECOMPUTED, [next(number)]):
+            yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
+            with label_nodes(RECOMPUTED, [next(number)]):
+                return function(*args)
+
+    here: Any = torch.utils.checkpoint
+    for name, replacement in (
+        ("_checkpoint_without_reentrant_generator", generator),
+        ("CheckpointFunction", Reentrant),
+    ):
+        undo.append(lambda name=name, before=getattr(here, name): setattr(here, name, before))  # type: ignore[misc]
+        setattr(here, name, replacement)
+
+
+@contextmanager
+def label_nodes(key: str, value: Any) -> Iterator[None]:
+    """Give the nodes that are recorded in the block a value in their ``meta``."""
+    mode: Any = get_proxy_mode()
+    root = None if mode is None else mode.tracer.graph._root
+    before = None if root is None else root.prev
+    yield
+    node = None if root is None else root.prev
+    while node is not before:
+        node.meta.setdefault(key, value)
+        node = node.prev
 
 
 class _NeverDropped(float):
