@@ -3,7 +3,7 @@
 All routes end in the same form: an ``fx.Graph`` without nesting, whose placeholders are the leaves of the
 arguments in their order, whose ``get_attr`` nodes are parameters and buffers under the model's names, and
 whose output is the list of the output's leaves.  Operations are those of ``torch.ops.aten`` before they are
-taken apart (``linear``, ``layer_norm``, ``scaled_dot_product_attention``), so autograd runs through the graph.
+taken apart (``linear``, ``layer_norm``, ``scaled_dot_product_attention``), so autograd runs through it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def capture(
 
 
 def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Names for the leaves of the arguments: those of ``forward``, with the place of a leaf in its argument."""
+    """Names for the leaves of the arguments: those of ``forward``, with a leaf's place in its argument."""
     bound = inspect.signature(model.forward).bind_partial(*args)
     first = [
         name if len(values) == 1 else f"{name}_{i}"
@@ -153,7 +153,7 @@ def _first_that_works(
 def _input_error(model: nn.Module, path: str | None, words: str, line: str) -> InputError:
     where = f"module {path!r} of {type(model).__name__}" if path else type(model).__name__
     error = InputError(
-        f"{where} does not run on these inputs, so they do not fit the model, or it needs what tensors without"
+        f"{where} does not run on these inputs: they do not fit the model, or it needs what tensors without"
         f" values cannot give: {words}{f' ({line})' if line else ''}"
     )
     error.path, error.reason = path, f"{words} ({line})"

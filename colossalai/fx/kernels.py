@@ -1,4 +1,4 @@
-"""``KernelCounter`` notes what the kernels of an operation do: products, bytes, and what no rule is known for.
+"""``KernelCounter`` notes what the kernels of an operation do: products, bytes, and those without a rule.
 
 Operations are counted by ``colossalai.utils.throughput.OperationCounter``; the others of torch move bytes and
 compute little.

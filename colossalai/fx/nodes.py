@@ -156,11 +156,20 @@ def _writes_to(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags:
+    """Whether a node draws; dropout and attention that are told not to drop do not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    # attention and dropout that are told not to drop
-    rates = [a for a in (*node.args[1:], *node.kwargs.values()) if isinstance(a, float)]
-    return not (str(node.target).startswith("aten.dropout") and (node.args[1:] + (True,))[1] is False) and (
-        not rates or any(rates)
-    )
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    if not given.get("train", given.get("training", True)):
+        return False
+    return any(
+        given.get(name, 0.0 if name == "dropout_p" else 1.0) for name in _RATES if _has(schema, name)
+    ) or (not any(_has(schema, name) for name in _RATES))
+
+
+_RATES = ("p", "dropout_p", "dropout")
+
+
+def _has(schema: Any, name: str) -> bool:
+    return any(argument.name == name for argument in schema.arguments)

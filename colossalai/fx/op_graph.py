@@ -175,6 +175,6 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
         raise ValueError(
             f"the model's output, of {type(output).__name__}, has no loss: neither a number, nor one under"
-            " 'loss', nor one as its first element; give labels to a model that computes its loss, or loss=..."
+            " 'loss', nor one as its first element; give labels to a model that computes it, or loss=..."
         )
     return found

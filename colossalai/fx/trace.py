@@ -97,7 +97,7 @@ def _rehearse(
     leaves: dict[str, Leaf],
     rehearsed: dict[str, Rehearsed],
 ) -> None:
-    """Find out on real tensors what the leaf returns that failed; if it fails there too, so does the model."""
+    """Find out on real tensors what the leaf returns that failed; where it fails too, the model does."""
     if failed.path is None or failed.path in rehearsed:
         raise failed
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -102,7 +103,7 @@ def _say_exporting(undo: list[Callable[[], None]]) -> None:
     for flag in ("_is_compiling_flag", "_is_exporting_flag"):
         before = getattr(torch.compiler, flag, None)
         if before is not None:
-            undo.append(lambda flag=flag, before=before: setattr(torch.compiler, flag, before))  # type: ignore[misc]
+            undo.append(partial(setattr, torch.compiler, flag, before))
             setattr(torch.compiler, flag, True)
 
 
@@ -125,7 +126,7 @@ def _inline_checkpoints(undo: list[Callable[[], None]]) -> None:
         ("_checkpoint_without_reentrant_generator", generator),
         ("CheckpointFunction", Reentrant),
     ):
-        undo.append(lambda name=name, before=getattr(here, name): setattr(here, name, before))  # type: ignore[misc]
+        undo.append(partial(setattr, here, name, getattr(here, name)))
         setattr(here, name, replacement)
 
 
@@ -168,7 +169,7 @@ def _without_cache(modules: list[nn.Module], undo: list[Callable[[], None]]) -> 
     """Let models of transformers not return their keys and values, which no training reads."""
     configs = {id(c): c for m in modules if getattr(c := getattr(m, "config", None), "use_cache", False)}
     for config in configs.values():
-        undo.append(lambda config=config: setattr(config, "use_cache", True))  # type: ignore[misc]
+        undo.append(partial(setattr, config, "use_cache", True))
         config.use_cache = False
     return ["keys and values (use_cache) are not among the outputs"] if configs else []
 
