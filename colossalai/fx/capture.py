@@ -12,6 +12,7 @@ import inspect
 import logging
 import operator
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
@@ -166,7 +167,8 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with redirect_stderr(StringIO()):
+        with redirect_stderr(StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
@@ -214,19 +216,16 @@ def _by_export(model: nn.Module, args: Any, kwargs: Any) -> Captured:
 
 def _order_placeholders(graph: fx.Graph, in_spec: Any, args: Any, kwargs: Any) -> None:
     """Put the placeholders in the order in which ``kwargs`` were given; export uses that of ``forward``."""
-    leaves, spec = tree_flatten((args, kwargs))
-    _, numbered = tree_unflatten(list(range(len(leaves))), spec)
-    order = in_spec.children_specs[1].context or []
-    places, _ = tree_flatten(
-        (tree_unflatten(list(range(len(leaves))), spec)[0], {key: numbered[key] for key in order})
-    )
     nodes = graph.find_nodes(op="placeholder")
-    if len(nodes) != len(leaves):
-        raise RuntimeError(f"torch.export made {len(nodes)} inputs of {len(leaves)}")
+    theirs, named = tree_unflatten(list(range(len(nodes))), in_spec)
+    order, spec = tree_flatten((theirs, {key: named[key] for key in kwargs}))
+    if spec != tree_flatten((args, kwargs))[1]:
+        raise RuntimeError("torch.export made other inputs of the arguments")
     first = next(iter(graph.nodes))
-    for _, node in sorted(zip(places, nodes, strict=True), reverse=True, key=lambda pair: pair[0]):
-        first.prepend(node) if node is not first else None
-        first = node
+    for place in reversed(order):
+        if nodes[place] is not first:
+            first.prepend(nodes[place])
+        first = nodes[place]
 
 
 def _flatten_regions(module: nn.Module, graph: fx.Graph) -> None:
@@ -355,7 +354,8 @@ def _name_inputs(
     for place in reversed(range(len(flat))):
         if place in given:
             node = given[place]
-            first.prepend(node) if node is not first else None
+            if node is not first:
+                first.prepend(node)
         else:
             with graph.inserting_before(first):
                 node = graph.placeholder(f"argument_{place}")

@@ -127,7 +127,8 @@ class Nodes:
         return attribute(self._model, "" if node.target == ROOT else str(node.target))
 
     def _parameters(self, node: fx.Node, inputs: list[fx.Node]) -> tuple[str, ...]:
-        read = [self._memory[n] for n in inputs if n.op == "get_attr"]
+        state = set(self._names.values())  # a constant of the model's code is none
+        read = [self._memory[n] for n in inputs if n.op == "get_attr" and self._memory[n] in state]
         if node.op == "call_module":
             own = self._module(node)
             read += [self._names[id(t)] for t in (*own.parameters(), *own.buffers())]

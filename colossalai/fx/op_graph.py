@@ -110,7 +110,7 @@ class OpGraph:
 
     @property
     def _keywords(self) -> list[str]:
-        return list(self.in_spec.children_specs[1].context or [])
+        return list(tree_unflatten(list(range(self.in_spec.num_leaves)), self.in_spec)[1])
 
     def __iter__(self) -> Iterator[OpNode]:
         return iter(self.nodes.values())

@@ -16,11 +16,6 @@ _OLDER = ("no issue", "moving parts of an older ZeRO-3; ours has the chunks of G
 
 # name, or module with all that is in it -> (issue, reason)
 MISSING: dict[str, tuple[str, str]] = {
-    "colossalai.fx": _COSTS,
-    "colossalai.fx.passes": _COSTS,
-    "colossalai._analyzer.fx": _COSTS,
-    "colossalai._analyzer.fx.passes": _COSTS,
-    "colossalai._analyzer.fx.tracer.tracer": _COSTS,
     "colossalai.auto_parallel.checkpoint": _COSTS,
     "colossalai.auto_parallel.checkpoint.operation": _COSTS,
     "colossalai.auto_parallel.offload.mem_optimize": _COSTS,
@@ -28,8 +23,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "colossalai.auto_parallel.tensor_shard.options": _AUTO,
     "colossalai.auto_parallel.tensor_shard.solver": _AUTO,
     "colossalai.auto_parallel.tensor_shard.sharding_strategy": _AUTO,
-    "colossalai.pipeline.middleware": ("issue 23", "the graph of the parts of a model traced by fx"),
-    "colossalai.pipeline.middleware.adaptor": ("issue 23", "the graph of a model traced by fx"),
     **_all(
         "colossalai.nn.parallel.layers",
         "CachedEmbeddingBag ParallelCachedEmbeddingBag ParallelCachedEmbeddingBagTablewise"

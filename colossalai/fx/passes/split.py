@@ -83,7 +83,7 @@ def split_with_split_nodes_pass(
 
     Returns:
         A graph that calls the stages (``submod_0``, ...), and the stages, which have the same parameters,
-        by the same names.  A stage with one result returns it, or with ``merge_output`` a tuple as the others do.
+        by the same names.  A stage with one result returns it, or with ``merge_output`` a tuple like others.
     """
     number, stage = 0, {}
     graph = annotated_gm.graph
@@ -143,8 +143,8 @@ def _annotate(gm: fx.GraphModule, pp_size: int, weight: Callable[[fx.Node], floa
     items = _items(gm.graph)
     if not isinstance(pp_size, int) or not 1 <= pp_size <= len(items):
         raise ValueError(
-            f"pp_size={pp_size!r} stages cannot be cut from a graph of {len(items)} parts: give a number from 1"
-            f" to {len(items)}"
+            f"pp_size={pp_size!r} stages cannot be cut from a graph of {len(items)} parts: give a number from"
+            f" 1 to {len(items)}"
         )
     cuts = balanced_cuts([sum(map(weight, together)) for together in items], pp_size)
     for cut in cuts[1:-1]:
