@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from colossalai.fx.leaves import ROOT, Leaf, ModuleCalls, as_modules, failing_line, same_code
 
@@ -196,6 +196,10 @@ def _by_export(model: nn.Module, args: Any, kwargs: Any) -> Captured:
     exported = torch.export.export(model, args, kwargs, strict=False)
     module: Any = exported.module(check_guards=False)
     graph = module.graph
+    for node in graph.nodes:
+        sizes = [n for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor) for n in t.shape]
+        if not all(isinstance(n, int) for n in sizes):
+            raise RuntimeError(f"{node.name} has a shape that depends on values, {sizes}")
     graph.set_codegen(fx.graph.CodeGen())
     _order_placeholders(graph, exported.call_spec.in_spec, args, kwargs)
     for node in list(graph.nodes):

@@ -120,7 +120,10 @@ class CostPass:
         if cost is None and node.op == "call_module" and node.target in self._operations:
             cost = self._rehearsed(node, inputs)
         if cost is None:
-            cost = self._measure(node, inputs, flags, counter)
+            try:
+                cost = self._measure(node, inputs, flags, counter)
+            except Exception:
+                cost = self._unknown(node, inputs, str(node.target))
             if key is not None:
                 self._known[key] = cost
         self.costs[node] = cost
@@ -186,12 +189,16 @@ class CostPass:
         return NodeCost(forward, backward, kept, aliases, learns, missing, estimated)
 
     def _rehearsed(self, node: fx.Node, inputs: list[fx.Node]) -> NodeCost:
-        """What is known of a leaf that only ran on real tensors: its inputs are taken to be kept."""
+        """What is known of a leaf that only ran on real tensors."""
+        name = f"module {type(self._module(node)).__name__}"
+        return self._unknown(node, inputs, name, self._operations[str(node.target)])
+
+    def _unknown(self, node: fx.Node, inputs: list[fx.Node], name: str, operations: int = 0) -> NodeCost:
+        """What is known of an operation that does not run alone: its inputs are taken to be kept."""
         tensors = [n.meta["val"] for n in inputs]
-        outputs = [leaf for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
         read = sum(t.numel() * t.element_size() for t in (*tensors, *self._parameters(node)))
         written = sum(t.numel() * t.element_size() for t in outputs)
-        operations = self._operations[str(node.target)]
         kept = tuple(Kept("input", i, t.untyped_storage().nbytes()) for i, t in enumerate(tensors))
         return NodeCost(
             forward=Work(operations, read, written),
@@ -199,7 +206,7 @@ class CostPass:
             kept=kept,
             aliases=(None,) * len(outputs),
             learns=tuple(t.is_floating_point() for t in outputs),
-            without_rule=(f"module {type(self._module(node)).__name__}",),
+            without_rule=(name,),
             estimated=True,
         )
 
