@@ -13,7 +13,7 @@ import logging
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
@@ -30,10 +30,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from colossalai.fx.leaves import ROOT, Leaf, ModuleCalls, as_modules, failing_line, same_code
-
-MODULE = "module"
-"""The key of a node's meta under which the path of its module lies."""
+from colossalai.fx.leaves import MODULE, ROOT, Leaf, ModuleCalls, as_modules, failing_line, same_code
+from colossalai.fx.regions import flatten_regions, note_module
 
 
 @dataclass
@@ -102,8 +100,12 @@ def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         for values in [value if _takes_rest(model, name) else (value,)]
         for i in range(len(values))
     ]
-    named = {**{("", i): name for i, name in enumerate(first)}, **{("kw", k): k for k in kwargs}}
+    named: dict[Any, str] = {
+        **{("", i): name for i, name in enumerate(first)},
+        **{("kw", k): k for k in kwargs},
+    }
     found = []
+    path: Any
     for path, _ in tree_flatten_with_path((args, kwargs))[0]:
         keyword = path[0].idx == 1
         root = named["kw", path[1].key] if keyword else named["", path[1].idx]
@@ -142,10 +144,10 @@ def _first_that_works(
             captured.failures = failures
             return captured
         except _Failed as failed:
-            error, path = failed.error, failed.path
-            words, line = in_words(error), failing_line(error)
+            cause, path = failed.error, failed.path
+            words, line = in_words(cause), failing_line(cause)
             if path is None or path in leaves:
-                raise _input_error(model, path, words, line) from error
+                raise _input_error(model, path, words, line) from cause
             failures.setdefault("make_fx", f"{path or type(model).__name__}: {words} ({line})")
             for same in same_code(model, path):
                 leaves[same] = Leaf(same, words, line)
@@ -202,11 +204,9 @@ def _by_export(model: nn.Module, args: Any, kwargs: Any) -> Captured:
             raise RuntimeError(f"{node.name} has a shape that depends on values, {sizes}")
     graph.set_codegen(fx.graph.CodeGen())
     _order_placeholders(graph, exported.call_spec.in_spec, args, kwargs)
-    for node in list(graph.nodes):
-        stack = node.meta.get("nn_module_stack")
-        if stack:
-            node.meta[MODULE] = list(stack.values())[-1][0]
-    _flatten_regions(module, graph)
+    for node in graph.nodes:
+        note_module(node, node)
+    flatten_regions(module, graph)
     _finish(graph)
     outputs = graph.find_nodes(op="output")[0].args[0]
     constants = {i: value for i, value in enumerate(outputs) if not isinstance(value, fx.Node)}
@@ -230,59 +230,6 @@ def _order_placeholders(graph: fx.Graph, in_spec: Any, args: Any, kwargs: Any) -
         if nodes[place] is not first:
             first.prepend(nodes[place])
         first = nodes[place]
-
-
-def _flatten_regions(module: nn.Module, graph: fx.Graph) -> None:
-    """Put what runs without gradients, or under autocast, between nodes that switch these, as eager code
-    does.
-    """
-    higher = torch.ops.higher_order
-    regions = {
-        higher.wrap_with_set_grad_enabled: (1, _grad_switch),
-        higher.wrap_with_autocast: (4, _autocast_switch),
-    }
-    while True:
-        nodes = [n for n in graph.nodes if n.op == "call_function" and n.target in regions]
-        if not nodes:
-            return
-        for node in nodes:
-            options, switch = regions[node.target]
-            inner = operator.attrgetter(node.args[options].target)(module)
-            with graph.inserting_before(node):
-                leave = switch(graph, node.args[:options])
-                env = dict(
-                    zip(inner.graph.find_nodes(op="placeholder"), node.args[options + 1 :], strict=True)
-                )
-                for part in inner.graph.nodes:
-                    if part.op in ("call_function", "get_attr", "call_module"):
-                        env[part] = copied = graph.node_copy(part, lambda n, env=env: env[n])
-                        stack = part.meta.get("nn_module_stack") or node.meta.get("nn_module_stack")
-                        if stack:
-                            copied.meta[MODULE] = list(stack.values())[-1][0]
-                        if part.op == "get_attr" and not hasattr(module, part.target):
-                            setattr(module, part.target, getattr(inner, part.target))
-                leave()
-            results = inner.graph.find_nodes(op="output")[0].args[0]
-            _replace_parts(graph, node, [env[result] for result in results])
-
-
-def _grad_switch(graph: fx.Graph, options: Any) -> Callable[[], Any]:
-    before = True  # the recording of a training step begins with gradients
-    graph.call_function(torch._C._set_grad_enabled, (options[0],))
-    return lambda: graph.call_function(torch._C._set_grad_enabled, (before,))
-
-
-def _autocast_switch(graph: fx.Graph, options: Any) -> Callable[[], Any]:
-    entered = graph.call_function(torch.amp.autocast_mode._enter_autocast, tuple(options))
-    return lambda: graph.call_function(torch.amp.autocast_mode._exit_autocast, (entered,))
-
-
-def _replace_parts(graph: fx.Graph, node: fx.Node, results: list[fx.Node]) -> None:
-    for user in list(node.users):
-        assert user.target is operator.getitem, f"{node} is used by {user}"
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
-        graph.erase_node(user)
-    graph.erase_node(node)
 
 
 def _by_make_fx(

@@ -82,7 +82,8 @@ class CostPass:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._mode)
-            counter = stack.enter_context(KernelCounter())
+            counter = KernelCounter()
+            stack.enter_context(counter)
             entered: dict[fx.Node, Any] = {}
             for node in self._graph.nodes:
                 if node.op in ("placeholder", "get_attr"):

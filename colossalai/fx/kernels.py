@@ -47,9 +47,19 @@ _HEAVY = (
     "_trilinear",
     "cholesky",
     "triangular_solve",
+    "ormqr",
+    "geqrf",
+    "lu_",
+    "_ctc_loss",
+    "mkldnn_rnn",
+    "_cudnn_rnn",
+    "miopen_rnn",
+    "_int_mm",
+    "_scaled_grouped_mm",
+    "_weight_int",
+    "_thnn_",
+    "_flex_",
 )
-_HEAVY += ("ormqr", "geqrf", "lu_", "_ctc_loss", "mkldnn_rnn", "_cudnn_rnn", "miopen_rnn", "_int_mm")
-_HEAVY += ("_scaled_grouped_mm", "_weight_int", "_thnn_", "_flex_")
 
 
 class KernelCounter(OperationCounter):

@@ -31,6 +31,9 @@ from torch.utils._pytree import (
     tree_map_only,
 )
 
+MODULE = "module"
+"""The key of a node's meta under which the path of its module lies."""
+
 ROOT = "whole_model"
 """The name of the one node of a graph whose model is a leaf itself."""
 
@@ -140,7 +143,7 @@ class ModuleCalls:
 
         # its tracer is asked about every call of a module
         self._before = PythonKeyTracer.call_module
-        PythonKeyTracer.call_module = call_module  # type: ignore[method-assign]
+        PythonKeyTracer.call_module = call_module  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from colossalai.fx.capture import MODULE
 from colossalai.fx.costs import NodeCost
 from colossalai.fx.kernels import Work
-from colossalai.fx.leaves import ROOT
+from colossalai.fx.leaves import MODULE, ROOT
 from colossalai.fx.op_graph import OpNode, TensorInfo, loss_of
 from colossalai.fx.twin import attribute
 

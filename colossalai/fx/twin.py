@@ -134,10 +134,10 @@ def _inline_checkpoints(undo: list[Callable[[], None]]) -> None:
 def label_nodes(key: str, value: Any) -> Iterator[None]:
     """Give the nodes that are recorded in the block a value in their ``meta``."""
     mode: Any = get_proxy_mode()
-    root = None if mode is None else mode.tracer.graph._root
+    root: Any = None if mode is None else mode.tracer.graph._root
     before = None if root is None else root.prev
     yield
-    node = None if root is None else root.prev
+    node: Any = None if root is None else root.prev
     while node is not before:
         node.meta.setdefault(key, value)
         node = node.prev
@@ -167,7 +167,8 @@ def _without_layerdrop(modules: list[nn.Module]) -> list[str]:
 
 def _without_cache(modules: list[nn.Module], undo: list[Callable[[], None]]) -> list[str]:
     """Let models of transformers not return their keys and values, which no training reads."""
-    configs = {id(c): c for m in modules if getattr(c := getattr(m, "config", None), "use_cache", False)}
+    found: list[Any] = [getattr(module, "config", None) for module in modules]
+    configs = {id(config): config for config in found if getattr(config, "use_cache", False)}
     for config in configs.values():
         undo.append(partial(setattr, config, "use_cache", True))
         config.use_cache = False

@@ -179,9 +179,12 @@ class Regions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = self.first(x).abs().mean() + 1
+            with torch.enable_grad():
+                learnt = self.last(x).mean() + self.last(x + 1).mean()
+            scale = scale + self.last(x).exp().mean()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             x = self.last(x) + 1
-        return (self.rnn(x.float())[0] * scale).sum()
+        return (self.rnn(x.float())[0] * scale).sum() + learnt
 
 
 @pytest.mark.parametrize("leaf", [None, lambda path, module: path == "rnn"])
@@ -193,10 +196,10 @@ def test_regions_without_gradients_and_under_autocast(leaf: Any) -> None:
     assert all(a is b for a, b in zip(model.rnn._flat_weights, weights, strict=True))
     assert_same(step(model, graph, x), step(model, model, x), 1e-6)
     assert torch.is_grad_enabled()
-    nodes = {n.module: n for n in graph if n.operation == "aten.linear.default"}
-    assert nodes["first"].backward.operations == 0
-    assert nodes["last"].backward.operations > 0
-    assert nodes["last"].outputs[0].dtype == torch.bfloat16
+    nodes = [n for n in graph if n.operation == "aten.linear.default"]
+    assert [n.module for n in nodes] == ["first", "last", "last", "last", "last"]
+    assert [n.backward.operations > 0 for n in nodes] == [False, True, True, False, True]
+    assert nodes[-1].outputs[0].dtype == torch.bfloat16
     if leaf is None:
         assert any("rnn" in kernel for kernel in graph.without_rule)
 

@@ -1,6 +1,6 @@
 """The cheapest routes between all pairs of layouts on two and three axes, executed for all ranks at once.
 
-A tensor of all ranks is one array, whose first dims are the axes of the mesh.  The route is walked by the code
+A tensor of all ranks is one array, whose first dims are the axes of the mesh.  A route is walked by the code
 that walks it on a rank; only the collectives are those of this array.  That each collective by itself does
 the same among processes is shown by ``test_every_single_step_is_executed``.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,14 +76,13 @@ class AllRanks:
 
 
 @pytest.fixture
-def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _played(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("all_gather", "cut", "all_to_all", "all_reduce", "reduce_scatter"):
 
         def act(x: Tensor, mesh: Any, *args: Any, name: str = name, **options: Any) -> Tensor:
             return getattr(mesh, name)(x, mesh, *args, **options)
 
         monkeypatch.setattr(collectives, name, act)
-    yield
 
 
 def grid(naxes: int, ndim: int) -> tuple[AllRanks, Tensor, Any]:

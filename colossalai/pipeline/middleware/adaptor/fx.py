@@ -48,8 +48,8 @@ def get_fx_topology(fx_module: fx.GraphModule) -> Topo:
                 parts[part].add_output_val(PartitionOutputVal())
             parts[part].output_vals[output].add(i, offset)
     topo = Topo(0, len(stages) + 1)
-    for i, part in enumerate(parts):
-        topo.set_partitions(i, part)
+    for i, partition in enumerate(parts):
+        topo.set_partitions(i, partition)
     return topo
 
 
