@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
-from colossalai.fx.kernels import KernelCounter, Work
+from colossalai.fx.kernels import KernelCounter, Work, memory_bytes, memory_of
 from colossalai.fx.leaves import ROOT, run_leaf
 from colossalai.fx.twin import attribute
 
@@ -85,8 +85,13 @@ class CostPass:
             counter = KernelCounter()
             stack.enter_context(counter)
             entered: dict[fx.Node, Any] = {}
+            nested = 0
             for node in self._graph.nodes:
-                if node.op in ("placeholder", "get_attr"):
+                name = getattr(node.target, "__name__", "")
+                nested += (name == "_vmap_increment_nesting") - (name == "_vmap_decrement_nesting")
+                if nested or "batch_dim" in name or name.startswith("_vmap_"):
+                    self._leave_out(node)
+                elif node.op in ("placeholder", "get_attr"):
                     self._value(node)
                 elif node.target in SWITCHES:
                     self._switch(node, entered)
@@ -96,6 +101,13 @@ class CostPass:
                 elif node.op in ("call_function", "call_module", "call_method"):
                     self._cost(node, counter)
         return self.costs
+
+    def _leave_out(self, node: fx.Node) -> None:
+        """A node inside a vmap, which does not run alone; models compute their masks so."""
+        tensors = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+        unknown, none = (None,) * len(tensors), (False,) * len(tensors)
+        self.costs[node] = NodeCost(Work(), Work(), (), unknown, none, ("vmap",))
+        self._learns[node] = tree_map(lambda leaf: False, node.meta.get("val"))
 
     def _value(self, node: fx.Node) -> None:
         if node.op == "get_attr":
@@ -200,7 +212,7 @@ class CostPass:
         outputs = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
         read = sum(t.numel() * t.element_size() for t in (*tensors, *self._parameters(node)))
         written = sum(t.numel() * t.element_size() for t in outputs)
-        kept = tuple(Kept("input", i, t.untyped_storage().nbytes()) for i, t in enumerate(tensors))
+        kept = tuple(Kept("input", i, memory_bytes(t)) for i, t in enumerate(tensors))
         return NodeCost(
             forward=Work(operations, read, written),
             backward=Work(2 * operations, 2 * read, 2 * written),
@@ -253,16 +265,12 @@ def _sources(
     place: dict[int, tuple[str, int]] = {}
     for source, tensors in (("parameter", owned), ("input", inputs), ("output", outputs)):
         for i, tensor in enumerate(tensors):
-            place.setdefault(_memory(tensor), (source, i))
+            place.setdefault(memory_of(tensor), (source, i))
     found: dict[int, Kept] = {}
     for i, tensor in enumerate(saved):
-        source, index = place.get(_memory(tensor), ("inner", i))
-        nbytes = tensor.untyped_storage().nbytes()
-        found.setdefault(_memory(tensor), Kept(source, index, nbytes))
-    shared = [place[_memory(tensor)] for tensor in outputs]
+        source, index = place.get(memory_of(tensor), ("inner", i))
+        nbytes = memory_bytes(tensor)
+        found.setdefault(memory_of(tensor), Kept(source, index, nbytes))
+    shared = [place[memory_of(tensor)] for tensor in outputs]
     aliases = tuple(index if source == "input" else None for source, index in shared)
     return tuple(found.values()), aliases
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -28,7 +28,7 @@ class ColoGraphModule(fx.GraphModule):
     def recompile(self) -> Any:
         code = super().recompile()
         if any(_label(node) is not None for node in self.graph.nodes):
-            type(self).forward = _run_regions  # type: ignore[method-assign]
+            type(self).forward = _run_regions
         return code
 
 

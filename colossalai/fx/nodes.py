@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from colossalai.fx.costs import NodeCost
-from colossalai.fx.kernels import Work
+from colossalai.fx.kernels import Work, memory_bytes
 from colossalai.fx.leaves import MODULE, ROOT
 from colossalai.fx.op_graph import OpNode, TensorInfo, loss_of
 from colossalai.fx.twin import attribute
@@ -54,7 +54,7 @@ class Nodes:
                 self._memory[node] = node.name
                 if isinstance(value, Tensor):
                     self.inputs[node.name] = tensor_info(value, node.name)
-                    self._size[node.name] = value.untyped_storage().nbytes()
+                    self._size[node.name] = memory_bytes(value)
             elif node.op == "get_attr":
                 self._memory[node] = self._names.get(id(value), node.target)
             elif node.target in (operator.getitem, getattr):
@@ -95,7 +95,7 @@ class Nodes:
             if alias is not None:
                 name = self._memory[inputs[alias]]
             names.append(name)
-            self._size.setdefault(name, tensor.untyped_storage().nbytes())
+            self._size.setdefault(name, memory_bytes(tensor))
         left = iter(names)
         leaves, spec = tree_flatten(node.meta.get("val"))
         self._memory[node] = tree_unflatten(

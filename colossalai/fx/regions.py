@@ -49,7 +49,7 @@ def _flatten(
     results = inner.graph.find_nodes(op="output")[0].args[0]
     for user in list(node.users):
         assert user.target is operator.getitem, f"{node} is used by {user}"
-        user.replace_all_uses_with(values[results[user.args[1]]])  # type: ignore[index]
+        user.replace_all_uses_with(values[results[user.args[1]]])
         graph.erase_node(user)
     graph.erase_node(node)
 

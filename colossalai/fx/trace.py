@@ -142,8 +142,10 @@ def _put(root: nn.Module, path: str, value: Any) -> None:
         root.add_module(last, value)
     elif isinstance(value, nn.Parameter):
         root.register_parameter(last, value)
-    else:
+    elif isinstance(value, Tensor):
         root.register_buffer(last, value)
+    else:
+        setattr(root, last, value)
 
 
 __all__ = ["trace_model"]

@@ -92,5 +92,6 @@ def _cut(layer: nn.Linear, name: str, dim: int, group: ProcessGroup | None, gath
         whole = ColoTensorSpec(group)
         parameter = ColoParameter(parameter.data, parameter.requires_grad, whole)
         setattr(layer, name, parameter)
-    parameter.set_tensor_spec(ShardSpec([dim], [group.tp_world_size()]), ComputeSpec(ComputePattern.TP1D))
-    parameter.compute_spec.set_output_replicate(gather)
+    compute = ComputeSpec(ComputePattern.TP1D)
+    compute.set_output_replicate(gather)
+    parameter.set_tensor_spec(ShardSpec([dim], [group.tp_world_size()]), compute)
