@@ -122,7 +122,9 @@ def in_blocks(pieces: list[list[Tensor]], how: How) -> list[tuple[Tensor, ...]]:
     whole = []
     for result, late in zip(run.results, run.late, strict=True):
         out, dq, dk, dv = result  # type: ignore[misc]
-        dk, dv = (torch.add(late[n], g).to(g.dtype) if n in late else g for n, g in (("dk", dk), ("dv", dv)))
+        for name, own in (("dk", dk), ("dv", dv)):
+            if name in late:
+                torch.add(late[name], own, out=own)
         whole.append((out, dq, dk, dv))
     return whole
 

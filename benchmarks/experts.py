@@ -143,7 +143,8 @@ def rows(sizes: Sizes, numbers: tuple[int, ...], device: torch.device, one_hot: 
     dtype = torch.bfloat16
     found = []
     for experts in numbers:
-        layer = ours(sizes, experts).to(device, dtype)
+        with device:
+            layer = ours(sizes, experts).to(dtype)
         x = torch.randn(1, sizes.tokens, sizes.width, device=device, dtype=dtype, requires_grad=True)
         parameters = list(layer.parameters())
         time = milliseconds(both_passes(layer, x, parameters), device)
@@ -157,8 +158,10 @@ def rows(sizes: Sizes, numbers: tuple[int, ...], device: torch.device, one_hot: 
             peer = milliseconds(both_passes(OneHot(layer), x, parameters), device, repeat=5)
             found.append(Row(f"layer, {experts} experts", time, peer, "one-hot einsums (at most 0.33)"))
         for how in ("grouped_mm", "eager"):
-            if (block := mixtral(sizes, experts, how)) is not None:
-                block = block.to(device, dtype)
+            with device:
+                block = mixtral(sizes, experts, how)
+            if block is not None:
+                block = block.to(dtype)
                 peer = milliseconds(both_passes(block, x, list(block.parameters())), device, repeat=5)
                 bar = " (at most 0.8)" if how == "grouped_mm" else ""
                 name = f"MixtralSparseMoeBlock, {how}{bar}"
@@ -179,8 +182,9 @@ def gpt_rows(device: torch.device, small: bool) -> list[Row]:
     times = []
     for k in (0, 2):
         depth = sizes.get("depth", 12)
-        model: GPT = MOEGPT(num_experts=[8] * depth, top_k=k, **sizes) if k else GPT(**sizes)
-        model = model.to(device, torch.bfloat16)
+        with device:
+            model: GPT = MOEGPT(num_experts=[8] * depth, top_k=k, **sizes) if k else GPT(**sizes)
+        model = model.to(torch.bfloat16)
         criterion = MoeLoss(0.01, GPTLMLoss) if k else GPTLMLoss()
         experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         active = sum(p.numel() for p in model.parameters()) - experts + experts * k // 8

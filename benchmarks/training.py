@@ -32,6 +32,8 @@ WIDE = {"hidden_size": 4096, "depth": 8, "num_heads": 32}
 BATCH, LENGTH, STEPS, TIMED = 8, 1024, 24, 10
 ADAM: dict[str, Any] = {"lr": 2e-5, "weight_decay": 0.01}
 Step = Callable[[Tensor], Tensor]
+FULL: dict[str, list[str]] = {"gpt2-xl": [], "llama": [f"model.layers.{i}" for i in range(3)]}
+"""The blocks of each model that are recomputed whole; the others keep their products."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,12 @@ def boosted(
 
 
 def unedited(name: str) -> Step:
-    """A model of transformers with three calls of ours."""
-    model = chunk_causal_loss(checkpoint_blocks(hugging_face(name), "selective"), whole_scores=False)
-    model = skip_causal_mask(model)
+    """A model of transformers with a few calls of ours."""
+    model = checkpoint_blocks(hugging_face(name), "selective")
+    # the first blocks are recomputed last, when the memory of the others is free
+    if FULL[name]:
+        checkpoint_blocks(model, "full", blocks=FULL[name])
+    model = skip_causal_mask(chunk_causal_loss(model, whole_scores=False))
     return boosted(model, BF16MixedPrecision(half_weights=True), own_loss)
 
 

@@ -45,7 +45,7 @@ from colossalai.interface.foreign_parameters import strangers
 from colossalai.mesh import placement
 from colossalai.mesh.deferred import fill_beside_parameters, fill_deferred, materialize, states_of
 from colossalai.mesh.meta_models import defer_meta, draws_itself, is_on_meta
-from colossalai.nn.policies.stage import ModelStage
+from colossalai.nn.policies.stages.stage import ModelStage
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import launched_mesh, raised_together

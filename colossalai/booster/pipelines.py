@@ -77,7 +77,7 @@ class Pipelines:
                 gpc.mesh,
                 schedule=options.schedule,
                 microbatches=options.microbatches,
-                tensor_shape=options.tensor_shape,
+                tensor_shape=options.told_shape,
             )
             attach(model, "pipeline", pipeline)
         return pipeline

@@ -30,7 +30,7 @@ from colossalai.interface.foreign_parameters import strangers
 from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, placement
 from colossalai.mesh.gradient_norm import tensor_axes
 from colossalai.mesh.parameter import overlapping
-from colossalai.nn.policies.stage import adapted_too_late, wrapped_elsewhere
+from colossalai.nn.policies.stages.stage import adapted_too_late, wrapped_elsewhere
 from colossalai.pipeline.chunks import count_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import split_problem

@@ -51,6 +51,8 @@ class _Made:
     maker: Any
     """A weak reference to the layer."""
     training: bool
+    call: int = 0
+    """The number of the call of a model in which it was made."""
     way_back: Any = None
     """A weak reference to what lives as long as the graph of the layer's outputs."""
 
@@ -68,6 +70,9 @@ class _RouterPass:
     taken: bool = False
     hidden: bool = False
     """Whether a checkpoint hides the graph of some losses."""
+    call: int = 0
+    _model: Any = None
+    _came: list[Any] = field(default_factory=list)
 
     def is_over(self, maker: Any, *, has_grad: bool) -> bool:
         """Whether a loss of ``maker`` that comes now belongs to another pass."""
@@ -77,10 +82,27 @@ class _RouterPass:
         others = any(each.maker != layer for each in self.made)
         return not has_grad and others and self.made[0].maker == layer
 
+    def come(self, maker: Any, model: Any) -> None:
+        """Note that ``maker`` comes in a call of ``model``, which ends when the model comes back to a layer,
+        or another one comes.
+        """
+        layer = _reference(maker)
+        if model is None or model != self._model or layer in self._came:
+            self.call, self._model, self._came = self.call + 1, model, []
+        self._came.append(layer)
+        self.forget_left_over()
+
     def forget_left_over(self) -> None:
-        # the last first: its losses hold the graph of the layers before
+        """Forget calls that were thrown away: nothing is left of the outputs of their layers.
+
+        A layer whose outputs are gone was detached if the call goes on, or if later layers of it are left.
+        """
+        alive = {self.call}
+        # the last first: its losses hold the graph of the layers before, and so would a name for them
         for place in reversed(range(len(self.made))):
-            if self.made[place].is_left_over:
+            if not self.made[place].is_left_over:
+                alive.add(self.made[place].call)
+            elif self.made[place].call not in alive:
                 del self.made[place]
 
 
@@ -98,12 +120,28 @@ def _is_hidden() -> bool:
     return frame is not None
 
 
+def _called_model(maker: Any) -> Any:
+    """A weak reference to the outermost module that is at work, if it is not ``maker`` itself."""
+    frame: FrameType | None = sys._getframe()
+    outermost = None
+    while frame is not None:
+        if frame.f_code is _CALL:
+            outermost = frame
+        frame = frame.f_back
+    model = None if outermost is None else outermost.f_locals.get("self")
+    return None if model is maker else _reference(model)
+
+
+_CALL = torch.nn.Module._call_impl.__code__
+
+
 class MoeContext:
     """Holds the losses that routers made in the forward pass, until the loss of the model takes them.
 
     A forward pass is over, and its losses are forgotten, when they were taken and another pass begins; when
-    the backward pass comes by their layers; when nothing is left of their outputs and another pass begins;
-    and when a layer comes again that was switched between training and evaluation.
+    the backward pass comes by their layers; when nothing is left of their outputs and another pass begins (a
+    layer whose outputs are detached counts, as long as the module that the script called goes on); and when a
+    layer comes again that was switched between training and evaluation.
 
     Passes with and without gradients are kept apart: a teacher that is asked without gradients takes nothing
     from its pupil.  Without gradients, a pass is also over when one with gradients begins, and when its first
@@ -164,9 +202,11 @@ class MoeContext:
         has_grad = torch.is_grad_enabled()
         hidden = not has_grad and _is_hidden()
         learns = has_grad or hidden
-        self._passes[learns].forget_left_over()
+        model = _called_model(maker) if learns else None
+        self._passes[learns].come(maker, model)
         if self._passes[learns].is_over(maker, has_grad=has_grad):
             self._passes[learns] = _RouterPass()
+            self._passes[learns].come(maker, model)
         if learns:
             self._passes[False] = _RouterPass()
         now = self._passes[learns]
@@ -178,7 +218,7 @@ class MoeContext:
             # one layer again and again: a list would grow with each call
             now.made[-1].losses = now.made[-1].losses.plus(losses)
         else:
-            now.made.append(_Made(losses, layer, getattr(maker, "training", True)))
+            now.made.append(_Made(losses, layer, getattr(maker, "training", True), now.call))
         return losses
 
     def watch(self, losses: RouterLosses, outputs: Tensor) -> None:
@@ -215,6 +255,7 @@ class MoeContext:
     def losses(self) -> RouterLosses | None:
         """All losses of the last forward pass; None if there are none."""
         last = self._last
+        last.forget_left_over()
         last.taken = True
         if not last.made:
             return None

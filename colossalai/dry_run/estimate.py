@@ -29,6 +29,7 @@ from colossalai.engine.features import Features
 from colossalai.engine.initialization import handlers_of, schedule_of_config
 from colossalai.engine.schedule import PipelineSchedule
 from colossalai.mesh import set_own_grad
+from colossalai.nn.policies.cutting.experts import play_even_loads
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.pipeline import Pipeline
@@ -107,6 +108,7 @@ def play_step(
     follows from it.
     """
     _check_on_meta(model)
+    play_even_loads(model, gpc.mesh)
     features = Features.from_config(gpc.config)
     watch = Watch(model)
     memory = MetaBytes(watch.at_peak)

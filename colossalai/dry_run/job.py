@@ -36,12 +36,15 @@ from colossalai.utils.parallel import averaging_size, row_mode
 
 
 class Parts(NamedTuple):
-    """The objects of a training before any feature is added; ``batch`` is ``(data, label)``."""
+    """The objects of a training before any feature is added.
+
+    ``batch`` is ``(data, label)``; a model that computes its own loss has no criterion, and takes all of it.
+    """
 
     model: nn.Module
     optimizer: Optimizer
-    criterion: Callable[..., Any]
-    batch: tuple[Any, Any]
+    criterion: Callable[..., Any] | None
+    batch: Any
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,9 @@ def _attention(
     if attn_mask is None and query.dtype in HALF_DTYPES:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(query, key, value, dropout_p, is_causal)[0]
+    if key.size(1) != query.size(1):  # which only flash attention does without scores
+        math = torch.ops.aten._scaled_dot_product_attention_math
+        return math(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=True)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
     if attn_mask is not None:

@@ -26,11 +26,13 @@ from torch.utils._pytree import tree_map_only
 from colossalai._numeric import ceil_div
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.context.config import ConfigException
+from colossalai.core import global_context as gpc
 from colossalai.dry_run.meta import MetaBytes, gpu_kernels
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.engine.gemini_section import read_gemini
-from colossalai.interface.batch import call_with, loss_of
+from colossalai.interface.batch import call_with, loss_of, split_batch
 from colossalai.mesh.parameter import SHARED_GROUP
+from colossalai.nn.policies.cutting.experts import play_even_loads
 from colossalai.utils.parallel import is_cut_over_rows, pieces_over_rows
 from colossalai.zero.gemini.chunk_filling import check_shares
 
@@ -74,8 +76,8 @@ def zero_plan(zero: Mapping[str, Any]) -> ZeroPlan:
 
 def estimate_zero(
     model: nn.Module,
-    criterion: Callable[..., Any],
-    batch: tuple[Any, Any],
+    criterion: Callable[..., Any] | None,
+    batch: Any,
     ranks: int,
     plan: ZeroPlan,
 ) -> MemoryEstimate:
@@ -131,17 +133,20 @@ def _largest_unit(model: nn.Module) -> int:
     return max([outside, *(sum(p.numel() for p in block.parameters()) for block in blocks)])
 
 
-def _passes(model: nn.Module, criterion: Callable[..., Any], batch: tuple[Any, Any]) -> tuple[int, int]:
+def _passes(model: nn.Module, criterion: Callable[..., Any] | None, batch: Any) -> tuple[int, int]:
     """Bytes that a forward pass keeps, and what both passes need beside them; gradients go as soon as they
     are there.
     """
-    data, label = tree_map_only(Tensor, lambda t: t.to("meta"), batch)
+    data, label = split_batch(batch, None, criterion is not None, "a dry run")
+    data, label = tree_map_only(Tensor, lambda t: t.to("meta"), (data, label))
+    play_even_loads(model, gpc.mesh)
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.parameters()]
     try:
         with gpu_kernels(), MetaBytes() as memory:
             memory.hold(model.parameters())
             weights = memory.now
-            loss = loss_of(criterion, call_with(model, data).float(), label)
+            output = call_with(model, data)
+            loss = loss_of(criterion, output.float() if isinstance(output, Tensor) else output, label)
             stored = memory.now - weights
             loss.backward()
             return stored, memory.peak - weights - stored

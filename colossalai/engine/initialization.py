@@ -168,7 +168,7 @@ def schedule_of_config() -> BaseSchedule | None:
     options = _pipeline_options()
     if options is None:
         return None
-    shape, name = options.tensor_shape, options.schedule
+    shape, name = options.told_shape, options.schedule
     if options.chunks == 1:
         return PipelineSchedule(options.microbatches, tensor_shape=shape, schedule=name)
     return InterleavedPipelineSchedule(

@@ -104,8 +104,8 @@ from colossalai.nn.loss import (
 from colossalai.nn.metric import Accuracy, Accuracy2D, Accuracy2p5D, Accuracy3D
 from colossalai.nn.optimizer import CPUAdam, FusedAdam, FusedLAMB, FusedSGD, HybridAdam, Lamb, Lars
 from colossalai.nn.policies import parallelize
-from colossalai.nn.policies.causal_loss import chunk_causal_loss
-from colossalai.nn.policies.causal_mask import skip_causal_mask
+from colossalai.nn.policies.cutting.causal_loss import chunk_causal_loss
+from colossalai.nn.policies.sequences.causal_mask import skip_causal_mask
 
 __all__ = [
     "ACT2FN",

@@ -68,9 +68,28 @@ class SequenceParallel:
 
         Ranks that hold different ``x`` are refused, see :mod:`colossalai.nn.same_tokens`.
         """
+        _note_length(self.padded(x.size(dim)), x.size(dim))
+        return self._piece(x, dim, value)
+
+    def cut_labels(self, labels: Tensor, ignored: int) -> Tensor:
+        """The labels (batch, length) of this rank's tokens; what pads a sequence gets the label ``ignored``.
+
+        Labels of a length that no model has cut are refused, though they may be padded to as many: the others
+        would be ignored, or would teach what pads the tokens.
+        """
+        length = labels.size(1)
+        known = _lengths.get(self.padded(length), [length])
+        if length not in known:
+            raise ValueError(
+                f"labels of {length} tokens do not fit sequences of {' or '.join(map(str, sorted(known)))},"
+                f" which are padded to {self.padded(length)} as they would be; give every token of the whole"
+                f" sequences a label, or {ignored} where there is none"
+            )
+        return self._piece(labels, 1, ignored)
+
+    def _piece(self, x: Tensor, dim: int, value: float) -> Tensor:
         check_same_tokens("a sequence", x, self.mesh)
         missing = self.padded(x.size(dim)) - x.size(dim)
-        _lengths[self.padded(x.size(dim))] = x.size(dim)
         if missing:
             x = pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing), value=value)
         mine = redistribute(x, replicated(x.ndim), self.layout(x.ndim, dim), self.mesh)
@@ -120,16 +139,23 @@ class SequenceParallel:
         return pad(numbers, (0, self.padded(real.size(1)) - real.size(1)), value=-1)
 
 
-# The length of the sequences that were last padded to each length: of a token alone no layer can tell whether
-# it is padding.
-_lengths: dict[int, int] = {}
+# The lengths of the sequences that models have padded to each length, the last one last: of a token alone no
+# layer can tell whether it is padding.
+_lengths: dict[int, list[int]] = {}
+
+
+def _note_length(padded: int, length: int) -> None:
+    lengths = _lengths.setdefault(padded, [])
+    if length in lengths:
+        lengths.remove(length)
+    lengths.append(length)
 
 
 def length_before_padding(padded: int) -> int | None:
     """The length of the sequences that ``SequenceParallel.cut`` has last padded to ``padded``; None if there
     were none.
     """
-    return _lengths.get(padded)
+    return _lengths.get(padded, [None])[-1]
 
 
 class _Scaled(torch.autograd.Function):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from colossalai.interface import ModelWrapper
-from colossalai.nn.policies.stage import ModelStage, StageList
+from colossalai.nn.policies.stages.stage import ModelStage, StageList
 from colossalai.pipeline.stage import own_stage
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -23,6 +23,14 @@ class PipelineOptions:
     microbatches: int
     chunks: int = 1
     tensor_shape: tuple[int, ...] | None = None
+    is_shape_told: bool = False
+    """Whether ``tensor_shape`` is ``TENSOR_SHAPE``, and not what follows from sizes of a batch, which models
+    may send in another order (batch first)."""
+
+    @property
+    def told_shape(self) -> tuple[int, ...] | None:
+        """``TENSOR_SHAPE``: what stages need not tell each other."""
+        return self.tensor_shape if self.is_shape_told else None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], plan: ParallelConfig) -> PipelineOptions:
@@ -42,7 +50,13 @@ class PipelineOptions:
         except ValueError as error:
             raise ConfigException(f"the config asks for a pipeline that does not work: {error}") from None
         shape = _tensor_shape(config, plan)
-        return cls(schedule=schedule, microbatches=microbatches, chunks=chunks, tensor_shape=shape)
+        return cls(
+            schedule=schedule,
+            microbatches=microbatches,
+            chunks=chunks,
+            tensor_shape=shape,
+            is_shape_told=config.get("TENSOR_SHAPE") is not None,
+        )
 
 
 def _chunks(config: Mapping[str, Any], plan: ParallelConfig) -> int:

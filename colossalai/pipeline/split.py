@@ -1,8 +1,8 @@
 """``split_model``: an existing model, such as those of Hugging Face, becomes this rank's stage of a pipeline.
 
 How an architecture is cut in depth is a row of its policy (``colossalai.nn.policies.Depth``); how a stage
-works is told in ``colossalai.nn.policies.stage``.  Here is decided which blocks go where, and tied weights
-are shared between stages.
+works is told in ``colossalai.nn.policies.stages.stage``.  Here is decided which blocks go where, and tied
+weights are shared between stages.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from colossalai.mesh.deferred import Deferred
 from colossalai.mesh.rows import expert_axes
 from colossalai.nn.modes import current
 from colossalai.nn.policies import POLICIES, Policy, parallelize
-from colossalai.nn.policies.depth import Depth, ModelParts, carried_depth, find_parts
-from colossalai.nn.policies.derive_depth import derive_depth
-from colossalai.nn.policies.per_block import refuse_configured
-from colossalai.nn.policies.stage import ModelStage, StageShare, copy_above, take_stage
-from colossalai.nn.policies.verify import Verification
+from colossalai.nn.policies.stages.depth import Depth, ModelParts, carried_depth, find_parts
+from colossalai.nn.policies.stages.derive_depth import derive_depth
+from colossalai.nn.policies.stages.per_block import refuse_configured
+from colossalai.nn.policies.stages.stage import ModelStage, StageShare, copy_above, take_stage
+from colossalai.nn.policies.trials.verify import Verification
 from colossalai.nn.policies.wrap_forward import WholeOutputs
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.pipeline.partition import partition_balanced, partition_uniform

@@ -38,8 +38,10 @@ PLANS["interleaved-1d"][1]["parallel"]["tensor"] = {"mode": "1d", "size": 2}
 
 
 def _build(name: str, seed: int) -> nn.Module:
+    """As many layers as the job has chunks of stages."""
     torch.manual_seed(seed)
-    return zoo.build(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 4})
+    layers = 4 if gpc.config.get("NUM_CHUNKS", 1) > 1 else 2
+    return zoo.build(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": layers})
 
 
 def _job(model: nn.Module, plan: str | None = None) -> tuple[Booster, nn.Module, Any]:

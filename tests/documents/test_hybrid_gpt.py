@@ -179,7 +179,7 @@ def check_parity(rank: int, world_size: int, port: int, plan: dict[str, Any], ch
     rows = 4 * world_size // (plan["pipeline"] * plan.get("tensor", {"size": 1})["size"])
     mask = torch.ones(rows, 8, dtype=torch.long)
     mask[0, 5:] = 0
-    ids = [torch.randint(VOCABULARY, (rows, 8)) for _ in range(5)]
+    ids = [torch.randint(VOCABULARY, (rows, 8)) for _ in range(3)]
     batches = [({"input_ids": i, "attention_mask": mask}, i) for i in ids]
     criterion = names["GPTLMLoss"]()
     problem = Problem(

@@ -183,7 +183,7 @@ def check_parity(rank: int, world_size: int, port: int, plan: dict[str, Any], ch
     torch.manual_seed(0)
     whole = names["PipelineVisionTransformer"](**SIZES)  # before the launch: on one device
     rows = 8 * world_size // (plan["pipeline"] * plan.get("tensor", {"size": 1})["size"])
-    batches = [(torch.randn(rows, 3, 16, 16), torch.randint(10, (rows,))) for _ in range(5)]
+    batches = [(torch.randn(rows, 3, 16, 16), torch.randint(10, (rows,))) for _ in range(3)]
     loss = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
     problem = Problem(
         build=lambda: copy.deepcopy(whole), batches=batches, loss=lambda m, b: loss(m(b[0]), b[1])

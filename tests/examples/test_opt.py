@@ -14,8 +14,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from colossalai.testing import RankError
 from tests.cli.tools import environment_with_package
-from tests.examples.scripts import EXAMPLES
+from tests.examples.scripts import EXAMPLES, run_script
 
 pytest.importorskip("transformers")
 
@@ -76,9 +77,9 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
 
 
 def test_too_little_memory(tmp_path: Path) -> None:
-    done = shell("run_clm_synthetic.sh", 2, 0.00001, "tiny", out=tmp_path)
-    assert done.returncode != 0
-    assert re.search(r"the compute tier holds .* and has no room for", done.stdout)
+    options = ["-s", "--model_name_or_path", "facebook/opt-tiny", "--output_dir", tmp_path]
+    with pytest.raises(RankError, match=r"the compute tier holds .* and has no room for"):
+        run_script("tutorial/opt/opt/run_clm.py", *options, "--mem_cap", 0.00001)
 
 
 @pytest.fixture
@@ -182,19 +183,9 @@ def test_a_checkpoint_is_fine_tuned_and_taken_up_again(
     assert abs(float(loss) - found[-1]) < 0.05
 
     # on one process, from the middle, to the same end
-    again = shell(
-        "run_clm.sh",
-        start,
-        text,
-        8,
-        0,
-        1,
-        *options,
-        "--resume_from_checkpoint",
-        out / "step_3",
-        out=tmp_path / "again",
-    )
-    assert again.returncode == 0, again.stdout[-3000:] + again.stderr
-    assert "Global step 3 finished" not in again.stdout
-    assert "Global step 4 finished" in again.stdout
-    assert abs(losses(again.stdout)[-1] - found[-1]) < 0.1
+    data = ["--model_name_or_path", start, "--train_file", text, "--per_device_train_batch_size", 8]
+    resumed = ["--resume_from_checkpoint", out / "step_3", "--output_dir", tmp_path / "again"]
+    again = run_script("tutorial/opt/opt/run_clm.py", *data, *options, *resumed)
+    assert "Global step 3 finished" not in again
+    assert "Global step 4 finished" in again
+    assert abs(losses(again)[-1] - found[-1]) < 0.1

@@ -78,6 +78,7 @@ def test_only_the_config_changes(parallel: str, tmp_path: Path) -> None:
         nprocs=4,
     )
     assert losses(shown)[1] < math.log(300) - 0.5  # few letters, learnt in ten steps
+    assert "WARNING" not in shown
 
 
 def test_the_variables_of_the_config() -> None:

@@ -27,17 +27,18 @@ def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"Epoch \d+ - train loss: (\S+)", text)]
 
 
-def test_the_command_of_the_page() -> None:
+def test_the_command_of_the_page(tmp_path: Path) -> None:
     """Two stages of two ranks each; the counts are those of the formula in titans.model.vit, cut in two."""
-    command = ["train.py", "--config", "config.py", "-s"]
+    config = changed_config(HYBRID, tmp_path / "config.py", QUICK[0])
+    command = ["train.py", "--config", config, "-s"]
     run = Command("run", "--nproc_per_node", 4, "--master_port", free_port(), *command, cwd=HYBRID)
-    done = run.finish(seconds=240)  # 20 on two idle cores
+    done = run.finish(seconds=240)
     assert done.code == 0, done
     text = done.out + done.err
     assert text.count("initialized distributed environment") == 1
     assert text.count("Engine is built") == 1
     counts = re.findall(r"number of parameters: (\d+) on pipeline stage (\d)", text)
-    assert sorted(counts, key=lambda found: found[1]) == [("257024", "0")] * 2 + [("134154", "1")] * 2
+    assert sorted(counts, key=lambda found: found[1]) == [("232448", "0")] * 2 + [("134154", "1")] * 2
     for epoch in range(2):
         assert re.search(rf"Epoch {epoch} / 2: 100%.* 10/10 ", text)
     assert len(losses(text)) == 2

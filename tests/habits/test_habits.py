@@ -14,6 +14,9 @@ from tests.habits.run import run_column
 
 AGAIN = "if this is meant, run `python -m tests.habits` to print docs/habits.md again"
 SLOW = ("gemini-auto", "gemini-cuda")
+# seconds of tracing on each rank where layers communicate; CI compiles under the other plans
+COMPILED = {"compile_before", "compile_after"}
+TRACED_SLOWLY = ("gemini-cpu", "tensor")
 
 
 def test_every_habit_has_an_answer_under_every_plan() -> None:
@@ -33,9 +36,15 @@ def test_the_page_is_that_of_the_table() -> None:
 @pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=[pytest.mark.slow] if plan in SLOW else []) for plan in PLANS]
 )
-def test_the_table_says_what_happens(plan: str) -> None:
+def test_the_table_says_what_happens(plan: str, pytestconfig: pytest.Config) -> None:
+    """In CI each column has a third of the rows, and its neighbours the others."""
     wanted = read_table()[plan]
-    found = run_column(plan, "booster", list(wanted))
+    names = list(wanted)
+    if not pytestconfig.getoption("--all-cases"):
+        names = names[list(PLANS).index(plan) % 3 :: 3]
+        names = [n for n in names if n not in COMPILED or plan not in TRACED_SLOWLY]
+    found = run_column(plan, "booster", names)
+    assert list(found) == names
     habits = all_habits()
     changed = {
         n: (cell, wanted[n])

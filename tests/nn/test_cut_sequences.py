@@ -96,6 +96,9 @@ def check_refusals(rank: int, world_size: int, port: int) -> None:
         ValueError, match=r"labels of shape \(2, 9\) do not fit .* expected \(2, 8\) for the whole"
     ):
         CrossEntropyLoss()(sequence().cut(scores), labels.new_zeros(2, 9))
+    with pytest.raises(ValueError, match=r"labels of 8 tokens do not fit sequences of 7, .* padded to 8"):
+        CrossEntropyLoss()(sequence().cut(scores), labels.new_zeros(2, 8))
+    CrossEntropyLoss()(sequence().cut(labels.new_zeros(2, 8, CLASSES).float()), labels.new_zeros(2, 8))
     with pytest.raises(ValueError, match="reduction=False gives the losses of a whole sequence"):
         CrossEntropyLoss(reduction=False)(sequence().cut(scores), sequence().cut(labels))
     with pytest.raises(ValueError, match="GPTLMLoss shifts the labels and needs those of the whole"):

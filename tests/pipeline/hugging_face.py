@@ -22,7 +22,7 @@ from colossalai.testing.pipelined import PipelineRun
 from tests.nn.policies import zoo
 from tests.pipeline.plans import config, launch
 
-STEPS = 3
+STEPS = 2
 
 
 def depth(name: str, blocks: int) -> dict[str, int]:

@@ -18,7 +18,7 @@ from colossalai.pipeline.stage import Shape
 from colossalai.testing.parity import Problem
 from colossalai.testing.pipelined import PipelineRun
 
-HIDDEN, CLASSES, STEPS = 8, 4, 5
+HIDDEN, CLASSES, STEPS = 8, 4, 3
 MakePlugin = Callable[[], Plugin]
 
 

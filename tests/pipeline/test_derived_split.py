@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.lazy import LazyInitContext, materialize
-from colossalai.nn.policies import stage
+from colossalai.nn.policies.stages import stage
 from colossalai.pipeline import split_model, tied
 from colossalai.pipeline.stage import Placement
 from colossalai.testing import RankError, spawn

@@ -264,10 +264,15 @@ def test_config_values_that_are_no_numbers(key: str, wrong: Any) -> None:
 
 
 def test_sizes_of_a_config_say_what_is_sent_only_together() -> None:
+    def options(**own: Any) -> PipelineOptions:
+        return PipelineOptions.from_config(config("1f1b", 2, 2) | own, ONE_RANK)
+
     def shape(**own: Any) -> tuple[int, ...] | None:
-        return PipelineOptions.from_config(config("1f1b", 2, 2) | own, ONE_RANK).tensor_shape
+        return options(**own).tensor_shape
 
     assert shape(**SIZES) == (8, 8, 4)
+    assert options(**SIZES).told_shape is None  # models may put the batch first
+    assert options(**SIZES, TENSOR_SHAPE=(8, 8, 4)).told_shape == (8, 8, 4)
     assert shape(SEQ_LENGTH="variable") is None  # a word of the user's own
     assert shape(**SIZES | {"GLOBAL_BATCH_SIZE": 1}) is None
 

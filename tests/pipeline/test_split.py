@@ -18,7 +18,7 @@ import colossalai
 from colossalai.booster import pipelines
 from colossalai.checkpoint_io import load_pretrained
 from colossalai.core import global_context as gpc
-from colossalai.nn.policies import stage
+from colossalai.nn.policies.stages import stage
 from colossalai.pipeline import save_pretrained, split_model, tied
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.pipeline import Pipeline

@@ -26,7 +26,7 @@ from colossalai.testing.fuzz.runner import RANKS, FailedCase, Summary, fuzz, see
 from colossalai.testing.fuzz.script import script_text
 from colossalai.zero import LowLevelZeroOptimizer
 
-MINUTES = float(os.environ.get("FUZZ_MINUTES", "2"))
+MINUTES = float(os.environ.get("FUZZ_MINUTES", "0.5"))
 
 
 def _check(summary: Summary) -> None:

@@ -24,7 +24,7 @@ from titans.loss.lm_loss import GPTLMLoss
 from titans.model.gpt import GPT
 from titans.model.pipeline_gpt import build_gpt_pipeline
 
-STEPS, CLIP = 5, 0.5
+STEPS, CLIP = 3, 0.5
 CHUNKS = {"gpipe": (1, 2), "1f1b": (1,), "interleaved": (1, 2), "zbh1": (1,), "zbv": (2,)}
 MODES = {None: 1, "1d": 2, "2d": 4}
 NAMES = "schedule, stages, microbatches, chunks, mode, data"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import colossalai
 from colossalai.engine import Engine
 from colossalai.nn import MoeLoss
-from colossalai.nn.layer.moe import FFNExperts, LoadHistory, MoeLayer, Top2Router, load_table
+from colossalai.nn.layer.moe import FFNExperts, LoadHistory, MoeLayer, Top2Router, draw_loads, load_table
 from colossalai.testing import spawn
 from colossalai.trainer import Trainer, hooks
 
@@ -68,6 +68,21 @@ def test_a_history_adds_up_micro_batches() -> None:
     history.close()
     with pytest.raises(ValueError, match="Linear has no router"):
         LoadHistory(nn.Linear(2, 2))
+
+
+def test_a_history_forgets_old_steps(tmp_path: Path) -> None:
+    layers = model()
+    history = LoadHistory(layers, keep=3)
+    for step in range(5):
+        for x, _ in batches(2)[: 1 + step]:
+            layers(x)
+        history.step()
+    loads = history.layers["1.moe"]
+    assert [sum(tokens) for tokens in loads.tokens] == [60, 60, 60]  # of 20, 40, 60, 60, 60
+    assert (loads.forgotten, len(loads.dropped), len(loads.entropy)) == (2, 3, 3)
+    draw_loads(tmp_path / "loads.png", history.layers)
+    with pytest.raises(ValueError, match="keep=0"):
+        hooks.ExpertLoadHook(keep=0)
 
 
 def _ranks(folder: str, **place: Any) -> None:

@@ -37,8 +37,8 @@ from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.mesh import Layout, Mesh, local_slices, placement, serial_form
 from colossalai.mesh.deferred import materialize, recording_of
 from colossalai.mesh.unfilled import become
-from colossalai.nn.policies.adapters import base_of
-from colossalai.nn.policies.stage import ModelStage, StageList, adapted_too_late, empty_copy
+from colossalai.nn.policies.cutting.adapters import base_of
+from colossalai.nn.policies.stages.stage import ModelStage, StageList, adapted_too_late, empty_copy
 from colossalai.nn.policies.wrap_forward import native_class
 from colossalai.utils import get_current_device
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from colossalai.mesh import Axes, Layout, Mesh, random_key, redistribute
 from colossalai.mesh.collectives import start_ring_shift
@@ -62,7 +63,8 @@ def sequence_attention(
     return _attend(q, k, v, mesh, ring, heads, causal, scale, documents, dropout_p)
 
 
-@torch.compiler.disable
+# unlike torch.compiler.disable, it imports the compiler, which takes a second, at the first call
+@_disable_dynamo
 def _attend(
     q: Tensor,
     k: Tensor,

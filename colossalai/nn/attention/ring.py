@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossalai.kernel import block_sums
+from colossalai.kernel.block_sums import AT_ONCE, Block
 from colossalai.mesh.collectives import Pending
 from colossalai.mesh.first_order import check_first_order
 from colossalai.nn.attention.blocks import BlockDropout, Documents, Visibility, attend, attend_backward
@@ -119,29 +121,37 @@ class _Merged:
     Some of them wait and are added together: to weight again what was added before costs a pass over memory.
     """
 
-    at_once = 4
-
     def __init__(self, q: Tensor, v: Tensor) -> None:
-        self.shape, self.dtype = (*q.shape[:3], v.size(3)), sum_dtype(q.dtype)
+        self.shape, self.dtype, self.ends_in = (*q.shape[:3], v.size(3)), sum_dtype(q.dtype), q.dtype
         self.out: Tensor | None = None
         self.lse = q.new_full(q.shape[:3], -math.inf, dtype=self.dtype)
         self.waiting: list[tuple[slice, Tensor, Tensor]] = []
 
     def add(self, rows: slice, part: Tensor, sums: Tensor) -> None:
         """Take the output and the log-sum-exp of a block of ``rows``."""
+        if len(self.waiting) == AT_ONCE:
+            self._add_up(self.dtype)
         self.waiting.append((rows, part, sums))
-        if len(self.waiting) == self.at_once:
-            self._add_up()
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of all blocks; 0 and minus infinity where there was none."""
         if self.out is None and len(self.waiting) == 1 and self.waiting[0][0] == _ALL:
             return self.waiting[0][1:]
-        self._add_up()
+        if self.waiting:
+            self._add_up(self.ends_in)
         out = self.lse.new_zeros(self.shape) if self.out is None else self.out
         return out, self.lse
 
-    def _add_up(self) -> None:
+    def _add_up(self, dtype: torch.dtype) -> None:
+        if block_sums.available(self.waiting[0][1]) and self.dtype is torch.float32:
+            blocks = [Block(rows.start or 0, part, sums) for rows, part, sums in self.waiting]
+            out = self.lse.new_empty(self.shape, dtype=dtype)
+            self.out = block_sums.add_blocks(blocks, self.out, out, self.lse)
+        else:
+            self._compose()
+        self.waiting.clear()
+
+    def _compose(self) -> None:
         lse = self.lse.clone()
         for rows, _, sums in self.waiting:
             lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], sums)
@@ -156,7 +166,6 @@ class _Merged:
                 self.out = lse.new_zeros(self.shape)
             self.out[:, :, rows].addcmul_(part, share)
         self.lse = lse
-        self.waiting.clear()
 
 
 def _share(sums: Tensor, total: Tensor) -> Tensor:
@@ -168,7 +177,7 @@ def ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ring: Ring, how: How
 ) -> Gradients:
     """The gradients of this rank's q, k and v."""
-    dq: Tensor | None = None
+    of_queries = _Sums(q)
     own: Gradients | None = None  # by this rank's queries and keys
     arriving: Callable[[], tuple[Tensor, Tensor]] | None = None  # of the keys that are here, by ranks before
     for step in range(ring.size):
@@ -178,21 +187,21 @@ def ring_backward(
             g, x, y, sums = (t[:, :, block.rows] for t in (grad, q, out, lse))
             keys, values = k[:, :, block.keys], v[:, :, block.keys]
             parts = attend_backward(g, x, keys, values, y, sums, block.view, how.scale, block.dropout)
-            dq = _add(dq, parts[0], q, block.rows) if ring.size > 1 else parts[0]
+            of_queries.add(block.rows, parts[0])
         if step == 0:
             own = parts
         else:
             dk, dv = (None, None) if arriving is None else arriving()
-            dk = _add(dk, None if parts is None else parts[1], k, block.keys)
-            dv = _add(dv, None if parts is None else parts[2], v, block.keys)
+            dk = _add(dk, [] if parts is None else [(block.keys, parts[1])], k)
+            dv = _add(dv, [] if parts is None else [(block.keys, parts[2])], v)
             arriving = _start_shifts(ring, dk, dv)
         if pending is not None:
             k, v = pending()
     dk, dv = (None, None) if arriving is None else arriving()
     return (
-        _sum(dq, None, q),
-        _sum(dk, None if own is None else own[1], k),
-        _sum(dv, None if own is None else own[2], v),
+        of_queries.result(),
+        _add(dk, [] if own is None else [(_ALL, own[1])], k, k.dtype),
+        _add(dv, [] if own is None else [(_ALL, own[2])], v, v.dtype),
     )
 
 
@@ -201,26 +210,45 @@ def _start_shifts(ring: Ring, a: Tensor, b: Tensor) -> Callable[[], tuple[Tensor
     return lambda: (first(), second())
 
 
-def _add(sums: Tensor | None, part: Tensor | None, like: Tensor, where: slice) -> Tensor:
-    """``sums`` of the shape of ``like`` with ``part`` added at ``where``; they begin with the first part."""
-    dtype = sum_dtype(like.dtype)
-    if sums is None and part is not None and where == _ALL:
-        return part.to(dtype)
+class _Sums:
+    """Gradients of ``like`` by blocks; where one kernel adds several, some of them wait for each other."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.sums: Tensor | None = None
+        self.waiting: list[tuple[slice, Tensor]] = []
+        self.at_once = AT_ONCE if block_sums.available(like) else 1
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        if len(self.waiting) == self.at_once:
+            self.sums = _add(self.sums, self.waiting, self.like)
+            self.waiting = []
+        self.waiting.append((rows, part))
+
+    def result(self) -> Tensor:
+        return _add(self.sums, self.waiting, self.like, self.like.dtype)
+
+
+def _add(
+    sums: Tensor | None, parts: list[tuple[slice, Tensor]], like: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``sums`` of the shape of ``like`` (None for zeros), with ``parts`` added to some of its rows.
+
+    In the dtype of sums, where ``sums`` is changed in place, unless ``dtype`` says what the result is for.
+    """
+    wide = sum_dtype(like.dtype)
+    if sums is None and len(parts) == 1 and parts[0][0] == _ALL:
+        return parts[0][1].to(dtype or wide)
+    if parts and wide is torch.float32 and block_sums.available(like):
+        out = sums if sums is not None and dtype is None else torch.empty_like(like, dtype=dtype or wide)
+        return block_sums.add_blocks([Block(rows.start or 0, part) for rows, part in parts], sums, out)
     if sums is None:
-        sums = torch.zeros_like(like, dtype=dtype)
-        if part is not None:
-            sums[:, :, where] = part
-    elif part is not None:
-        sums[:, :, where] += part
-    return sums
-
-
-def _sum(a: Tensor | None, b: Tensor | None, like: Tensor) -> Tensor:
-    """``a + b`` in the dtype of ``like``, in one pass over memory; None counts as 0."""
-    if a is None or b is None:
-        one = b if a is None else a
-        return torch.zeros_like(like) if one is None else one.to(like.dtype)
-    return torch.add(a, b, out=torch.empty_like(like))
+        sums = torch.zeros_like(like, dtype=wide)
+    elif dtype is not None and len(parts) == 1 and parts[0][0] == _ALL:
+        return torch.add(sums, parts[0][1], out=torch.empty_like(like, dtype=dtype))  # one pass over memory
+    for rows, part in parts:
+        sums[:, :, rows] += part
+    return sums.to(dtype or wide)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

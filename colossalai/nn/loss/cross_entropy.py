@@ -153,7 +153,7 @@ def local_rows(
         return targets
     axes, shape = layout.dims[0], tuple(targets.shape)
     if sequence is not None and targets.ndim > 1 and sequence.is_piece(logits.size(1), targets.size(1)):
-        targets = sequence.cut(targets, value=ignore_index)
+        targets = sequence.cut_labels(targets, ignore_index)
     whole = (logits.size(0) * mesh.group_size(*axes), *logits.shape[1:-1])
     if tuple(targets.shape) != whole:
         tokens = flat = ""

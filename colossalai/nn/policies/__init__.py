@@ -1,18 +1,14 @@
 """Existing models, such as those of Hugging Face, made tensor-parallel by small tables.
 
-Read in this order: ``hugging_face`` (which module of which architecture is cut how), ``rules`` (what can be
-done to a module), ``wrap_forward`` (code around a forward), ``parallelize``, ``trace`` (a dry run of the plan
-on the meta device); for models without a table ``branches``, ``branch_trial`` and ``derive``; for the stages
-of pipelines ``depth``, ``derive_depth`` and ``stage``; for sequences that are cut ``sequence_probe``,
-``sequence_inputs`` and ``sequence``; for mixtures of experts ``experts``, ``balance_loss`` and
-``latent_attention``.  Nothing here imports transformers.
+``parallelize`` is the door, and ``wrap_forward`` the code around a forward, which all of them use.
+``cutting``: which module is cut how, and what is done to it.  ``trials``: a plan is tried before a model is
+cut, and derived by trying where there is no table.  ``sequences``: sequences that are cut.  ``stages``:
+pipelines.  Nothing here imports transformers.
 """
 
-from colossalai.nn.policies.depth import Depth
-from colossalai.nn.policies.hugging_face import POLICIES
-from colossalai.nn.policies.parallelize import parallelize
-from colossalai.nn.policies.policy import Policy
-from colossalai.nn.policies.rules import (
+from colossalai.nn.policies.cutting.hugging_face import POLICIES
+from colossalai.nn.policies.cutting.policy import Policy
+from colossalai.nn.policies.cutting.rules import (
     Cut,
     Gathered,
     Head,
@@ -25,6 +21,8 @@ from colossalai.nn.policies.rules import (
     StreamDropout,
     Table,
 )
+from colossalai.nn.policies.parallelize import parallelize
+from colossalai.nn.policies.stages.depth import Depth
 
 __all__ = [
     "POLICIES",

@@ -26,23 +26,22 @@ from colossalai.mesh.rows import expert_axes, sequence_axes
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel
-from colossalai.nn.policies.adapters import (
+from colossalai.nn.policies.cutting.adapters import (
     AdaptedOutputs,
     AdapterView,
     base_of,
     check_adapters,
     without_adapters,
 )
-from colossalai.nn.policies.balance_loss import balance_over_ranks, balances_experts
-from colossalai.nn.policies.causal_loss import check_causal, compute_loss_from_pieces
-from colossalai.nn.policies.cut_cache import CutCache
-from colossalai.nn.policies.derive import DerivedPolicy, derive_policy
-from colossalai.nn.policies.experts import GeneratesTogether, find_experts
-from colossalai.nn.policies.hugging_face import POLICIES
-from colossalai.nn.policies.model_own_plan import carried_policy
-from colossalai.nn.policies.own_hooks import FORWARD_HOOKS, check_own_hooks, keeps_hooks
-from colossalai.nn.policies.policy import Match, Policy
-from colossalai.nn.policies.rules import (
+from colossalai.nn.policies.cutting.balance_loss import balance_over_ranks, balances_experts
+from colossalai.nn.policies.cutting.causal_loss import check_causal, compute_loss_from_pieces
+from colossalai.nn.policies.cutting.cut_cache import CutCache
+from colossalai.nn.policies.cutting.experts import GeneratesTogether, find_experts
+from colossalai.nn.policies.cutting.hugging_face import POLICIES
+from colossalai.nn.policies.cutting.model_own_plan import carried_policy
+from colossalai.nn.policies.cutting.own_hooks import FORWARD_HOOKS, check_own_hooks, keeps_hooks
+from colossalai.nn.policies.cutting.policy import Match, Policy
+from colossalai.nn.policies.cutting.rules import (
     Cut,
     CutContext,
     Head,
@@ -53,9 +52,10 @@ from colossalai.nn.policies.rules import (
     Table,
     check_heads,
 )
-from colossalai.nn.policies.sequence import SEQUENCE_ADVICE, LossFromPieces, SequencePlan, plan_sequence
-from colossalai.nn.policies.trace import MetaInputs, PlanTrace, trace
-from colossalai.nn.policies.verify import ADVICE, Verification
+from colossalai.nn.policies.sequences.plan import SEQUENCE_ADVICE, LossFromPieces, SequencePlan, plan_sequence
+from colossalai.nn.policies.trials.derive import DerivedPolicy, derive_policy
+from colossalai.nn.policies.trials.trace import MetaInputs, PlanTrace, trace
+from colossalai.nn.policies.trials.verify import ADVICE, Verification
 from colossalai.nn.policies.wrap_forward import WholeOutputs, first_step, wrap_forward
 from colossalai.nn.sequence import SequenceParallel, current_sequence
 

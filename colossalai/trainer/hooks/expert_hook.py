@@ -11,7 +11,8 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.interface import user_module
 from colossalai.logging import get_dist_logger
-from colossalai.nn.layer.moe.loads import LayerLoads, LoadHistory, draw_loads, load_table
+from colossalai.nn.expert_loads import LoadHistory
+from colossalai.nn.layer.moe.loads import LayerLoads, draw_loads, load_table, steps_to_keep
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks.base import BaseHook
 from colossalai.trainer.hooks.metrics import Metric
@@ -27,21 +28,20 @@ class ExpertMetric(Metric):
 
     def __init__(self, loads: LayerLoads, number: str) -> None:
         super().__init__(epoch_only=False)
-        self._loads, self._number, self._start = loads, number, 0
+        self._loads, self._number, self._sum, self._steps = loads, number, 0.0, 0
 
     def reset(self) -> None:
-        self._start = len(self._loads.tokens)
+        self._sum, self._steps = 0.0, 0
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """The numbers are those of the history, which the hook fills."""
+        """Take the last step of the history, which the hook fills."""
+        self._sum, self._steps = self._sum + self.get_last_step_value(), self._steps + 1
 
     def get_last_step_value(self) -> float:
         return self._loads.numbers()[self._number] if self._loads.tokens else float("nan")
 
     def get_accumulated_value(self) -> float:
-        steps = range(self._start, len(self._loads.tokens))
-        values = [self._loads.numbers(step)[self._number] for step in steps]
-        return sum(values) / len(values) if values else float("nan")
+        return self._sum / self._steps if self._steps else float("nan")
 
     @staticmethod
     def is_better(a: float, b: float) -> bool:
@@ -57,10 +57,12 @@ class ExpertLoadHook(BaseHook):
 
     Args:
         picture: a file for a picture of all layers, experts over steps, at the end of the training.
+        keep: how many steps the picture shows at most, the last ones.
     """
 
-    def __init__(self, picture: str | Path | None = None, priority: int = 5) -> None:
+    def __init__(self, picture: str | Path | None = None, priority: int = 5, keep: int = 1000) -> None:
         super().__init__(priority)
+        self.keep = steps_to_keep(keep)
         self.picture = None if picture is None else Path(picture)
         self._history: LoadHistory | None = None
         self._metrics: list[ExpertMetric] = []
@@ -68,7 +70,7 @@ class ExpertLoadHook(BaseHook):
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         self.init_runner_states(trainer, "metrics", {mode: {} for mode in ("train", "test")})
         try:
-            self._history = LoadHistory(user_module(trainer.engine.model))
+            self._history = LoadHistory(user_module(trainer.engine.model), self.keep)
         except ValueError:
             if not is_using_pp():  # else other stages may have experts
                 raise
@@ -87,6 +89,8 @@ class ExpertLoadHook(BaseHook):
                 if f"{name} {number}" not in metrics:
                     metrics[f"{name} {number}"] = metric = ExpertMetric(loads, number)
                     self._metrics.append(metric)
+        for metric in self._metrics:
+            metric.update()
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         layers = self._of_all_stages()

@@ -8,8 +8,10 @@ largest of equals.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -79,8 +81,40 @@ def search(
     largest = max(ordinary, default=1)
     start = max(smallest, aligned(largest) if largest <= smallest + span else smallest)
     candidates = range(start, max(start, smallest + span) + 1, max(interval, ALIGN))
-    best = min((pack(ordinary, size, ranks) for size in candidates), key=lambda p: (p.wasted, -p.size))
-    return pack(numels, best.size, ranks)
+    waste = _Waste(ordinary, ranks)
+    return pack(numels, min(candidates, key=lambda size: (waste.of(size), -padded(size, ranks))), ranks)
+
+
+class _Waste:
+    """What ``pack`` wastes, without packing: the search tries thousands of sizes."""
+
+    def __init__(self, numels: Sequence[int], ranks: int) -> None:
+        self._numels, self._ranks, self._limits = numels, ranks, sorted(set(numels))
+        self._places: dict[int, tuple[list[int], list[int], int]] = {}
+
+    def of(self, size: int) -> int:
+        """Count the elements that chunks of ``size`` waste."""
+        size = padded(size, self._ranks)
+        fitting = bisect_right(self._limits, size)
+        if fitting not in self._places:
+            self._places[fitting] = self._place(fitting)
+        starts, ends, own = self._places[fitting]
+        chunks = first = 0
+        while first < len(ends):
+            first, chunks = bisect_right(ends, starts[first] + size, first), chunks + 1
+        if chunks == 1 and len(ends) == len(self._numels):
+            size = padded(ends[-1], self._ranks)
+        return chunks * size + own - sum(self._numels)
+
+    def _place(self, fitting: int) -> tuple[list[int], list[int], int]:
+        """Where each parameter that fits into a chunk begins and ends, were they all in one; the sum of the
+        chunks of the others.
+        """
+        limit = self._limits[fitting - 1] if fitting else -1
+        small = [n for n in self._numels if n <= limit]
+        starts = list(accumulate(map(aligned, small), initial=0))[: len(small)]
+        ends = [start + n for start, n in zip(starts, small, strict=True)]
+        return starts, ends, sum(padded(n, self._ranks) for n in self._numels if n > limit)
 
 
 def _ordinary(numels: Sequence[int]) -> list[int]:

@@ -14,8 +14,8 @@ from colossalai.core import global_context as gpc
 from colossalai.mesh import Mesh, placement
 from colossalai.nn.layer.linear import Linear
 from colossalai.nn.policies import Cut, Policy
-from colossalai.nn.policies.branch_trial import Way, try_branch
-from colossalai.nn.policies.branches import find_branches
+from colossalai.nn.policies.trials.branch_trial import Way, try_branch
+from colossalai.nn.policies.trials.branches import find_branches
 from colossalai.nn.policies.wrap_forward import SwitchesNumbers
 from colossalai.testing import assert_equal_in_group, fake_world, spawn
 from colossalai.testing.parity import PlacedRun, Problem, Tolerance, check_plan
@@ -62,7 +62,7 @@ def check_families(rank: int, world_size: int, port: int, names: list[str]) -> N
         serial = derived_zoo.build(name)
         problem = Problem(
             build=lambda serial=serial: copy.deepcopy(serial),  # type: ignore[misc]
-            batches=[derived_zoo.batch(serial, step) for step in range(3)],
+            batches=[derived_zoo.batch(serial, step) for step in range(2)],
             loss=derived_zoo.loss,
         )
         model = colossalai.nn.parallelize(problem.build())

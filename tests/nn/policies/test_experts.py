@@ -17,7 +17,7 @@ from colossalai.core import global_context as gpc
 from colossalai.mesh import Mesh, placement, serial_tensor
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.layer.moe.tokens import TokenOrder
-from colossalai.nn.policies import balance_loss, experts
+from colossalai.nn.policies.cutting import balance_loss, experts
 from colossalai.testing import RankError, fake_world, spawn
 from colossalai.testing.parity import Problem, Tolerance, check_plan
 

@@ -34,7 +34,7 @@ def _train_beside(kind: str, options: dict[str, Any]) -> None:
     serial = families.build(kind, **options)
     problem = Problem(
         build=lambda: copy.deepcopy(serial),
-        batches=[families.batch(serial, step) for step in range(3)],
+        batches=[families.batch(serial, step) for step in range(2)],
         loss=families.loss,
         optimizer=_sgd,
     )

@@ -99,7 +99,7 @@ def test_modules_without_a_rule() -> None:
 
 
 def test_modules_that_share_what_is_cut() -> None:
-    from colossalai.nn.policies.hugging_face import GPT2
+    from colossalai.nn.policies.cutting.hugging_face import GPT2
 
     rules = {path: rule for path, rule in GPT2.rules.items() if path != "lm_head"}
     policy = colossalai.nn.policies.Policy(("gpt2",), rules)
@@ -180,7 +180,7 @@ def test_models_that_need_whole_scores() -> None:
 
 def test_rules_for_other_modules() -> None:
     from colossalai.nn.policies import Cut, Head, Norm, Policy, Rule
-    from colossalai.nn.policies.hugging_face import GPT2
+    from colossalai.nn.policies.cutting.hugging_face import GPT2
 
     wrong: dict[str, tuple[Rule, str]] = {
         "ln_f": (Cut("expand"), r"'transformer.ln_f': Cut\(\) is for nn.Linear and Conv1D, got a LayerNorm"),

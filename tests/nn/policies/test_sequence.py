@@ -20,8 +20,8 @@ from colossalai.core import global_context as gpc
 from colossalai.lazy import LazyInitContext
 from colossalai.mesh import Mesh
 from colossalai.nn.checkpoint_blocks import checkpoint_blocks
-from colossalai.nn.policies.causal_loss import chunk_causal_loss
-from colossalai.nn.policies.sequence import plan_sequence
+from colossalai.nn.policies.cutting.causal_loss import chunk_causal_loss
+from colossalai.nn.policies.sequences.plan import plan_sequence
 from colossalai.nn.sequence import SequenceParallel
 from colossalai.testing import RankError, fake_world, spawn
 from colossalai.testing.parity import Problem, assert_equal_to_serial, check_plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
@@ -65,6 +66,19 @@ def test_the_search_takes_the_size_with_the_least_waste() -> None:
     best = search(numels, 64, 128, 16, 1)
     assert best.wasted == min(pack(numels, size, 1).wasted for size in range(64, 193, 16)) == 0
     assert best.size == 144  # the largest of equals
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_search_finds_what_packing_every_size_would(ranks: int) -> None:
+    """Also where some parameters are larger than some of the sizes."""
+    draw = random.Random(ranks)
+    for smallest, span in ((16, 0), (64, 200), (300, 2000), (3000, 100)):
+        for _ in range(20):
+            numels = [draw.choice((0, 5, 64, draw.randrange(1500))) for _ in range(draw.randrange(1, 40))]
+            found = search(numels, smallest, span, 16, ranks, filter_large=False)
+            start = max(smallest, -(-max(numels) // ALIGN) * ALIGN if max(numels) <= smallest + span else 0)
+            every = [pack(numels, size, ranks) for size in range(start, max(start, smallest + span) + 1, 16)]
+            assert found == min(every, key=lambda packing: (packing.wasted, -packing.size))
 
 
 def test_search_chunk_configuration() -> None:

@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers", reason="needs `pip install tr
 from tests.nn.policies import zoo  # noqa: E402
 
 TINY = 64 / 1024**2  # chunks of some dozen elements
-STEPS = 3
+STEPS = 2
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -7,7 +7,7 @@ from typing import Any
 
 from colossalai.nn.layer.moe.experts import Experts, FFNExperts, MoeExperts, TPExperts, build_ffn_experts
 from colossalai.nn.layer.moe.layers import MoeLayer, MoeModule
-from colossalai.nn.layer.moe.loads import LayerLoads, LoadHistory, draw_loads, load_table
+from colossalai.nn.layer.moe.loads import LayerLoads, draw_loads, load_table
 from colossalai.nn.layer.moe.routers import (
     ExpertLoads,
     MoeRouter,
@@ -17,8 +17,12 @@ from colossalai.nn.layer.moe.routers import (
     UniformNoiseGenerator,
 )
 
-# They live in a layer above this one, and are fetched when asked for.
-_HOMES = {"load_moe_model": "colossalai.checkpoint_io", "save_moe_model": "colossalai.checkpoint_io"}
+# They live above this package, and are fetched when asked for.
+_HOMES = {
+    "LoadHistory": "colossalai.nn.expert_loads",
+    "load_moe_model": "colossalai.checkpoint_io",
+    "save_moe_model": "colossalai.checkpoint_io",
+}
 
 __all__ = [
     "ExpertLoads",

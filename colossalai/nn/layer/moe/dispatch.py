@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from colossalai.kernel import expert_rows
 from colossalai.mesh import Axes, Mesh, start_exchange
 from colossalai.mesh.layout import piece as share
 from colossalai.nn.layer.moe.products import RowsPerExpert
@@ -46,20 +47,68 @@ class Dispatch:
     token: Tensor
     """The token of each row, (rows,)."""
     row: Tensor
-    """The row of each choice of a token, (tokens, k); 0 for choices without one."""
+    """The row of each choice of a token, (tokens, k); of choices that are not kept, any."""
     kept: Tensor | None
-    """Which choices have a row, (tokens, k); None if all have."""
+    """Which choices go to their experts, (tokens, k); None if all do."""
     pieces: list[_Piece]
+
+
+class DispatchAlone(NamedTuple):
+    """What one rank that has all tokens and all experts decides."""
+
+    dispatch: Dispatch
+    total: Tensor
+    """How many choices fell on each expert."""
+    taken: Tensor
+    """How many of them find a place."""
+
+
+@torch.no_grad()
+def plan_alone(chosen: Tensor, experts: int, capacity: int | None = None) -> DispatchAlone:
+    """Sort the choices ``chosen`` (tokens, k) by their experts, where all are on this rank.
+
+    Of each expert the first ``capacity`` are kept, all first choices before the second ones.  There are rows
+    for the others as well, after those of all experts: how many are kept is then not asked of the device,
+    which would have to be waited for.
+    """
+    tokens, k = chosen.shape
+    flat = chosen.T.flatten()
+    total = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    total.scatter_add_(0, flat, torch.ones_like(flat))
+    # a sort of few bits is faster
+    order = (flat.to(torch.int8) if experts <= 127 else flat).sort(stable=True).indices
+    every = torch.arange(len(flat), device=chosen.device)
+    row = torch.empty_like(flat).scatter_(0, order, every)
+    kept, taken = None, total
+    if capacity is not None:
+        place = row - (total.cumsum(0) - total)[flat]
+        kept, taken = place < capacity, total.clamp(max=capacity)
+        row = (taken.cumsum(0) - taken)[flat] + place
+        # those that are not kept write behind the last row; their rows are those of token 0
+        behind = torch.where(kept, row, len(flat))
+        order = torch.zeros(len(flat) + 1, dtype=torch.int64, device=chosen.device).scatter_(0, behind, every)
+        row, order = row.clamp(max=max(len(flat) - 1, 0)), order[:-1]
+        kept = kept.view(k, tokens).T.contiguous()
+    piece = _Piece(slice(0, experts), RowsPerExpert(taken), (), ())
+    token = order % tokens if tokens else order
+    return DispatchAlone(Dispatch(token, row.view(k, tokens).T.contiguous(), kept, [piece]), total, taken)
 
 
 @torch.no_grad()
 def plan_dispatch(
-    chosen: Tensor, kept: Tensor | None, experts: int, mesh: Mesh | None, axes: Axes, pieces: int = 2
+    chosen: Tensor,
+    kept: Tensor | None,
+    experts: int,
+    mesh: Mesh | None,
+    axes: Axes,
+    pieces: int = 2,
 ) -> Dispatch:
     """Sort the choices ``chosen`` (tokens, k) of ``experts``, which lie on the ranks of ``axes`` one rank
     after the other.
     """
     ranks = 1 if mesh is None else mesh.group_size(*axes)
+    if ranks == 1 and kept is None and not chosen.is_meta:
+        return plan_alone(chosen, experts).dispatch
     local = experts // ranks
     pieces = 1 if ranks == 1 else max(n for n in range(1, pieces + 1) if local % n == 0)
     k, per = chosen.size(1), local // pieces
@@ -164,8 +213,19 @@ def _inverse(order: Tensor) -> Tensor:
 def _combined(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
     if not len(rows):  # no choice has found a place
         rows = torch.cat([rows, rows.new_zeros(1, rows.size(1))])
-    combined: Tensor = _Combined.apply(rows, weights, plan.token, plan.row)
+    combined: Tensor = _Combined.apply(rows, weights, plan.token, plan.row, plan.kept)
     return combined.to(rows.dtype)
+
+
+def _fuses(rows: Tensor) -> bool:
+    """Whether kernels of ours compute with ``rows``; not in a backward pass that is to be differentiated."""
+    return expert_rows.available(rows) and not torch.is_grad_enabled()
+
+
+def _of_choice(rows: Tensor, row: Tensor, kept: Tensor | None, j: int) -> Tensor:
+    """The row of the choice number ``j`` of each token; 0 if it has none."""
+    part = rows.index_select(0, row[:, j])
+    return part if kept is None else part.masked_fill(~kept[:, j, None], 0)
 
 
 class _Rows(torch.autograd.Function):
@@ -184,39 +244,42 @@ class _Rows(torch.autograd.Function):
         row, kept = ctx.saved_tensors
         if not len(grad):
             return grad.new_zeros(len(row), grad.size(1)), None, None, None
-        total = None
-        for j in range(row.size(1)):
-            part = grad.index_select(0, row[:, j])
-            if kept is not None:
-                part = part * kept[:, j, None]
-            total = part if total is None else total + part
-        assert total is not None
+        if _fuses(grad):
+            return expert_rows.add_rows(grad, row, None, kept), None, None, None
+        total = _of_choice(grad, row, kept, 0)
+        for j in range(1, row.size(1)):
+            total = total + _of_choice(grad, row, kept, j)
         return total, None, None, None
 
 
 class _Combined(torch.autograd.Function):
-    """Adds up, for each token, its rows times their weights; choices without a row have a weight of 0."""
+    """Adds up, for each token, its rows times their weights."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, token, row)
-        total = None
-        for j in range(row.size(1)):
-            part = rows.index_select(0, row[:, j]) * weights[:, j, None]
-            total = part if total is None else total + part
-        assert total is not None
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor, kept: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weights, token, row, kept)
+        if _fuses(rows):
+            return expert_rows.add_rows(rows, row, weights, kept)
+        total = _of_choice(rows, row, kept, 0) * weights[:, 0, None]
+        for j in range(1, row.size(1)):
+            total = total + _of_choice(rows, row, kept, j) * weights[:, j, None]
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, weights, token, row = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        rows, weights, token, row, kept = ctx.saved_tensors
+        if _fuses(rows):
+            return *expert_rows.spread_rows(grad, rows, row, weights, kept), None, None, None
         of_weights = torch.stack(
-            [(grad * rows.index_select(0, row[:, j])).sum(-1) for j in range(row.size(1))], 1
+            [(grad * _of_choice(rows, row, kept, j)).sum(-1) for j in range(row.size(1))], 1
         )
         # the weight of each row, by the choice that it belongs to
+        counted = weights if kept is None else weights * kept
         flat = torch.zeros(len(rows), dtype=weights.dtype, device=weights.device)
-        flat = flat.scatter_add(0, row.flatten(), weights.flatten())
+        flat = flat.scatter_add(0, row.flatten(), counted.flatten())
         of_rows = grad.index_select(0, token) * flat[: len(token), None]
         if len(of_rows) < len(rows):
             of_rows = torch.zeros_like(rows)
-        return of_rows.to(rows.dtype), of_weights.to(weights.dtype), None, None
+        return of_rows.to(rows.dtype), of_weights.to(weights.dtype), None, None, None

@@ -21,11 +21,10 @@ from colossalai.mesh.rows import expert_axes, row_axes
 from colossalai.nn.init import new_key, trunc_normal_, zeros_
 from colossalai.nn.layer.base import ParallelLayer
 from colossalai.nn.layer.dropout import exact_stream
-from colossalai.nn.layer.moe.products import RowsPerExpert, by_row, grouped_product
+from colossalai.nn.layer.moe.products import Activation, RowsPerExpert, activated, grouped_product, of_experts
 from colossalai.nn.modes import TensorParallel, current
 from colossalai.nn.random_streams import forked, own_numbers, seed
 
-Activation = Callable[[Tensor], Tensor]
 COMMUNICATIONS = ("all_to_all", "all_gather")
 
 
@@ -60,6 +59,9 @@ class MoeExperts(ParallelLayer):
         ranks = self.mesh.group_size(*self.axes) if self._mesh else 1
         self.num_local_experts = num_experts if comm_name == "all_gather" else num_experts // ranks
         self.plain = self.plain and not self.axes
+
+    leaves_rows_alone = False
+    """Whether ``x`` may have more rows than the experts, whose outputs then have no meaning."""
 
     @property
     def summed(self) -> Axes:
@@ -203,6 +205,8 @@ class FFNExperts(MoeExperts):
     In the tensor mode ``1d`` the inner features of every expert are cut over the tensor-parallel ranks.
     """
 
+    leaves_rows_alone = True
+
     def __init__(
         self,
         num_experts: int,
@@ -270,23 +274,18 @@ class FFNExperts(MoeExperts):
         return self._parameter(shape, layout, fill, fan_in=shape[-1], dtype=dtype)
 
     def forward(self, x: Tensor, rows: RowsPerExpert, experts: slice | None = None) -> Tensor:
-        some = experts or slice(None)
-        wide = grouped_product(x, self.w1[some], rows)
-        if self.b1 is not None:
-            wide = wide + by_row(self.b1[some], rows)
-        if self.gated:
-            gate, up = wide.chunk(2, -1)
-            wide = self.activation(gate) * up
-        else:
-            wide = self.activation(wide)
-        y = grouped_product(self._dropped(wide), self.w2[some], rows)
+        some = slice(None) if experts is None else experts
+        wide = grouped_product(x, of_experts(self.w1, some), rows)
+        b1 = None if self.b1 is None else of_experts(self.b1, some)
+        wide = self._dropped(activated(wide, b1, rows, self.activation, self.gated))
+        y = grouped_product(wide, of_experts(self.w2, some), rows)
         if self.b2 is None:
             return y
         b2: Tensor = self.b2
         cut = self._inner_axes()
         if cut:  # outputs are added up over these ranks: one of them adds the bias
             b2 = use(b2, self.summed, self.mesh) * float(not any(self.mesh.coord[axis] for axis in cut))
-        return y + by_row(b2[some], rows)
+        return activated(y, of_experts(b2, some), rows, None)
 
 
 class TPExperts(FFNExperts):

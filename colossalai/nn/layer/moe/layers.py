@@ -197,9 +197,13 @@ class MoeLayer(ParallelLayer):
             weights, tokens = use(weights, experts.summed, self.mesh), use(tokens, experts.summed, self.mesh)
         if experts.comm_name == "all_gather" and experts.axes:
             return self._with_gathered_tokens(tokens, weights, routing)
-        plan = computed_once(
-            lambda: plan_dispatch(routing.chosen, routing.kept, self.num_experts, self._mesh, experts.axes)
-        )
+        plan = routing.dispatch
+        if plan is None or (plan.kept is not None and not experts.leaves_rows_alone):
+            plan = computed_once(
+                lambda: plan_dispatch(
+                    routing.chosen, routing.kept, self.num_experts, self._mesh, experts.axes
+                )
+            )
         return run_experts(tokens, weights, plan, experts, self._mesh, experts.axes)
 
     def _with_gathered_tokens(self, tokens: Tensor, weights: Tensor, routing: Routing) -> Tensor:

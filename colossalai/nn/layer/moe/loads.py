@@ -1,4 +1,7 @@
-"""A record of how the tokens of each training step were shared out among experts."""
+"""How the tokens of training steps were shared out among experts: numbers, a table, a picture.
+
+``colossalai.nn.expert_loads`` records them.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-
-from colossalai.nn.layer.moe.routers import ExpertLoads, MoeRouter, Routing
-from colossalai.utils.activation_checkpoint import is_computed_again
 
 
 @dataclass
@@ -21,6 +20,18 @@ class LayerLoads:
     """For each step how many choices fell on each expert."""
     dropped: list[int] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
+    forgotten: int = 0
+    """How many steps came before the first of these."""
+
+    def add(self, tokens: list[int], dropped: int, entropy: float, keep: int) -> None:
+        """Add a step, and forget all but the last ``keep``."""
+        columns: tuple[list[Any], ...] = (self.tokens, self.dropped, self.entropy)
+        for column, value in zip(columns, (tokens, dropped, entropy), strict=True):
+            column.append(value)
+        if len(self.tokens) > keep:
+            self.forgotten += 1
+            for column in columns:
+                del column[0]
 
     def numbers(self, step: int = -1) -> dict[str, float]:
         """What is worth watching: the largest load over the mean one (1 is even), the share of choices that
@@ -35,53 +46,11 @@ class LayerLoads:
         }
 
 
-class LoadHistory:
-    """Records the loads of all routers of a model: ``step()`` ends a step, of one or more micro-batches.
-
-    The numbers are those of all ranks, so one rank's record is enough; in a pipeline each has those of its
-    stages.  Numbers wait on the device until they are asked for.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._pending: dict[str, list[ExpertLoads]] = {}
-        self._steps: list[dict[str, list[ExpertLoads]]] = []
-        self._layers: dict[str, LayerLoads] = {}
-        routers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoeRouter)]
-        if not routers:
-            raise ValueError(f"{type(model).__name__} has no router whose loads could be recorded")
-        self._hooks = [router.register_forward_hook(self._noting(name)) for name, router in routers]
-
-    def _noting(self, name: str) -> Any:
-        name = name.removesuffix(".router").removesuffix(".moe_layer") or "experts"
-
-        def note(router: nn.Module, args: Any, routing: Routing) -> None:
-            if router.training and not is_computed_again():
-                self._pending.setdefault(name, []).append(routing.loads)
-
-        return note
-
-    def step(self) -> None:
-        """End a step."""
-        if self._pending:
-            self._steps.append(self._pending)
-            self._pending = {}
-
-    def close(self) -> None:
-        """Record no more."""
-        for hook in self._hooks:
-            hook.remove()
-
-    @property
-    def layers(self) -> dict[str, LayerLoads]:
-        """The loads of each layer; this waits for the device."""
-        steps, self._steps = self._steps, []
-        for step in steps:
-            for name, parts in step.items():
-                layer = self._layers.setdefault(name, LayerLoads())
-                layer.tokens.append(torch.stack([part.tokens for part in parts]).sum(0).tolist())
-                layer.dropped.append(int(torch.stack([part.dropped for part in parts]).sum()))
-                layer.entropy.append(float(torch.stack([part.entropy for part in parts]).mean()))
-        return self._layers
+def steps_to_keep(keep: int) -> int:
+    """``keep``, if it is a number of steps."""
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"a history of loads keeps the last steps, at least one; got keep={keep!r}")
+    return keep
 
 
 def load_table(layers: dict[str, LayerLoads]) -> str:
@@ -119,6 +88,7 @@ def draw_loads(path: str | Path, layers: dict[str, LayerLoads]) -> None:
             vmin=0,
             vmax=2,
             origin="lower",
+            extent=(layer.forgotten - 0.5, layer.forgotten + tokens.size(1) - 0.5, -0.5, len(tokens) - 0.5),
         )
         dropped = sum(layer.dropped) / max(float(tokens.sum()), 1)
         axis.set_title(f"{name}: {dropped:.1%} dropped", fontsize=9, loc="left")

@@ -7,22 +7,25 @@ router decides, keeps and balances is what it would on one device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from colossalai.mesh.random import normal_numbers, random_bits, uniform_numbers
 from colossalai.nn.init import new_key
+from colossalai.nn.layer.moe.dispatch import Dispatch, plan_alone
 from colossalai.nn.layer.moe.tokens import TokenOrder
 from colossalai.nn.random_streams import own_numbers
 from colossalai.utils.activation_checkpoint import computed_once
 
 SelectPolicy = Literal["first", "random"]
 NoisyFunc = Callable[[Tensor], Tensor]
+Number = TypeVar("Number", float, Tensor)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Routing:
     z_loss: Tensor
     """The mean of the squared log-sum-exp of the logits."""
     loads: ExpertLoads
+    dispatch: Dispatch | None = None
+    """The rows of the choices, where this rank has all tokens and experts."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class _Choice:
     kept: Tensor | None
     total: Tensor
     dropped: Tensor
+    dispatch: Dispatch | None = None
 
 
 class NormalNoiseGenerator:
@@ -187,16 +193,16 @@ class MoeRouter(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         if choice.kept is not None:
             weights = weights * choice.kept
-        sums = self._sums(logits, scores, order, real)
-        experts, tokens = logits.size(-1), sums[-1].detach().clamp(min=1)
-        share, mean = choice.total.to(sums.dtype) / tokens, sums[:experts] / tokens
+        means = self._means(logits, scores, order, real)
+        share = choice.total.to(scores.dtype) / means.tokens
         return Routing(
             chosen=choice.chosen,
             weights=weights,
             kept=choice.kept,
-            balance_loss=experts / self.k_value * (share * mean).sum(),
-            z_loss=sums[experts] / tokens,
-            loads=ExpertLoads(choice.total, choice.dropped, (sums[experts + 1] / tokens).detach()),
+            balance_loss=(share * means.scores).sum() * (logits.size(-1) / self.k_value),
+            z_loss=means.z_squared,
+            loads=ExpertLoads(choice.total, choice.dropped, means.entropy.detach()),
+            dispatch=choice.dispatch,
         )
 
     def _noisy(self, logits: Tensor, order: TokenOrder) -> Tensor:
@@ -222,6 +228,8 @@ class MoeRouter(nn.Module):
         if scores.is_meta:  # loads do not exist there, and a dry run takes even ones
             total = scores.new_empty(experts, dtype=torch.int64)
             return _Choice(chosen, None, total, total.sum())
+        if real is None and not order.rows and self.select_policy == "first":
+            return self._choose_alone(scores, chosen)
         counted = torch.ones_like(chosen) if real is None else real[:, None].long().expand(-1, k)
         counts = torch.zeros(order.number_of_runs, k, experts, dtype=torch.int64, device=chosen.device)
         places = (order.runs[:, None] * k + torch.arange(k, device=chosen.device)) * experts + chosen
@@ -242,7 +250,8 @@ class MoeRouter(nn.Module):
             )
         else:
             position = (before + earlier).reshape(-1)[places] + _ranks(places, counted)
-        capacity = self._capacity(every[0].sum(), experts)
+        capacity = self._capacity(every[0].sum().double(), experts).floor().long()
+        capacity = capacity.clamp(min=self.min_capacity)
         dropped = (total - total.clamp(max=capacity)).sum()
         return _Choice(chosen, (position < capacity) & counted.bool(), total, dropped)
 
@@ -255,10 +264,21 @@ class MoeRouter(nn.Module):
                 " infinite: look at the steps before (a lower learning rate, clipping), or at the data"
             )
 
-    def _capacity(self, tokens: Tensor, experts: int) -> Tensor:
+    def _choose_alone(self, scores: Tensor, chosen: Tensor) -> _Choice:
+        """The same where no other rank has tokens."""
+        if not scores.is_cuda:
+            self._refuse_nan(scores.isnan().any(-1).sum(), alone=True)
+        tokens, experts = scores.shape
+        capacity = None
+        if self.drop_tks:
+            capacity = max(math.floor(self._capacity(tokens, experts)), self.min_capacity)
+        dispatch, total, taken = plan_alone(chosen, experts, capacity)
+        dropped = total.new_zeros(()) if capacity is None else (total - taken).sum()
+        return _Choice(chosen, dispatch.kept, total, dropped, dispatch)
+
+    def _capacity(self, tokens: Number, experts: int) -> Number:
         factor = self.capacity_factor_train if self.training else self.capacity_factor_eval
-        places = (tokens.double() * (self.k_value * factor) / experts).floor().long()
-        return places.clamp(min=self.min_capacity)
+        return tokens * (self.k_value * factor) / experts
 
     def _random_positions(self, chosen: Tensor, order: TokenOrder, counted: Tensor) -> Tensor:
         """The place of each choice among those of its slot and expert, where tokens come in a random order
@@ -277,15 +297,29 @@ class MoeRouter(nn.Module):
         ranks[shuffled] = _ranks(groups[shuffled], every[shuffled, 1 + k : -1])
         return ranks[torch.searchsorted(every[:, 0].contiguous(), index)]
 
-    def _sums(self, logits: Tensor, scores: Tensor, order: TokenOrder, real: Tensor | None) -> Tensor:
-        """Sums over the tokens of all ranks: of the scores of each expert, of the squared log-sum-exp, of the
-        entropy, and their number.
-        """
+    def _means(self, logits: Tensor, scores: Tensor, order: TokenOrder, real: Tensor | None) -> _Means:
         z = logits.logsumexp(-1)
         entropy = z.detach() - (scores.detach() * logits.detach()).sum(-1)
+        if real is None and not order.rows:
+            tokens = max(len(z), 1)
+            return _Means(tokens, scores.sum(0) / tokens, z.square().sum() / tokens, entropy.sum() / tokens)
         one = torch.ones_like(z) if real is None else real.to(z.dtype)
         each = torch.cat([scores, z.square()[:, None], entropy[:, None], torch.ones_like(z)[:, None]], 1)
-        return order.total((each * one[:, None]).sum(0))
+        sums = order.total((each * one[:, None]).sum(0))
+        number = sums[-1].detach().clamp(min=1)
+        return _Means(number, sums[:-3] / number, sums[-3] / number, sums[-2] / number)
+
+
+class _Means(NamedTuple):
+    """Means over the tokens of all ranks."""
+
+    tokens: Tensor | int
+    """Their number."""
+    scores: Tensor
+    """Of each expert."""
+    z_squared: Tensor
+    """Of the log-sum-exp of the logits."""
+    entropy: Tensor
 
 
 def _ranks(groups: Tensor, counted: Tensor) -> Tensor:

@@ -44,6 +44,53 @@ def test_a_layer_in_bf16() -> None:
     torch.testing.assert_close(got.float().cpu(), expected, rtol=5e-2, atol=5e-3)
 
 
+def _passes(layer: MoeLayer, x: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and all gradients, in float64 on the CPU."""
+    x = x.detach().to(layer.gate_weight).requires_grad_()
+    y = layer(x)
+    grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    return [t.double().cpu() for t in (y, *grads)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("drops", [True, False], ids=["drops", "dropless"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("gated", "bias", "activation"),
+    [(True, False, F.silu), (True, True, F.gelu), (False, True, F.gelu), (False, True, F.relu)],
+    ids=["silu-gated", "gelu-gated-bias", "gelu-bias", "relu-bias"],
+)
+def test_both_passes_with_our_kernels(
+    dtype: torch.dtype, drops: bool, k: int, gated: bool, bias: bool, activation: Any
+) -> None:
+    torch.manual_seed(0)
+    experts = FFNExperts(5, 24, 40, activation, gated=gated, bias=bias)
+    layer = MoeLayer(24, 5, MoeRouter(k, 0.7, min_capacity=0, drop_tks=drops), experts)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+        p.data = p.data.bfloat16().float()  # no rounding makes the choices differ
+    x = torch.randn(3, 11, 24).bfloat16()
+    expected = _passes(layer.double(), x)
+    got = _passes(layer.to("cuda", dtype), x.cuda())
+    assert layer.loads is not None
+    assert (int(layer.loads.dropped) > 0) == drops
+    unit = 2e-5 if dtype is torch.float32 else 3e-2
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=unit, atol=unit * float(b.abs().max()))
+
+
+def test_gradients_of_gradients_with_our_kernels() -> None:
+    torch.manual_seed(0)
+    layer = MoeLayer(8, 3, MoeRouter(2), FFNExperts(3, 8, 16, F.silu, gated=True)).cuda()
+    x = torch.randn(2, 5, 8, device="cuda", requires_grad=True)
+    found = []
+    for dtype in (torch.float32, torch.float64):  # with kernels, and without
+        y = layer.to(dtype)(x.to(dtype)).square().sum()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), layer.experts.w1)[0].double())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
 def _ranks(parallel: dict[str, Any], want: Trained, **place: Any) -> None:
     launch(Task(), parallel, gradient_accumulation=2)
     compare(train(Task(), "cuda"), want)

@@ -113,7 +113,36 @@ def test_a_pass_whose_outputs_are_thrown_away_does_not_count() -> None:
     y = model(x)
     assert len(MOE_CONTEXT._passes[True].made) == 2
     assert float(MOE_CONTEXT.get_loss()) == pytest.approx(once)
+    for _ in range(2):
+        y = model(x)  # the first lives until the second is there
+    assert float(MOE_CONTEXT.get_loss()) == pytest.approx(once)
     assert y.requires_grad
+
+
+class Detached(Two):
+    """Its second layer teaches the first nothing, but for the balance of its own loads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).detach())
+
+
+def test_a_layer_whose_outputs_are_detached_counts() -> None:
+    model, x = Detached(), _input()
+    for passes in (1, 2):
+        for _ in range(passes):
+            y = model(x)  # all but the last are thrown away
+        assert MOE_CONTEXT.losses() is not None
+        assert len(MOE_CONTEXT._passes[True].made) == 2
+        model.zero_grad()
+        _mse()(y, torch.zeros_like(y)).backward()
+        assert model.first.gate_weight.grad is not None
+        assert model.first.gate_weight.grad.abs().sum() > 0
+    Detached()(x)
+    y, z = model(x), model(x)  # both count
+    MOE_CONTEXT.losses()
+    assert len(MOE_CONTEXT._passes[True].made) == 4  # and nothing of the other model
+    assert y.requires_grad
+    assert z.requires_grad
 
 
 def test_an_evaluation_with_gradients_leaves_nothing_behind() -> None:

@@ -27,7 +27,7 @@ from colossalai.pipeline.stage import Placement
 from colossalai.testing.pipelined import cut
 from colossalai.utils import checkpoint
 
-WIDTH, INNER, EXPERTS, SAMPLES, LENGTH, MICRO, STEPS = 8, 16, 4, 4, 6, 2, 3
+WIDTH, INNER, EXPERTS, SAMPLES, LENGTH, MICRO, STEPS = 8, 16, 4, 4, 6, 2, 2
 CLIP = 0.5
 
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from colossalai.nn.policies.adapters import FixedAdapters, base_of
-from colossalai.nn.policies.depth import ModelParts
-from colossalai.nn.policies.per_block import check_output, refuse_asked, refuse_collected
+from colossalai.nn.policies.cutting.adapters import FixedAdapters, base_of
+from colossalai.nn.policies.stages.depth import ModelParts
+from colossalai.nn.policies.stages.per_block import check_output, refuse_asked, refuse_collected
 from colossalai.nn.policies.wrap_forward import (
     Forward,
     ForwardWrapper,

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from colossalai.mesh._compat import without_modes
 from colossalai.mesh.parameter import has_values
-from colossalai.nn.policies.meta_inputs import LENGTH, candidate_inputs, in_evaluation
-from colossalai.nn.policies.weightless_twin import weightless_twin
+from colossalai.nn.policies.trials.meta_inputs import LENGTH, candidate_inputs, in_evaluation
+from colossalai.nn.policies.trials.weightless_twin import weightless_twin
 from colossalai.nn.policies.wrap_forward import argument_names
 
 SEED, WORDS = 4321, 100

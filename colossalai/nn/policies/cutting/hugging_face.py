@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from colossalai.nn.policies.depth import Depth
-from colossalai.nn.policies.policy import Policy
-from colossalai.nn.policies.rules import (
+from colossalai.nn.policies.cutting.policy import Policy
+from colossalai.nn.policies.cutting.rules import (
     Cut,
     Gathered,
     Head,
@@ -26,6 +25,7 @@ from colossalai.nn.policies.rules import (
     StreamDropout,
     Table,
 )
+from colossalai.nn.policies.stages.depth import Depth
 
 EXPAND, CONTRACT, STAY = Cut("expand"), Cut("contract"), Cut("stay")
 ENTRIES = Pieces("hidden", {"weight": 1})  # a small table: every entry is there, its features are cut

@@ -4,7 +4,7 @@ A block of a transformer is made of branches that leave the residual stream and 
 keys and values are made of the stream and end in one output layer, an MLP widens the stream and narrows it
 again.  One forward pass on the meta device tells which linear layers' outputs reach which linear layers'
 inputs, below autograd, however the code between them is written.  Whether a branch can be cut, and how, is
-tried afterwards (:mod:`colossalai.nn.policies.branch_trial`).
+tried afterwards (:mod:`colossalai.nn.policies.trials.branch_trial`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from colossalai.nn.policies.meta_inputs import candidate_inputs, in_evaluation, looking_at, meta_twin
-from colossalai.nn.policies.rules import is_product
-from colossalai.nn.policies.trace import Flow, MetaInputs, find_inputs
+from colossalai.nn.policies.cutting.rules import is_product
+from colossalai.nn.policies.trials.meta_inputs import candidate_inputs, in_evaluation, looking_at, meta_twin
+from colossalai.nn.policies.trials.trace import Flow, MetaInputs, find_inputs
 from colossalai.nn.random_streams import draws_own
 
 BATCH, LENGTH = 3, 7  # primes that numbers of heads are seldom multiples of

@@ -15,11 +15,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from colossalai.nn.policies.branch_trial import Way, try_branch
-from colossalai.nn.policies.branches import BranchedModel, LinearBranch, find_branches
-from colossalai.nn.policies.experts import find_experts
-from colossalai.nn.policies.policy import Match, Policy
-from colossalai.nn.policies.rules import (
+from colossalai.nn.policies.cutting.experts import find_experts
+from colossalai.nn.policies.cutting.policy import Match, Policy
+from colossalai.nn.policies.cutting.rules import (
     Attributes,
     Cut,
     CutContext,
@@ -32,7 +30,9 @@ from colossalai.nn.policies.rules import (
     embedding_scale,
     sizes_of,
 )
-from colossalai.nn.policies.trace import MetaInputs, trace
+from colossalai.nn.policies.trials.branch_trial import Way, try_branch
+from colossalai.nn.policies.trials.branches import BranchedModel, LinearBranch, find_branches
+from colossalai.nn.policies.trials.trace import MetaInputs, trace
 
 CUT, GATHERED, WHOLE = "cut", "gathered", "whole"
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colossalai.nn.policies.branches import BATCH, LENGTH, Call, LinearBranch
-from colossalai.nn.policies.meta_inputs import detach_from_script, looking_at
-from colossalai.nn.policies.rules import is_product, sizes_of
+from colossalai.nn.policies.cutting.rules import is_product, sizes_of
+from colossalai.nn.policies.trials.branches import BATCH, LENGTH, Call, LinearBranch
+from colossalai.nn.policies.trials.meta_inputs import detach_from_script, looking_at
 
 MOST_TRIALS = 150
 SEED = 1234

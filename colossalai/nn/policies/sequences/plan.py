@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.nn.attention import sequence_attention
-from colossalai.nn.policies.sequence_inputs import CutSequence, without_values
-from colossalai.nn.policies.sequence_probe import Probe, Refused, configs_of, probe
-from colossalai.nn.policies.verify import Verification, has_numbers
+from colossalai.nn.policies.sequences.inputs import CutSequence, without_values
+from colossalai.nn.policies.sequences.probe import Probe, Refused, configs_of, probe
+from colossalai.nn.policies.trials.verify import Verification, has_numbers
 from colossalai.nn.policies.wrap_forward import (
     Forward,
     ForwardWrapper,

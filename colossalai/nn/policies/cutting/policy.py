@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from colossalai.nn.policies.depth import Depth
-from colossalai.nn.policies.rules import Rule
+from colossalai.nn.policies.cutting.rules import Rule
+from colossalai.nn.policies.stages.depth import Depth
 
 Match = tuple[str, nn.Module, Rule]
 """A module of a model that has a rule, with its path."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colossalai.nn.policies.meta_inputs import candidate_inputs, looking_at, meta_twin
+from colossalai.nn.policies.trials.meta_inputs import candidate_inputs, looking_at, meta_twin
 
 PROBE = "colossalai_probe"
 _FAR = 1 << 22  # a window that is wider than this cuts off nothing

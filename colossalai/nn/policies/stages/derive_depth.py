@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossalai.nn.policies.depth import Depth
-from colossalai.nn.policies.meta_inputs import in_evaluation, looking_at, meta_twin
-from colossalai.nn.policies.trace import Flow, find_inputs
-from colossalai.nn.policies.verify import Verification
+from colossalai.nn.policies.stages.depth import Depth
+from colossalai.nn.policies.trials.meta_inputs import in_evaluation, looking_at, meta_twin
+from colossalai.nn.policies.trials.trace import Flow, find_inputs
+from colossalai.nn.policies.trials.verify import Verification
 from colossalai.nn.random_streams import draws_own
 
 

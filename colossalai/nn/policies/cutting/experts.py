@@ -21,9 +21,9 @@ from colossalai.mesh import Axes, Layout, Mesh, parameter, redistribute, replica
 from colossalai.mesh.rows import expert_axes
 from colossalai.nn.layer.base import mark
 from colossalai.nn.layer.moe.dispatch import plan_dispatch, run_experts
-from colossalai.nn.layer.moe.products import RowsPerExpert, by_row, grouped_product
-from colossalai.nn.policies.policy import Match
-from colossalai.nn.policies.rules import CutContext
+from colossalai.nn.layer.moe.products import RowsPerExpert, activated, grouped_product, of_experts
+from colossalai.nn.policies.cutting.policy import Match
+from colossalai.nn.policies.cutting.rules import CutContext
 from colossalai.nn.policies.wrap_forward import (
     Forward,
     ForwardWrapper,
@@ -96,6 +96,12 @@ class _Shares:
     """Whether a matrix is (features in, features out)."""
 
     @classmethod
+    def whole(cls, module: Any, mesh: Mesh) -> _Shares:
+        """Those of a rank that holds all of ``module``."""
+        blocks = 2 if module.has_gate and module.is_concatenated else 1
+        return cls(mesh, (), (), module.num_experts, blocks, bool(module.is_transposed))
+
+    @classmethod
     def of(cls, module: Any, context: CutContext) -> _Shares:
         mesh = context.mesh
         if context.stream_is_cut:
@@ -107,14 +113,7 @@ class _Shares:
         inner = tuple(axis for axis in context.tp.inner.dims[-1] if mesh.size[axis] > 1)
         if getattr(module, "has_post_expert_norm", False):
             inner = ()  # the norm needs all features of an output
-        own = cls(
-            mesh,
-            shared,
-            inner,
-            module.num_experts,
-            2 if module.has_gate and module.is_concatenated else 1,
-            bool(module.is_transposed),
-        )
+        own = replace(cls.whole(module, mesh), experts=shared, inner=inner)
         width = module._parameters["down_proj"].shape[1 if own.transposed else 2]
         parts = mesh.group_size(*inner)
         if width % parts:
@@ -139,12 +138,17 @@ class _Shares:
         return Layout((self.experts, *dims), fused=(1, 1, blocks) if last else (1, blocks, 1))
 
 
-def _is_told(module: nn.Module, context: CutContext) -> bool:
-    """Whether it is known what the experts of ``module`` compute; if not, ranks cannot share them out."""
+def _tells(module: nn.Module) -> bool:
+    """Whether ``module`` tells what its experts compute."""
     names = {name for name, p in module._parameters.items() if p is not None}
     known = {"gate_up_proj", "up_proj", "down_proj"}
     known |= {f"{name}_bias" for name in known}
-    if all(hasattr(module, name) for name in _TOLD) and "down_proj" in names and names <= known:
+    return all(hasattr(module, name) for name in _TOLD) and "down_proj" in names and names <= known
+
+
+def _is_told(module: nn.Module, context: CutContext) -> bool:
+    """Whether it is known what the experts of ``module`` compute; if not, ranks cannot share them out."""
+    if _tells(module):
         return True
     if context.mesh.group_size(*expert_axes(context.mesh)) > 1:
         kind = type(module)
@@ -183,7 +187,7 @@ class ExpertsElsewhere(ForwardWrapper):
         return module.post_expert_norm(y) if getattr(module, "has_post_expert_norm", False) else y
 
     def _product(self, name: str, x: Tensor, rows: RowsPerExpert, some: slice) -> Tensor:
-        weight: Tensor = getattr(self, name)[some]
+        weight: Tensor = of_experts(getattr(self, name), some)
         over = self.shares
         y = grouped_product(x, weight if over.transposed else weight.transpose(1, 2), rows)
         bias: Tensor | None = getattr(self, f"{name}_bias", None)
@@ -192,7 +196,7 @@ class ExpertsElsewhere(ForwardWrapper):
         if over.inner and not over.cuts(f"{name}_bias"):  # one of the ranks whose outputs are summed adds it
             first = not any(over.mesh.coord[axis] for axis in over.inner)
             bias = use(bias, over.inner, over.mesh) * float(first)
-        return y + by_row(bias[some], rows)
+        return activated(y, of_experts(bias, some), rows, None)
 
 
 class GeneratesTogether(ForwardWrapper):
@@ -217,3 +221,13 @@ def leave_experts_out(twin: nn.Module) -> None:
     """Let the experts of ``twin``, a model without values, compute nothing: their code reads values."""
     for _, module, _ in list(find_experts(twin)):
         wrap_forward(module, WithoutExperts)
+
+
+def play_even_loads(model: nn.Module, mesh: Mesh) -> None:
+    """Let the experts of ``model``, on the meta device, take equally many tokens each: their own code reads
+    choices, which have no values there.  Those that ranks share out do so already.
+    """
+    for _, module, _ in list(find_experts(model)):
+        if _tells(module) and not isinstance(module, ExpertsElsewhere):
+            wrap_forward(module, ExpertsElsewhere)
+            module.shares = _Shares.whole(module, mesh)  # type: ignore[assignment]

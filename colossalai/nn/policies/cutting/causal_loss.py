@@ -22,7 +22,7 @@ from colossalai.nn.layer.classifier import Classifier
 from colossalai.nn.logits import Logits
 from colossalai.nn.loss.cross_entropy import check_targets, cross_entropy, local_rows, mean_over
 from colossalai.nn.loss.head_loss import head_loss
-from colossalai.nn.policies.sequence_inputs import CutSequence
+from colossalai.nn.policies.sequences.inputs import CutSequence
 from colossalai.nn.policies.wrap_forward import (
     Forward,
     ForwardWrapper,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from colossalai.mesh import Layout, Mesh, redistribute, replicated
-from colossalai.nn.policies.rules import Cut, CutContext, Heads, Rule
+from colossalai.nn.policies.cutting.rules import Cut, CutContext, Heads, Rule
 from colossalai.nn.policies.wrap_forward import Forward, ForwardWrapper, wrap_forward
 
 ENTRY = "kv_a_proj_with_mqa"

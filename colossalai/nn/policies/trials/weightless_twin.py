@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.mesh.deferred import recording_of, tensors_of
-from colossalai.nn.policies.meta_inputs import detach_from_script
+from colossalai.nn.policies.trials.meta_inputs import detach_from_script
 
 SEED = 2468
 

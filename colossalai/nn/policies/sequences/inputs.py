@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from colossalai.nn.policies.meta_inputs import looking_at, meta_twin
-from colossalai.nn.policies.sequence_probe import Probe
+from colossalai.nn.policies.sequences.probe import Probe
+from colossalai.nn.policies.trials.meta_inputs import looking_at, meta_twin
 from colossalai.nn.same_tokens import check_same_tokens
 from colossalai.nn.sequence import SequenceParallel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from colossalai.nn.policies.rules import CutContext, Rule, Table
+from colossalai.nn.policies.cutting.rules import CutContext, Rule, Table
 
 
 def keeps_hooks(rule: Rule, context: CutContext) -> bool:

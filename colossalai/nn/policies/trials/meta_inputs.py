@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from colossalai.mesh._compat import without_modes
-from colossalai.nn.policies.adapters import base_of
-from colossalai.nn.policies.experts import leave_experts_out
+from colossalai.nn.policies.cutting.adapters import base_of
+from colossalai.nn.policies.cutting.experts import leave_experts_out
 
 BATCH, LENGTH = 2, 8
 CACHED = type(lru_cache(lambda: None))  # functions with a cache

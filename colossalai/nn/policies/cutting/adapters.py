@@ -21,8 +21,18 @@ from typing import Any
 
 from torch import nn
 
-from colossalai.nn.policies.policy import Match
-from colossalai.nn.policies.rules import Cut, CutContext, Gathered, Head, Norm, Pieces, Repeated, Rule, Table
+from colossalai.nn.policies.cutting.policy import Match
+from colossalai.nn.policies.cutting.rules import (
+    Cut,
+    CutContext,
+    Gathered,
+    Head,
+    Norm,
+    Pieces,
+    Repeated,
+    Rule,
+    Table,
+)
 from colossalai.nn.policies.wrap_forward import ForwardWrapper, MergesPiece, WholeOutputs, wrap_forward
 
 

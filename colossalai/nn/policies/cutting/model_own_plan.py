@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from colossalai.nn.policies.experts import find_experts
-from colossalai.nn.policies.latent_attention import latent_attention_rules
-from colossalai.nn.policies.policy import Policy, fits
-from colossalai.nn.policies.rules import Cut, Head, Heads, Pieces, Rule, Table
+from colossalai.nn.policies.cutting.experts import find_experts
+from colossalai.nn.policies.cutting.latent_attention import latent_attention_rules
+from colossalai.nn.policies.cutting.policy import Policy, fits
+from colossalai.nn.policies.cutting.rules import Cut, Head, Heads, Pieces, Rule, Table
 
 STYLES: dict[str, Rule | None] = {
     "colwise": Cut("expand"),

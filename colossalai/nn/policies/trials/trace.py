@@ -35,11 +35,10 @@ from torch.utils._pytree import tree_leaves
 
 from colossalai.mesh import placement
 from colossalai.nn.layer.embedding import DEFAULTS
-from colossalai.nn.policies.experts import CutExperts
-from colossalai.nn.policies.latent_attention import LatentKeys
-from colossalai.nn.policies.meta_inputs import BATCH, LENGTH, candidate_inputs, looking_at, meta_twin
-from colossalai.nn.policies.policy import Match
-from colossalai.nn.policies.rules import (
+from colossalai.nn.policies.cutting.experts import CutExperts
+from colossalai.nn.policies.cutting.latent_attention import LatentKeys
+from colossalai.nn.policies.cutting.policy import Match
+from colossalai.nn.policies.cutting.rules import (
     Cut,
     CutContext,
     Head,
@@ -49,6 +48,7 @@ from colossalai.nn.policies.rules import (
     Table,
     sizes_of,
 )
+from colossalai.nn.policies.trials.meta_inputs import BATCH, LENGTH, candidate_inputs, looking_at, meta_twin
 from colossalai.nn.policies.wrap_forward import UsedByPieces
 from colossalai.nn.random_streams import draws_own, switch_numbers
 

@@ -1,0 +1,3 @@
+"""An existing model in a pipeline: ``depth`` and ``derive_depth`` (where it is cut), ``stage`` (what a rank
+holds of it), ``per_block`` (outputs that no stage has whole).
+"""
