@@ -4,8 +4,8 @@ from colossalai.fx._compatibility import compatibility, is_compatible_with_meta
 from colossalai.fx.capture import InputError
 from colossalai.fx.graph_module import ColoGraphModule
 from colossalai.fx.joint import StepGraph, trace_step
-from colossalai.fx.kernels import Work
-from colossalai.fx.leaves import Leaf
+from colossalai.fx.kernels import OpWork
+from colossalai.fx.leaves import LeafModule
 from colossalai.fx.meta_info import MetaInfoProp, metainfo_trace
 from colossalai.fx.op_graph import OpGraph, OpNode, TensorInfo
 from colossalai.fx.trace import trace_model
@@ -15,13 +15,13 @@ __all__ = [
     "ColoGraphModule",
     "ColoTracer",
     "InputError",
-    "Leaf",
+    "LeafModule",
     "MetaInfoProp",
     "OpGraph",
     "OpNode",
+    "OpWork",
     "StepGraph",
     "TensorInfo",
-    "Work",
     "compatibility",
     "is_compatible_with_meta",
     "meta_trace",

@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from colossalai.fx.leaves import MODULE, ROOT, Leaf, ModuleCalls, as_modules, failing_line, same_code
+from colossalai.fx.leaves import MODULE, ROOT, LeafModule, ModuleCalls, as_modules, failing_line, same_code
 from colossalai.fx.regions import flatten_regions, note_module
 
 
@@ -46,7 +46,7 @@ class Captured:
     """What ``get_attr`` nodes name and the model does not have: constants, subgraphs."""
     route: str
     failures: dict[str, str] = field(default_factory=dict)
-    leaves: list[Leaf] = field(default_factory=list)
+    leaves: list[LeafModule] = field(default_factory=list)
 
 
 class InputError(ValueError):
@@ -75,7 +75,7 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     mode: FakeTensorMode,
-    leaves: dict[str, Leaf],
+    leaves: dict[str, LeafModule],
     known: dict[str, list[Any]],
 ) -> Captured:
     """Record ``model``, which is fake, by the first route that works.
@@ -126,7 +126,7 @@ def _first_that_works(
     args: Any,
     kwargs: Any,
     mode: FakeTensorMode,
-    leaves: dict[str, Leaf],
+    leaves: dict[str, LeafModule],
     known: dict[str, list[Any]],
 ) -> Captured:
     failures: dict[str, str] = {}
@@ -150,7 +150,7 @@ def _first_that_works(
                 raise _input_error(model, path, words, line) from cause
             failures.setdefault("make_fx", f"{path or type(model).__name__}: {words} ({line})")
             for same in same_code(model, path):
-                leaves[same] = Leaf(same, words, line)
+                leaves[same] = LeafModule(same, words, line)
 
 
 def _input_error(model: nn.Module, path: str | None, words: str, line: str) -> InputError:
@@ -237,7 +237,7 @@ def _by_make_fx(
     args: Any,
     kwargs: Any,
     mode: FakeTensorMode,
-    leaves: dict[str, Leaf],
+    leaves: dict[str, LeafModule],
     known: dict[str, list[Any]],
 ) -> Captured:
     flat, spec = tree_flatten((args, kwargs))

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
-from colossalai.fx.kernels import KernelCounter, Work, memory_bytes, memory_of
+from colossalai.fx.kernels import KernelCounter, OpWork, memory_bytes, memory_of
 from colossalai.fx.leaves import ROOT, run_leaf
 from colossalai.fx.twin import attribute
 
@@ -48,8 +48,8 @@ class Kept:
 class NodeCost:
     """What a node costs, whatever its tensors are called."""
 
-    forward: Work
-    backward: Work
+    forward: OpWork
+    backward: OpWork
     kept: tuple[Kept, ...]
     aliases: tuple[int | None, ...]
     """For each tensor of the output, the input whose memory it shares."""
@@ -106,7 +106,7 @@ class CostPass:
         """A node inside a vmap, which does not run alone; models compute their masks so."""
         tensors = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
         unknown, none = (None,) * len(tensors), (False,) * len(tensors)
-        self.costs[node] = NodeCost(Work(), Work(), (), unknown, none, ("vmap",))
+        self.costs[node] = NodeCost(OpWork(), OpWork(), (), unknown, none, ("vmap",))
         self._learns[node] = tree_map(lambda leaf: False, node.meta.get("val"))
 
     def _value(self, node: fx.Node) -> None:
@@ -157,7 +157,10 @@ class CostPass:
             for v, flag in zip((n.meta["val"] for n in inputs), flags, strict=True)
         )
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: ("input", number.get(n, -1)))
-        return str(node.target), shapes, repr(arguments), torch.is_grad_enabled(), torch.is_autocast_enabled()
+        modes: list[Any] = [torch.is_grad_enabled()]
+        for device in {v.device.type for v in (n.meta["val"] for n in inputs)} - {"meta"}:
+            modes += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
+        return str(node.target), shapes, repr(arguments), tuple(modes)
 
     def _measure(
         self, node: fx.Node, inputs: list[fx.Node], flags: list[bool], counter: KernelCounter
@@ -197,7 +200,7 @@ class CostPass:
         estimated = not _run_backward(results, learnt)
         backward = counter.work - start
         if estimated:
-            backward = Work(2 * forward.operations, 2 * forward.read, 2 * forward.written)
+            backward = OpWork(2 * forward.operations, 2 * forward.read, 2 * forward.written)
         missing = tuple(sorted(counter.without_rule))
         return NodeCost(forward, backward, kept, aliases, learns, missing, estimated)
 
@@ -214,8 +217,8 @@ class CostPass:
         written = sum(t.numel() * t.element_size() for t in outputs)
         kept = tuple(Kept("input", i, memory_bytes(t)) for i, t in enumerate(tensors))
         return NodeCost(
-            forward=Work(operations, read, written),
-            backward=Work(2 * operations, 2 * read, 2 * written),
+            forward=OpWork(operations, read, written),
+            backward=OpWork(2 * operations, 2 * read, 2 * written),
             kept=kept,
             aliases=(None,) * len(outputs),
             learns=tuple(t.is_floating_point() for t in outputs),

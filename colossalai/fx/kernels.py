@@ -16,7 +16,7 @@ from colossalai.utils.throughput import OperationCounter
 
 
 @dataclass(frozen=True)
-class Work:
+class OpWork:
     """What one pass of an operation takes.
 
     Args:
@@ -29,11 +29,15 @@ class Work:
     read: int = 0
     written: int = 0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.operations + other.operations, self.read + other.read, self.written + other.written)
+    def __add__(self, other: OpWork) -> OpWork:
+        return OpWork(
+            self.operations + other.operations, self.read + other.read, self.written + other.written
+        )
 
-    def __sub__(self, other: Work) -> Work:
-        return Work(self.operations - other.operations, self.read - other.read, self.written - other.written)
+    def __sub__(self, other: OpWork) -> OpWork:
+        return OpWork(
+            self.operations - other.operations, self.read - other.read, self.written - other.written
+        )
 
 
 # Of torch's own operations, those that compute much, though no formula counts them.
@@ -71,8 +75,8 @@ class KernelCounter(OperationCounter):
         self.without_rule: set[str] = set()
 
     @property
-    def work(self) -> Work:
-        return Work(self.operations, self.read, self.written)
+    def work(self) -> OpWork:
+        return OpWork(self.operations, self.read, self.written)
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         result = super()._count_flops(func_packet, out, args, kwargs)
@@ -121,4 +125,4 @@ def memory_bytes(tensor: Tensor) -> int:
         return _nbytes(tensor)
 
 
-__all__ = ["KernelCounter", "Work", "memory_bytes", "memory_of"]
+__all__ = ["KernelCounter", "OpWork", "memory_bytes", "memory_of"]

@@ -41,7 +41,7 @@ _READS = 10_000  # a loop that waits for a value would read for ever
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LeafModule:
     """A module that is one node of a graph, and why.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from colossalai.fx.costs import NodeCost
-from colossalai.fx.kernels import Work, memory_bytes
+from colossalai.fx.kernels import OpWork, memory_bytes
 from colossalai.fx.leaves import MODULE, ROOT
 from colossalai.fx.op_graph import OpNode, TensorInfo, loss_of
 from colossalai.fx.twin import attribute
@@ -110,7 +110,7 @@ class Nodes:
             parameters=self._parameters(node, inputs),
             outputs=tuple(tensor_info(t, m, g) for t, m, g in zip(tensors, names, cost.learns, strict=False)),
             forward=cost.forward,
-            backward=cost.backward if learns else Work(),
+            backward=cost.backward if learns else OpWork(),
             saved=self._saved(node, cost, inputs, names) if learns else {},
             without_rule=cost.without_rule,
             estimated=cost.estimated and learns,

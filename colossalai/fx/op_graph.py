@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from colossalai.fx.kernels import Work
-from colossalai.fx.leaves import Leaf
+from colossalai.fx.kernels import OpWork
+from colossalai.fx.leaves import LeafModule
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class OpNode:
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
     outputs: tuple[TensorInfo, ...]
-    forward: Work
-    backward: Work
+    forward: OpWork
+    backward: OpWork
     saved: dict[str, int]
     without_rule: tuple[str, ...] = ()
     estimated: bool = False
@@ -94,7 +94,7 @@ class OpGraph:
     """The node that is differentiated; None where no output is a loss, and all outputs are."""
     route: str
     failures: dict[str, str] = field(default_factory=dict)
-    leaves: list[Leaf] = field(default_factory=list)
+    leaves: list[LeafModule] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,12 +119,12 @@ class OpGraph:
         return len(self.nodes)
 
     @cached_property
-    def forward(self) -> Work:
-        return sum((node.forward for node in self), Work())
+    def forward(self) -> OpWork:
+        return sum((node.forward for node in self), OpWork())
 
     @cached_property
-    def backward(self) -> Work:
-        return sum((node.backward for node in self), Work())
+    def backward(self) -> OpWork:
+        return sum((node.backward for node in self), OpWork())
 
     @cached_property
     def saved(self) -> dict[str, int]:
@@ -157,10 +157,6 @@ class OpGraph:
             for kernel, names in self.without_rule.items()
         ]
         return "\n".join(lines + self.notes)
-
-    def find_loss(self, output: Any) -> Tensor:
-        """The loss of an output of this graph."""
-        return loss_of(output)
 
 
 def loss_of(output: Any) -> Tensor:

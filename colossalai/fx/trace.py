@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from colossalai.fx.capture import Captured, InputError, capture, check_inputs
 from colossalai.fx.costs import CostPass
-from colossalai.fx.leaves import ROOT, Leaf, LeafChoice
+from colossalai.fx.leaves import ROOT, LeafChoice, LeafModule
 from colossalai.fx.nodes import Nodes, named_state, tensor_info
 from colossalai.fx.op_graph import OpGraph
 from colossalai.fx.rehearsal import Rehearsed, rehearse
@@ -46,41 +46,47 @@ def trace_model(
     check_inputs(model, args, kwargs)
     if loss is None and targets:
         raise ValueError("trace_model takes targets for a loss, and no loss was given")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    place = fake_device(model, device)
     asked = [path for path, module in model.named_modules() if leaf is not None and leaf(path, module)]
-    leaves = {path: Leaf(path, "asked for") for path in _outermost(asked)}
+    leaves = {path: LeafModule(path, "asked for") for path in _outermost(asked)}
     if loss is not None:
         kwargs = {**kwargs, "loss_targets": tuple(targets)}
-    fake_args, fake_kwargs = fake_like((args, kwargs), mode, place)
     rehearsed: dict[str, Rehearsed] = {}
     while True:
-        outputs = {path: fake_like(r.outputs, mode, place) for path, r in rehearsed.items()}
-        with torch.random.fork_rng(devices=[]), fake_model(model, mode, place) as notes:
-            if loss is not None:
-                forward_with_loss(model, loss)
-            try:
-                captured = capture(model, fake_args, fake_kwargs, mode, leaves, outputs)
-            except InputError as error:
-                failed: InputError | None = error
-            else:
-                failed = None
-                operations = {path or ROOT: r.operations for path, r in rehearsed.items()}
-                costs = CostPass(model, captured.graph, captured.attributes, mode, operations).run()
-                builder = Nodes(model, captured.graph, costs, captured.out_spec)
-                nodes = builder.nodes()
-        if failed is None:
-            break
-        _rehearse(model, args, kwargs, failed, loss, leaves, rehearsed)
+        try:
+            return _attempt(model, args, kwargs, fake_device(model, device), loss, leaves, rehearsed)
+        except InputError as failed:
+            _rehearse(model, args, kwargs, failed, loss, leaves, rehearsed)
+
+
+def _attempt(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    loss: Callable[..., Tensor] | None,
+    leaves: dict[str, LeafModule],
+    rehearsed: dict[str, Rehearsed],
+) -> OpGraph:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_args, fake_kwargs = fake_like((args, kwargs), mode, device)
+    outputs = {path: fake_like(found.outputs, mode, device) for path, found in rehearsed.items()}
+    operations = {path or ROOT: found.operations for path, found in rehearsed.items()}
+    with torch.random.fork_rng(devices=[]), fake_model(model, mode, device) as notes:
+        if loss is not None:
+            forward_with_loss(model, loss)
+        captured = capture(model, fake_args, fake_kwargs, mode, leaves, outputs)
+        costs = CostPass(model, captured.graph, captured.attributes, mode, operations).run()
+        found = Nodes(model, captured.graph, costs, captured.out_spec)
+        nodes = found.nodes()
     return OpGraph(
         module=_executable(model, captured),
         nodes=nodes,
         in_spec=tree_flatten((args, kwargs))[1],
         out_spec=captured.out_spec,
         constants=captured.constants,
-        inputs=builder.inputs,
+        inputs=found.inputs,
         parameters={name: tensor_info(t, name) for name, t in named_state(model).items()},
-        loss=builder.loss,
+        loss=found.loss,
         route=captured.route,
         failures=captured.failures,
         leaves=captured.leaves,
@@ -94,7 +100,7 @@ def _rehearse(
     kwargs: Any,
     failed: InputError,
     loss: Callable[..., Tensor] | None,
-    leaves: dict[str, Leaf],
+    leaves: dict[str, LeafModule],
     rehearsed: dict[str, Rehearsed],
 ) -> None:
     """Find out on real tensors what the leaf returns that failed; where it fails too, the model does."""
@@ -107,7 +113,7 @@ def _rehearse(
     if found is None:
         raise failed
     rehearsed[failed.path] = found
-    leaves[failed.path] = Leaf(failed.path, f"it ran on real tensors only: {failed.reason}")
+    leaves[failed.path] = LeafModule(failed.path, f"it ran on real tensors only: {failed.reason}")
 
 
 def _outermost(paths: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from colossalai.fx.capture import Captured, capture, check_inputs
 from colossalai.fx.graph_module import ColoGraphModule
 from colossalai.fx.joint import trace_step
-from colossalai.fx.leaves import Leaf
+from colossalai.fx.leaves import LeafModule
 from colossalai.fx.op_graph import loss_of
 from colossalai.fx.twin import RECOMPUTED, fake_device, fake_like, fake_model
 
@@ -55,7 +55,9 @@ class ColoTracer:
         given = dict(sorted(given.items(), key=lambda item: _place(order, item[0])))
         mode, device = FakeTensorMode(allow_non_fake_inputs=True), fake_device(root)
         leaves = {
-            path: Leaf(path, "a layer") for path, m in root.named_modules() if self.is_leaf_module(m, path)
+            path: LeafModule(path, "a layer")
+            for path, m in root.named_modules()
+            if self.is_leaf_module(m, path)
         }
         fakes = fake_like(given, mode, device)
         with torch.random.fork_rng(devices=[]), fake_model(root, mode, device):

@@ -52,7 +52,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
     otherwise in this block, in words.
     """
     modules = list(model.modules())
-    kept = [_Kept(module) for module in modules]
+    kept = [_Attributes(module) for module in modules]
     undo: list[Callable[[], None]] = []
     try:
         _take_fakes(modules, mode, device)
@@ -66,7 +66,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
             state.restore()
 
 
-class _Kept:
+class _Attributes:
     """The attributes of a module, and what lies in those that are lists or dicts."""
 
     def __init__(self, module: nn.Module) -> None:
