@@ -196,7 +196,9 @@ class _Failed(Exception):
 
 def _by_export(model: nn.Module, args: Any, kwargs: Any) -> Captured:
     exported = torch.export.export(model, args, kwargs, strict=False)
-    module: Any = exported.module(check_guards=False)
+    unchecked = {"check_guards": False}  # older versions of torch do not check
+    known = inspect.signature(exported.module).parameters
+    module: Any = exported.module(**{name: value for name, value in unchecked.items() if name in known})
     graph = module.graph
     for node in graph.nodes:
         sizes = [n for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor) for n in t.shape]

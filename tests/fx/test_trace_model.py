@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 
 from colossalai.fx import InputError, OpGraph, trace_model, trace_step
+from colossalai.lazy import LazyInitContext
 from colossalai.utils.throughput import count_operations
 from tests.fx.models import FAMILIES, Asking, Numpy, build
 from tests.lazy import vision
@@ -164,10 +165,29 @@ def test_leaves_by_choice() -> None:
 def test_a_model_without_memory() -> None:
     model, batch = build("gpt2")
     want = trace_model(model, **batch)
-    got = trace_model(model.to("meta"), **batch)
-    assert [(n.name, n.forward, n.backward, n.saved) for n in got] == [
-        (n.name, n.forward, n.backward, n.saved) for n in want
-    ]
+    with LazyInitContext():
+        unfilled, _ = build("gpt2")
+    before = [*unfilled.parameters()]
+    for empty in (unfilled, model.to("meta")):
+        got = trace_model(empty, **batch)
+        assert [(n.name, n.forward, n.backward, n.saved) for n in got] == [
+            (n.name, n.forward, n.backward, n.saved) for n in want
+        ]
+    assert all(a is b for a, b in zip(unfilled.parameters(), before, strict=True))
+
+
+def test_what_runs_in_a_vmap_is_left_out_and_named() -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            keep = torch.vmap(lambda i: i >= torch.arange(4))(torch.arange(4))
+            return super().forward(x).masked_fill(~keep, 0.0).sum()
+
+    model, x = Masked(4, 4), torch.randn(4, 4)
+    graph = trace_model(model, x)
+    assert_same(step(model, graph, x), step(model, model, x))
+    assert {"vmap"} >= graph.without_rule.keys()
+    assert graph.forward.operations == 2 * 4 * 4 * 4
+    torch.randn(4, requires_grad=True)  # no transform of torch is left on
 
 
 class Regions(nn.Module):
