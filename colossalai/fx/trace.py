@@ -38,7 +38,9 @@ def trace_model(
         loss: ``loss(output, *targets)`` for a model that does not return its loss; the graph then takes
             ``loss_targets=targets`` as well, and returns a dict of ``loss`` and ``output``.
         leaf: ``leaf(path, module)`` says whether a module shall be one operation.
-        device: where the tensors are taken to be; by default where the model is.
+        device: where the tensors are taken to be, which decides about kernels; by default where the model is,
+            and the CPU if it is on the meta device.  ``"meta"`` inside ``gpu_kernels()`` is a GPU that is not
+            there.
 
     Raises:
         ValueError: the inputs do not fit the model.

@@ -28,7 +28,13 @@ RECOMPUTED = "activation_checkpoint"
 def fake_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
     """Where the fake tensors lie: on ``device``, or where the model does; on the CPU if that is nowhere."""
     if device is not None:
-        return torch.device(device)
+        device = torch.device(device)
+        if device.type == "cuda" and not torch.cuda.is_available():  # torch would end the process
+            raise ValueError(
+                f"device={str(device)!r} needs a GPU; without one take 'meta' inside gpu_kernels(), which"
+                " computes there as a GPU does"
+            )
+        return device
     own = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     return torch.device("cpu") if own.type == "meta" else own
 

@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from colossalai.fx import InputError, OpGraph, trace_model, trace_step
 from colossalai.lazy import LazyInitContext
 from colossalai.utils.throughput import count_operations
+
+try:
+    from colossalai.utils.meta import gpu_kernels
+except ImportError:  # it is about to move there
+    from colossalai.dry_run.meta import gpu_kernels
 from tests.fx.models import FAMILIES, Asking, Numpy, build
 from tests.lazy import vision
 
@@ -174,6 +179,25 @@ def test_a_model_without_memory() -> None:
             (n.name, n.forward, n.backward, n.saved) for n in want
         ]
     assert all(a is b for a, b in zip(unfilled.parameters(), before, strict=True))
+
+
+def test_kernels_of_a_gpu() -> None:
+    x = torch.zeros(1, 2, 64, 8, dtype=torch.bfloat16)
+
+    class Attention(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return scaled_dot_product_attention(*[super().forward(x)] * 3, dropout_p=0.1).sum()
+
+    model = Attention(8, 8).bfloat16()
+    here = trace_model(model, x)
+    with gpu_kernels():
+        there = trace_model(model, x, device="meta")
+    scores = 2 * 64 * 64 * x.element_size()
+    assert max(here.saved.values()) >= scores > max(there.saved.values())
+    assert here.forward.operations == there.forward.operations
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device='cuda' needs a GPU"):
+            trace_model(model, x, device="cuda")
 
 
 def test_what_runs_in_a_vmap_is_left_out_and_named() -> None:
