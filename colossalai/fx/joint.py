@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from colossalai.fx.capture import check_inputs, in_words, quiet
 from colossalai.fx.leaves import ModuleCalls, failing_line
-from colossalai.fx.op_graph import loss_of
+from colossalai.fx.op_graph import check_recorded, loss_of, recorded_leaves
 from colossalai.fx.twin import fake_device, fake_like, fake_model, forward_with_loss
 
 
@@ -37,12 +37,14 @@ class StepGraph:
     parameters: list[str]
     state: list[str]
     in_spec: TreeSpec
+    recorded: list[Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
         """The loss and the gradients (None for a parameter that is not used) of these inputs."""
         leaves, spec = tree_flatten((args, kwargs))
         if spec != self.in_spec:
             raise ValueError(f"the step was recorded for inputs {self.in_spec}, got {spec}")
+        check_recorded(leaves, self.recorded)
         own = dict((*self.model.named_parameters(), *self.model.named_buffers()))
         with torch.no_grad():
             loss, grads = self.module(
@@ -97,4 +99,4 @@ def trace_step(
                 f"the step of {where}{type(model).__name__} was not recorded: {in_words(error)}"
                 f" ({failing_line(error)}); trace_model records its forward pass, with such modules as leaves"
             ) from error
-    return StepGraph(module, model, list(learnt), list(state), spec)
+    return StepGraph(module, model, list(learnt), list(state), spec, recorded_leaves(flat))

@@ -86,6 +86,8 @@ class OpGraph:
     module: fx.GraphModule
     nodes: dict[str, OpNode]
     in_spec: TreeSpec
+    recorded: list[Any]
+    """The leaves of the inputs it was recorded for: shapes and dtypes of tensors, and other values."""
     out_spec: TreeSpec
     constants: dict[int, Any]
     inputs: dict[str, TensorInfo]
@@ -104,6 +106,7 @@ class OpGraph:
             leaves, spec = tree_flatten((args, ordered if len(ordered) == len(kwargs) else kwargs))
         if spec != self.in_spec:
             raise ValueError(f"the graph was recorded for inputs {self.in_spec}, got {spec}")
+        check_recorded(leaves, self.recorded)
         results = self.module(*leaves)
         found = [self.constants.get(i) if i in self.constants else r for i, r in enumerate(results)]
         return tree_unflatten(found, self.out_spec)
@@ -157,6 +160,21 @@ class OpGraph:
             for kernel, names in self.without_rule.items()
         ]
         return "\n".join(lines + self.notes)
+
+
+def recorded_leaves(leaves: list[Any]) -> list[Any]:
+    """What a graph depends on of its inputs: shapes and dtypes of tensors, and all other values."""
+    return [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+
+
+def check_recorded(leaves: list[Any], recorded: list[Any]) -> None:
+    """Refuse inputs for which another graph would have been recorded."""
+    for i, (got, want) in enumerate(zip(recorded_leaves(leaves), recorded, strict=True)):
+        if type(got) is not type(want) or got != want:
+            raise ValueError(
+                f"input {i} is {got}, and the graph was recorded for {want}: shapes, dtypes and values other"
+                " than tensors are part of a graph; trace the model again for other ones"
+            )
 
 
 def loss_of(output: Any) -> Tensor:

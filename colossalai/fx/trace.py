@@ -14,7 +14,7 @@ from colossalai.fx.capture import Captured, InputError, capture, check_inputs
 from colossalai.fx.costs import CostPass
 from colossalai.fx.leaves import ROOT, LeafChoice, LeafModule
 from colossalai.fx.nodes import Nodes, named_state, tensor_info
-from colossalai.fx.op_graph import OpGraph
+from colossalai.fx.op_graph import OpGraph, recorded_leaves
 from colossalai.fx.rehearsal import Rehearsed, rehearse
 from colossalai.fx.twin import attribute, fake_device, fake_like, fake_model, forward_with_loss
 
@@ -84,6 +84,7 @@ def _attempt(
         module=_executable(model, captured),
         nodes=nodes,
         in_spec=tree_flatten((args, kwargs))[1],
+        recorded=recorded_leaves(tree_flatten((args, kwargs))[0]),
         out_spec=captured.out_spec,
         constants=captured.constants,
         inputs=found.inputs,

@@ -85,7 +85,11 @@ def test_models_of_transformers(family: str) -> None:
     assert all(model.get_submodule(n.module).get_parameter("weight") is not None for n in linear)
 
 
-@pytest.mark.parametrize("kind", ["torchvision resnet18", "timm resnet10t", "timm vit_tiny_patch16_224"])
+_SAMPLE = ("torchvision resnet18", "timm vit_tiny_patch16_224")
+_OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in vision.MODELS if kind not in _SAMPLE]
+
+
+@pytest.mark.parametrize("kind", [*_SAMPLE, *_OTHERS])
 def test_models_of_vision(kind: str) -> None:
     if not vision.are_installed():
         pytest.skip("timm and torchvision are not installed")
@@ -260,6 +264,10 @@ def test_bad_inputs() -> None:
     graph = trace_model(nn.Linear(4, 4), torch.zeros(2, 4))
     with pytest.raises(ValueError, match="recorded for inputs"):
         graph(torch.zeros(2, 4), 3)
+    with pytest.raises(ValueError, match=r"input 0 is \(\(3, 4\), .*recorded for \(\(2, 4\)"):
+        graph(torch.zeros(3, 4))
+    with pytest.raises(ValueError, match=r"input 1 is 3.0, and the graph was recorded for 2.0"):
+        trace_model(model, torch.zeros(4, 8), scale=2.0)(torch.zeros(4, 8), scale=3.0)
     assert graph.loss is None
     assert graph.backward.operations == 2 * 2 * 4 * 4  # a batch has no gradient
 
