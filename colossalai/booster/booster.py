@@ -44,7 +44,7 @@ from colossalai.interface.first_step import watch_first_step, watch_steps
 from colossalai.interface.foreign_parameters import strangers
 from colossalai.mesh import placement
 from colossalai.mesh.deferred import fill_beside_parameters, fill_deferred, materialize, states_of
-from colossalai.mesh.meta_models import defer_meta, draws_itself, is_on_meta
+from colossalai.mesh.meta_models import defer_meta, draws_itself, is_cut_on_meta, is_on_meta
 from colossalai.nn.policies.stages.stage import ModelStage
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.dataloader import check_not_empty
@@ -197,6 +197,8 @@ class Booster:
             return False
         if not draws_itself(user_module(model)) and isinstance(self.plugin, GeminiPlugin):
             return False
+        if is_cut_on_meta(user_module(model)):
+            return True
         if any(placement(p).sharded for p in model.parameters()) or any(
             isinstance(part, ModelStage) for part in model.modules()
         ):

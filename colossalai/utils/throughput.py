@@ -140,10 +140,16 @@ def peak_tflops(name: str | None = None) -> float | None:
     return next((peak for pattern, peak in _PEAKS if re.search(pattern, name)), None)
 
 
+def share_of_peak(tflops: float) -> float | None:
+    """The MFU of so many operations per second; None where the peak of the device is not known."""
+    peak = peak_tflops()
+    return tflops / peak if peak else None
+
+
 def work_text(tflops: float) -> str:
     """``312 Tflops, MFU 31.5%``, or without the share where the peak of the device is not known."""
-    peak = peak_tflops()
-    return f"{tflops:.5g} Tflops" + (f", MFU {tflops / peak:.1%}" if peak else "")
+    share = share_of_peak(tflops)
+    return f"{tflops:.5g} Tflops" + ("" if share is None else f", MFU {share:.1%}")
 
 
 class Throughput:
@@ -205,8 +211,7 @@ class Throughput:
     @property
     def mfu(self) -> float | None:
         """The share of the device's peak, or None where that is not known."""
-        peak = peak_tflops()
-        return self.tflops / peak if peak else None
+        return share_of_peak(self.tflops)
 
     def __str__(self) -> str:
         rates = [
@@ -217,4 +222,4 @@ class Throughput:
         return ", ".join([*rates, work_text(self.tflops)])
 
 
-__all__ = ["OperationCounter", "Throughput", "count_operations", "peak_tflops", "work_text"]
+__all__ = ["OperationCounter", "Throughput", "count_operations", "peak_tflops", "share_of_peak", "work_text"]

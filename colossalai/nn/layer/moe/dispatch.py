@@ -79,17 +79,18 @@ def plan_alone(chosen: Tensor, experts: int, capacity: int | None = None) -> Dis
     order = (flat.to(torch.int8) if experts <= 127 else flat).sort(stable=True).indices
     every = torch.arange(len(flat), device=chosen.device)
     row = torch.empty_like(flat).scatter_(0, order, every)
-    kept, taken = None, total
+    kept, taken, ends = None, total, None
     if capacity is not None:
         place = row - (total.cumsum(0) - total)[flat]
         kept, taken = place < capacity, total.clamp(max=capacity)
-        row = (taken.cumsum(0) - taken)[flat] + place
+        ends = taken.cumsum(0, dtype=torch.int32)
+        row = (ends - taken)[flat] + place
         # those that are not kept write behind the last row; their rows are those of token 0
         behind = torch.where(kept, row, len(flat))
         order = torch.zeros(len(flat) + 1, dtype=torch.int64, device=chosen.device).scatter_(0, behind, every)
         row, order = row.clamp(max=max(len(flat) - 1, 0)), order[:-1]
         kept = kept.view(k, tokens).T.contiguous()
-    piece = _Piece(slice(0, experts), RowsPerExpert(taken), (), ())
+    piece = _Piece(slice(0, experts), RowsPerExpert(taken, ends), (), ())
     token = order % tokens if tokens else order
     return DispatchAlone(Dispatch(token, row.view(k, tokens).T.contiguous(), kept, [piece]), total, taken)
 
