@@ -85,6 +85,28 @@ def test_models_of_transformers(family: str) -> None:
     assert all(model.get_submodule(n.module).get_parameter("weight") is not None for n in linear)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "t5", "llama"])
+def test_the_second_route_gives_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = build(family)
+    exported = trace_model(model, **batch)
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(torch.export, "export", fail)
+    graph = trace_model(model, **batch)
+    assert graph.route == "make_fx"
+    assert graph.failures == {"export": "RuntimeError: not today"}
+    assert_same(step(model, graph, **batch), step(model, model, **batch))
+    assert (graph.forward.operations, graph.backward.operations) == (
+        exported.forward.operations,
+        exported.backward.operations,
+    )
+    assert graph.saved_bytes == kept_bytes(model, lambda: graph(**batch))
+    products = [[(n.module, n.parameters) for n in g if n.forward.operations] for g in (graph, exported)]
+    assert products[0] == products[1]
+
+
 _SAMPLE = ("torchvision resnet18", "timm vit_tiny_patch16_224")
 _OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in vision.MODELS if kind not in _SAMPLE]
 
