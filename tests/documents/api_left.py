@@ -9,7 +9,6 @@ def _all(module: str, names: str, issue: str, reason: str) -> dict[str, tuple[st
     return {f"{module}.{name}": (issue, reason) for name in names.split()}
 
 
-_COSTS = ("issue 23", "costs, conversion of layouts, tracing")
 _AUTO = ("issue 24", "automatic parallelism")
 _CACHED = ("no issue", "tables of recommendation models, with a cache on the device; no page shows them")
 _OLDER = ("no issue", "moving parts of an older ZeRO-3; ours has the chunks of Gemini in their place")
