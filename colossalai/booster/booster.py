@@ -29,7 +29,7 @@ from colossalai.booster.plugin import GeminiPlugin, Plugin
 from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.booster.runs import Runs
 from colossalai.booster.save_options import by_name
-from colossalai.booster.support import Plan, Wanted, check_supported, shares_models
+from colossalai.booster.support import Plan, Wanted, check_supported, shares_models, warn_of_replicas
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO, GeneralCheckpointIO, Save
 from colossalai.interface import (
     LossWatch,
@@ -163,6 +163,7 @@ class Booster:
             averaged_over=self.averaged_over,
         )
         check_supported(wanted)
+        warn_of_replicas(wanted)
         if any(map(is_on_meta, user_module(model).parameters())) and self._draws_meta(model):
             defer_meta(user_module(model))
         if self.accelerator is not None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count, shape_wrapper
 
 from colossalai.utils.device import synchronize
 
@@ -65,6 +65,27 @@ def _attention_formulas() -> dict[Any, Any]:
     return found
 
 
+def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """A product of groups of rows with a matrix each, or of groups of columns, of which the groups are cut
+    from one tensor: as many operations as without groups.
+    """
+    if len(a) == 3 and len(b) == 3:
+        return int(2 * a[0] * a[1] * a[2] * b[2])
+    return int(2 * a[-2] * a[-1] * b[-1])
+
+
+def _grouped_backward(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * _grouped(a, b)
+
+
+# Operations that packages register when they are imported: mixtures of experts of transformers.
+_NAMED = {
+    "aten._grouped_mm": _grouped,
+    "transformers.grouped_mm_fallback": _grouped,
+    "transformers.grouped_mm_fallback_backward": _grouped_backward,
+}
+
+
 class OperationCounter(FlopCounterMode):
     """Counts the operations of products, convolutions and attention inside a ``with`` block.
 
@@ -93,6 +114,8 @@ class OperationCounter(FlopCounterMode):
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         # a backward pass does not build a graph; what does so within it is a forward pass that is repeated
         repeated = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        if func_packet not in self.flop_registry and str(func_packet) in _NAMED:
+            self.flop_registry[func_packet] = shape_wrapper(_NAMED[str(func_packet)])
         if func_packet in self.flop_registry and not repeated:
             count: Any = self.flop_registry[func_packet]
             self.operations += int(count(*args, **kwargs, out_val=out))

@@ -44,6 +44,16 @@ def test_attention_is_counted() -> None:
     assert count_operations(attend) == 3 * products
 
 
+def test_products_of_groups_are_counted() -> None:
+    rows, weights = torch.randn(16, 8, requires_grad=True), torch.randn(4, 8, 8, requires_grad=True)
+    ends = torch.tensor([4, 4, 12, 16], dtype=torch.int32)
+
+    def multiply() -> None:
+        torch._grouped_mm(rows.bfloat16(), weights.bfloat16(), offs=ends).square().sum().backward()
+
+    assert count_operations(multiply) == 3 * 2 * 16 * 8 * 8
+
+
 def test_a_compiled_model_is_counted_and_compiled_afterwards() -> None:
     graphs = []
 
