@@ -79,10 +79,11 @@ class _Values:
         inside = set(nodes)
         taken = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
         given = [node for node in nodes if any(user not in inside for user in node.users)]
+        interpreter = self._interpreter  # not all values, which the function would keep until it runs again
 
         def function(*values: Any) -> tuple[Any, ...]:
             part = _Values.__new__(_Values)
-            part._interpreter = self._interpreter
+            part._interpreter = interpreter
             part.values = dict(zip(taken, values, strict=True))
             part.run(nodes)
             return tuple(part.values[node] for node in given)

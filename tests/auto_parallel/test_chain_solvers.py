@@ -15,6 +15,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 from colossalai.auto_parallel.checkpoint import (
     Backward,
     Chain,
+    CheckpointSolverBase,
     CheckpointSolverChen,
     CheckpointSolverRotor,
     Forward,
@@ -28,6 +29,8 @@ from colossalai.auto_parallel.checkpoint import (
     solve_modes,
 )
 from colossalai.auto_parallel.checkpoint.mode_solver import MODES, least_budget, peak_of, seconds_of
+from colossalai.fx import symbolic_trace
+from colossalai.utils.live_bytes import LiveBytes
 
 
 def random_chain(numbers: random.Random, stages: int) -> Chain:
@@ -184,6 +187,34 @@ def test_graph_gets_regions() -> None:
     tight = CheckpointSolverRotor(traced.graph, static + whole.least_memory() * 1.2, optim_multiplier=0.0)
     tight.solve()
     assert any("activation_checkpoint" in node.meta for node in traced.graph.nodes)
+
+
+@pytest.mark.parametrize("solver", [CheckpointSolverChen, CheckpointSolverRotor])
+def test_regions_of_a_traced_model_run(solver: type[CheckpointSolverBase]) -> None:
+    blocks = [nn.Sequential(nn.Linear(8, 64), nn.Dropout(), nn.GELU(), nn.Linear(64, 8)) for _ in range(6)]
+    model, x = nn.Sequential(*blocks), torch.rand(2048, 8)
+    traced = symbolic_trace(model, meta_args={"input": x.to("meta")})
+
+    def run(module: nn.Module) -> tuple[int, list[torch.Tensor | None]]:
+        model.zero_grad()
+        torch.manual_seed(0)
+        with LiveBytes() as memory:
+            loss = module(x).square().sum()
+            kept = memory.now
+            loss.backward()
+        return kept, [p.grad for p in model.parameters()]
+
+    kept, plain = run(traced)
+    if solver is CheckpointSolverChen:
+        CheckpointSolverChen(traced).solve()
+    else:
+        least = CheckpointSolverRotor(traced, optim_multiplier=0.0).least_memory()
+        static = sum(p.nbytes for p in model.parameters())
+        CheckpointSolverRotor(traced, static + 1.3 * least, optim_multiplier=0.0).solve()
+    traced.recompile()
+    less, again = run(traced)
+    assert less < 0.7 * kept
+    assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))  # type: ignore[arg-type]
 
 
 def random_problem(numbers: random.Random, stages: int) -> ModeProblem:

@@ -4,8 +4,7 @@ whole.
 
 from __future__ import annotations
 
-import itertools
-import math
+from itertools import pairwise
 from typing import Any
 
 from colossalai.auto_parallel.checkpoint.operation import (
@@ -21,12 +20,12 @@ from colossalai.auto_parallel.checkpoint.solver_base import CheckpointSolverBase
 
 
 class CheckpointSolverChen(CheckpointSolverBase):
-    """Cuts a chain where about so many bytes have come together, and tries several such numbers.
+    """Cuts a chain into segments of about equal bytes, as many as give the least peak.
 
     Args:
         graph: a ``Chain``, or a ``torch.fx.Graph`` whose nodes know their values (``meta["val"]``).
         cnode: names of nodes of the graph that all stages may read.
-        num_grids: how many numbers are tried.
+        num_grids: how many numbers of segments are tried, besides a single one.
     """
 
     def __init__(self, graph: Any, cnode: list[str] | None = None, num_grids: int = 6) -> None:
@@ -42,7 +41,7 @@ class CheckpointSolverChen(CheckpointSolverBase):
         segments = self.segments()
         if self.stages is not None:
             regions: list[list[int]] = [[] for _ in range(len(self.chain))]
-            for number, (start, end) in enumerate(segments):
+            for number, (start, end) in enumerate(segments[:-1]):  # the last is needed at once
                 for stage in range(start, end):
                     regions[stage].append(number)
             self.stages.annotate(regions)
@@ -51,25 +50,20 @@ class CheckpointSolverChen(CheckpointSolverBase):
 
     def segments(self) -> list[tuple[int, int]]:
         """The first stage of each segment, and the one behind its last."""
-        _, first = self._cut(math.inf)
-        middle = math.sqrt(max(1, first))
-        return min(
-            (self._cut(middle * 2 ** (k - self.num_grids / 2))[0] for k in range(self.num_grids + 1)),
-            key=lambda cut: peak_of_segments(self.chain, cut),
-        )
+        counts = [len(self.chain) ** (k / self.num_grids) for k in range(self.num_grids + 1)]
+        cuts = [self._cut(sum(self.chain.xbar) / count) for count in counts]
+        return min(cuts, key=lambda cut: peak_of_segments(self.chain, cut))
 
-    def _cut(self, most: float) -> tuple[list[tuple[int, int]], int]:
-        """Segments that keep ``most`` bytes or a little more, and the bytes of all."""
+    def _cut(self, most: float) -> list[tuple[int, int]]:
+        """Segments that keep ``most`` bytes or a little more."""
         cuts, inside = [0], 0
-        total = 0
         for stage, kept in enumerate(self.chain.xbar):
             inside += kept
-            total += kept
-            if inside > most:
+            if inside >= most:
                 cuts.append(stage + 1)
                 inside = 0
         cuts += [len(self.chain)] if cuts[-1] != len(self.chain) else []
-        return list(itertools.pairwise(cuts)), total
+        return list(pairwise(cuts))
 
 
 def peak_of_segments(chain: Chain, segments: list[tuple[int, int]]) -> int:
