@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colossalai.auto_parallel.checkpoint import CheckpointPlanner, auto_checkpoint
+from colossalai.auto_parallel.checkpoint import CheckpointPlanner, auto, auto_checkpoint
+from colossalai.auto_parallel.checkpoint.measure import Whole
 from colossalai.interface.batch import call_with, loss_of
 from colossalai.utils.live_bytes import LiveBytes
 from tests.auto_parallel.models import IDS, MODELS, gpt2
@@ -181,3 +182,31 @@ def test_models_whose_shapes_depend_on_values() -> None:
 def test_lines_that_read_values_are_named() -> None:
     plan = auto_checkpoint(ReadsValues(), torch.rand(2, 8), "1 GiB")
     assert any("if x.sum() > 100:" in note for note in plan.notes)
+
+
+def test_times_of_whole_steps_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions for steps with one mode are what was measured, and bytes that no play shows are counted."""
+    model, batch = gpt2(3, 32), BATCH
+    planner = CheckpointPlanner(model, batch)
+    least, most = planner.least[2], planner.whole
+    seconds = {"keep": 1.0, "selective": 1.25, "full": 1.5}
+    tried: list[str] = []
+
+    def measured(step: Any) -> Whole | None:
+        mode = list(planner.played)[len(tried)]
+        tried.append(mode)
+        # the step that keeps all does not fit
+        return None if mode == "keep" else Whole(seconds[mode], planner._played_above(mode) + 1000)
+
+    planner = CheckpointPlanner(model, batch)
+    planner._measures = True
+    monkeypatch.setattr(auto, "measure_calls", lambda *args: {})
+    monkeypatch.setattr(auto, "measure_step", measured)
+    monkeypatch.setattr(auto, "bytes_beside", lambda step: step.reserved + 24)
+    number = len(planner.problem.stages)
+    for mode in ("selective", "full"):
+        assert planner.predicted([mode] * number).seconds == pytest.approx(seconds[mode])
+    mixed = planner.predicted(["full"] + ["selective"] * (number - 1)).seconds
+    assert seconds["selective"] < mixed < seconds["full"]
+    assert planner.predicted(["keep"] * number).seconds < seconds["full"]
+    assert (planner.least[2] - least, planner.whole - most) == (1024, 1024)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.checkpoint.blocks import block_modes, find_blocks, set_modes
-from colossalai.auto_parallel.checkpoint.measure import measure_calls, measure_step
+from colossalai.auto_parallel.checkpoint.measure import Whole, bytes_beside, measure_calls, measure_step
 from colossalai.auto_parallel.checkpoint.mode_solver import (
     MODES,
     Choice,
@@ -37,6 +37,7 @@ from colossalai.auto_parallel.checkpoint.profile import (
     corrected,
     make_problem,
     peak_of_step,
+    shared_out,
 )
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
 from colossalai.device.presets import DEVICES, DevicePreset, device_preset
@@ -142,8 +143,6 @@ class CheckpointPlanner:
         if self._measures and place.type != "cuda":
             raise ValueError(f"auto_checkpoint: measure=True needs the model on a GPU, it lies on {place}")
         self.notes: list[str] = []
-        self.unseen = 0
-        """Bytes that a run on the GPU needed beyond those that were played."""
         self.played = self._play_all()
 
     def _play_all(self) -> dict[str, StepTimeline]:
@@ -202,28 +201,47 @@ class CheckpointPlanner:
         return measure_calls(self.step, self.blocks, self.played) if self._measures else {}
 
     @cached_property
+    def _costs(self) -> tuple[ModeProblem, int]:
+        problem = replace(make_problem(self.played, self.step.device, self.measured), copies=self._copies)
+        return self._with_whole_steps(problem) if self._measures else (problem, 0)
+
+    @property
     def problem(self) -> ModeProblem:
         """Costs of all modes of all blocks."""
-        problem = replace(make_problem(self.played, self.step.device, self.measured), copies=self._copies)
-        if self._measures:
-            self._measure_rest(problem)
-        return problem
+        return self._costs[0]
 
-    def _measure_rest(self, problem: ModeProblem) -> None:
-        """Run a step with all blocks in the smallest mode, for the time outside of them and for bytes that
-        no play shows; if it does not fit, predictions stay.
+    @property
+    def unseen(self) -> int:
+        """Bytes that runs on the GPU needed beyond those that were played."""
+        return self._costs[1]
+
+    def _with_whole_steps(self, problem: ModeProblem) -> tuple[ModeProblem, int]:
+        """``problem`` with the times of steps that have all blocks in one mode, and the bytes that no play
+        shows.
+
+        Blocks that run alone take longer than in a step, where the host prepares the next one meanwhile: so
+        their times only say how the time of a step is shared out.  A mode whose step does not fit is taken
+        for as much slower or faster as its blocks alone are.
         """
-        mode = self._smallest
-        with block_modes(self.step.model, dict.fromkeys(self.blocks, mode)):
-            whole = measure_step(self.step)
-        if whole is None:
-            self.notes.append("a step with all blocks recomputed did not fit: part of the time is predicted")
-            return
-        line, modes = self.played[mode], [mode] * len(problem.stages)
-        problem.seconds = max(0.0, whole.seconds - sum(s.costs[mode].seconds for s in problem.stages))
-        problem.seconds += line.step.seconds
-        played = peak_of_step(replace(line, step=NOTHING), modes, self.measured)
-        self.unseen = max(0, whole.above - (played - line.before.start))
+        whole: dict[str, Whole] = {}
+        for mode in self.played:
+            with block_modes(self.step.model, dict.fromkeys(self.blocks, mode)):
+                if (found := measure_step(self.step)) is not None:
+                    whole[mode] = found
+        if not whole:
+            self.notes.append("no step fitted on the GPU: times and bytes of the whole are predicted")
+            return problem, 0
+        known = self._smallest if self._smallest in whole else next(iter(whole))
+        stages = shared_out(problem.stages, {m: found.seconds for m, found in whole.items()}, known)
+        seconds = self.played[known].step.seconds + (0.0 if stages else whole[known].seconds)
+        above = max(found.above - self._played_above(mode) for mode, found in whole.items())
+        beside = bytes_beside(self.step) - self.step.reserved
+        return replace(problem, stages=stages, seconds=seconds), max(0, above) + max(0, beside)
+
+    def _played_above(self, mode: str) -> int:
+        """The bytes of a forward and a backward pass above those that were there before."""
+        line = replace(self.played[mode], step=NOTHING)
+        return peak_of_step(line, [mode] * len(line.calls), self.measured) - line.before.start
 
     @property
     def _smallest(self) -> str:

@@ -92,6 +92,19 @@ def measure_step(step: TrainingStep) -> Whole | None:
         torch.cuda.empty_cache()
 
 
+def bytes_beside(step: TrainingStep) -> int:
+    """Bytes on the GPU besides the weights, their gradients and the states of the optimizer: workspaces of
+    its libraries, and whatever else the script holds.
+    """
+    device = next(p.device for p in step.model.parameters())
+    parameters = list(step.model.parameters())
+    held = [*parameters, *step.model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+    states = {} if step.optimizer is None else step.optimizer.state
+    held += [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t.is_cuda}
+    return torch.cuda.memory_allocated(device) - sum(storages.values())
+
+
 class _Peak:
     """The most bytes above those alive when the block began; nothing waits for the GPU."""
 

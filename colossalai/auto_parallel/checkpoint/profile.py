@@ -97,6 +97,28 @@ def _with_measured(costs: dict[str, ModeCost], call: int, measured: Measured) ->
     return found
 
 
+def shared_out(stages: list[ModeStage], steps: Mapping[str, float], known: str) -> list[ModeStage]:
+    """``stages`` with the seconds of ``steps``, of which each has all blocks in one mode, shared out among
+    them as their own seconds are.  A mode without a step is taken for as much slower or faster than the mode
+    ``known`` as its blocks are.
+    """
+    if not stages:
+        return stages
+    alone = {mode: sum(stage.costs[mode].seconds for stage in stages) for mode in stages[0].costs}
+    factors = {mode: steps.get(mode, 0.0) / total for mode, total in alone.items()}
+    factors |= {mode: factors[known] for mode in alone if mode not in steps}
+    return [
+        replace(
+            stage,
+            costs={
+                mode: cost._replace(seconds=cost.seconds * factors[mode])
+                for mode, cost in stage.costs.items()
+            },
+        )
+        for stage in stages
+    ]
+
+
 def corrected(
     problem: ModeProblem, modes: list[str], judged: StepTimeline, measured: Measured
 ) -> ModeProblem:
