@@ -75,7 +75,7 @@ class Nodes:
             pending = [r for r in pending if r.meta.get("val") is loss][:1]
             self.loss = pending[0].name
         except ValueError:
-            pass  # whoever runs the model computes its loss
+            pass  # its loss is computed outside of it
         reached: set[fx.Node] = set()
         while pending:
             node = pending.pop()

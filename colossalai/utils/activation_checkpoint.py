@@ -380,7 +380,7 @@ def _reentrant_is_safe(args: tuple[Any, ...]) -> bool:
 
 
 class _Shape(NamedTuple):
-    """A tensor without values, on a host whose memory nobody counts."""
+    """A tensor without values, on a host whose memory is not counted."""
 
     size: torch.Size
     stride: tuple[int, ...]

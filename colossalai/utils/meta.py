@@ -106,7 +106,8 @@ def _attention_of_cpu(
     if dropout_p == 0:
         return _attention(query, key, value, attn_mask, dropout_p, is_causal)
     slow = torch.ops.aten._scaled_dot_product_attention_math
-    return slow(query, key, value, attn_mask, dropout_p, is_causal)[0]
+    grouped = key.size(1) != query.size(1)
+    return slow(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=grouped)[0]
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:

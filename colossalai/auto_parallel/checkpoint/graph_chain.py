@@ -25,7 +25,7 @@ class GraphStages:
     parameter_bytes: int
 
     def annotate(self, regions: list[list[int]]) -> None:
-        """Write down the regions of each stage, for whoever generates code of the graph."""
+        """Write down the regions of each stage, from which the code of the graph is generated."""
         for nodes, its in zip(self.nodes, regions, strict=True):
             for node in nodes:
                 node.meta.pop("activation_checkpoint", None)

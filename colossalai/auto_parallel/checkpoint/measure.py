@@ -47,11 +47,11 @@ def _measure_call(
     def once() -> None:
         nonlocal peaks
         args, kwargs = _made(inputs, device)
-        with _Peak(device) as forward, step.autocasts("cuda"):
+        with _PeakAbove(device) as forward, step.autocasts("cuda"):
             output = block(*args, **kwargs)
         learnt = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         gradients = [torch.ones_like(t) for t in learnt]
-        with _Peak(device) as backward:
+        with _PeakAbove(device) as backward:
             if learnt:
                 torch.autograd.backward(learnt, gradients)
         peaks = forward.nbytes, backward.nbytes
@@ -77,7 +77,7 @@ def measure_step(step: TrainingStep) -> Whole | None:
 
     def once() -> None:
         nonlocal above
-        with _Peak(device) as peak:
+        with _PeakAbove(device) as peak:
             with step.autocasts("cuda"):
                 loss = step.loss(step.model, batch)
             loss.backward()
@@ -105,13 +105,13 @@ def bytes_beside(step: TrainingStep) -> int:
     return torch.cuda.memory_allocated(device) - sum(storages.values())
 
 
-class _Peak:
+class _PeakAbove:
     """The most bytes above those alive when the block began; nothing waits for the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.nbytes = device, 0
 
-    def __enter__(self) -> _Peak:
+    def __enter__(self) -> _PeakAbove:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
         return self
