@@ -1,0 +1,296 @@
+"""A price for memory: the budget becomes a cost per byte, and the problem one that elimination solves.
+
+For every price the cheapest plan, memory paid, gives a lower bound of what a plan within the budget costs (its
+price minus that of the budget).  The bound is concave in the price; its maximum is searched for by a few sweeps
+with several prices each.  Plans that fit are kept; plans that nearly fit are repaired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from colossalai.auto_parallel.tensor_shard.solver.elimination import MAX_CELLS, Elimination, Ints
+from colossalai.auto_parallel.tensor_shard.solver.folding import FoldedGraph
+from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import Floats
+
+_BATCH = 8  # prices of one sweep
+_ROUNDS = 12
+
+
+class Instance:
+    """A folded graph as flat arrays, with its elimination."""
+
+    def __init__(self, graph: FoldedGraph, max_cells: int = MAX_CELLS) -> None:
+        self.graph = graph
+        self.nodes = list(graph.costs)
+        place = {v: i for i, v in enumerate(self.nodes)}
+        self.edges = {(place[u], place[v]): table for (u, v), table in graph.edges.items()}
+        if any(u > v for u, v in self.edges):  # nodes keep their order, so pairs do
+            raise AssertionError("folding changed the order of nodes")
+        self.sizes = [len(graph.costs[v]) for v in self.nodes]
+        self.elimination = Elimination(self.sizes, self.edges, max_cells)
+        empty = [np.zeros(0)]
+        self.cost: Floats = np.concatenate([graph.costs[v] for v in self.nodes] or empty)
+        self.memory: Floats = np.concatenate([graph.memories[v] for v in self.nodes] or empty)
+        self._ends = np.array(list(self.edges), dtype=np.intp).reshape(-1, 2)
+        tables = list(self.edges.values())
+        self._widths = np.array([t.shape[1] for t in tables], dtype=np.intp)
+        self._starts = np.cumsum([0, *(t.size for t in tables)])[: len(tables)].astype(np.intp)
+        self._tables: Floats = np.concatenate([t.ravel() for t in tables] or empty)
+
+    def unfold(self, choice: Ints) -> dict[int, int]:
+        """The choice of every node of the graph before it was folded."""
+        return self.graph.unfold(dict(zip(self.nodes, choice.tolist(), strict=True)))
+
+    def prices(self, prices: Floats) -> Floats:
+        """The costs of all strategies, laid end to end, with memory paid at each of the prices."""
+        return self.cost + prices[:, None] * self.memory
+
+    def best(self, prices: Floats) -> tuple[Floats, Ints]:
+        """The least cost of a plan, memory paid, for each price, and a plan."""
+        values, choice = self.elimination.best(self.prices(prices))
+        return values + self.graph.cost + prices * self.graph.memory, choice
+
+    def measure(self, choice: Ints) -> tuple[Floats, Floats]:
+        """The seconds and bytes of a batch of plans."""
+        at = self.elimination.offsets[:-1] + choice
+        u, v = choice[:, self._ends[:, 0]], choice[:, self._ends[:, 1]]
+        edges = self._tables[self._starts + u * self._widths + v]
+        cost = self.cost[at].sum(axis=1) + edges.sum(axis=1) + self.graph.cost
+        return cost, self.memory[at].sum(axis=1) + self.graph.memory
+
+    def smallest(self) -> tuple[float, Ints]:
+        """The least memory of a plan (if the elimination is exact; else a bound below it), and such a plan, the
+        cheapest where no pair is forbidden.
+        """
+        offsets = self.elimination.offsets
+        least = np.concatenate(
+            [np.full(k, self.memory[a : a + k].min()) for a, k in zip(offsets, self.sizes)] or [[]]
+        )
+        if np.isfinite(self._tables).all() and np.isfinite(self.cost).all() and np.isfinite(self.graph.cost):
+            unary = np.where(self.memory <= least, self.cost, np.inf)
+            _, choice = self.elimination.best(unary[None])
+            return float(self.measure(choice)[1][0]), choice[0]
+        allowed = {pair: np.where(np.isfinite(t), 0.0, np.inf) for pair, t in self.edges.items()}
+        unary = np.where(np.isfinite(self.cost), self.memory, np.inf)
+        value, choice = Elimination(self.sizes, allowed).best(unary[None])
+        forbidden = 0.0 if np.isfinite(self.graph.cost) else np.inf
+        return float(value[0]) + self.graph.memory + forbidden, choice[0]
+
+
+@dataclass
+class Bounds:
+    """What is known of the best plan: one that fits, and what none that fits can cost less than."""
+
+    budget: float | None
+    lower: float = 0.0
+    cost: float = np.inf
+    memory: float = np.inf
+    choice: Ints | None = None
+    price: float = 0.0
+    """The price per byte that gave the lower bound."""
+
+    @property
+    def gap(self) -> float:
+        """How much the plan may cost too much, as a part of its cost."""
+        if not np.isfinite(self.cost):
+            return np.inf
+        return max(0.0, self.cost - self.lower) / self.cost if self.cost > 0 else 0.0
+
+    def offer(self, choice: Ints, cost: float, memory: float) -> None:
+        """Keep a plan that fits and costs less."""
+        if cost < self.cost and (self.budget is None or memory <= self.budget):
+            self.choice, self.cost, self.memory = np.array(choice), float(cost), float(memory)
+
+
+@dataclass
+class _Point:
+    """A price and the plan that is best for it."""
+
+    price: float
+    value: float
+    cost: float
+    memory: float
+    choice: Ints = field(repr=False)
+
+
+def search_price(
+    instance: Instance,
+    bounds: Bounds,
+    gap: float,
+    out_of_time: Callable[[], bool],
+    guess: float | None = None,
+) -> None:
+    """Improve ``bounds`` until the gap is small, or the best price is known."""
+    if bounds.budget is None:
+        _sweep(instance, bounds, np.zeros(1))
+        return
+    budget = bounds.budget
+    points = _sweep(instance, bounds, _first_prices(instance, guess))
+    if points[0].memory <= budget and instance.elimination.exact:
+        return
+    _, smallest = instance.smallest()
+    cost, memory = (float(a[0]) for a in instance.measure(smallest[None]))
+    bounds.offer(smallest, cost, memory)
+    floor = _Point(np.inf, np.inf, cost, memory, smallest)
+    for _ in range(_ROUNDS):
+        points.sort(key=lambda p: p.price)
+        _cross_over(instance, bounds, points, floor)
+        if bounds.gap <= gap or out_of_time():
+            return
+        prices, done = _next_prices(points, floor, budget, instance)
+        if done or not len(prices):
+            return
+        points += _sweep(instance, bounds, prices)
+
+
+def _first_prices(instance: Instance, guess: float | None) -> Floats:
+    """Zero, and powers around the price at which saving memory begins to pay."""
+    if guess is None:
+        starts = instance.elimination.offsets[:-1]
+        spread = [
+            float(np.add.reduce(np.maximum.reduceat(a, starts) - np.minimum.reduceat(a, starts)))
+            if len(a)
+            else 0.0
+            for a in (np.where(np.isfinite(instance.cost), instance.cost, 0.0), instance.memory)
+        ]
+        guess = spread[0] / spread[1] if spread[0] > 0 and spread[1] > 0 else 1e-12
+    count = instance.elimination.batch(_BATCH) - 1
+    return np.concatenate([[0.0], guess * 4.0 ** (np.arange(count) - count // 2 - 1)])
+
+
+def _sweep(instance: Instance, bounds: Bounds, prices: Floats) -> list[_Point]:
+    values, choices = instance.best(prices)
+    costs, memories = instance.measure(choices)
+    budget = bounds.budget or 0.0
+    points = []
+    for price, value, cost, memory, choice in zip(prices, values, costs, memories, choices, strict=True):
+        if value - price * budget > bounds.lower:
+            bounds.lower, bounds.price = float(value - price * budget), float(price)
+        bounds.offer(choice, cost, memory)
+        points.append(_Point(float(price), float(value), float(cost), float(memory), choice))
+    return points
+
+
+def _next_prices(
+    points: list[_Point], floor: _Point, budget: float, instance: Instance
+) -> tuple[Floats, bool]:
+    """Prices around the place where the bound may be highest; whether it is known to be reached."""
+    best = max(range(len(points)), key=lambda i: points[i].value - points[i].price * budget)
+    low, high = points[max(best - 1, 0)], points[best + 1] if best + 1 < len(points) else floor
+    if instance.elimination.exact:  # the slope of the bound is known: bytes above the budget
+        low = max((p for p in points if p.memory > budget), key=lambda p: p.price)
+        high = min((p for p in points if p.memory <= budget), key=lambda p: p.price, default=floor)
+    count = instance.elimination.batch(_BATCH)
+    top = high.price if np.isfinite(high.price) else max(low.price, 1e-15) * 4.0**count
+    if not low.price < top * (1 - 1e-12):
+        return np.zeros(0), True
+    bottom = max(low.price, top * 1e-3)
+    around = bottom * (top / bottom) ** (np.arange(1, count) / count)
+    if not instance.elimination.exact:
+        return around, top <= bottom * (1 + 1e-6)
+    crossing = (high.cost - low.cost) / (low.memory - high.memory)
+    ceiling = low.cost + crossing * (low.memory - budget)  # no price gives a higher bound than this
+    reached = max(p.value - p.price * budget for p in points)
+    # half of the prices near the crossing, where the two lines meet
+    near = (
+        crossing + (crossing - low.price) * np.array([-0.1, -0.01]),
+        crossing + (top - crossing) * np.array([0.01]),
+    )
+    prices = np.unique(np.concatenate([[crossing], *near, around[:: max(1, len(around) // (count - 4))]]))[
+        :count
+    ]
+    return prices[(prices > low.price) & (prices < top)], reached >= ceiling - 1e-12 * abs(ceiling)
+
+
+def _cross_over(instance: Instance, bounds: Bounds, points: list[_Point], floor: _Point) -> None:
+    """Mix the plan that nearly fits with those that do: nodes that differ and touch each other change together."""
+    budget = bounds.budget or 0.0
+    over = [p for p in points if p.memory > budget and np.isfinite(p.cost)]
+    under = [p for p in [*points, floor] if p.memory <= budget and np.isfinite(p.cost)]
+    for high in over[-2:]:
+        for low in under[:2]:
+            parts = _parts(instance, high.choice, low.choice)
+            if len(parts) > 1:
+                _pick(instance, bounds, high, low, parts)
+
+
+def _parts(instance: Instance, one: Ints, other: Ints) -> list[list[int]]:
+    """The nodes that two plans choose differently, those together that are joined by edges among them."""
+    differ = one != other
+    root = list(range(len(one)))
+
+    def find(v: int) -> int:
+        while root[v] != v:
+            root[v] = v = root[root[v]]
+        return v
+
+    for u, v in instance.edges:
+        if differ[u] and differ[v]:
+            root[find(u)] = find(v)
+    parts: dict[int, list[int]] = {}
+    for v in np.flatnonzero(differ):
+        parts.setdefault(find(int(v)), []).append(int(v))
+    return list(parts.values())
+
+
+def _pick(instance: Instance, bounds: Bounds, high: _Point, low: _Point, parts: list[list[int]]) -> None:
+    """Change parts of a plan that is too large, best price first, until it fits; end with the cheapest part that
+    is large enough.
+    """
+    trial = np.repeat(high.choice[None], len(parts), axis=0)
+    for row, part in zip(trial, parts, strict=True):
+        row[part] = low.choice[part]
+    costs, memories = instance.measure(trial)
+    extra, saved = costs - high.cost, high.memory - memories
+    order = sorted(
+        np.flatnonzero((saved > 0) & np.isfinite(extra)), key=lambda i: (float(extra[i] / saved[i]), int(i))
+    )
+    excess = high.memory - (bounds.budget or 0.0)
+    best: tuple[float, list[int]] | None = None
+    spent, taken = 0.0, list[int]()
+    for position, i in enumerate(order):
+        last = [j for j in order[position:] if saved[j] >= excess]
+        if last:
+            j = min(last, key=lambda j: float(extra[j]))
+            if best is None or spent + extra[j] < best[0]:
+                best = spent + float(extra[j]), [*taken, int(j)]
+        spent, excess = spent + float(extra[i]), excess - float(saved[i])
+        taken.append(int(i))
+        if excess <= 0:
+            break
+    if best is not None:
+        mixed = np.array(high.choice)
+        for i in best[1]:
+            mixed[parts[i]] = low.choice[parts[i]]
+        cost, memory = instance.measure(mixed[None])
+        bounds.offer(mixed, float(cost[0]), float(memory[0]))
+
+
+def polish(instance: Instance, bounds: Bounds, passes: int = 2) -> None:
+    """Let single nodes take better strategies while the plan fits."""
+    if bounds.choice is None:
+        return
+    around: list[list[tuple[int, Floats]]] = [[] for _ in instance.sizes]
+    for (u, v), table in instance.edges.items():
+        around[u].append((v, table.T))
+        around[v].append((u, table))
+    choice, memory = np.array(bounds.choice), bounds.memory
+    for _ in range(passes):
+        changed = False
+        for v, start in enumerate(instance.elimination.offsets[:-1]):
+            own = slice(start, start + instance.sizes[v])
+            cost = instance.cost[own] + sum(table[choice[u]] for u, table in around[v])
+            grown = memory + instance.memory[own] - instance.memory[start + choice[v]]
+            if bounds.budget is not None:
+                cost = np.where(grown <= bounds.budget, cost, np.inf)
+            c = int(cost.argmin())
+            if cost[c] < cost[choice[v]]:
+                choice[v], memory, changed = c, float(grown[c]), True
+        if not changed:
+            break
+    costs, memories = instance.measure(choice[None])
+    bounds.offer(choice, float(costs[0]), float(memories[0]))
