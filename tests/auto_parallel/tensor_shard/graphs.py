@@ -10,7 +10,7 @@ from colossalai.auto_parallel.tensor_shard.solver import StrategyGraph
 def random_graph(
     seed: int, nodes: int, strategies: int, edges: float = 0.35, forbidden: float = 0.0
 ) -> StrategyGraph:
-    """A graph whose nodes are joined with the probability ``edges``; some need as much memory in every strategy."""
+    """A graph whose nodes are joined with the probability ``edges``; some need the same memory always."""
     rng = np.random.default_rng(seed)
     graph = StrategyGraph()
     for i in range(nodes):

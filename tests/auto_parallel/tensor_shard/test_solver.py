@@ -46,7 +46,7 @@ def assert_same(found: StrategyPlan | str, expected: StrategyPlan | str) -> None
 
 @pytest.mark.parametrize("seed", range(0, 300, 50))
 def test_equal_to_brute_force(seed: int) -> None:
-    """300 graphs in all, half of them with forbidden pairs; also with tables so small that nodes are split."""
+    """300 graphs, half of them with forbidden pairs; also with tables so small that nodes are split."""
     pytest.importorskip("scipy", reason=NO_SCIPY)
     for s in range(seed, seed + 50):
         nodes = int(np.random.default_rng(s).integers(2, 10))
@@ -120,9 +120,6 @@ def _without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     monkeypatch.setattr(builtins, "__import__", fail)
 
 
-# ---- why ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_the_runner_up_costs_what_brute_force_says(seed: int) -> None:
     graph = random_graph(seed, 6, 4, forbidden=0.1)
@@ -166,9 +163,6 @@ def test_reasons_under_a_budget_are_bounds() -> None:
         plan.explain("nothing")
 
 
-# ---- layers that choose alike -------------------------------------------------------------------------------------
-
-
 def test_equal_layers_are_found() -> None:
     graph = random_layers(1, 6)
     names = [{graph.nodes[m].name.split(".")[1] for m in group} for group in equal_layers(graph)]
@@ -208,9 +202,6 @@ def test_layers_that_cannot_choose_alike_are_not_tied() -> None:
     pair.add_edge(1, 0, [[np.inf, 0.0], [0.0, np.inf]])
     assert equal_layers(pair) == [(0, 1)]
     assert solve_strategies(pair, gap=0.0, tie=True).cost == 3.0
-
-
-# ---- limits, and bad input ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["auto", "milp", "brute"])
@@ -323,5 +314,5 @@ def test_bad_graphs() -> None:
     for budget in (-5.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="memory_budget"):
             solve_strategies(graph.with_budget(budget))
-    with pytest.raises(ValueError, match="looks|plans; expected at most"):
+    with pytest.raises(ValueError, match="plans; expected at most"):
         solve_strategies(random_graph(0, 40, 4), backend="brute")

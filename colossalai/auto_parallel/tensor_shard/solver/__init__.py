@@ -1,5 +1,6 @@
 """The solver: of all plans that fit into memory, the one that takes the least time, with a proof."""
 
+from colossalai.auto_parallel.tensor_shard.solver.cost_graph import CostGraph, Solver, SolverAnswer
 from colossalai.auto_parallel.tensor_shard.solver.folding import equal_layers
 from colossalai.auto_parallel.tensor_shard.solver.plan import ChoiceReason, StrategyPlan
 from colossalai.auto_parallel.tensor_shard.solver.solve import BACKENDS, solve_strategies
@@ -13,7 +14,10 @@ from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import (
 __all__ = [
     "BACKENDS",
     "ChoiceReason",
+    "CostGraph",
     "InfeasibleBudgetError",
+    "Solver",
+    "SolverAnswer",
     "StrategyEdge",
     "StrategyGraph",
     "StrategyNode",

@@ -2,8 +2,8 @@
 
 A node is eliminated by noting, for every choice of its neighbours, the least that it can cost; the note is a
 table over the neighbours.  The graph of a transformer needs tables over two neighbours, whatever its depth.
-Where a table would be too large, the node is split: each copy may choose for itself.  This makes the sum a lower
-bound instead of the minimum, and what follows (the best choice, the min-marginals) bounds instead of values.
+Where a table would be too large, the node is split: each copy may choose for itself.  This makes the sum a
+lower bound instead of the minimum, and the min-marginals bounds instead of values.
 
 All functions take a batch of node costs, since for small tables several cost as little time as one.
 """
@@ -72,7 +72,7 @@ class Elimination:
     def __init__(self, sizes: Sequence[int], edges: dict[Pair, Floats], max_cells: int = MAX_CELLS) -> None:
         self.sizes = list(sizes)
         self.pairs = list(edges)
-        self.offsets = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.intp)
+        self._starts = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.intp)
         while True:
             self._steps = _plan(self.sizes, self.pairs, max_cells)
             self.cells = [prod(self.sizes[v] for v in (s.variable, *s.scope)) for s in self._steps]
@@ -113,7 +113,7 @@ class Elimination:
         for i in range(len(self._steps) - 1, -1, -1):
             step = self._steps[i]
             if step.parent < 0:
-                outside = total.reshape(-1, *[1] * step.scope.__len__())
+                outside = total  # of a step without neighbours
             else:
                 outside = (
                     beliefs[step.parent].min(axis=step.dropped) if step.dropped else beliefs[step.parent]
@@ -139,7 +139,7 @@ class Elimination:
         for step in self._steps:
             table = step.fixed
             if step.first:
-                start = self.offsets[step.variable]
+                start = self._starts[step.variable]
                 own = unary[:, start : start + self.sizes[step.variable]]
                 own = own.reshape(*own.shape, *[1] * len(step.scope))
                 table = own if table is None else table + own

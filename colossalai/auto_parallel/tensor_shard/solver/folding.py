@@ -26,7 +26,9 @@ class FoldedGraph:
     """What the nodes cost whose choice is known."""
     memory: float = 0.0
     _folded: list[tuple[int, tuple[int, ...], Ints]] = field(default_factory=list)
-    """Nodes in the order of folding, the neighbours that they follow, and their choice for each choice of these."""
+    """Nodes in the order of folding, the neighbours that they follow, and what they choose for each choice of
+    these.
+    """
     _members: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def unfold(self, choice: dict[int, int]) -> dict[int, int]:
@@ -72,8 +74,9 @@ def contract(graph: StrategyGraph, groups: Sequence[tuple[int, ...]] | None = No
 def fold(before: FoldedGraph, keep: dict[int, Ints] | None = None, budgeted: bool = True) -> FoldedGraph:
     """Leave out strategies that are not in ``keep``, and fold the nodes whose elimination is free.
 
-    These are nodes with one strategy, and nodes of degree one or two whose memory does not depend on the strategy:
-    their costs become costs of a neighbour, or of the edge between two.  Without a budget memory does not count.
+    These are nodes with one strategy, and nodes of degree one or two whose memory does not depend on the
+    strategy: their costs become costs of a neighbour, or of the edge between two.  Without a budget memory does
+    not count.
     """
     if keep is None:  # a node that may take nothing keeps a strategy, so that the sum is inf
         keep = {v: np.flatnonzero(np.isfinite(c) | (c == c.min())) for v, c in before.costs.items()}
@@ -149,8 +152,8 @@ def _take(edges: dict[Pair, Floats], v: int, u: int) -> Floats:
 def equal_layers(graph: StrategyGraph, radius: int = 1) -> list[tuple[int, ...]]:
     """Groups of nodes that are alike with all that is around them, as the layers of a transformer are.
 
-    Two nodes are alike if their tables, those of their edges, and those of the nodes up to ``radius`` edges away
-    are the same numbers.  A group of the graph stays together.
+    Two nodes are alike if their tables, those of their edges, and those of the nodes up to ``radius`` edges
+    away are the same numbers.  A group of the graph stays together.
     """
     tables = [_digest(n.strategies, n.cost, n.memory) for n in graph.nodes]
     edges = [_digest(e.cost) for e in graph.edges]

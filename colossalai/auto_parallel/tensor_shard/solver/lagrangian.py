@@ -1,14 +1,15 @@
 """A price for memory: the budget becomes a cost per byte, and the problem one that elimination solves.
 
-For every price the cheapest plan, memory paid, gives a lower bound of what a plan within the budget costs (its
-price minus that of the budget).  The bound is concave in the price; its maximum is searched for by a few sweeps
-with several prices each.  Plans that fit are kept; plans that nearly fit are repaired.
+For every price the cheapest plan, memory paid, gives a lower bound of what a plan within the budget costs: what
+it pays in all, less the price of the budget.  The bound is concave in the price; its maximum is searched for by
+a few sweeps with several prices each.  Plans that fit are kept; plans that nearly fit are repaired.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -31,7 +32,8 @@ class Instance:
         if any(u > v for u, v in self.edges):  # nodes keep their order, so pairs do
             raise AssertionError("folding changed the order of nodes")
         self.sizes = [len(graph.costs[v]) for v in self.nodes]
-        self.elimination = Elimination(self.sizes, self.edges, max_cells)
+        self.offsets = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.intp)
+        self._max_cells = max_cells
         empty = [np.zeros(0)]
         self.cost: Floats = np.concatenate([graph.costs[v] for v in self.nodes] or empty)
         self.memory: Floats = np.concatenate([graph.memories[v] for v in self.nodes] or empty)
@@ -40,6 +42,11 @@ class Instance:
         self._widths = np.array([t.shape[1] for t in tables], dtype=np.intp)
         self._starts = np.cumsum([0, *(t.size for t in tables)])[: len(tables)].astype(np.intp)
         self._tables: Floats = np.concatenate([t.ravel() for t in tables] or empty)
+
+    @cached_property
+    def elimination(self) -> Elimination:
+        """The order of elimination; other backends do without."""
+        return Elimination(self.sizes, self.edges, self._max_cells)
 
     def unfold(self, choice: Ints) -> dict[int, int]:
         """The choice of every node of the graph before it was folded."""
@@ -56,29 +63,32 @@ class Instance:
 
     def measure(self, choice: Ints) -> tuple[Floats, Floats]:
         """The seconds and bytes of a batch of plans."""
-        at = self.elimination.offsets[:-1] + choice
+        at = self.offsets[:-1] + choice
         u, v = choice[:, self._ends[:, 0]], choice[:, self._ends[:, 1]]
         edges = self._tables[self._starts + u * self._widths + v]
         cost = self.cost[at].sum(axis=1) + edges.sum(axis=1) + self.graph.cost
         return cost, self.memory[at].sum(axis=1) + self.graph.memory
 
-    def smallest(self) -> tuple[float, Ints]:
-        """The least memory of a plan (if the elimination is exact; else a bound below it), and such a plan, the
-        cheapest where no pair is forbidden.
+    def smallest(self) -> tuple[float, Ints, bool]:
+        """The least memory of a plan, such a plan, and whether this is exact; else the memory is a lower bound.
+
+        Where no pair is forbidden, the plan is the cheapest of the smallest.
         """
-        offsets = self.elimination.offsets
+        offsets = self.offsets
         least = np.concatenate(
-            [np.full(k, self.memory[a : a + k].min()) for a, k in zip(offsets, self.sizes)] or [[]]
+            [np.full(k, self.memory[a : a + k].min()) for a, k in zip(offsets[:-1], self.sizes, strict=True)]
+            or [[]]
         )
         if np.isfinite(self._tables).all() and np.isfinite(self.cost).all() and np.isfinite(self.graph.cost):
             unary = np.where(self.memory <= least, self.cost, np.inf)
             _, choice = self.elimination.best(unary[None])
-            return float(self.measure(choice)[1][0]), choice[0]
+            return float(self.measure(choice)[1][0]), choice[0], True
         allowed = {pair: np.where(np.isfinite(t), 0.0, np.inf) for pair, t in self.edges.items()}
         unary = np.where(np.isfinite(self.cost), self.memory, np.inf)
-        value, choice = Elimination(self.sizes, allowed).best(unary[None])
+        by_size = Elimination(self.sizes, allowed, self._max_cells)
+        value, choice = by_size.best(unary[None])
         forbidden = 0.0 if np.isfinite(self.graph.cost) else np.inf
-        return float(value[0]) + self.graph.memory + forbidden, choice[0]
+        return float(value[0]) + self.graph.memory + forbidden, choice[0], by_size.exact
 
 
 @dataclass
@@ -92,6 +102,8 @@ class Bounds:
     choice: Ints | None = None
     price: float = 0.0
     """The price per byte that gave the lower bound."""
+    infeasible: bool = False
+    """Whether it is known that no plan fits."""
 
     @property
     def gap(self) -> float:
@@ -132,7 +144,7 @@ def search_price(
     points = _sweep(instance, bounds, _first_prices(instance, guess))
     if points[0].memory <= budget and instance.elimination.exact:
         return
-    _, smallest = instance.smallest()
+    smallest = instance.smallest()[1]
     cost, memory = (float(a[0]) for a in instance.measure(smallest[None]))
     bounds.offer(smallest, cost, memory)
     floor = _Point(np.inf, np.inf, cost, memory, smallest)
@@ -150,7 +162,7 @@ def search_price(
 def _first_prices(instance: Instance, guess: float | None) -> Floats:
     """Zero, and powers around the price at which saving memory begins to pay."""
     if guess is None:
-        starts = instance.elimination.offsets[:-1]
+        starts = instance.offsets[:-1]
         spread = [
             float(np.add.reduce(np.maximum.reduceat(a, starts) - np.minimum.reduceat(a, starts)))
             if len(a)
@@ -207,7 +219,7 @@ def _next_prices(
 
 
 def _cross_over(instance: Instance, bounds: Bounds, points: list[_Point], floor: _Point) -> None:
-    """Mix the plan that nearly fits with those that do: nodes that differ and touch each other change together."""
+    """Mix plans that nearly fit with those that do: nodes that differ and touch each other change together."""
     budget = bounds.budget or 0.0
     over = [p for p in points if p.memory > budget and np.isfinite(p.cost)]
     under = [p for p in [*points, floor] if p.memory <= budget and np.isfinite(p.cost)]
@@ -238,8 +250,8 @@ def _parts(instance: Instance, one: Ints, other: Ints) -> list[list[int]]:
 
 
 def _pick(instance: Instance, bounds: Bounds, high: _Point, low: _Point, parts: list[list[int]]) -> None:
-    """Change parts of a plan that is too large, best price first, until it fits; end with the cheapest part that
-    is large enough.
+    """Change parts of a plan that is too large, best price first, until it fits; end with the cheapest part
+    that is large enough.
     """
     trial = np.repeat(high.choice[None], len(parts), axis=0)
     for row, part in zip(trial, parts, strict=True):
@@ -281,7 +293,7 @@ def polish(instance: Instance, bounds: Bounds, passes: int = 2) -> None:
     choice, memory = np.array(bounds.choice), bounds.memory
     for _ in range(passes):
         changed = False
-        for v, start in enumerate(instance.elimination.offsets[:-1]):
+        for v, start in enumerate(instance.offsets[:-1]):
             own = slice(start, start + instance.sizes[v])
             cost = instance.cost[own] + sum(table[choice[u]] for u, table in around[v])
             grown = memory + instance.memory[own] - instance.memory[start + choice[v]]

@@ -1,8 +1,8 @@
 """The choice of strategies as a mixed-integer program, for HiGHS (scipy) and CBC (PuLP).
 
-A variable per strategy, of which a node takes one; a variable per pair of strategies of an edge, whose sums by
-rows and by columns are the strategies of its ends.  The latter need not be integers: they follow, and make the
-relaxation tight.
+A variable per strategy, of which a node takes one; a variable per pair of strategies of an edge, whose sums
+by rows and by columns are the strategies of its ends.  The latter need not be integers: they follow, and make
+the relaxation tight.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Program:
 
 
 def _program(instance: Instance, budget: float | None, cost_scale: float) -> _Program:
-    offsets, total = instance.elimination.offsets, len(instance.cost)
+    offsets, total = instance.offsets, len(instance.cost)
     blocked = ~np.isfinite(instance.cost)
     costs = [np.where(blocked, 0.0, instance.cost)]
     rows, columns = [np.repeat(np.arange(len(instance.sizes)), instance.sizes)], [np.arange(total)]
@@ -90,8 +90,8 @@ def _cost_scale(instance: Instance) -> float:
 
 
 def _choice(instance: Instance, x: Floats) -> Ints:
-    offsets = instance.elimination.offsets
-    return np.array([int(x[a : a + k].argmax()) for a, k in zip(offsets, instance.sizes)], dtype=np.intp)
+    spans = zip(instance.offsets[:-1], instance.sizes, strict=True)
+    return np.array([int(x[a : a + k].argmax()) for a, k in spans], dtype=np.intp)
 
 
 def _without_choice(instance: Instance, budget: float | None) -> MilpAnswer | None:
@@ -149,7 +149,7 @@ def cbc(instance: Instance, budget: float | None, gap: float, time_limit: float 
         import pulp
     except ImportError as error:
         raise ImportError(
-            "backend 'pulp' needs PuLP, which is not installed; pip install pulp (it ships CBC), or use backend 'auto'"
+            "backend 'pulp' needs PuLP, which is not installed; pip install pulp, or use backend 'auto'"
         ) from error
     scale = _cost_scale(instance)
     p = _program(instance, budget, scale)

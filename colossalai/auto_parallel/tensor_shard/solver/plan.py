@@ -21,10 +21,10 @@ class ChoiceReason:
         conversion: the seconds of the node's edges in this plan.
         total: the seconds of the best plan in which this node takes this strategy.
         runner_up: the strategy that would be next; None if there is no other.
-        runner_up_total: the seconds of the best plan in which the node takes that one; all other nodes may choose
-            anew.  Inf if none is allowed.
-        exact: whether totals are exact.  Under a budget they are lower bounds: memory is paid at the plan's price
-            per byte, instead of being limited.
+        runner_up_total: the seconds of the best plan in which the node takes that one; all other nodes may
+            choose anew.  Inf if none is allowed.
+        exact: whether totals are exact.  Under a budget they are lower bounds: memory is paid at the plan's
+            price per byte, instead of being limited.
     """
 
     node: str
@@ -56,8 +56,8 @@ class StrategyPlan:
         choice: the index of the strategy of every node.
         cost: the seconds of the plan.
         memory: the bytes of the plan.
-        lower_bound: no plan within the budget costs less (of plans whose tied layers choose alike, if layers are
-            tied).
+        lower_bound: no plan within the budget costs less (of plans whose tied layers choose alike, if layers
+            are tied).
         memory_price: the seconds per byte that gave the bound; zero if the budget does not bind.
         seconds: how long each phase took.
         tied: the nodes that were made to choose alike, besides the groups of the graph.
@@ -128,7 +128,7 @@ class StrategyPlan:
         return "\n".join(
             [
                 *lines,
-                f"{self.cost:.6g} s, {self.memory / 2**30:.3f} GiB; no plan costs less than {self.lower_bound:.6g} s "
-                f"(gap {self.gap:.1e})",
+                f"{self.cost:.6g} s, {self.memory / 2**30:.3f} GiB; "
+                f"no plan costs less than {self.lower_bound:.6g} s (gap {self.gap:.1e})",
             ]
         )

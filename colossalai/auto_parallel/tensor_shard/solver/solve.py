@@ -1,14 +1,14 @@
-"""``solve_strategies``: the cheapest strategy for every node of a graph, under a budget of memory, with a proof.
+"""``solve_strategies``: the cheapest strategy for every node of a graph, within a memory budget, with a proof.
 
-The default goes from what is cheap to what is complete, and stops as soon as the gap is small enough: fold, search
-for the price of memory by elimination, leave out strategies that no better plan can take, and give what is left to
-HiGHS.  A plan without a budget needs one sweep.
+The default goes from what is cheap to what is complete, and stops as soon as the gap is small enough: fold,
+search for the price of memory by elimination, leave out strategies that no better plan can take, and give what
+is left to HiGHS.  A plan without a budget needs one sweep.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from math import prod
@@ -55,16 +55,18 @@ def solve_strategies(
     gap: float = 1e-3,
     time_limit: float | None = None,
     tie: bool = False,
+    fold_nodes: bool = True,
     max_cells: int = MAX_CELLS,
 ) -> StrategyPlan:
     """Find the cheapest plan of a graph within its memory budget.
 
     Args:
-        backend: ``"auto"``; ``"milp"`` (HiGHS of scipy) or ``"pulp"`` (CBC) for the whole problem; ``"brute"``
-            looks at all plans of a small graph.
+        backend: ``"auto"``; ``"milp"`` (HiGHS of scipy) or ``"pulp"`` (CBC) for the whole problem;
+            ``"brute"`` looks at all plans of a small graph.
         gap: stop when the plan is proved to cost at most this part more than the best; zero for the best.
         time_limit: seconds, after which the best plan so far is the answer, with its gap.
         tie: let equal layers choose alike: a few percent worse at most as a rule, and as fast as one layer.
+        fold_nodes: make trivial nodes part of their neighbours first; another backend than auto takes all as is.
         max_cells: cells of the largest table of the elimination; wider graphs get bounds from it, and HiGHS.
 
     Raises:
@@ -76,12 +78,17 @@ def solve_strategies(
         groups = equal_layers(graph) if tie else graph.groups
         whole = contract(graph, groups)
     try:
-        bounds, choice = _solve(whole, graph.memory_budget, backend, gap, clock, max_cells)
+        bounds, choice = _solve(whole, graph.memory_budget, backend, gap, clock, fold_nodes, max_cells)
     except (InfeasibleBudgetError, _NoPlanError):
         if groups == graph.groups:
             raise
         return solve_strategies(  # alike they cannot: pairs of strategies are forbidden
-            graph, backend=backend, gap=gap, time_limit=clock.left(), max_cells=max_cells
+            graph,
+            backend=backend,
+            gap=gap,
+            time_limit=clock.left(),
+            fold_nodes=fold_nodes,
+            max_cells=max_cells,
         )
     chosen = tuple(choice[i] for i in range(len(graph.nodes)))
     cost = graph.cost(chosen)
@@ -96,6 +103,9 @@ def solve_strategies(
         clock.seconds,
         tuple(groups) if tie else (),
     )
+
+
+_NO_PLAN = "forbidden strategies and pairs (cost inf) leave no plan; allow a conversion"
 
 
 class _NoPlanError(ValueError):
@@ -115,62 +125,86 @@ def _check(graph: StrategyGraph, backend: str, gap: float, time_limit: float | N
 
 
 def _solve(
-    whole: FoldedGraph, budget: float | None, backend: str, gap: float, clock: _Clock, max_cells: int
+    whole: FoldedGraph,
+    budget: float | None,
+    backend: str,
+    gap: float,
+    clock: _Clock,
+    fold_nodes: bool,
+    max_cells: int,
 ) -> tuple[Bounds, dict[int, int]]:
     bounds = Bounds(budget)
+    with clock.phase("fold"):
+        small = fold(whole, budgeted=budget is not None) if backend == "auto" and fold_nodes else whole
+        instance = Instance(small, max_cells)
     if backend == "auto":
-        with clock.phase("fold"):
-            folded = fold(whole, budgeted=budget is not None)
-            instance = Instance(folded, max_cells)
         if budget is not None:
-            _check_minimum(instance, budget, gap)
-        choice = _by_elimination(instance, bounds, gap, clock)
+            _check_minimum(instance, budget)
+        _by_elimination(instance, bounds, gap, clock)
     else:
-        with clock.phase("fold"):
-            instance = Instance(whole, max_cells)
         with clock.phase(backend):
-            answer = _BACKENDS[backend](instance, budget, gap, clock.left())
-        _take(instance, bounds, answer)
-        choice = bounds.choice
-    if choice is None:
+            _take(instance, bounds, _within_budget(_BACKENDS[backend], instance, budget, gap, clock))
+        if bounds.choice is None and budget is not None:  # out of time, or there is none
+            _offer_smallest(instance, bounds)
+    if bounds.choice is None:
         _explain_nothing(instance, bounds)
-    assert choice is not None
-    chosen = instance.unfold(choice)
-    return bounds, whole.unfold(chosen) if instance.graph is not whole else chosen
+    assert bounds.choice is not None
+    chosen = instance.unfold(bounds.choice)
+    return bounds, whole.unfold(chosen) if small is not whole else chosen
 
 
-def _check_minimum(instance: Instance, budget: float, gap: float) -> None:
-    minimum, _ = instance.smallest()
+def _within_budget(
+    backend: Callable[[Instance, float | None, float, float | None], MilpAnswer],
+    instance: Instance,
+    budget: float | None,
+    gap: float,
+    clock: _Clock,
+) -> MilpAnswer:
+    """Ask a backend; if its plan is a few bytes too large, which its tolerances allow, ask for a smaller one."""
+    answer = backend(instance, budget, gap, clock.left())
+    if budget is None or answer.choice is None:
+        return answer
+    excess = float(instance.measure(answer.choice[None])[1][0]) - budget
+    if excess > 0:
+        answer.choice = backend(instance, budget - excess, gap, clock.left()).choice
+    return answer
+
+
+def _offer_smallest(instance: Instance, bounds: Bounds) -> None:
+    smallest = instance.smallest()[1]
+    cost, memory = instance.measure(smallest[None])
+    bounds.offer(smallest, float(cost[0]), float(memory[0]))
+
+
+def _check_minimum(instance: Instance, budget: float) -> None:
+    minimum, _, exact = instance.smallest()
     if not np.isfinite(minimum):
-        raise _NoPlanError("forbidden strategies and pairs (cost inf) leave no plan; allow a conversion")
+        raise _NoPlanError(_NO_PLAN)
     if minimum > budget:
-        if not instance.elimination.exact:
-            minimum = _least_memory(instance)
-        raise InfeasibleBudgetError(budget, minimum)
+        raise InfeasibleBudgetError(budget, minimum if exact else _least_memory(instance))
 
 
-def _by_elimination(instance: Instance, bounds: Bounds, gap: float, clock: _Clock) -> Ints | None:
+def _by_elimination(instance: Instance, bounds: Bounds, gap: float, clock: _Clock) -> None:
     """Price of memory, then fixing, then HiGHS, as far as it is needed."""
     with clock.phase("elimination"):
         search_price(instance, bounds, gap, clock.is_over)
         if bounds.gap > gap:
             polish(instance, bounds)
     if bounds.gap <= _within(gap) or clock.is_over():
-        return bounds.choice
+        return
     with clock.phase("fixing"):
         rest = _fix(instance, bounds)
     if rest is None:  # nothing can be better
         bounds.lower = bounds.cost
-        return bounds.choice
+        return
     with clock.phase("milp"):
-        answer = highs(rest, bounds.budget, gap, clock.left())
+        answer = _within_budget(highs, rest, bounds.budget, gap, clock)
     if answer.proved_infeasible and bounds.choice is not None:
         bounds.lower = bounds.cost
     elif answer.choice is not None:
         chosen = rest.unfold(answer.choice)
         answer.choice = np.array([chosen[v] for v in instance.nodes], dtype=np.intp)
     _take(instance, bounds, answer)
-    return bounds.choice
 
 
 def _within(gap: float) -> float:
@@ -213,19 +247,18 @@ def _take(instance: Instance, bounds: Bounds, answer: MilpAnswer) -> None:
     if answer.choice is not None:
         cost, memory = instance.measure(answer.choice[None])
         bounds.offer(answer.choice, float(cost[0]), float(memory[0]))
+    bounds.infeasible = answer.proved_infeasible and bounds.choice is None
     bounds.lower = max(bounds.lower, min(answer.lower, bounds.cost))
 
 
 def _explain_nothing(instance: Instance, bounds: Bounds) -> None:
     """Say why there is no plan."""
-    minimum, _ = instance.smallest()
-    if not np.isfinite(minimum):
-        raise _NoPlanError("forbidden strategies and pairs (cost inf) leave no plan; allow a conversion")
     if bounds.budget is not None:
-        if not instance.elimination.exact:
-            minimum = _least_memory(instance)
-        if minimum > bounds.budget:
-            raise InfeasibleBudgetError(bounds.budget, minimum)
+        _check_minimum(instance, bounds.budget)
+        if bounds.infeasible:  # but the bound of a wide graph did not say so
+            raise InfeasibleBudgetError(bounds.budget, _least_memory(instance))
+    if bounds.infeasible or not np.isfinite(instance.smallest()[0]):
+        raise _NoPlanError(_NO_PLAN)
     raise TimeoutError("the time limit ended before a plan was found; raise time_limit")
 
 
@@ -241,7 +274,7 @@ def _least_memory(instance: Instance) -> float:
     )
     answer = highs(Instance(by_size), None, 0.0, None)
     if answer.choice is None:
-        raise _NoPlanError("forbidden strategies and pairs (cost inf) leave no plan; allow a conversion")
+        raise _NoPlanError(_NO_PLAN)
     return float(instance.measure(answer.choice[None])[1][0])
 
 
@@ -262,8 +295,3 @@ def _brute(instance: Instance, budget: float | None, gap: float, time_limit: flo
 
 
 _BACKENDS = {"milp": highs, "pulp": cbc, "brute": _brute}
-
-
-def solve_budgets(graph: StrategyGraph, budgets: Sequence[float], **options: object) -> list[StrategyPlan]:
-    """A plan for each of several budgets."""
-    return [solve_strategies(graph.with_budget(b), **options) for b in budgets]  # type: ignore[arg-type]

@@ -58,9 +58,9 @@ class StrategyEdge:
 class StrategyGraph:
     """A choice of strategies as plain data: nothing here knows of models, tensors or ranks.
 
-    A plan takes one strategy per node.  It costs the seconds of its strategies and of its edges, and needs the
-    bytes of its strategies.  The nodes of a group choose alike: their strategies have the same names in the
-    same order.
+    A plan takes one strategy per node.  It costs the seconds of its strategies and of its edges, and needs
+    the bytes of its strategies.  The nodes of a group choose alike: their strategies have the same names in
+    the same order.
 
     Args:
         memory_budget: the bytes that a plan may need; None for any.
@@ -78,7 +78,7 @@ class StrategyGraph:
         memory: ArrayLike | None = None,
         strategies: Iterable[str] | None = None,
     ) -> int:
-        """Append a node and return its index; strategies are called by their numbers if they have no names."""
+        """Append a node and return its index; strategies without names are called by their numbers."""
         seconds = _table(cost, f"the cost of {name!r}", 1, infinite=True)
         taken = np.zeros(len(seconds)) if memory is None else memory
         bytes_ = _table(taken, f"the memory of {name!r}", 1, infinite=False)
@@ -105,8 +105,8 @@ class StrategyGraph:
         if table.shape != (len(ends[0]), len(ends[1])):
             raise ValueError(
                 f"edge {ends[0].name!r} -> {ends[1].name!r} has costs of shape {table.shape}; expected "
-                f"{(len(ends[0]), len(ends[1]))}, a row per strategy of the first and a column per strategy of "
-                "the second"
+                f"{(len(ends[0]), len(ends[1]))}, a row per strategy of the first and a column per strategy "
+                "of the second"
             )
         self.edges.append(StrategyEdge(source, target, table))
 
@@ -121,8 +121,8 @@ class StrategyGraph:
                 raise ValueError(f"group {unique}: node {self.nodes[m].name!r} is in another group already")
             if self.nodes[m].strategies != self.nodes[unique[0]].strategies:
                 raise ValueError(
-                    f"nodes {self.nodes[unique[0]].name!r} and {self.nodes[m].name!r} cannot choose alike: their "
-                    "strategies differ"
+                    f"nodes {self.nodes[unique[0]].name!r} and {self.nodes[m].name!r} cannot choose alike: "
+                    "their strategies differ"
                 )
         if len(unique) > 1:
             self.groups.append(unique)
