@@ -1,12 +1,12 @@
 """How fast plans are found and proved: ``python benchmarks/auto_parallel_solver.py``.
 
 Graphs of strategies with the shape of GPT-2 on 4 nodes of 8 GPUs.  Every operation is written with letters
-(``bti,io->bto``); a strategy gives each axis of the mesh a letter, or none, and everything else follows: layouts,
-the share of the work, the sums of what lacks the letter, forward and backward.  Conversions between strategies
+(``bti,io->bto``); a strategy gives each axis of the mesh a letter, or none, and the rest follows: layouts,
+the share of the work, sums of what lacks the letter, forward and backward.  Conversions between strategies
 cost what the cheapest route of ``colossalai.mesh`` costs.
 
-For 12, 24 and 48 layers under a tight, a medium and no budget: seconds until a plan is proved to be within 0.1 %
-of the best, beside ``scipy.optimize.milp`` on the whole problem with the same gap.
+For 12, 24 and 48 layers under a tight, a medium and no budget: the time until a plan is proved to be within
+0.1 % of the best, beside ``scipy.optimize.milp`` on the whole problem with the same gap.
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ def main() -> None:
             phases = ", ".join(f"{k} {v * 1e3:.0f}" for k, v in plan.seconds.items())
             print(
                 f"  {name} budget: {plan.cost * 1e3:.3f} ms (gap {plan.gap:.1e}; {phases} ms), tied "
-                f"{alike.cost * 1e3:.3f} ms (gap {alike.gap:.1e}), HiGHS {whole.cost * 1e3:.3f} ms (gap {whole.gap:.1e})",
+                f"{alike.cost * 1e3:.3f} ms (gap {alike.gap:.1e}), "
+                f"HiGHS {whole.cost * 1e3:.3f} ms (gap {whole.gap:.1e})",
                 flush=True,
             )
             what = f"{layers} layers, {name} budget"

@@ -1,4 +1,4 @@
-"""``CostGraph`` and ``Solver``: the solver under its documented names, over the strategies of a traced graph."""
+"""``CostGraph`` and ``Solver``: the solver under its documented names, for strategies of a traced graph."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class CostGraph:
     def _index(self, source: Node, vector: StrategiesVector) -> int:
         if source not in self._place:
             raise ValueError(
-                f"strategies of {vector.node.name!r} have resharding costs from {source.name!r}, which is not in "
-                "leaf_strategies; pass the strategies of all nodes"
+                f"strategies of {vector.node.name!r} have resharding costs from {source.name!r}, which is "
+                "not in leaf_strategies; pass the strategies of all nodes"
             )
         return self._place[source]
 
@@ -66,8 +66,8 @@ class CostGraph:
             if costs is None or len(costs) != theirs:
                 raise ValueError(
                     f"strategy {strategy.name!r} of {vector.node.name!r} has "
-                    f"{'no' if costs is None else len(costs)} resharding costs from {source.name!r}; expected one "
-                    f"for each of its {theirs} strategies"
+                    f"{'no' if costs is None else len(costs)} resharding costs from {source.name!r}; "
+                    f"expected one for each of its {theirs} strategies"
                 )
             columns.append([self._seconds(c) for c in costs])
         return np.array(columns).T
@@ -102,11 +102,11 @@ class Solver:
     Args:
         graph: the traced graph; the plan is for its nodes.
         strategies_constructor: what made the strategies; must be those of ``cost_graph``.
-        graph_analyser: accepted as documented; memory is the sum over all nodes, as it is at the end of a forward
-            pass, so liveness is not needed.
+        graph_analyser: accepted as documented; memory is the sum over all nodes, as it is at the end of a
+            forward pass, so liveness is not needed.
         memory_budget: bytes of a rank; -1 for any.
-        solution_numbers: how many plans to find, each under a budget ``memory_increasing_coefficient`` times the
-            last.
+        solution_numbers: how many plans to find, each under a budget ``memory_increasing_coefficient`` times
+            the last.
         forward_only: as of ``cost_graph``, which has counted already.
         verbose: print each plan.
         options: of :func:`solve_strategies`: ``backend``, ``gap``, ``time_limit``, ``tie``.
@@ -129,8 +129,8 @@ class Solver:
             raise ValueError(f"memory_budget={memory_budget}; expected bytes, or -1 for no budget")
         if solution_numbers < 1 or (solution_numbers > 1 and memory_budget == -1):
             raise ValueError(
-                f"solution_numbers={solution_numbers}, memory_budget={memory_budget}; expected at least one plan, and "
-                "a budget for more than one: each has a larger budget than the last"
+                f"solution_numbers={solution_numbers}, memory_budget={memory_budget}; expected at least one "
+                "plan, and a budget for more than one: each has a larger budget than the last"
             )
         if solution_numbers > 1 and not memory_increasing_coefficient > 1:
             raise ValueError(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,8 +97,9 @@ class Elimination:
         choice = np.zeros((len(unary), len(self.sizes)), dtype=np.intp)
         scores: Floats | None = None
         for step, table in zip(reversed(self._steps), reversed(tables), strict=True):
-            at = rows if len(table) == len(unary) else np.zeros_like(rows)
-            here = table[(at, slice(None), *(choice[:, v] for v in step.scope))]
+            row = rows if len(table) == len(unary) else np.zeros_like(rows)
+            at: tuple[Any, ...] = (row, slice(None), *(choice[:, v] for v in step.scope))
+            here = table[at]
             scores = here if scores is None else scores + here
             if step.first:  # the copies of a node are neighbours in the list of steps, and this is the last
                 choice[:, step.variable] = scores.argmin(axis=1)

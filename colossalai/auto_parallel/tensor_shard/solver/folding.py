@@ -75,8 +75,8 @@ def fold(before: FoldedGraph, keep: dict[int, Ints] | None = None, budgeted: boo
     """Leave out strategies that are not in ``keep``, and fold the nodes whose elimination is free.
 
     These are nodes with one strategy, and nodes of degree one or two whose memory does not depend on the
-    strategy: their costs become costs of a neighbour, or of the edge between two.  Without a budget memory does
-    not count.
+    strategy: their costs become costs of a neighbour, or of the edge between two.  Without a budget memory
+    does not count.
     """
     if keep is None:  # a node that may take nothing keeps a strategy, so that the sum is inf
         keep = {v: np.flatnonzero(np.isfinite(c) | (c == c.min())) for v, c in before.costs.items()}

@@ -1,8 +1,8 @@
 """A price for memory: the budget becomes a cost per byte, and the problem one that elimination solves.
 
-For every price the cheapest plan, memory paid, gives a lower bound of what a plan within the budget costs: what
-it pays in all, less the price of the budget.  The bound is concave in the price; its maximum is searched for by
-a few sweeps with several prices each.  Plans that fit are kept; plans that nearly fit are repaired.
+For every price the cheapest plan, memory paid, gives a lower bound of what a plan within the budget costs:
+what it pays in all, less the price of the budget.  The bound is concave in the price; its maximum is searched
+for by a few sweeps with several prices each.  Plans that fit are kept; plans that nearly fit are repaired.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import Floats
 
 _BATCH = 8  # prices of one sweep
 _ROUNDS = 12
+_MOST_PARTS = 1024  # that a repair looks at
 
 
 class Instance:
@@ -70,14 +71,13 @@ class Instance:
         return cost, self.memory[at].sum(axis=1) + self.graph.memory
 
     def smallest(self) -> tuple[float, Ints, bool]:
-        """The least memory of a plan, such a plan, and whether this is exact; else the memory is a lower bound.
+        """The least memory of a plan, such a plan, and whether this is exact, or a lower bound.
 
         Where no pair is forbidden, the plan is the cheapest of the smallest.
         """
-        offsets = self.offsets
-        least = np.concatenate(
-            [np.full(k, self.memory[a : a + k].min()) for a, k in zip(offsets[:-1], self.sizes, strict=True)]
-            or [[]]
+        starts = self.offsets[:-1]
+        least = (
+            np.repeat(np.minimum.reduceat(self.memory, starts), self.sizes) if len(starts) else self.memory
         )
         if np.isfinite(self._tables).all() and np.isfinite(self.cost).all() and np.isfinite(self.graph.cost):
             unary = np.where(self.memory <= least, self.cost, np.inf)
@@ -141,7 +141,7 @@ def search_price(
         _sweep(instance, bounds, np.zeros(1))
         return
     budget = bounds.budget
-    points = _sweep(instance, bounds, _first_prices(instance, guess))
+    points = _sweep(instance, bounds, _first_prices(instance))
     if points[0].memory <= budget and instance.elimination.exact:
         return
     smallest = instance.smallest()[1]
@@ -159,17 +159,15 @@ def search_price(
         points += _sweep(instance, bounds, prices)
 
 
-def _first_prices(instance: Instance, guess: float | None) -> Floats:
+def _first_prices(instance: Instance) -> Floats:
     """Zero, and powers around the price at which saving memory begins to pay."""
-    if guess is None:
-        starts = instance.offsets[:-1]
-        spread = [
-            float(np.add.reduce(np.maximum.reduceat(a, starts) - np.minimum.reduceat(a, starts)))
-            if len(a)
-            else 0.0
+    starts, guess = instance.offsets[:-1], 1e-12
+    if len(starts):
+        seconds, bytes_ = (
+            float((np.maximum.reduceat(a, starts) - np.minimum.reduceat(a, starts)).sum())
             for a in (np.where(np.isfinite(instance.cost), instance.cost, 0.0), instance.memory)
-        ]
-        guess = spread[0] / spread[1] if spread[0] > 0 and spread[1] > 0 else 1e-12
+        )
+        guess = seconds / bytes_ if seconds > 0 and bytes_ > 0 else guess
     count = instance.elimination.batch(_BATCH) - 1
     return np.concatenate([[0.0], guess * 4.0 ** (np.arange(count) - count // 2 - 1)])
 
@@ -219,14 +217,14 @@ def _next_prices(
 
 
 def _cross_over(instance: Instance, bounds: Bounds, points: list[_Point], floor: _Point) -> None:
-    """Mix plans that nearly fit with those that do: nodes that differ and touch each other change together."""
+    """Mix plans that nearly fit with those that do; nodes that differ and are joined change together."""
     budget = bounds.budget or 0.0
     over = [p for p in points if p.memory > budget and np.isfinite(p.cost)]
     under = [p for p in [*points, floor] if p.memory <= budget and np.isfinite(p.cost)]
     for high in over[-2:]:
         for low in under[:2]:
             parts = _parts(instance, high.choice, low.choice)
-            if len(parts) > 1:
+            if 1 < len(parts) <= _MOST_PARTS:
                 _pick(instance, bounds, high, low, parts)
 
 
@@ -244,8 +242,8 @@ def _parts(instance: Instance, one: Ints, other: Ints) -> list[list[int]]:
         if differ[u] and differ[v]:
             root[find(u)] = find(v)
     parts: dict[int, list[int]] = {}
-    for v in np.flatnonzero(differ):
-        parts.setdefault(find(int(v)), []).append(int(v))
+    for node in np.flatnonzero(differ).tolist():
+        parts.setdefault(find(node), []).append(node)
     return list(parts.values())
 
 
@@ -254,24 +252,23 @@ def _pick(instance: Instance, bounds: Bounds, high: _Point, low: _Point, parts: 
     that is large enough.
     """
     trial = np.repeat(high.choice[None], len(parts), axis=0)
-    for row, part in zip(trial, parts, strict=True):
-        row[part] = low.choice[part]
+    for row, members in zip(trial, parts, strict=True):
+        row[members] = low.choice[members]
     costs, memories = instance.measure(trial)
     extra, saved = costs - high.cost, high.memory - memories
-    order = sorted(
-        np.flatnonzero((saved > 0) & np.isfinite(extra)), key=lambda i: (float(extra[i] / saved[i]), int(i))
-    )
+    useful = np.flatnonzero((saved > 0) & np.isfinite(extra)).tolist()
+    order = sorted(useful, key=lambda i: (float(extra[i] / saved[i]), i))
     excess = high.memory - (bounds.budget or 0.0)
     best: tuple[float, list[int]] | None = None
     spent, taken = 0.0, list[int]()
-    for position, i in enumerate(order):
+    for position, part in enumerate(order):
         last = [j for j in order[position:] if saved[j] >= excess]
         if last:
             j = min(last, key=lambda j: float(extra[j]))
             if best is None or spent + extra[j] < best[0]:
-                best = spent + float(extra[j]), [*taken, int(j)]
-        spent, excess = spent + float(extra[i]), excess - float(saved[i])
-        taken.append(int(i))
+                best = spent + float(extra[j]), [*taken, j]
+        spent, excess = spent + float(extra[part]), excess - float(saved[part])
+        taken.append(part)
         if excess <= 0:
             break
     if best is not None:

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from colossalai.auto_parallel.tensor_shard.solver.folding import contract
-from colossalai.auto_parallel.tensor_shard.solver.lagrangian import Instance
+from colossalai.auto_parallel.tensor_shard.solver.lagrangian import Bounds, Instance, search_price
 from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import StrategyGraph
 
 
@@ -58,7 +58,8 @@ class StrategyPlan:
         memory: the bytes of the plan.
         lower_bound: no plan within the budget costs less (of plans whose tied layers choose alike, if layers
             are tied).
-        memory_price: the seconds per byte that gave the bound; zero if the budget does not bind.
+        memory_price: the seconds per byte that gave the bound; zero if the budget does not bind, and of
+            backends that do not search for it.
         seconds: how long each phase took.
         tied: the nodes that were made to choose alike, besides the groups of the graph.
     """
@@ -88,12 +89,16 @@ class StrategyPlan:
         """Why each node chose as it did; computed when first asked for."""
         folded = contract(self.graph, self.tied or None)
         instance = Instance(folded)
-        price = np.array([self.memory_price])
-        marginals = instance.elimination.marginals(instance.prices(price)).nodes
-        paid = folded.cost - self.memory_price * (self.graph.memory_budget or 0.0)
+        budget, price = self.graph.memory_budget, self.memory_price
+        if budget is not None and self.backend != "auto":  # which found no price
+            bounds = Bounds(budget)
+            search_price(instance, bounds, 0.0, lambda: False)
+            price = bounds.price
+        marginals = instance.elimination.marginals(instance.prices(np.array([price]))).nodes
+        paid = folded.cost - price * (budget or 0.0)
         totals = {v: m[0] + paid for v, m in zip(instance.nodes, marginals, strict=True)}
         of = {m: group[0] for group in self.tied or self.graph.groups for m in group}
-        exact = instance.elimination.exact and self.memory_price == 0
+        exact = instance.elimination.exact and budget is None
         moved = np.zeros(len(self.graph.nodes))
         for e in self.graph.edges:
             moved[[e.source, e.target]] += e.cost[self.choice[e.source], self.choice[e.target]]

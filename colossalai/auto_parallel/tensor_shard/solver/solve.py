@@ -1,8 +1,8 @@
-"""``solve_strategies``: the cheapest strategy for every node of a graph, within a memory budget, with a proof.
+"""``solve_strategies``: the cheapest strategy for every node of a graph, within memory, with a proof.
 
 The default goes from what is cheap to what is complete, and stops as soon as the gap is small enough: fold,
-search for the price of memory by elimination, leave out strategies that no better plan can take, and give what
-is left to HiGHS.  A plan without a budget needs one sweep.
+search for the price of memory by elimination, leave out strategies that no better plan can take, and give
+what is left to HiGHS.  A plan without a budget needs one sweep.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 import numpy as np
 
-from colossalai.auto_parallel.tensor_shard.solver.elimination import MAX_CELLS, Ints
+from colossalai.auto_parallel.tensor_shard.solver.elimination import MAX_CELLS
 from colossalai.auto_parallel.tensor_shard.solver.folding import FoldedGraph, contract, equal_layers, fold
 from colossalai.auto_parallel.tensor_shard.solver.lagrangian import Bounds, Instance, polish, search_price
 from colossalai.auto_parallel.tensor_shard.solver.milp import MilpAnswer, cbc, highs
@@ -24,6 +25,17 @@ from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import Infeasib
 
 BACKENDS = ("auto", "milp", "pulp", "brute")
 _MOST_PLANS = 2_000_000  # that brute force looks at
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a search was asked for."""
+
+    backend: str
+    gap: float
+    clock: _Clock
+    fold_nodes: bool
+    max_cells: int
 
 
 class _Clock:
@@ -66,7 +78,7 @@ def solve_strategies(
         gap: stop when the plan is proved to cost at most this part more than the best; zero for the best.
         time_limit: seconds, after which the best plan so far is the answer, with its gap.
         tie: let equal layers choose alike: a few percent worse at most as a rule, and as fast as one layer.
-        fold_nodes: make trivial nodes part of their neighbours first; another backend than auto takes all as is.
+        fold_nodes: make trivial nodes part of their neighbours first (auto only; others take all as it is).
         max_cells: cells of the largest table of the elimination; wider graphs get bounds from it, and HiGHS.
 
     Raises:
@@ -78,7 +90,9 @@ def solve_strategies(
         groups = equal_layers(graph) if tie else graph.groups
         whole = contract(graph, groups)
     try:
-        bounds, choice = _solve(whole, graph.memory_budget, backend, gap, clock, fold_nodes, max_cells)
+        bounds, choice = _solve(
+            whole, graph.memory_budget, _Settings(backend, gap, clock, fold_nodes, max_cells)
+        )
     except (InfeasibleBudgetError, _NoPlanError):
         if groups == graph.groups:
             raise
@@ -124,26 +138,21 @@ def _check(graph: StrategyGraph, backend: str, gap: float, time_limit: float | N
         raise ValueError(f"memory_budget={budget}; expected bytes >= 0, or None for no budget")
 
 
-def _solve(
-    whole: FoldedGraph,
-    budget: float | None,
-    backend: str,
-    gap: float,
-    clock: _Clock,
-    fold_nodes: bool,
-    max_cells: int,
-) -> tuple[Bounds, dict[int, int]]:
+def _solve(whole: FoldedGraph, budget: float | None, ask: _Settings) -> tuple[Bounds, dict[int, int]]:
+    clock = ask.clock
     bounds = Bounds(budget)
     with clock.phase("fold"):
-        small = fold(whole, budgeted=budget is not None) if backend == "auto" and fold_nodes else whole
-        instance = Instance(small, max_cells)
-    if backend == "auto":
+        small = (
+            fold(whole, budgeted=budget is not None) if ask.backend == "auto" and ask.fold_nodes else whole
+        )
+        instance = Instance(small, ask.max_cells)
+    if ask.backend == "auto":
         if budget is not None:
             _check_minimum(instance, budget)
-        _by_elimination(instance, bounds, gap, clock)
+        _by_elimination(instance, bounds, ask.gap, clock)
     else:
-        with clock.phase(backend):
-            _take(instance, bounds, _within_budget(_BACKENDS[backend], instance, budget, gap, clock))
+        with clock.phase(ask.backend):
+            _take(instance, bounds, _within_budget(_BACKENDS[ask.backend], instance, budget, ask.gap, clock))
         if bounds.choice is None and budget is not None:  # out of time, or there is none
             _offer_smallest(instance, bounds)
     if bounds.choice is None:
@@ -160,7 +169,7 @@ def _within_budget(
     gap: float,
     clock: _Clock,
 ) -> MilpAnswer:
-    """Ask a backend; if its plan is a few bytes too large, which its tolerances allow, ask for a smaller one."""
+    """Ask a backend; if its plan is a few bytes too large, which tolerances allow, ask for a smaller one."""
     answer = backend(instance, budget, gap, clock.left())
     if budget is None or answer.choice is None:
         return answer
