@@ -129,13 +129,7 @@ class _Point:
     choice: Ints = field(repr=False)
 
 
-def search_price(
-    instance: Instance,
-    bounds: Bounds,
-    gap: float,
-    out_of_time: Callable[[], bool],
-    guess: float | None = None,
-) -> None:
+def search_price(instance: Instance, bounds: Bounds, gap: float, out_of_time: Callable[[], bool]) -> None:
     """Improve ``bounds`` until the gap is small, or the best price is known."""
     if bounds.budget is None:
         _sweep(instance, bounds, np.zeros(1))
