@@ -125,6 +125,17 @@ def test_the_price_of_memory_needs_only_numpy(monkeypatch: pytest.MonkeyPatch) -
     assert plan.lower_bound >= free.cost
 
 
+def test_a_plan_that_nearly_fits_is_mixed_with_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one price all pairs of nodes change together; the best plan changes 17 of 40 pairs."""
+    _without(monkeypatch, "scipy")
+    graph = StrategyGraph(memory_budget=800.0 - 17 * 10)
+    for i in range(40):
+        one, two = (graph.add_node(f"node{i}{end}", [1.0, 2.0], [10, 5]) for end in "ab")
+        graph.add_edge(one, two, [[0.0, 9.0], [9.0, 0.0]])
+    plan = solve_strategies(graph, gap=0.0)
+    assert plan.cost == plan.lower_bound == 2 * (40 + 17)
+
+
 @pytest.mark.parametrize(("backend", "package"), [("auto", "scipy"), ("milp", "scipy"), ("pulp", "pulp")])
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, backend: str, package: str) -> None:
     _without(monkeypatch, "scipy", "pulp")
