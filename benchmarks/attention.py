@@ -223,11 +223,12 @@ def kernel_cases(device: str) -> Iterator[tuple[str, Callable[[], dict[str, floa
         for dtype, causal, documents in itertools.product(
             dtypes, (True, False), ("none", "padded", "packed")
         ):
-            # the last: one token for each chunk
+            # (240, ...): more blocks than are added at once; the last: one token for each chunk
             for length, key_heads, width, size in (
                 (256, 4, 64, 1),
                 (200, 4, 64, 4),
                 (200, 2, 128, 4),
+                (240, 4, 64, 6),
                 (8, 4, 64, 4),
             ):
 

@@ -1,4 +1,6 @@
-"""Small facts about numbers that every layer may import: rounding up, and the dtypes of half precision."""
+"""Small facts about numbers that every layer may import: rounding up, the dtypes of half precision and of
+autocast.
+"""
 
 import torch
 
@@ -13,3 +15,11 @@ def ceil_div(number: int, parts: int) -> int:
 def round_up(number: int, unit: int) -> int:
     """Round ``number`` up to a multiple of ``unit``."""
     return ceil_div(number, unit) * unit
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast on ``device``, or None outside of it; for the meta device, that of the CPU (see
+    ``colossalai.utils.meta_autocast``).
+    """
+    kind = "cpu" if device.type == "meta" else device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from colossalai._numeric import autocast_dtype
 from colossalai.amp._compat import scaled_product
 from colossalai.nn import Embedding, Linear
 
@@ -79,8 +80,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear`` by fp8 products, in autocast's dtype, or
     outside of it in that of ``x``.
     """
-    device_type = x.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+    dtype = autocast_dtype(x.device) or x.dtype
     if x.numel() == 0:
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])

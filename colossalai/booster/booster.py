@@ -29,7 +29,7 @@ from colossalai.booster.plugin import GeminiPlugin, Plugin
 from colossalai.booster.plugin.dp import DPPluginBase
 from colossalai.booster.runs import Runs
 from colossalai.booster.save_options import by_name
-from colossalai.booster.support import Plan, Wanted, check_supported, shares_models
+from colossalai.booster.support import Plan, Wanted, check_supported, shares_models, warn_of_replicas
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO, GeneralCheckpointIO, Save
 from colossalai.interface import (
     LossWatch,
@@ -44,7 +44,7 @@ from colossalai.interface.first_step import watch_first_step, watch_steps
 from colossalai.interface.foreign_parameters import strangers
 from colossalai.mesh import placement
 from colossalai.mesh.deferred import fill_beside_parameters, fill_deferred, materialize, states_of
-from colossalai.mesh.meta_models import defer_meta, draws_itself, is_on_meta
+from colossalai.mesh.meta_models import defer_meta, draws_itself, is_cut_on_meta, is_on_meta
 from colossalai.nn.policies.stages.stage import ModelStage
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.dataloader import check_not_empty
@@ -163,6 +163,7 @@ class Booster:
             averaged_over=self.averaged_over,
         )
         check_supported(wanted)
+        warn_of_replicas(wanted)
         if any(map(is_on_meta, user_module(model).parameters())) and self._draws_meta(model):
             defer_meta(user_module(model))
         if self.accelerator is not None:
@@ -197,6 +198,8 @@ class Booster:
             return False
         if not draws_itself(user_module(model)) and isinstance(self.plugin, GeminiPlugin):
             return False
+        if is_cut_on_meta(user_module(model)):
+            return True
         if any(placement(p).sharded for p in model.parameters()) or any(
             isinstance(part, ModelStage) for part in model.modules()
         ):

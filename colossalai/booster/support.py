@@ -8,6 +8,7 @@ concerns one part alone is refused where that part is built.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -305,6 +306,20 @@ def _unaveraged(wanted: Wanted) -> str | None:
         " plugin=TorchDDPPlugin() or another to Booster, or name a gradient_handler in the config of"
         " colossalai.initialize"
     )
+
+
+def warn_of_replicas(wanted: Wanted) -> None:
+    """Warn where ranks of data train by themselves: who wants that can ignore it, others lose a training."""
+    mesh = launched_mesh()
+    ranks = 1 if mesh is None else mesh.size[DATA_AXIS]  # other ranks with other tokens are refused above
+    by_itself = wanted.plan is None and wanted.optimizer is not None and not wanted.averaged_over
+    if ranks > 1 and by_itself and not is_using_pp():
+        warnings.warn(
+            f"the launched job has {ranks} data-parallel ranks, but Booster has no plugin: each rank trains"
+            " by itself, and nothing averages their gradients; pass plugin='ddp' to Booster, or 'zero2',"
+            " 'gemini' ..., unless this is what you want",
+            stacklevel=3,
+        )
 
 
 def _pieces_as_replicas(wanted: Wanted) -> str | None:

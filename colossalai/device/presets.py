@@ -1,4 +1,4 @@
-"""Common clusters, for plans that are made before there is a machine to measure.
+"""Common clusters and devices, for plans that are made before there is a machine to measure.
 
 Bandwidths are what one device can send by the data sheets (of NVLink and of its share of the network);
 latencies are typical of collectives.  What a job reaches is measured by ``colossalai check --bandwidth``.
@@ -34,6 +34,47 @@ class ClusterPreset:
             mesh_alpha=(self.latency_between, self.latency_within),
             mesh_beta=(1 / self.between, 1 / self.within),
         )
+
+
+@dataclass(frozen=True)
+class DevicePreset:
+    """A device: operations per second in half precision and in fp32, and bytes per second of its memory and
+    of its link to the host.
+    """
+
+    half: float
+    single: float
+    memory: float
+    host: float
+    launch: float = 4e-6
+    """Seconds that the smallest operation takes."""
+    workspace: int = 2 * 32 << 20
+    """Bytes that libraries take for themselves: cuBLAS, once in the thread of each pass."""
+
+    def seconds(self, operations: int, nbytes: int, dtype: torch.dtype) -> float:
+        """The time of one operation: the longer of computing and of moving its bytes, both at the part of the
+        peak that kernels reach.
+        """
+        peak = self.half if dtype.itemsize <= 2 else self.single
+        return max(self.launch, operations / (0.7 * peak), nbytes / (0.8 * self.memory))
+
+
+DEVICES: dict[str, DevicePreset] = {
+    "cpu": DevicePreset(half=1e11, single=1e11, memory=20e9, host=20e9, launch=2e-6, workspace=0),
+    "v100": DevicePreset(half=125e12, single=15.7e12, memory=0.9e12, host=12e9),
+    "a100": DevicePreset(half=312e12, single=19.5e12, memory=2.0e12, host=25e9),
+    "h100": DevicePreset(half=989e12, single=67e12, memory=3.35e12, host=50e9),
+    "h200": DevicePreset(half=989e12, single=67e12, memory=4.8e12, host=50e9),
+    "b200": DevicePreset(half=2250e12, single=80e12, memory=8.0e12, host=50e9),
+}
+
+
+def device_preset(name: str) -> DevicePreset:
+    """The device called ``name``, by a name of ours or of its vendor (``NVIDIA H200``)."""
+    found = next((preset for key, preset in DEVICES.items() if key in name.lower()), None)
+    if found is None:
+        raise ValueError(f"there is no device {name!r}; there are {', '.join(DEVICES)}")
+    return found
 
 
 CLUSTERS: dict[str, ClusterPreset] = {

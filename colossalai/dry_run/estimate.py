@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from colossalai.booster.mixed_precision.fp16 import FP16NaiveMixedPrecision
+from colossalai.booster.mixed_precision.fp16 import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from colossalai.context.config import ConfigException
 from colossalai.core import global_context as gpc
 from colossalai.dry_run.link import ImaginedLink, Way
-from colossalai.dry_run.meta import MetaBytes, gpu_kernels, step_as_on_gpu
 from colossalai.dry_run.watch import MemoryEstimate, Watch, WatchedEngine, WatchedExecutor
 from colossalai.engine.features import Features
 from colossalai.engine.initialization import handlers_of, schedule_of_config
@@ -37,6 +36,7 @@ from colossalai.pipeline.schedule import make_timetable
 from colossalai.pipeline.schedule.base import Action, PassKind, Timetable
 from colossalai.pipeline.stage import pipeline_rank
 from colossalai.utils import is_using_pp
+from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
 from colossalai.utils.parallel import averaging_size, is_cut_over_rows
 
 # A batch, as the data loader gives it: any nest of tensors with one row for each sample.
@@ -147,10 +147,10 @@ def _check_on_meta(model: nn.Module) -> None:
 def _engine(features: Features, model: nn.Module, optimizer: Optimizer, criterion: Any) -> WatchedEngine:
     """What ``initialize`` makes of them, but on the meta device and without DDP."""
     ready: Any = (model, optimizer, criterion)
-    if features.precision is not None and not isinstance(features.precision, FP16NaiveMixedPrecision):
+    played = (FP16NaiveMixedPrecision, FP16TorchMixedPrecision)
+    if features.precision is not None and not isinstance(features.precision, played):
         raise ConfigException(
-            "a dry run plays fp16 with AMP_TYPE.NAIVE, or no fp16: the meta device has no autocast, which the"
-            " other modes use"
+            "a dry run plays fp16 with AMP_TYPE.NAIVE or AMP_TYPE.TORCH, or no fp16; not the levels of Apex"
         )
     if features.precision is not None:
         ready = features.precision.configure(model, optimizer, criterion)

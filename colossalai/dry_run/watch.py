@@ -9,12 +9,12 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from colossalai.dry_run.meta import MetaBytes
 from colossalai.engine.engine import Engine
 from colossalai.interface import OptimizerWrapper
 from colossalai.mesh import own_grad
 from colossalai.pipeline.executor import Executor
 from colossalai.pipeline.schedule.base import Action, PassKind
+from colossalai.utils.meta import MetaBytes
 
 Moment = Literal["forward", "backward", "step"]
 

@@ -27,12 +27,12 @@ from colossalai._numeric import ceil_div
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.context.config import ConfigException
 from colossalai.core import global_context as gpc
-from colossalai.dry_run.meta import MetaBytes, gpu_kernels
 from colossalai.dry_run.watch import MemoryEstimate
 from colossalai.engine.gemini_section import read_gemini
 from colossalai.interface.batch import call_with, loss_of, split_batch
 from colossalai.mesh.parameter import SHARED_GROUP
 from colossalai.nn.policies.cutting.experts import play_even_loads
+from colossalai.utils.meta import MetaBytes, gpu_kernels
 from colossalai.utils.parallel import is_cut_over_rows, pieces_over_rows
 from colossalai.zero.gemini.chunk_filling import check_shares
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colossalai._numeric import autocast_dtype
+
 
 class MixedFusedLayerNorm(nn.LayerNorm):
     """Layer normalization by PyTorch's kernel, whose weights may have another dtype than its input.
@@ -26,7 +28,7 @@ class MixedFusedLayerNorm(nn.LayerNorm):
         super().__init__(shape, eps=eps, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dtype == self.weight.dtype or torch.is_autocast_enabled(input.device.type):
+        if input.dtype == self.weight.dtype or autocast_dtype(input.device) is not None:
             return super().forward(input)
         shape = list(self.normalized_shape)
         wide = F.layer_norm(input.float(), shape, self.weight.float(), self.bias.float(), self.eps)

@@ -7,6 +7,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colossalai._numeric import autocast_dtype
+
 
 class MultiHeadAttention(nn.Module):
     """``x + dropout(attention(norm(x)))`` with ``norm_first``, otherwise ``norm(x + dropout(attention(x)))``.
@@ -73,7 +75,7 @@ class MultiHeadAttention(nn.Module):
                 f"MultiHeadAttention was built for (batch, sequence, features) up to {self.max_batch} x"
                 f" {self.max_seq_len}, got {tuple(x.shape)}; raise batch_size or max_seq_len"
             )
-        if x.dtype is not self.qkv.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype is not self.qkv.weight.dtype and autocast_dtype(x.device) is None:
             raise TypeError(
                 f"MultiHeadAttention has weights of {self.qkv.weight.dtype}, got input of {x.dtype}; cast"
                 " it, or choose fp16 accordingly"

@@ -343,7 +343,9 @@ class FirstStep:
 
 
 def _trains(model: nn.Module) -> bool:
-    return model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    first = next(model.parameters(), None)
+    played = first is not None and first.is_meta  # without values, and without the other ranks
+    return model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not played
 
 
 class _GradientHook:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossalai._numeric import autocast_dtype
 from colossalai.mesh.collectives import Pending
 from colossalai.mesh.first_order import check_first_order
 from colossalai.mesh.mesh import Mesh
@@ -93,7 +94,6 @@ def matmul(
 
 def _autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     # Cast outside of the autograd function: what travels is then in the lower precision as well.
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+    if (dtype := autocast_dtype(x.device)) is None:
         return x, w, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)

@@ -5,20 +5,37 @@ transformers can be built once more from its config, and modules say how they ar
 ``reset_parameters()``, a model of transformers by ``_init_weights(module)`` for each of its modules.
 ``defer_meta`` calls these inside a recording: from then on the model is one that was built without memory,
 and every plan fills its pieces.
+
+A model that was cut on the meta device cannot say this of its pieces.  So a copy of it from before, which
+takes no memory either, is kept beside it (``before_cut``, ``note_cut``): this one is drawn and cut in the
+same way, and the model gets its pieces.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.mesh.deferred import Deferred, recording_of
 from colossalai.mesh.unfilled import take_place
 
 Draw = Callable[[nn.Module], Any]
+Cut = Callable[[nn.Module], nn.Module]
+_NOTE = "_cut_on_meta"
+
+
+@dataclass(frozen=True)
+class CutOnMeta:
+    """A model as it was before it was cut on the meta device, and what was done to it since."""
+
+    whole: nn.Module
+    cuts: tuple[Cut, ...] = ()
 
 
 def is_on_meta(tensor: Tensor) -> bool:
@@ -38,6 +55,8 @@ def defer_meta(module: nn.Module, large: int = 0) -> nn.Module:
     weights of a model of transformers are those of the serial constructor.  What nothing fills is refused by
     name.
     """
+    if (note := vars(module).pop(_NOTE, None)) is not None:
+        return _cut_again(module, note, large)
     if draws_itself(module) and _take_twin(module, large):
         return module
     with Deferred(large) as recording, torch.no_grad():
@@ -72,9 +91,18 @@ def _take_twin(module: nn.Module, large: int) -> bool:
     except Exception:  # its constructor takes other arguments
         torch.set_rng_state(state)
         return False
+    if not _take_tensors(module, twin):
+        torch.set_rng_state(state)
+        return False
+    return True
+
+
+def _take_tensors(module: nn.Module, twin: nn.Module) -> bool:
+    """Let the tensors of ``module`` that are on the meta device be those of ``twin``; False if they are not
+    alike.
+    """
     own, other = _named(module), _named(twin)
     if {n: (t.shape, t.dtype) for n, t in own.items()} != {n: (t.shape, t.dtype) for n, t in other.items()}:
-        torch.set_rng_state(state)
         return False
     seen: set[int] = set()
     for name, tensor in own.items():
@@ -82,6 +110,41 @@ def _take_twin(module: nn.Module, large: int) -> bool:
             seen.add(id(tensor))
             take_place(tensor, other[name])
     return True
+
+
+def before_cut(model: nn.Module) -> CutOnMeta | None:
+    """What ``note_cut`` is to be given of ``model`` after it was cut; None if it is not on the meta device,
+    or in a dry run, where it stays there.
+    """
+    if not any(map(is_on_meta, model.parameters())):
+        return None
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        return None
+    return vars(model).get(_NOTE) or CutOnMeta(copy.deepcopy(model))
+
+
+def note_cut(model: nn.Module, before: CutOnMeta | None, cut: Cut) -> None:
+    """Keep beside ``model`` what it was ``before``, and that ``cut`` makes of this what it is now."""
+    if before is not None:
+        vars(model)[_NOTE] = replace(before, cuts=(*before.cuts, cut))
+
+
+def is_cut_on_meta(model: nn.Module) -> bool:
+    """Whether it is known what ``model``, on the meta device, was before it was cut."""
+    return _NOTE in vars(model)
+
+
+def _cut_again(module: nn.Module, note: CutOnMeta, large: int) -> nn.Module:
+    twin = defer_meta(note.whole, large)
+    for cut in note.cuts:
+        twin = cut(twin)
+    if not _take_tensors(module, twin):
+        raise ValueError(
+            f"this {type(module).__name__} was cut on the meta device, and its parameters or buffers were"
+            " changed after that; change the model before it is cut, or build it in"
+            " colossalai.lazy.LazyInitContext()"
+        )
+    return module
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:

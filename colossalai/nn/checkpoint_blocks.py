@@ -17,7 +17,7 @@ from torch import nn
 from colossalai.nn.policies.wrap_forward import Forward, ForwardWrapper, wrap_forward
 from colossalai.utils.activation_checkpoint import checkpoint
 
-Mode = Literal["selective", "full", "offload"]
+Mode = Literal["keep", "selective", "full", "offload"]
 M = TypeVar("M", bound=nn.Module)
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they are never called
@@ -34,7 +34,8 @@ def checkpoint_blocks(model: M, mode: Mode = "selective", blocks: Sequence[str] 
         model: the model; it is changed in place and returned.
         mode: ``"selective"`` keeps the results of matrix products, convolutions and attention, and computes
             the rest again, which takes almost no time; ``"full"`` keeps only the inputs of each block and
-            computes everything again; ``"offload"`` is ``"full"`` with the inputs in host memory.
+            computes everything again; ``"offload"`` is ``"full"`` with the inputs in host memory; ``"keep"``
+            computes nothing again, as before the first call.
         blocks: the names of the modules to checkpoint, by default the entries of the outermost module lists.
     """
     if mode not in get_args(Mode):
@@ -47,7 +48,7 @@ def checkpoint_blocks(model: M, mode: Mode = "selective", blocks: Sequence[str] 
             f"checkpoint_blocks found no nn.ModuleList of layers in {type(model).__name__}; name the modules"
             " to checkpoint, blocks=['encoder.0', ...]"
         )
-    _refuse_others(model, found)
+    refuse_checkpointed(model, found)
     for block in found:
         if not isinstance(block, RecomputedBlock):
             wrap_forward(block, RecomputedBlock)
@@ -66,6 +67,8 @@ class RecomputedBlock(ForwardWrapper):
             return forward(*args, **kwargs)
         args = tuple(_without_cache(value) for value in args)
         kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
+        if self.recompute == "keep":
+            return forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
             # a method of the module, so that checkpoint learns whether it leaves its inputs alone
             forward = MethodType(forward.func, self)  # type: ignore[attr-defined]
@@ -103,7 +106,7 @@ def _named(model: nn.Module, name: str) -> nn.Module:
         ) from error
 
 
-def _refuse_others(model: nn.Module, blocks: list[nn.Module]) -> None:
+def refuse_checkpointed(model: nn.Module, blocks: list[nn.Module]) -> None:
     """Refuse blocks that are checkpointed already, which would run three times."""
     for name, part in model.named_modules():
         if getattr(part, "gradient_checkpointing", False) is True:

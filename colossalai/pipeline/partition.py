@@ -8,21 +8,18 @@ are ``parts[rank]``, a list of ``(start, end)`` per chunk, without ``end``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from colossalai.pipeline.stage import Placement, Shape, launched_shape
+from colossalai.utils.partition import balanced_cuts
 
 SPLIT_NODE = "SPLIT_NODE"
 
 Range = tuple[int, int]
 StageRanges = list[list[Range]]
-_Array = npt.NDArray[np.float64]
 
 
 def partition_uniform(
@@ -49,13 +46,7 @@ def partition_balanced(
     if not all(isinstance(w, Real) and w >= 0 for w in listed):  # also false for nan
         raise ValueError(f"the weights of layers must be numbers of at least 0, got {weights!r}")
     count = _count(len(listed), pipeline_parallel_size, num_chunks)
-    total = np.concatenate([[0.0], np.cumsum(np.asarray(listed, dtype=np.float64))])
-    # weight[start, end] of the layers from start to end; a part has at least one
-    weight = total[None, :] - total[:, None]
-    weight[np.tril_indices(len(total))] = np.inf
-    heaviest, _ = _cheapest(weight, count, np.maximum)
-    squares = np.where(weight <= heaviest, weight, np.inf) ** 2
-    return _dealt(_cheapest(squares, count, np.add)[1], pipeline_parallel_size, shape)
+    return _dealt(balanced_cuts(listed, count), pipeline_parallel_size, shape)
 
 
 def customized_partition(
@@ -121,21 +112,3 @@ def _dealt(bounds: Sequence[int], ranks: int, shape: Shape | None) -> StageRange
     ranges = list(pairwise(bounds))
     place = Placement(ranks, len(ranges) // ranks, launched_shape() if shape is None else shape)
     return [[ranges[place.stage(rank, chunk)] for chunk in range(place.chunks)] for rank in range(ranks)]
-
-
-def _cheapest(cost: _Array, parts: int, join: Callable[[_Array, _Array], _Array]) -> tuple[float, list[int]]:
-    """The cuts for which ``join`` of the parts' ``cost[start, end]`` is smallest: dynamic programming over
-    ends.
-    """
-    n = len(cost) - 1
-    best = np.full(n + 1, np.inf)
-    best[0] = 0.0
-    choices = []
-    for _ in range(parts):
-        joined = join(best[:, None], cost)
-        choices.append(joined.argmin(axis=0))
-        best = joined.min(axis=0)
-    bounds = [n]
-    for starts in reversed(choices):
-        bounds.insert(0, int(starts[bounds[0]]))
-    return float(best[n]), bounds

@@ -7,21 +7,27 @@ weights are shared between stages.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh.deferred import Deferred
+from colossalai.mesh.meta_models import before_cut, defer_meta, is_on_meta, note_cut
 from colossalai.mesh.rows import expert_axes
 from colossalai.nn.modes import current
 from colossalai.nn.policies import POLICIES, Policy, parallelize
 from colossalai.nn.policies.stages.depth import Depth, ModelParts, carried_depth, find_parts
-from colossalai.nn.policies.stages.derive_depth import derive_depth
+from colossalai.nn.policies.stages.derive_depth import derive_depths
 from colossalai.nn.policies.stages.per_block import refuse_configured
 from colossalai.nn.policies.stages.stage import ModelStage, StageShare, copy_above, take_stage
 from colossalai.nn.policies.trials.verify import Verification
@@ -67,16 +73,17 @@ def split_model(
     if placement.stages > 1:
         refuse_configured(model)
     depth = _find_depth(model, policy)
-    derived = depth is None
-    parts = find_parts(model, depth or _derive_depth(model))
-    plan = _Plan(model, parts, placement, partition)
-    if derived and placement.stages > 1:
-        plan.verify(model)
+    if depth is None:
+        plan = _derive_plan(model, placement, partition)
+    else:
+        plan = _Plan(model, find_parts(model, depth), placement, partition)
+    before = before_cut(model)
     if not isinstance(model, WholeOutputs):
         model = _parallelize(model, policy)
     holders = plan.parameters(model)
     stages = plan.take(model, rank)
-    result = stages[0] if len(stages) == 1 else nn.ModuleList(stages)
+    result = _together(stages)
+    note_cut(result, before, partial(_cut_again, plan=plan, rank=rank, policy=policy))
     if recording is not None:
         recording.materialize(result)
     own = {placement.stage(rank, chunk): stage for chunk, stage in enumerate(stages)}
@@ -86,6 +93,17 @@ def split_model(
     ]
     tie_stages(own, holders, dealt, rank)
     return result
+
+
+def _together(stages: list[nn.Module]) -> nn.Module:
+    return stages[0] if len(stages) == 1 else nn.ModuleList(stages)
+
+
+def _cut_again(model: nn.Module, plan: _Plan, rank: int, policy: Policy | None) -> nn.Module:
+    """The stages of ``rank`` of another model of the same form."""
+    if not isinstance(model, WholeOutputs):
+        model = _parallelize(model, policy)
+    return _together(plan.take(model, rank))
 
 
 def _place(placement: Placement | None, rank: int | None) -> tuple[Placement, int]:
@@ -120,10 +138,53 @@ def _find_depth(model: nn.Module, policy: Policy | None) -> Depth | None:
     return carried_depth(model) if found is None or found.depth is None else found.depth
 
 
-def _derive_depth(model: nn.Module) -> Depth:
-    depth = derive_depth(model)
-    if depth is not None:
-        return depth
+def _derive_plan(model: nn.Module, placement: Placement, partition: str | Sequence[int]) -> _Plan:
+    """The first plan of those that the code of ``model`` suggests whose stages compute what it does.
+
+    They are tried on every rank, with other weights and a tiny batch of random numbers.
+    """
+    plans = [
+        _Plan(model, find_parts(model, depth, derived=True), placement, partition)
+        for depth in derive_depths(model)
+    ] or _refuse_unknown(model)
+    if placement.stages == 1:
+        return plans[0]
+    who = f"split_model found the blocks of {type(model).__name__} at {plans[0].parts.towers[0].blocks!r}"
+    advice = "pass policy=Policy(..., depth=Depth(blocks=..., entry=...))"
+    norm = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
+    if norm is not None:
+        raise ValueError(
+            f"{who}, but its {norm!r} ({type(model.get_submodule(norm)).__name__}) takes statistics over the"
+            " rows of a batch, which a pipeline cuts into micro-batches, so it would not train as the whole"
+            f" model does; use another norm, or if this is what you want {advice}"
+        )
+    whole = _verification(model)
+    if whole.inputs is None:
+        raise ValueError(
+            f"{who}, but could not try the stages, as the model is on the plain meta device (build it in"
+            f" colossalai.lazy.LazyInitContext() instead) or takes arguments that are not known; {advice}"
+        )
+    problems = []
+    for plan in plans:
+        problems.append(plan.problem(whole, whole.inputs))
+        if not problems[-1]:
+            return plan
+    raise ValueError(
+        f"{who}, but stages that are cut there do not compute what the whole model does ({problems[0]});"
+        f" {advice}, or train without a pipeline"
+    )
+
+
+def _verification(model: nn.Module) -> Verification:
+    whole = Verification(model, weightless=True)
+    if whole.inputs is None and any(map(is_on_meta, model.parameters())):
+        # without memory, but with values that can be had: some come to all weights, those of buffers matter
+        with torch.random.fork_rng(devices=[]), suppress(ValueError):
+            whole = Verification(defer_meta(copy.deepcopy(model)), weightless=True)
+    return whole
+
+
+def _refuse_unknown(model: nn.Module) -> NoReturn:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     known = ", ".join(kind for policy in POLICIES if policy.depth for kind in policy.model_types)
     raise ValueError(
@@ -203,43 +264,29 @@ class _Plan:
             stages.append(take_stage(twin, parts, self._share(index)))
         return stages
 
-    def verify(self, model: nn.Module) -> None:
-        """Refuse stages that, one after the other, do not compute what ``model`` does.
-
-        They are tried on every rank, with other weights and a tiny batch of random numbers.
+    def problem(self, whole: Verification, inputs: dict[str, Any]) -> str:
+        """What is wrong with the stages, run one after the other, in words; nothing if they compute what the
+        ``whole`` model does.
         """
-        who = f"split_model found the blocks of {type(model).__name__} at {self.parts.towers[0].blocks!r}"
-        advice = "pass policy=Policy(..., depth=Depth(blocks=..., entry=...))"
-        whole = Verification(model, weightless=True)
-        if whole.inputs is None:
-            raise ValueError(
-                f"{who}, but could not try the stages, as the model is on the plain meta device (build it in"
-                f" colossalai.lazy.LazyInitContext() instead) or takes arguments that are not known; {advice}"
-            )
-        model, inputs = whole.model, whole.inputs
 
         def run() -> Any:
             output: Any = ()
             for i in range(len(self.ranges)):
-                twin = copy_above(model, self.parts.paths)
+                twin = copy_above(whole.model, self.parts.paths)
                 stage = take_stage(twin, self.parts, self._share(i), refuses=False)
                 output = stage(*(output if isinstance(output, tuple) else (output,)), **inputs)
             return output
 
         try:
-            problem = whole.difference(whole.answers(model, run))
+            problem = whole.difference(whole.answers(whole.model, run))
             if not problem and (name := whole.coupled()) is not None:
-                problem = (
+                return (
                     f"its output {name!r} relates the rows of a batch to each other, and a pipeline cuts the"
                     " batch into micro-batches"
                 )
+            return problem
         except Exception as error:  # whatever the code of the model raises
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
-            raise ValueError(
-                f"{who}, but stages that are cut there do not compute what the whole model does ({problem});"
-                f" {advice}, or train without a pipeline"
-            )
+            return f"{type(error).__name__}: {error}"
 
     def _share(self, index: int) -> StageShare:
         here, count = self.ranges[index], self.parts.count

@@ -5,7 +5,8 @@ memory. The results of matrix products and attention, which are most of the work
 what is cheap runs again.  A function may write into its inputs.  And every random stream that the function
 may draw from is put back where it was, so that dropout drops the same elements in the second run: torch's own
 streams, one per parallel mode of ``colossalai.context.random``, those of ``colossalai.mesh.RandomStream``,
-and whatever else was given to ``register_random_state``.
+and whatever else was given to ``register_random_state``.  Buffers of a module, such as running statistics,
+change in the first run only.
 
 [Note: functions that write into their inputs] The second run needs the inputs as they were, so they must be
 copied before the first, when it is not known whether they will be written to.  A copy costs little beside a
@@ -115,10 +116,22 @@ class _SameRandomNumbers:
         now = _get_states()
         _set_states(self._states)
         try:
-            with _within(_CheckpointRun(self._results, iter(self._results))):
+            with _same_buffers(self._function), _within(_CheckpointRun(self._results, iter(self._results))):
                 return self._function(*args)
         finally:
             _set_states(now)
+
+
+@contextmanager
+def _same_buffers(function: Callable[..., Any]) -> Iterator[None]:
+    """The buffers of a module are afterwards what they were: running statistics are updated once."""
+    owner, _ = _owner(function)
+    before = [] if owner is None else [(buffer, buffer.clone()) for buffer in owner.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, values in before:
+            buffer.data.copy_(values)  # autograd may have kept the buffer, and need not know
 
 
 class _CheckpointRun(NamedTuple):
@@ -366,9 +379,19 @@ def _reentrant_is_safe(args: tuple[Any, ...]) -> bool:
     return 0 < len(direct) == len(leaves)
 
 
-def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+class _Shape(NamedTuple):
+    """A tensor without values, on a host whose memory is not counted."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor | _Shape]:
     if tensor.device.type == "cpu":
         return tensor.device, tensor
+    if tensor.is_meta:
+        return tensor.device, _Shape(tensor.size(), tensor.stride(), tensor.dtype)
     if tensor.device.type != "cuda" or type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         return tensor.device, tensor.cpu()
     host = torch.empty_like(
@@ -378,8 +401,10 @@ def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
     return tensor.device, host
 
 
-def _to_device(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+def _to_device(packed: tuple[torch.device, torch.Tensor | _Shape]) -> torch.Tensor:
     device, tensor = packed
+    if isinstance(tensor, _Shape):
+        return torch.empty_strided(tensor.size, tensor.stride, dtype=tensor.dtype, device=device)
     return tensor.to(device, non_blocking=True)
 
 

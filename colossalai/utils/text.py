@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -14,6 +15,18 @@ def size_text(nbytes: float) -> str:
         nbytes /= 1024
         unit += 1
     return f"{nbytes:.1f} {_UNITS[unit]}" if unit else f"{nbytes:.0f} B"
+
+
+def bytes_of(size: int | str) -> int:
+    """A number of bytes, or a text such as ``"1.5 KiB"``, ``"20 GiB"`` or ``"20 GB"``."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?)(i?)b?\s*", size.lower())
+        if found:
+            base = 1024 if found[3] else 1000
+            return int(float(found[1]) * base ** " kmgt".index(found[2] or " "))
+    raise ValueError(f"a size is a number of bytes, or a text such as '20 GiB' or '500 MB', got {size!r}")
 
 
 def table(rows: Sequence[Sequence[str]], indent: int = 0, right: Collection[int] = ()) -> list[str]:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, shape_wrapper
 
 from colossalai.utils.device import synchronize
 
@@ -46,11 +46,13 @@ _KINDS = (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu")
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    """The two products of (batch, heads, tokens, features); keys may have fewer heads than queries."""
+    batch, heads, rows, width = query
+    return int(2 * batch * heads * rows * key[2] * (width + value[3]))
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return 2 * int(sdpa_flop_count(query, key, value))
+    return 2 * _attention(query, key, value)
 
 
 def _attention_formulas() -> dict[Any, Any]:
@@ -63,6 +65,27 @@ def _attention_formulas() -> dict[Any, Any]:
         found[getattr(torch.ops.aten, name)] = _attention
         found[getattr(torch.ops.aten, f"{name}_backward")] = _attention_backward
     return found
+
+
+def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """A product of groups of rows with a matrix each, or of groups of columns, of which the groups are cut
+    from one tensor: as many operations as without groups.
+    """
+    if len(a) == 3 and len(b) == 3:
+        return int(2 * a[0] * a[1] * a[2] * b[2])
+    return int(2 * a[-2] * a[-1] * b[-1])
+
+
+def _grouped_backward(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * _grouped(a, b)
+
+
+# Operations that packages register when they are imported: mixtures of experts of transformers.
+_NAMED = {
+    "aten._grouped_mm": _grouped,
+    "transformers.grouped_mm_fallback": _grouped,
+    "transformers.grouped_mm_fallback_backward": _grouped_backward,
+}
 
 
 class OperationCounter(FlopCounterMode):
@@ -93,6 +116,8 @@ class OperationCounter(FlopCounterMode):
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         # a backward pass does not build a graph; what does so within it is a forward pass that is repeated
         repeated = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        if func_packet not in self.flop_registry and str(func_packet) in _NAMED:
+            self.flop_registry[func_packet] = shape_wrapper(_NAMED[str(func_packet)])
         if func_packet in self.flop_registry and not repeated:
             count: Any = self.flop_registry[func_packet]
             self.operations += int(count(*args, **kwargs, out_val=out))
@@ -117,10 +142,16 @@ def peak_tflops(name: str | None = None) -> float | None:
     return next((peak for pattern, peak in _PEAKS if re.search(pattern, name)), None)
 
 
+def share_of_peak(tflops: float) -> float | None:
+    """The MFU of so many operations per second; None where the peak of the device is not known."""
+    peak = peak_tflops()
+    return tflops / peak if peak else None
+
+
 def work_text(tflops: float) -> str:
     """``312 Tflops, MFU 31.5%``, or without the share where the peak of the device is not known."""
-    peak = peak_tflops()
-    return f"{tflops:.5g} Tflops" + (f", MFU {tflops / peak:.1%}" if peak else "")
+    share = share_of_peak(tflops)
+    return f"{tflops:.5g} Tflops" + ("" if share is None else f", MFU {share:.1%}")
 
 
 class Throughput:
@@ -182,8 +213,7 @@ class Throughput:
     @property
     def mfu(self) -> float | None:
         """The share of the device's peak, or None where that is not known."""
-        peak = peak_tflops()
-        return self.tflops / peak if peak else None
+        return share_of_peak(self.tflops)
 
     def __str__(self) -> str:
         rates = [
@@ -194,4 +224,4 @@ class Throughput:
         return ", ".join([*rates, work_text(self.tflops)])
 
 
-__all__ = ["OperationCounter", "Throughput", "count_operations", "peak_tflops", "work_text"]
+__all__ = ["OperationCounter", "Throughput", "count_operations", "peak_tflops", "share_of_peak", "work_text"]

@@ -4,6 +4,7 @@ are refused.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -189,3 +190,17 @@ def check_pipeline(rank: int, world_size: int, port: int, door: str) -> None:
 @pytest.mark.parametrize("door", ["engine", "booster"])
 def test_different_batches_in_a_pipeline(door: str) -> None:
     spawn(check_pipeline, 2, door=door)
+
+
+def _alone(**place: Any) -> None:
+    _launch()
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="2 data-parallel ranks, but Booster has no plugin.*plugin='ddp'"):
+        Booster().boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Booster().boost(nn.Linear(2, 2))  # nothing is trained
+
+
+def test_ranks_that_train_by_themselves_are_told() -> None:
+    spawn(_alone, 2)

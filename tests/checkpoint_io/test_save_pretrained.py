@@ -38,7 +38,7 @@ PLUGINS: dict[str, Callable[[], Plugin | None]] = {
 }
 
 
-def gpt2() -> Any:
+def gpt2(layers: int = 2) -> Any:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=16,
@@ -46,7 +46,7 @@ def gpt2() -> Any:
         eos_token_id=0,
         n_positions=8,
         n_embd=8,
-        n_layer=2,
+        n_layer=layers,
         n_head=2,
         resid_pdrop=0,
         embd_pdrop=0,
@@ -143,6 +143,23 @@ def check_stages(rank: int, world_size: int, port: int, folder: Path) -> None:
 
 def test_stages_of_a_boosted_model_are_written_as_one(tmp_path: Path) -> None:
     spawn(check_stages, 2, folder=tmp_path)
+
+
+def check_chunks(rank: int, world_size: int, port: int, folder: Path) -> None:
+    parallel = {"pipeline": {"size": 2, "schedule": "interleaved"}}
+    launch(rank, world_size, port, parallel=parallel, NUM_MICRO_BATCHES=2, NUM_CHUNKS=2)
+    serial = gpt2(layers=4)
+    expected = {name: value.clone() for name, value in serial.state_dict().items()}
+    model, *_ = Booster(plugin=TorchDDPPlugin()).boost(split_model(serial))
+    model.save_pretrained(folder)  # type: ignore[operator]
+    found = transformers.GPT2LMHeadModel.from_pretrained(folder).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with pytest.raises(RuntimeError, match="these are 2 stages of a pipeline, not the whole model"):
+        model.unwrap().save_pretrained(folder)  # type: ignore[operator]
+
+
+def test_several_stages_of_a_rank_have_the_method_too(tmp_path: Path) -> None:
+    spawn(check_chunks, 2, folder=tmp_path)
 
 
 class Own(nn.Module):

@@ -9,27 +9,16 @@ def _all(module: str, names: str, issue: str, reason: str) -> dict[str, tuple[st
     return {f"{module}.{name}": (issue, reason) for name in names.split()}
 
 
-_COSTS = ("issue 23", "costs, conversion of layouts, tracing")
 _AUTO = ("issue 24", "automatic parallelism")
 _CACHED = ("no issue", "tables of recommendation models, with a cache on the device; no page shows them")
 _OLDER = ("no issue", "moving parts of an older ZeRO-3; ours has the chunks of Gemini in their place")
 
 # name, or module with all that is in it -> (issue, reason)
 MISSING: dict[str, tuple[str, str]] = {
-    "colossalai.fx": _COSTS,
-    "colossalai.fx.passes": _COSTS,
-    "colossalai._analyzer.fx": _COSTS,
-    "colossalai._analyzer.fx.passes": _COSTS,
-    "colossalai._analyzer.fx.tracer.tracer": _COSTS,
-    "colossalai.auto_parallel.checkpoint": _COSTS,
-    "colossalai.auto_parallel.checkpoint.operation": _COSTS,
-    "colossalai.auto_parallel.offload.mem_optimize": _COSTS,
     "colossalai.auto_parallel.tensor_shard.initialize": _AUTO,
     "colossalai.auto_parallel.tensor_shard.options": _AUTO,
     "colossalai.auto_parallel.tensor_shard.solver": _AUTO,
     "colossalai.auto_parallel.tensor_shard.sharding_strategy": _AUTO,
-    "colossalai.pipeline.middleware": ("issue 23", "the graph of the parts of a model traced by fx"),
-    "colossalai.pipeline.middleware.adaptor": ("issue 23", "the graph of a model traced by fx"),
     **_all(
         "colossalai.nn.parallel.layers",
         "CachedEmbeddingBag ParallelCachedEmbeddingBag ParallelCachedEmbeddingBagTablewise"

@@ -66,6 +66,16 @@ def test_parts_add_up_and_have_their_sizes() -> None:
     assert memory.host == memory.buckets == 0
 
 
+def test_autocast_keeps_weights_in_fp32() -> None:
+    plain, half = (
+        dry_run(config, 1, functools.partial(build, False))[0]
+        for config in ({}, {"fp16": {"mode": AMP_TYPE.TORCH}})
+    )
+    assert half.memory.weights == plain.memory.weights == 4 * half.parameters
+    assert half.memory.masters == 0
+    assert half.memory.activations < plain.memory.activations
+
+
 def test_data_parallel_ranks_have_buckets() -> None:
     reports = dry_run({}, 3, functools.partial(build, False))
     assert [report.rank for report in reports] == [0], "replicas are alike"
@@ -186,8 +196,8 @@ def test_what_a_job_would_raise() -> None:
         dry_run({"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}, 3, parts)
     with pytest.raises(ConfigException, match=r"a pipeline of 2 stages, but no NUM_MICRO_BATCHES"):
         dry_run({"parallel": {"pipeline": 2}}, 2, parts)
-    with pytest.raises(ConfigException, match=r"plays fp16 with AMP_TYPE.NAIVE, or no fp16"):
-        dry_run({"fp16": {"mode": AMP_TYPE.TORCH}}, 1, parts)
+    with pytest.raises(ConfigException, match=r"plays fp16 with AMP_TYPE.NAIVE or AMP_TYPE.TORCH"):
+        dry_run({"fp16": {"mode": AMP_TYPE.APEX}}, 1, parts)
     assert not torch.distributed.is_initialized()
     (report,) = dry_run({}, 1, parts)
     assert report.memory.peak > 0

@@ -21,11 +21,11 @@ NAMES = """
     granite starcoder2 mixtral qwen2_moe deepseek_v3 deit beit dinov2 clip wav2vec2 vit_mae mamba nemotron
 """
 KINDS = NAMES.split()
-GROUPS = [[*KINDS[:3], "stored llama", "meta gpt2"], *(KINDS[i : i + 6] for i in range(3, len(KINDS), 6))]
-KNOWN = ("gpt2", "bert", "opt", "llama", "stored llama", "mistral", "qwen2", "qwen3", "t5", "vit")
-NO_STAGES = ("clip", "wav2vec2", "vit_mae", "meta gpt2")  # here: models without a head
+OTHERWISE = ["stored llama", "meta gpt2", "meta bloom"]
+GROUPS = [[*KINDS[:3], *OTHERWISE], *(KINDS[i : i + 6] for i in range(3, len(KINDS), 6))]
+KNOWN = ["gpt2", "bert", "opt", "llama", "mistral", "qwen2", "qwen3", "t5", "vit", *OTHERWISE]
+NO_STAGES = ("clip", "wav2vec2")  # here: models without a head
 NO_PLAN = (
-    "was cut on the meta device, and nothing says",
     "do not compute what the whole model does",
     "parallelize has no policy",
     "asks for style",

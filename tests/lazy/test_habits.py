@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from colossalai.booster import Booster
 from colossalai.lazy import LazyInitContext, materialize
 from colossalai.mesh.deferred import recording_in, recording_of
+from colossalai.pipeline import split_model
+from colossalai.pipeline.stage import Placement
 
 transformers = pytest.importorskip("transformers", reason="needs `pip install transformers`")
 
@@ -209,3 +211,20 @@ def test_a_model_on_the_meta_device_is_drawn_as_it_says() -> None:
     Booster(device="cpu").boost(own)
     torch.manual_seed(0)
     assert torch.equal(own[0].weight, nn.Linear(4, 4).weight)
+
+
+def test_a_stage_that_was_cut_on_the_meta_device_is_drawn_as_the_model() -> None:
+    def stage() -> nn.Module:
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = _gpt2()
+        return split_model(model, Placement(2), 1)
+
+    torch.manual_seed(0)
+    serial = _gpt2().state_dict()
+    model, *_ = Booster().boost(stage())
+    found = model.state_dict()
+    assert {name for name in found if ".h." in name} == {name for name in serial if ".h.1." in name}
+    assert all(torch.equal(value, serial[name]) for name, value in found.items())
+    with pytest.raises(ValueError, match="was cut on the meta device, and its parameters or buffers"):
+        Booster().boost(stage().half())

@@ -30,3 +30,11 @@ def test_weights_are_those_of_the_serial_constructor(kinds: list[str], tmp_path:
     found, other = spawn(run_plans, 2, kinds=kinds, folder=str(tmp_path), launches=["data"], timeout=600.0)
     expected = dict.fromkeys(((kind, plan) for kind in kinds for plan in PLUGINS), "equal")
     assert found == other == expected
+
+
+@pytest.mark.skipif(not vision.are_installed(), reason="needs requirements/vision.txt (`make install`)")
+def test_transformers_are_cut_over_ranks_and_into_stages(tmp_path: Path) -> None:
+    launches = ["tensor", "pipeline"]
+    found, other = spawn(run_plans, 2, kinds=FIRST[:2], folder=str(tmp_path), launches=launches)
+    assert found == other == dict.fromkeys(found, "equal")
+    assert len(found) == 4

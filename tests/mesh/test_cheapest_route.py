@@ -243,7 +243,9 @@ def test_executed_routes(sizes: tuple[int, ...], ndim: int, every: int, uneven: 
 
 
 def _single_steps(rank: int, world_size: int, port: int, ndim: int, every: int) -> int:
-    """Routes are made of single steps, so if each of these is right, the routes between all pairs are."""
+    """Routes are made of single steps, so if each of these is right, with the bytes that it sends, the routes
+    between all pairs are.
+    """
     start(rank, world_size, port)
     mesh = Mesh({"0": 2, "1": 2, "2": 2})
     full = torch.arange(8**ndim, dtype=torch.float64).reshape((8,) * ndim)
@@ -258,8 +260,11 @@ def _single_steps(rank: int, world_size: int, port: int, ndim: int, every: int) 
         for layout in layouts_of(mesh.axes, ndim, sums=True)
         for edge in one_steps(layout, mesh.axes)
     ][::every]
+    prices = price_tensor({a: AxisLink(2, 0.0, 1.0) for a in mesh.axes}, tuple(full.shape), 8)
     for before, step, after in edges:
-        moved = movement._apply(piece(before, frozenset()), step, mesh, None)
+        with count_communication() as log:
+            moved = movement._apply(piece(before, frozenset()), step, mesh, None)
+        assert log.transfers == route_transfers(before, (step,), prices), f"{before}: {step}"
         assert torch.equal(moved, piece(after, before.partial - after.partial)), f"{before}: {step}"
     return len(edges)
 
@@ -348,6 +353,14 @@ def _bytes_of_dtensor(rank: int, world_size: int, port: int, naxes: int, ndim: i
     return fewer
 
 
-@pytest.mark.parametrize(("naxes", "ndim", "every"), [(2, 2, 1), (2, 3, 1), (3, 3, 37)])
+@pytest.mark.parametrize(
+    ("naxes", "ndim", "every"),
+    [
+        (2, 2, 1),
+        (2, 3, 1),
+        (3, 3, 37),
+        *(pytest.param(n, d, 1, marks=pytest.mark.slow) for n, d in [(2, 4), (3, 2), (3, 3), (3, 4)]),
+    ],
+)
 def test_never_more_bytes_than_dtensor_at_equal_prices(naxes: int, ndim: int, every: int) -> None:
     assert spawn(_bytes_of_dtensor, 1, naxes=naxes, ndim=ndim, every=every)[0] > 10

@@ -158,7 +158,7 @@ def test_compiled() -> None:
 
 def test_refusals() -> None:
     model = gpt2()
-    with pytest.raises(ValueError, match="mode is one of selective, full, offload, got 'some'"):
+    with pytest.raises(ValueError, match="mode is one of keep, selective, full, offload, got 'some'"):
         checkpoint_blocks(model, "some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"has no module 'transformer.x'"):
         checkpoint_blocks(model, blocks=["transformer.x"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import batch_norm, conv2d, relu
 
-from titans.model.resnet import BasicBlock, Bottleneck, ResNet, resnet18, resnet34, resnet50
+from titans.model.resnet import BasicBlock, Bottleneck, ResNet, resnet18, resnet34, resnet50, resnet152
 
 
 def parameters(layers: tuple[int, ...], bottleneck: bool, classes: int, first: int) -> int:
@@ -32,6 +32,7 @@ CASES = [
     (resnet18, (2, 2, 2, 2), False, 11_689_512),
     (resnet34, (3, 4, 6, 3), False, 21_797_672),
     (resnet50, (3, 4, 6, 3), True, 25_557_032),
+    (resnet152, (3, 8, 36, 3), True, 60_192_808),
 ]
 
 

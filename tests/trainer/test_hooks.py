@@ -214,13 +214,19 @@ def test_throughput_with_tflops() -> None:
     assert re.search(r"\[Epoch 0 / Train\]: Throughput = [\d.e+]+ sample_per_sec$", messages[-1])
 
 
-def test_throughput_counts_tokens_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_counts_tokens_and_operations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(throughput, "peak_tflops", lambda: 1e-3)
     model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 6))
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out, _: out.mean())
     texts = [(torch.ones(n, 3, dtype=torch.long), torch.ones(n)) for n in (2, 2, 1)]
     trainer = Trainer(engine)
-    trainer.fit(texts, 2, test_dataloader=texts, hooks=[hook := hooks.ThroughputHook()])
+    file = tmp_path / "metrics.jsonl"
+    hook, writes = hooks.ThroughputHook(), hooks.JSONLinesHook(file)
+    trainer.fit(texts, 2, test_dataloader=texts, hooks=[hook, writes])
+    written = json.loads(file.read_text().splitlines()[-1])
+    assert {"Throughput/test", "Tokens_per_sec/test", "Tflops/test", "MFU/test"} <= written.keys()
+    assert written["MFU/test"] == pytest.approx(1e3 * written["Tflops/test"])
+    assert written["Tokens_per_sec/test"] == pytest.approx(3 * written["Throughput/test"])
     product = 2 * 3 * 4 * 6  # of one sample; backward has two
     for mode, products in (("train", 3), ("test", 1)):
         metric = hook.metrics[mode]

@@ -44,6 +44,16 @@ def test_attention_is_counted() -> None:
     assert count_operations(attend) == 3 * products
 
 
+def test_products_of_groups_are_counted() -> None:
+    rows, weights = torch.randn(16, 8, requires_grad=True), torch.randn(4, 8, 8, requires_grad=True)
+    ends = torch.tensor([4, 4, 12, 16], dtype=torch.int32)
+
+    def multiply() -> None:
+        torch._grouped_mm(rows.bfloat16(), weights.bfloat16(), offs=ends).square().sum().backward()
+
+    assert count_operations(multiply) == 3 * 2 * 16 * 8 * 8
+
+
 def test_a_compiled_model_is_counted_and_compiled_afterwards() -> None:
     graphs = []
 
@@ -99,3 +109,10 @@ def test_rates_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(r"3 samples/s, 9 tokens/s, 3\.456e-09 Tflops, MFU 345\.6%", str(measured))
     with pytest.raises(ValueError, match=r"at least the first step out, .* got ignored_steps=0"):
         Throughput(ignored_steps=0)
+
+
+def test_attention_with_fewer_heads_of_keys() -> None:
+    q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
+    with OperationCounter() as counter:
+        torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+    assert counter.operations == 2 * (2 * 4 * 8 * 8 * 16) * 2

@@ -122,3 +122,8 @@ def resnet34(num_classes: int = 1000, in_chans: int = 3, small_images: bool = Fa
 def resnet50(num_classes: int = 1000, in_chans: int = 3, small_images: bool = False) -> ResNet:
     """25.6 million parameters."""
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_chans, small_images)
+
+
+def resnet152(num_classes: int = 1000, in_chans: int = 3, small_images: bool = False) -> ResNet:
+    """60.2 million parameters."""
+    return ResNet(Bottleneck, (3, 8, 36, 3), num_classes, in_chans, small_images)

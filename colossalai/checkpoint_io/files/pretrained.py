@@ -38,7 +38,8 @@ from colossalai.mesh import Layout, Mesh, local_slices, placement, serial_form
 from colossalai.mesh.deferred import materialize, recording_of
 from colossalai.mesh.unfilled import become
 from colossalai.nn.policies.cutting.adapters import base_of
-from colossalai.nn.policies.stages.stage import ModelStage, StageList, adapted_too_late, empty_copy
+from colossalai.nn.policies.stages.stage import ModelStage, StageList, adapted_too_late
+from colossalai.nn.policies.stages.stand_ins import empty_copy
 from colossalai.nn.policies.wrap_forward import native_class
 from colossalai.utils import get_current_device
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from colossalai._numeric import autocast_dtype
 from colossalai.mesh import Axes, Layout, Mesh, random_key, redistribute
 from colossalai.mesh.collectives import start_ring_shift
 from colossalai.nn.attention.blocks import BlockDropout, documents_in
@@ -161,9 +162,8 @@ def _check(
 
 def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as torch's own attention takes them in an autocast block."""
-    kind = q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(q.device)
+    if dtype is not None and q.dtype != torch.float64:
         return q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import colossalai.nn.init as init
+from colossalai._numeric import autocast_dtype
 from colossalai.mesh import Axes, Mesh, collectives, use
 from colossalai.mesh.first_order import check_first_order
 from colossalai.nn.layer.base import ParallelLayer
@@ -139,7 +140,7 @@ class RMSNorm(_Norm):
 
 
 def _fp32_if_autocast(x: Tensor) -> Tensor:
-    return x.float() if not x.is_meta and torch.is_autocast_enabled(x.device.type) else x
+    return x if autocast_dtype(x.device) is None else x.float()
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossalai._numeric import ceil_div
+from colossalai._numeric import autocast_dtype, ceil_div
 
 # Scores that exist at a time. A compiler fuses what follows the product, and writes every slab out in its
 # code: fewer and larger ones.
@@ -27,8 +27,7 @@ def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 
     ``targets`` (rows,) are classes, or negative where a row does not count.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    if (dtype := autocast_dtype(hidden.device)) is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     total: Tensor = _HeadLoss.apply(hidden, weight, bias, targets)

@@ -10,6 +10,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, placement
 from colossalai.mesh.agreement import FirstStep
 from colossalai.mesh.deferred import resumed
+from colossalai.mesh.meta_models import before_cut, note_cut
 from colossalai.mesh.parameter import overlapping
 from colossalai.mesh.rows import expert_axes, sequence_axes
 from colossalai.nn.layer.base import FOLLOW_CONFIG
@@ -78,8 +80,8 @@ def parallelize(
     ``mode`` is None (nothing is cut), '1d', '2d', '2.5d' or '3d', by default that of the launched job.
     ``policy`` says which module is cut how, by default that of the model's architecture, or the plan that its
     config carries, or in 1D a plan that is derived from its code.  ``mesh`` is that of the launched job
-    unless given.  A model on the meta device stays there, to be loaded by
-    :func:`colossalai.checkpoint_io.load_pretrained`.
+    unless given.  A model on the meta device stays there, to be filled by ``boost``, as the whole model would
+    have been, or by :func:`colossalai.checkpoint_io.load_pretrained`.
 
     With ``verify`` the outputs of the whole model and of the cut one are compared once, on a tiny batch of
     random numbers; by default for a plan that was derived, and where sequences are cut.
@@ -91,6 +93,8 @@ def parallelize(
     Every rank must hold the same model.  All ranks give it the same whole batch, and its outputs are whole on
     all of them.
     """
+    options: dict[str, Any] = {"policy": policy, "whole_scores": whole_scores, "mesh": mesh}
+    again = partial(parallelize, mode=mode, verify=False, **options)
     tp, mesh = _mode_and_mesh(mode, mesh)
     base = base_of(model)  # below the model of adapters that PEFT makes of it
     if isinstance(base, WholeOutputs):
@@ -107,6 +111,7 @@ def parallelize(
     if tp.size == 1 and not whole_scores:
         check_causal(base, {id(base.get_output_embeddings())})
     verifications = _verifications(base, plan, verify, sequence)
+    before = before_cut(model)
     with resumed(model):  # where the model has no memory yet, neither has its piece
         _replace(base, plan.matches, context)
         _retie(base, context)
@@ -126,6 +131,7 @@ def parallelize(
         _wrap(model, AdaptedOutputs, context)
     for verification in verifications:
         verification.compare(base, ADVICE if sequence is None else SEQUENCE_ADVICE)
+    note_cut(model, before, again)
     return model
 
 

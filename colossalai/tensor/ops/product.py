@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossalai._numeric import autocast_dtype
 from colossalai.mesh import Layout, MatmulPlan, matmul, redistribute
 from colossalai.tensor.colo_tensor import ColoTensor, as_whole, cut_dim, on_wholes, whole_result, wrap
 from colossalai.tensor.compute_spec import ComputePattern
@@ -81,9 +82,8 @@ def _input(x: Tensor, w: Layout, pg: ProcessGroup) -> tuple[Tensor, Layout]:
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast does to the operands of a product; it does not look into an autograd function."""
-    if not torch.is_autocast_enabled(x.device.type):
+    if (dtype := autocast_dtype(x.device)) is None:
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 

@@ -118,14 +118,14 @@ class WriteMetricsHook(BaseHook):
     def _write(self, trainer: Trainer, mode: str, *, by_epoch: bool) -> None:
         if self.metric_writer is None:
             return
-        metrics = trainer.states.get("metrics", {}).get(mode, {})
-        values = {
-            f"{name}/{mode}": metric.get_accumulated_value() if by_epoch else metric.get_last_step_value()
-            for name, metric in metrics.items()
-            if metric.epoch_only == by_epoch
-        }
+        values: dict[str, float] = {}
+        for name, metric in trainer.states.get("metrics", {}).get(mode, {}).items():
+            if metric.epoch_only == by_epoch:
+                values[name] = metric.get_accumulated_value() if by_epoch else metric.get_last_step_value()
+                values |= metric.further_values(by_epoch)
         if values:
-            self.metric_writer.log(values, trainer.cur_step)
+            named = {f"{name}/{mode}": value for name, value in values.items()}
+            self.metric_writer.log(named, trainer.cur_step)
 
 
 @HOOKS.register_module

@@ -19,7 +19,7 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.utils import get_current_device
 from colossalai.utils.parallel import row_mode
-from colossalai.utils.throughput import work_text
+from colossalai.utils.throughput import share_of_peak, work_text
 
 
 class Metric(ABC):
@@ -61,6 +61,10 @@ class Metric(ABC):
 
     def describe_accumulated(self) -> str:
         return format_number(self.get_accumulated_value())
+
+    def further_values(self, accumulated: bool) -> dict[str, float]:
+        """What else is known of the last iteration, or of all, by its name, for those who write metrics."""
+        return {}
 
 
 class LossMetric(Metric):
@@ -216,6 +220,19 @@ class ThroughputMetric(Metric):
 
     def get_last_step_info(self) -> str:
         return self.describe_last_step()
+
+    def further_values(self, accumulated: bool) -> dict[str, float]:
+        """Tokens and operations per second, and the share of the device's peak, as far as they are known."""
+        tokens, tflop, seconds = self._last_tokens, self._last_tflop, self._last_seconds
+        if accumulated:
+            tokens, tflop, seconds = self._tokens, self._tflop, self._seconds
+        tflops = tflop / seconds if seconds else 0.0
+        found = {
+            "Tokens_per_sec": tokens / seconds if seconds else 0.0,
+            "Tflops": tflops,
+            "MFU": share_of_peak(tflops) or 0.0,
+        }
+        return {name: value for name, value in found.items() if value}
 
     def describe_last_step(self) -> str:
         rate = self.get_last_step_value()

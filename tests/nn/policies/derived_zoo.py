@@ -160,6 +160,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "projection_dim": 8,
         },
     ),
+    "openai_gpt": ("OpenAIGPTLMHeadModel", _GPT),
+    "roformer": ("RoFormerForMaskedLM", {**_BLOCK, "embedding_size": 8}),
+    "speech_to_text": (
+        "Speech2TextForConditionalGeneration",
+        {
+            **_BART,
+            "input_feat_per_channel": 8,
+            "input_channels": 1,
+            "conv_channels": 16,
+            "max_source_positions": 32,
+            "max_target_positions": 16,
+        },
+    ),
+    "led": (
+        "LEDForConditionalGeneration",
+        {
+            **_BART,
+            "attention_window": 6,
+            "max_encoder_position_embeddings": 16,
+            "max_decoder_position_embeddings": 16,
+        },
+    ),
     "llama_mqa": ("LlamaForCausalLM", {**_BLOCK, "num_key_value_heads": 1}),
     "llama_gqa": ("LlamaForCausalLM", {**_BLOCK, "num_key_value_heads": 2}),
     "deit": ("DeiTForImageClassification", {**_BLOCK, **_IMAGE}),
@@ -176,6 +198,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_intermediate_size": 32,
         },
     ),
+    "swinv2": (
+        "Swinv2ForImageClassification",
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [1, 2],
+            "num_heads": [4, 4],
+            "window_size": 2,
+            "num_labels": 5,
+        },
+    ),
+    "videomae": ("VideoMAEForVideoClassification", {**_BLOCK, **_IMAGE, "num_frames": 4}),
+    "ast": ("ASTForAudioClassification", {**_BLOCK, "max_length": 24, "num_mel_bins": 16, "num_labels": 5}),
     "swin": (
         "SwinForImageClassification",
         {
@@ -213,7 +249,7 @@ def build(name: str, **options: Any) -> nn.Module:
     for path, param in model.named_parameters():
         if path.endswith(("k_proj.bias", "key.bias", "k_lin.bias", "attn.k.bias")):
             param.requires_grad_(False)
-    if getattr(model, "loss_type", None) in ("ForCausalLM", "ForMaskedLM"):
+    if getattr(model, "loss_type", None) in ("ForCausalLM", "ForMaskedLM") or name == "openai_gpt":
         model.loss_function = double_loss  # type: ignore[assignment]
     return model.double().train()
 
@@ -228,7 +264,8 @@ def batch(model: nn.Module, step: int = 0) -> dict[str, Tensor]:
         return {"input_ids": ids, "pixel_values": _random((BATCH, 3, 8, 8), generator), "return_loss": True}
     if "pixel_values" in names:
         size = config.image_size
-        given = {"pixel_values": _random((BATCH, 3, size, size), generator)}
+        shots = (config.num_frames,) if hasattr(config, "num_frames") else ()
+        given = {"pixel_values": _random((BATCH, *shots, 3, size, size), generator)}
         if "noise" in names:
             return {
                 **given,
@@ -236,7 +273,12 @@ def batch(model: nn.Module, step: int = 0) -> dict[str, Tensor]:
             }
         return {**given, "labels": torch.randint(5, (BATCH,), generator=generator)}
     if "input_features" in names:
-        return {"input_features": _random((BATCH, config.num_mel_bins, 12), generator), "labels": labels}
+        bins = getattr(config, "num_mel_bins", None)
+        form = (12, config.input_feat_per_channel) if bins is None else (bins, 12)
+        return {"input_features": _random((BATCH, *form), generator), "labels": labels}
+    if "input_values" in names and hasattr(config, "num_mel_bins"):
+        sound = _random((BATCH, config.max_length, config.num_mel_bins), generator)
+        return {"input_values": sound, "labels": torch.randint(5, (BATCH,), generator=generator)}
     if "input_values" in names:
         # the CTC loss of transformers is in float32
         few = torch.randint(2, 12, (BATCH, 3), generator=generator)

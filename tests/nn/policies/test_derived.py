@@ -27,9 +27,20 @@ from tests.nn.policies import derived_zoo, zoo  # noqa: E402
 EXACT = Tolerance(loss=1e-9, gradient=1e-9, weight=1e-9)
 
 # The share of the weights of blocks that are cut, where it is not all of them: XLNet keeps those of attention
-# as parameters of its own, and Swin's layers between stages, Wav2Vec2's convolutions and BEiT's tables of
-# positions are in no branch; a head of keys that all ranks need is whole.
-SHARES = {"llama_mqa": 0.94, "llama_gqa": 0.88, "xlnet": 0.42, "swin": 0.93, "wav2vec2": 0.93, "beit": 0.97}
+# as parameters of its own, and Swin's layers between stages, convolutions of sounds and BEiT's tables of
+# positions are in no branch, nor are LED's layers for global tokens, which a pass without these does not
+# call; a head of keys that all ranks need is whole.
+SHARES = {
+    "llama_mqa": 0.94,
+    "llama_gqa": 0.88,
+    "xlnet": 0.42,
+    "swin": 0.93,
+    "wav2vec2": 0.93,
+    "beit": 0.97,
+    "speech_to_text": 0.84,
+    "swinv2": 0.86,
+    "led": 0.86,
+}
 
 
 def _share(model: nn.Module, serial: nn.Module) -> float:
@@ -44,7 +55,7 @@ def _share(model: nn.Module, serial: nn.Module) -> float:
 
 
 # Those whose attention every rank computes as a whole; DeBERTa does not run without values.
-NOT_DIVIDED = ("codegen", "deberta")
+NOT_DIVIDED = ("codegen", "deberta", "led")
 
 
 def _is_divided(model: nn.Module) -> bool:
@@ -209,6 +220,27 @@ def test_the_order_of_fused_outputs_is_found(options: dict[str, bool], blocks: i
     assert (None if way is None else way.fused["blocks.0.up"]) == blocks
     if blocks is not None:
         assert not trial.fits(Way({"blocks.0.up": 3 - blocks}))
+
+
+class Images(nn.Module):
+    """A model without a config, as timm has it: its argument is an image of the size that it names."""
+
+    image_size = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, 4)
+        self.blocks = nn.Sequential(Gated(in_turns=False), Gated(in_turns=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks(self.stem(x).flatten(2).mT)
+        return y
+
+
+def test_a_model_of_images_without_a_config() -> None:
+    found = find_branches(Images().double())
+    assert found is not None
+    assert [branch.home for branch in found.branches] == ["blocks.0", "blocks.1"]
 
 
 def test_a_model_without_branches_is_refused() -> None:

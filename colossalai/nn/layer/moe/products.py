@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from colossalai._numeric import autocast_dtype
 from colossalai.kernel import expert_rows
 
 Activation = Callable[[Tensor], Tensor]
@@ -67,9 +68,8 @@ def grouped_product(x: Tensor, weight: Tensor, rows: RowsPerExpert) -> Tensor:
     One kernel computes all products where torch has one: on GPUs since Hopper, in bf16, with rows of a
     multiple of 16 bytes.  Elsewhere they are computed one by one.
     """
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        x, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (x, weight))
+    if (dtype := autocast_dtype(x.device)) is not None:
+        x, weight = (t.to(dtype) for t in (x, weight))
     if _has_kernel(x, weight):
         return F.grouped_mm(x, weight, offs=rows.ends(x.device))
     rest = len(x) - sum(rows.sizes)
@@ -146,9 +146,9 @@ class _Activated(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(wide, bias)
         ctx.how = rows, kind, gated
-        expert = None if bias is None else rows.expert_of(len(wide), wide.device)
         if kind == "none" and bias is not None:  # to launch a kernel of ours takes the host longer
-            return wide + bias.index_select(0, expert)
+            return wide + by_row(bias, rows, len(wide))
+        expert = None if bias is None else rows.expert_of(len(wide), wide.device)
         return expert_rows.activate(wide, bias, expert, kind, gated)
 
     @staticmethod

@@ -40,11 +40,19 @@ class Depth:
     positions.
     """
     formed: tuple[str, ...] = ()
-    """Modules of ``entry`` that return something else than a tensor like the hidden states."""
+    """Modules of ``entry`` that return something else than a tensor like the hidden states; the list of
+    blocks is among them if the code between blocks needs such a thing.
+    """
     repeats: tuple[int, ...] = ()
     """How often each module of the list is called in a row, where a layer serves as several blocks; all
     stages hold it then.
     """
+    travels: tuple[tuple[str, int], ...] = ()
+    """Outputs of modules of ``entry``, by their number among all that the module returns, that go to all
+    later stages beside the hidden states: what only the first stage can know, such as a mask that was drawn.
+    """
+    encoded: type | None = None
+    """What an encoder returns, if it is not a ``BaseModelOutput``."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,8 @@ class ModelParts:
     as_tuple: bool = False
     shared: tuple[str, ...] = ()
     formed: frozenset[str] = frozenset()
+    travels: tuple[tuple[str, int], ...] = ()
+    encoded: type | None = None
 
     @property
     def repeated(self) -> list[str]:
@@ -123,16 +133,25 @@ class ModelParts:
         if encoded and end == tower.numbers.start:
             return encoded
         carried = [name for name in self.carries if name] if end > tower.numbers.start else []
-        return ("hidden_states", *carried, *encoded)
+        return ("hidden_states", *carried, *encoded, *(travelling(*place) for place in self.travels))
+
+
+def travelling(path: str, number: int) -> str:
+    """The name under which an output of the module at ``path`` is sent to later stages."""
+    return f"{path}[{number}]"
 
 
 def _inside(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def find_parts(model: nn.Module, depth: Depth) -> ModelParts:
-    """The parts of ``model`` that ``depth`` names; refuses a model that it does not describe."""
-    homes = [name for name, module in model.named_modules() if _has(module, depth.blocks, nn.ModuleList)]
+def find_parts(model: nn.Module, depth: Depth, *, derived: bool = False) -> ModelParts:
+    """The parts of ``model`` that ``depth`` names; refuses a model that it does not describe.
+
+    The blocks are a ``ModuleList``, or if ``depth`` is ``derived`` from the code, perhaps a ``Sequential``.
+    """
+    lists = (nn.ModuleList, nn.Sequential) if derived else (nn.ModuleList,)
+    homes = [name for name, module in model.named_modules() if _has(module, depth.blocks, *lists)]
     _check_homes(model, depth, homes)
     towers: list[Tower] = []
     for home in homes:
@@ -143,7 +162,16 @@ def find_parts(model: nn.Module, depth: Depth) -> ModelParts:
     _check_parameters(model, kept)
     _check_buffers(model, shared)
     tail = tuple(_rest(model, kept))
-    return ModelParts(tuple(towers), tail, depth.carries, depth.as_tuple, shared, frozenset(depth.formed))
+    return ModelParts(
+        tuple(towers),
+        tail,
+        depth.carries,
+        depth.as_tuple,
+        shared,
+        frozenset(depth.formed),
+        depth.travels,
+        depth.encoded,
+    )
 
 
 def _check_homes(model: nn.Module, depth: Depth, homes: list[str]) -> None:
@@ -163,7 +191,7 @@ def _tower(model: nn.Module, depth: Depth, home: str, start: int) -> Tower:
     if depth.towers and not start:
         outer = home.rpartition(".")[0]
         places.append(f"{outer}." if outer else "")
-    entry = tuple(p + path for path in depth.entry for p in places if _has(model, p + path, nn.Module))
+    entry = tuple(p + path for path in depth.entry for p in places if _has(model, p + path))
     blocks = prefix + depth.blocks
     count = sum(depth.repeats) or len(model.get_submodule(blocks)._modules)
     kept = (blocks, *entry)
@@ -194,12 +222,13 @@ def _check_buffers(model: nn.Module, shared: tuple[str, ...]) -> None:
             )
 
 
-def _has(module: nn.Module, path: str, kind: type[nn.Module]) -> bool:
+def _has(module: nn.Module, path: str, *kinds: type[nn.Module]) -> bool:
+    """Whether there is a module at ``path``, of one of the ``kinds`` if any are named."""
     for part in path.split("."):
         if module._modules.get(part) is None:
             return False
         module = module.get_submodule(part)
-    return isinstance(module, kind)
+    return not kinds or isinstance(module, kinds)
 
 
 def _rest(module: nn.Module, kept: tuple[str, ...], prefix: str = "") -> Iterator[str]:

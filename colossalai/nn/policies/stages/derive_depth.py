@@ -12,11 +12,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from colossalai.nn.policies.stages.depth import Depth
 from colossalai.nn.policies.trials.meta_inputs import in_evaluation, looking_at, meta_twin
@@ -35,19 +37,44 @@ class Calls:
     outputs: dict[str, Any] = field(default_factory=dict)
 
 
-def derive_depth(model: nn.Module) -> Depth | None:
-    """The blocks of ``model`` and its modules before them; None if it has none that can be told."""
+def derive_depths(model: nn.Module) -> list[Depth]:
+    """The blocks of ``model`` and its modules before them: what may be right, the likeliest and cheapest
+    first; empty if it has no blocks that can be told.
+    """
     calls = _follow(model)
     if calls is None:
-        return None
-    lists = _block_lists(model, calls)
+        return []
+    # models of timm have a Sequential; elsewhere these are small parts of blocks
+    lists = _block_lists(model, calls, nn.ModuleList) or _block_lists(model, calls, nn.Sequential)
     if not lists:
-        return None
+        return []
     towers = _towers(lists)
     if towers:
-        return _of_towers(model, calls, towers)
+        return [_of_towers(model, calls, towers)]
     largest = max(lists, key=lambda path: sum(p.numel() for p in model.get_submodule(path).parameters()))
-    return _of_one_list(model, calls, largest)
+    depth = _of_one_list(model, calls, largest)
+    travels = _constants(calls, depth.formed)
+    formed = (*depth.formed, largest) if _returns_values(calls, largest) else depth.formed
+    dearer = replace(depth, travels=travels, formed=formed)
+    return [depth] if dearer == depth else [depth, dearer]
+
+
+def _returns_values(calls: Calls, blocks: str) -> bool:
+    """Whether a block returns something that is no tensor, such as the sizes of what it returns."""
+    leaves = tree_leaves(calls.outputs[f"{blocks}.0"])
+    return any(value is not None and not isinstance(value, Tensor) for value in leaves)
+
+
+def _constants(calls: Calls, paths: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """The outputs of the modules at ``paths`` that have no gradients, and are not computed again without
+    these modules: masks and orders that are drawn, tables of positions.
+    """
+    return tuple(
+        (path, number)
+        for path in paths
+        for number, value in enumerate(tree_leaves(calls.outputs.get(path)))
+        if isinstance(value, Tensor) and not value.requires_grad
+    )
 
 
 def _of_towers(model: nn.Module, calls: Calls, towers: list[str]) -> Depth:
@@ -60,7 +87,15 @@ def _of_towers(model: nn.Module, calls: Calls, towers: list[str]) -> Depth:
     both = [_carries(calls, tower) for tower in towers]
     carries = tuple(a if a == b else None for a, b in zip(*(c[0] for c in both), strict=False))
     names = tuple(home.rpartition(".")[2] for home in homes)
-    return Depth(towers[0].rpartition(".")[2], tuple(entry), carries, names, both[0][1])
+    encoded = type(calls.outputs.get(homes[0]))
+    return Depth(
+        towers[0].rpartition(".")[2],
+        tuple(entry),
+        carries,
+        names,
+        both[0][1],
+        encoded=encoded if "last_hidden_state" in getattr(encoded, "__dataclass_fields__", ()) else None,
+    )
 
 
 def _of_one_list(model: nn.Module, calls: Calls, blocks: str) -> Depth:
@@ -120,30 +155,33 @@ def _hooks(name: str, calls: Calls) -> tuple[Callable[..., None], Callable[..., 
     return enter, leave
 
 
-def _block_lists(model: nn.Module, calls: Calls) -> list[str]:
-    """Lists of like modules that were walked through in their order, each called once or several times in a
-    row; of nested ones the outer.
+def _block_lists(model: nn.Module, calls: Calls, kind: type[nn.Module]) -> list[str]:
+    """Lists, of the ``kind``, of like modules that were walked through in their order, each called once or
+    several times in a row; of nested ones the outer.
     """
     found: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in found):
+        if not isinstance(module, kind) or any(name.startswith(f"{outer}.") for outer in found):
             continue
-        paths = [f"{name}.{i}" for i in range(len(module))]
+        paths = [f"{name}.{i}" for i in range(len(module._modules))]
         walked = [path for path in calls.order if path in set(paths)]
         in_order = list(dict.fromkeys(walked)) == paths and walked == sorted(walked, key=paths.index)
-        if len({type(block) for block in module}) == 1 and in_order and len(walked) > 1:
+        if len({type(block) for block in module.children()}) == 1 and in_order and len(walked) > 1:
             found.append(name)
     return sorted(found, key=lambda path: calls.order.index(f"{path}.0"))
 
 
 def _towers(lists: list[str]) -> list[str]:
-    """Two lists of the same name in neighbouring modules, an encoder and then a decoder."""
-    if len(lists) != 2:
-        return []
-    (first, a), (second, b) = (path.rpartition(".")[::2] for path in lists)
-    siblings = first.rpartition(".")[0] == second.rpartition(".")[0] and first != second
-    named = "encoder" in first.rpartition(".")[2] and "decoder" in second.rpartition(".")[2]
-    return lists if a == b and siblings and named else []
+    """Two lists of the same name in neighbouring modules, an encoder and then a decoder; other lists, such as
+    the convolutions before an encoder, may be there too.
+    """
+    for one, other in combinations(lists, 2):
+        (first, a), (second, b) = (path.rpartition(".")[::2] for path in (one, other))
+        siblings = first.rpartition(".")[0] == second.rpartition(".")[0] and first != second
+        named = "encoder" in first.rpartition(".")[2] and "decoder" in second.rpartition(".")[2]
+        if a == b and siblings and named:
+            return [one, other]
+    return []
 
 
 def _before(model: nn.Module, calls: Calls, blocks: str, home: str) -> list[str]:
@@ -173,10 +211,10 @@ def _twins(model: nn.Module, calls: Calls, entry: list[str]) -> list[str]:
 
 def _carries(calls: Calls, blocks: str) -> tuple[tuple[str | None, ...], bool]:
     """What a block returns after the hidden states, by the names of the next one's arguments, and whether it
-    returns a tuple.
+    returns a tuple or a list.
     """
     output, following = calls.outputs[f"{blocks}.0"], calls.given.get(f"{blocks}.1", {})
-    if not isinstance(output, tuple):
+    if not isinstance(output, tuple | list):
         return (), False
     names = [
         next((name for name, given in following.items() if given is value), None)

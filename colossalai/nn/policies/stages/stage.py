@@ -10,6 +10,8 @@ parameters take the places of what is elsewhere:
 - of an encoder and a decoder, one that is elsewhere as a whole does the same;
 - a module that serves as several blocks is on every stage, and counts its calls.
 
+What only the first stage can know, such as a mask that it has drawn, travels with the hidden states.
+
 So no forward is written again for any architecture, and nothing is computed twice but masks and rotations.
 """
 
@@ -21,130 +23,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
 from colossalai.nn.policies.cutting.adapters import FixedAdapters, base_of
-from colossalai.nn.policies.stages.depth import ModelParts
+from colossalai.nn.policies.stages.depth import ModelParts, travelling
 from colossalai.nn.policies.stages.per_block import check_output, refuse_asked, refuse_collected
+from colossalai.nn.policies.stages.stand_ins import (
+    After,
+    Arrived,
+    BlockBefore,
+    EntryStandIn,
+    FormedBlockBefore,
+    FormedStandIn,
+    Leave,
+    StandIn,
+    Tail,
+    TowerBefore,
+    leave,
+    what_arrived,
+)
 from colossalai.nn.policies.wrap_forward import (
     Forward,
     ForwardWrapper,
     WholeOutputs,
     first_step,
-    given_by_name,
     wrap_forward,
 )
-
-
-class Arrived:
-    """Holds what came from the stage before, by the names of a block's arguments, for the stand-ins."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-        self.calls: int | None = None  # of repeated blocks, while the stage is in its forward pass
-
-    @property
-    def hidden(self) -> Tensor:
-        return self.values["hidden_states"]
-
-
-class Leave(BaseException):
-    """Ends the forward of a stage.  No ``Exception``: code on the way must not handle it as an error."""
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        self.values = values
-
-
-class StandIn(nn.Module):
-    """Takes the place of a module that another stage holds.
-
-    Attributes that it does not have are those of an empty copy of the module: models ask a block for the kind
-    of its attention, or a weight for its dtype.
-    """
-
-    def __init__(self, native: nn.Module, path: str, arrived: Arrived) -> None:
-        super().__init__()
-        self.path, self.arrived = path, arrived
-        self.__dict__["empty"] = empty_copy(native)  # no submodule: its parameters are none of this stage
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # without hooks: a script puts them on the module on all ranks, and they run where it is
-        return self.forward(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or "empty" not in self.__dict__:
-                raise
-            return getattr(self.__dict__["empty"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # a script that wraps a layer does so on all ranks; here it has wrapped an empty copy, which is no
-        # part of this stage
-        if isinstance(value, nn.Module | nn.Parameter) and "empty" in self.__dict__:
-            setattr(self.__dict__["empty"], name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        self.__dict__["empty"].add_module(name, module)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self.__dict__["empty"].register_parameter(name, param)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        self.__dict__["empty"].register_buffer(name, tensor, persistent)
-
-
-class EntryStandIn(StandIn):
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return torch.zeros_like(self.arrived.hidden)  # code may write to it
-
-
-class FormedStandIn(StandIn):
-    """Gives zeros of the form that the module itself would give, which an empty copy finds out."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def empty(x: Any) -> Any:
-            return x.detach().to("meta") if isinstance(x, Tensor) else x
-
-        def zeros(x: Any) -> Any:
-            return torch.zeros(x.shape, dtype=x.dtype, device=where) if isinstance(x, Tensor) else x
-
-        where = self.arrived.hidden.device
-        with torch.no_grad():
-            return tree_map(zeros, self.empty(*tree_map(empty, args), **tree_map(empty, kwargs)))
-
-
-class BlockBefore(StandIn):
-    carries: tuple[str | None, ...] = ()
-    as_tuple: bool = False
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return _arrived(self.arrived, self.carries, self.as_tuple)
-
-
-class After(StandIn):
-    """A block, or a decoder."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _leave(self.empty.forward, args, kwargs)
-
-
-def _arrived(arrived: Arrived, carries: tuple[str | None, ...], as_tuple: bool) -> Any:
-    """What a block before those of this stage has returned."""
-    if not carries and not as_tuple:
-        return arrived.hidden
-    return (arrived.hidden, *(name and arrived.values.get(name) for name in carries))
-
-
-def _leave(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leave:
-    given = given_by_name(forward, args, kwargs)
-    # whatever a block calls its first argument
-    return Leave({**given, "hidden_states": args[0]} if args else given)
 
 
 class RepeatedBlock(ForwardWrapper):
@@ -161,45 +66,26 @@ class RepeatedBlock(ForwardWrapper):
             return forward(*args, **kwargs)
         arrived.calls = number + 1
         if number < blocks.start:
-            return _arrived(arrived, self.carries, self.as_tuple)
+            return what_arrived(arrived, self.carries, self.as_tuple)
         if number >= blocks.stop:
-            raise _leave(forward, args, kwargs)
+            raise leave(forward, args, kwargs)
         return forward(*args, **kwargs)
 
 
-class TowerBefore(StandIn):
-    """An encoder, which returns what it did on an earlier stage."""
+class KeptOutputs(ForwardWrapper):
+    """A module of the first stage, some of whose outputs go to later stages beside the hidden states."""
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutput
+    share: StageShare
+    path: str
+    travels: tuple[int, ...]
 
-        states: Any = self.arrived.values["encoder_hidden_states"]
-        return BaseModelOutput(last_hidden_state=states)
-
-
-class Tail(StandIn):
-    def forward(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError(
-            f"{self.path!r} is called before the blocks of the model are through, so the first stage needs"
-            " it: name it in the entry of the policy's Depth"
-        )
-
-
-def empty_copy(module: nn.Module) -> nn.Module:
-    """A copy whose tensors have a shape and a type only; of a stage, one of the whole model."""
-    if isinstance(module, StandIn):
-        return module.__dict__["empty"]
-    twin = object.__new__(type(module))  # not by copy: modules with parametrizations refuse it
-    twin.__dict__.update(module.__dict__)
-    twin._parameters = {
-        name: p if p is None else nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-        for name, p in module._parameters.items()
-    }
-    twin._buffers = {
-        name: b if b is None else torch.empty_like(b, device="meta") for name, b in module._buffers.items()
-    }
-    twin._modules = {name: m if m is None else empty_copy(m) for name, m in module._modules.items()}
-    return twin
+    def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = forward(*args, **kwargs)
+        arrived = self.share.arrived
+        if arrived.calls is not None:  # no recomputation
+            leaves = tree_leaves(output)
+            arrived.values |= {travelling(self.path, i): leaves[i] for i in self.travels}
+        return output
 
 
 @dataclass(frozen=True)
@@ -246,7 +132,8 @@ class ModelStage(FixedAdapters):
                 check_output(type(self).__name__, output)
             return output
         except Leave as left:
-            sent = tuple(left.values[name] for name in share.sends)
+            kept = {**share.arrived.values, **left.values}
+            sent = tuple(kept[name] for name in share.sends)
             if isinstance(self, nn.Module) and isinstance(self, WholeOutputs):
                 self.first_step.after(self, sent)
             return sent[0] if len(sent) == 1 else sent
@@ -300,24 +187,37 @@ class StageList(nn.ModuleList):
         """The name in the whole model of what is ``name`` here: without the number of the stage."""
         return name.partition(".")[2]
 
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        """Refused, as that of one stage; a boosted model has its own in its place."""
+        raise RuntimeError(
+            f"these are {len(self)} stages of a pipeline, not the whole model; call"
+            " colossalai.save_pretrained(model, folder) on every rank, with what split_model or boost"
+            " returned"
+        )
+
 
 def take_stage(model: nn.Module, parts: ModelParts, share: StageShare, *, refuses: bool = True) -> nn.Module:
     """Put stand-ins into ``model`` for all that is not in ``share``, and make it a stage; with ``refuses`` it
     raises when it returns what was collected from its blocks.
     """
+    travels = {path: tuple(i for p, i in parts.travels if p == path) for path, _ in parts.travels}
     for path, kind in _elsewhere(parts, share).items():
         parent, _, name = path.rpartition(".")
         home = model.get_submodule(parent)
         stand_in = kind(home.get_submodule(name), path, share.arrived)
         if isinstance(stand_in, BlockBefore):
             stand_in.carries, stand_in.as_tuple = parts.carries, parts.as_tuple
+        elif isinstance(stand_in, TowerBefore):
+            stand_in.kind = parts.encoded
+        elif isinstance(stand_in, FormedStandIn):
+            stand_in.travels = travels.get(path, ())
         home._modules[name] = stand_in
     for path in parts.repeated:
-        parent, _, name = path.rpartition(".")
-        home = model.get_submodule(parent)
-        block: Any = wrap_forward(copy.copy(home.get_submodule(name)), RepeatedBlock)
+        block = _wrapped_copy(model, path, RepeatedBlock)
         block.share, block.carries, block.as_tuple = share, parts.carries, parts.as_tuple
-        home._modules[name] = block
+    for path, numbers in travels.items() if share.is_first else ():
+        kept = _wrapped_copy(model, path, KeptOutputs)
+        kept.share, kept.path, kept.travels = share, path, numbers
     wrap_forward(model, ModelStage if base_of(model) is model else AdaptedStage)
     model.share = share  # type: ignore[assignment]
     if refuses and share.is_last and share.stages > 1:
@@ -325,6 +225,16 @@ def take_stage(model: nn.Module, parts: ModelParts, share: StageShare, *, refuse
     if isinstance(model, WholeOutputs):  # the chunks of a rank are copies of one model
         model.first_step = first_step(model.cut_as[1])
     return model
+
+
+def _wrapped_copy(model: nn.Module, path: str, kind: type[ForwardWrapper]) -> Any:
+    """Put a copy of the module at ``path``, of the ``kind``, in its place, and return it; stages that are
+    copies of one model have the module itself in common.
+    """
+    parent, _, name = path.rpartition(".")
+    home = model.get_submodule(parent)
+    home._modules[name] = wrap_forward(copy.copy(home.get_submodule(name)), kind)
+    return home._modules[name]
 
 
 def _elsewhere(parts: ModelParts, share: StageShare) -> dict[str, type[StandIn]]:
@@ -342,7 +252,8 @@ def _elsewhere(parts: ModelParts, share: StageShare) -> dict[str, type[StandIn]]
             kinds |= {p: FormedStandIn if p in parts.formed else EntryStandIn for p in tower.entry}
         if tower.repeats:
             continue
-        kinds |= {tower.block(i): BlockBefore for i in range(first, min(start, last))}
+        before = FormedBlockBefore if tower.blocks in parts.formed else BlockBefore
+        kinds |= {tower.block(i): before for i in range(first, min(start, last))}
         kinds |= {tower.block(i): After for i in range(max(end, first), last)}
         if end < last:
             kinds |= dict.fromkeys(tower.tail, Tail)

@@ -102,16 +102,36 @@ def candidate_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in forward.values())
     options = {"use_cache": False, "return_dict": True}
     known = {k: v for k, v in options.items() if k in forward or takes_any}
-    for inputs in _main_inputs(model, batch, length):
+    asked = [p.name for p in forward.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    for inputs in (*_main_inputs(model, batch, length), *_images(model, batch, asked)):
         if set(inputs) <= set(forward):
             yield {**inputs, **known, "output_attentions": True}
             yield {**inputs, **known}
 
 
+def _images(model: nn.Module, batch: int, asked: list[str]) -> Iterator[dict[str, Any]]:
+    """Images for a model without a config, such as those of timm and torchvision, that ``asked`` for one
+    argument.
+    """
+    if hasattr(model, "config") or len(asked) != 1:
+        return
+    patches, known = getattr(model, "patch_embed", None), getattr(model, "default_cfg", None) or {}
+    sizes = (getattr(patches, "img_size", None), getattr(model, "image_size", None))
+    channels, *form = known.get("input_size") or (3, 224, 224)
+    for size in (*sizes, tuple(form)):
+        if isinstance(size, (int, tuple)) and size:
+            height, width = size if isinstance(size, tuple) else (size, size)
+            yield {asked[0]: torch.zeros(batch, channels, height, width, dtype=_dtype(model))}
+
+
+def _dtype(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
 def _main_inputs(model: nn.Module, batch: int, length: int) -> Iterator[dict[str, Any]]:
     config: Any = getattr(model, "config", None)
     ids = torch.zeros(batch, length, dtype=torch.long)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    dtype = _dtype(model)
     yield {"input_ids": ids}
     yield {"input_ids": ids, "decoder_input_ids": ids}
     vision = getattr(config, "vision_config", config)
@@ -121,6 +141,9 @@ def _main_inputs(model: nn.Module, batch: int, length: int) -> Iterator[dict[str
         images = torch.zeros(batch, channels, height, width, dtype=dtype)
         yield {"pixel_values": images}
         yield {"input_ids": ids, "pixel_values": images}
+        shots = getattr(vision, "num_frames", None)
+        if isinstance(shots, int):
+            yield {"pixel_values": torch.zeros(batch, shots, channels, height, width, dtype=dtype)}
     frames = 2 * getattr(config, "max_source_positions", 0) or 100
     bins = int(getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None) or 80)
     sound = torch.zeros(batch, bins, frames, dtype=dtype)
@@ -128,4 +151,7 @@ def _main_inputs(model: nn.Module, batch: int, length: int) -> Iterator[dict[str
     yield {"input_features": sound.transpose(1, 2), "decoder_input_ids": ids}
     yield {"input_features": sound}
     yield {"input_features": sound.transpose(1, 2)}
+    columns = getattr(config, "max_length", None)
+    if isinstance(columns, int) and hasattr(config, "num_mel_bins"):  # a spectrogram that is cut into patches
+        yield {"input_values": torch.zeros(batch, columns, bins, dtype=dtype)}
     yield {"input_values": torch.zeros(batch, 2000, dtype=dtype)}

@@ -2,7 +2,7 @@
 need.
 
 ``MetaBytes`` counts what is alive; ``gpu_kernels`` replaces what torch computes differently without a GPU by
-what it does with one.
+what it does with one, autocast included (``meta_autocast``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
 from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.meta_autocast import autocast_on_meta
 
 ALLOCATOR_BLOCK = 512  # what CUDA's caching allocator rounds sizes up to
 
@@ -52,18 +53,20 @@ class MetaBytes(LiveBytes):
 
 
 @contextmanager
-def gpu_kernels() -> Iterator[None]:
-    """On the meta device, attention that keeps no scores and dropout that keeps a mask of one byte, as on a
-    GPU.
+def gpu_kernels(*, is_cpu: bool = False) -> Iterator[None]:
+    """On the meta device, attention that keeps no scores, dropout that keeps a mask of one byte, and autocast
+    of CUDA, as on a GPU.  For a device that ``is_cpu``, dropout keeps a mask of its input's dtype, and
+    attention that drops something keeps its scores.
 
     Kernels of torch's dispatcher, not a ``TorchFunctionMode``: such a mode is off inside ``backward``, where
     checkpointed layers run again.
     """
     library = torch.library.Library("aten", "IMPL")  # its life ends below
     try:
-        for name, kernel in _KERNELS.items():
+        for name, kernel in (_CPU_KERNELS if is_cpu else _KERNELS).items():
             library.impl(name, kernel, "AutogradMeta")
-        yield
+        with autocast_on_meta():
+            yield
     finally:
         library._destroy()
 
@@ -91,6 +94,22 @@ def _attention(
     return fused(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal)[0]
 
 
+def _attention_of_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    if dropout_p == 0:
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal)
+    slow = torch.ops.aten._scaled_dot_product_attention_math
+    grouped = key.size(1) != query.size(1)
+    return slow(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=grouped)[0]
+
+
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(input, p, True)[0] if train and p > 0 else input
 
@@ -99,6 +118,7 @@ _KERNELS: dict[str, Callable[..., Tensor]] = {
     "scaled_dot_product_attention": _attention,
     "dropout": _dropout,
 }
+_CPU_KERNELS: dict[str, Callable[..., Tensor]] = {"scaled_dot_product_attention": _attention_of_cpu}
 
 
 def step_as_on_gpu(optimizer: Optimizer) -> None:

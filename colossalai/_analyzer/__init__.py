@@ -1,0 +1,1 @@
+"""Names under which newer scripts find the tracer; it lives in ``colossalai.fx``."""

@@ -1,0 +1,3 @@
+from colossalai.fx.tracer import ColoTracer
+
+__all__ = ["ColoTracer"]

@@ -1,0 +1,97 @@
+"""Finds the blocks of any model whose activations may be computed again, and changes their modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from colossalai.auto_parallel.checkpoint.mode_solver import MODES
+from colossalai.nn.checkpoint_blocks import RecomputedBlock, checkpoint_blocks, refuse_checkpointed
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+def find_blocks(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """The blocks of ``model`` by name: those called ``names``, or the entries of its outermost lists and
+    sequences, or else its largest parts.
+
+    A block has parameters, and lies in no other block.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"auto_checkpoint needs a module, got {type(model).__name__}")
+    if names is not None:
+        wrong = [name for name in names if not name or name not in dict(model.named_modules())]
+        if wrong:
+            raise ValueError(f"auto_checkpoint: {type(model).__name__} has no part {wrong[0]!r}")
+        found = [model.get_submodule(name) for name in names]
+    else:
+        found = _entries(model) or _parts(model)
+    refuse_checkpointed(model, found)
+    chosen = set(found)
+    return {name: module for name, module in model.named_modules() if module in chosen}
+
+
+def _entries(module: nn.Module) -> list[nn.Module]:
+    """The entries of the outermost lists of modules; a list of lists has theirs."""
+    found: list[nn.Module] = []
+    children = [module] if isinstance(module, _LISTS) else module.children()
+    for child in children:
+        if not isinstance(child, _LISTS):
+            found += _entries(child)
+        elif not _is_list_of_blocks(child):
+            continue
+        else:
+            for entry in child:
+                inner = isinstance(entry, (*_LISTS, nn.ModuleDict)) and _entries(entry)
+                found += inner or ([entry] if _has_weights(entry) and _is_called(entry) else [])
+    return list(dict.fromkeys(found))
+
+
+def _is_list_of_blocks(child: nn.Module) -> bool:
+    """Whether ``child`` has entries that consist of several layers; a sequence of single layers, such as a
+    head, is no chain of blocks.
+    """
+    return any(any(True for _ in entry.children()) for entry in child.children())
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Children with weights that consist of others, as far outside as there are two of them; else layers."""
+    children = [child for child in module.children() if _has_weights(child)]
+    if len(children) == 1 and any(True for _ in children[0].children()):
+        return _parts(children[0])
+    return [part for child in children for part in ([child] if _is_called(child) else _parts(child))]
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def set_modes(model: nn.Module, modes: Mapping[str, str]) -> None:
+    """Give the blocks of ``model`` these modes, by name."""
+    for mode in MODES:
+        names = [name for name, its in modes.items() if its == mode]
+        if names:
+            checkpoint_blocks(model, mode, names)  # type: ignore[arg-type]
+
+
+@contextmanager
+def block_modes(model: nn.Module, modes: Mapping[str, str]) -> Iterator[None]:
+    """Blocks in other modes for a while."""
+    before = [(model.get_submodule(name), type(model.get_submodule(name))) for name in modes]
+    chosen = [getattr(block, "recompute", None) for block, _ in before]
+    try:
+        set_modes(model, modes)
+        yield
+    finally:
+        for (block, kind), mode in zip(before, chosen, strict=True):
+            block.__class__ = kind
+            if issubclass(kind, RecomputedBlock):
+                block.recompute = mode  # type: ignore[assignment]
+            else:
+                vars(block).pop("recompute", None)

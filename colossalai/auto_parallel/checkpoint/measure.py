@@ -1,0 +1,145 @@
+"""Runs blocks on the GPU, each kind once in each mode: their times, and the workspaces of their kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from colossalai.auto_parallel.checkpoint.blocks import block_modes
+from colossalai.auto_parallel.checkpoint.meta_model import left_alone
+from colossalai.auto_parallel.checkpoint.profile import CallCost
+from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, Span, StepTimeline, TrainingStep
+
+_WARM, _REPEAT = 2, 8
+
+
+def measure_calls(
+    step: TrainingStep, blocks: Mapping[str, nn.Module], played: Mapping[str, StepTimeline]
+) -> dict[tuple[int, str], CallCost]:
+    """The costs of every call in every mode; calls of the same kind are run once."""
+    first = played["keep"]
+    kinds: dict[str, dict[str, CallCost]] = {}
+    found: dict[tuple[int, str], CallCost] = {}
+    for call, name in enumerate(first.calls):
+        kind = f"{blocks[name]!r} {first.inputs[call]!r}"
+        if kind not in kinds:
+            kinds[kind] = {}
+            for mode, line in played.items():
+                spans = (line.forward[call], line.backward.get(call, NOTHING))
+                kinds[kind][mode] = _measure_call(step, name, first.inputs[call], mode, spans)
+        found |= {(call, mode): cost for mode, cost in kinds[kind].items()}
+    return found
+
+
+def _measure_call(
+    step: TrainingStep, name: str, inputs: Any, mode: str, spans: tuple[Span, Span]
+) -> CallCost:
+    """One block alone: its seconds, and the bytes that it needs beyond those that were played."""
+    block = step.model.get_submodule(name)
+    device = next(block.parameters()).device
+    peaks = (0, 0)
+
+    def once() -> None:
+        nonlocal peaks
+        args, kwargs = _made(inputs, device)
+        with _PeakAbove(device) as forward, step.autocasts("cuda"):
+            output = block(*args, **kwargs)
+        learnt = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        gradients = [torch.ones_like(t) for t in learnt]
+        with _PeakAbove(device) as backward:
+            if learnt:
+                torch.autograd.backward(learnt, gradients)
+        peaks = forward.nbytes, backward.nbytes
+
+    with left_alone(block), block_modes(step.model, {name: mode}):
+        seconds = _seconds(once, block, device)
+    extra = [max(0, most - (span.peak - span.start)) for most, span in zip(peaks, spans, strict=True)]
+    return CallCost(seconds, *extra)
+
+
+class Whole(NamedTuple):
+    """A step of the whole model: its seconds, and the bytes above those that were alive before it."""
+
+    seconds: float
+    above: int
+
+
+def measure_step(step: TrainingStep) -> Whole | None:
+    """Run the step with the blocks as they are; None if the GPU has not enough memory for it."""
+    device = next(p.device for p in step.model.parameters())
+    batch = tree_map_only(Tensor, lambda t: t.to(device), step.batch)
+    above = 0
+
+    def once() -> None:
+        nonlocal above
+        with _PeakAbove(device) as peak:
+            with step.autocasts("cuda"):
+                loss = step.loss(step.model, batch)
+            loss.backward()
+        above = peak.nbytes
+
+    try:
+        with left_alone(step.model):
+            return Whole(_seconds(once, step.model, device), above)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        torch.cuda.empty_cache()
+
+
+def bytes_beside(step: TrainingStep) -> int:
+    """Bytes on the GPU besides the weights, their gradients and the states of the optimizer: workspaces of
+    its libraries, and whatever else the script holds.
+    """
+    device = next(p.device for p in step.model.parameters())
+    parameters = list(step.model.parameters())
+    held = [*parameters, *step.model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+    states = {} if step.optimizer is None else step.optimizer.state
+    held += [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t.is_cuda}
+    return torch.cuda.memory_allocated(device) - sum(storages.values())
+
+
+class _PeakAbove:
+    """The most bytes above those alive when the block began; nothing waits for the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.nbytes = device, 0
+
+    def __enter__(self) -> _PeakAbove:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.nbytes = torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+def _seconds(once: Callable[[], None], module: nn.Module, device: torch.device) -> float:
+    """The seconds of a run, of several one after the other, as in training."""
+    start = 0.0
+    for number in range(_WARM + _REPEAT):
+        if number == _WARM:
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+        for p in module.parameters():
+            p.grad = None
+        once()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / _REPEAT
+
+
+def _made(inputs: Any, device: torch.device) -> Any:
+    """Arguments that look like those of a call; a key-value cache is left out."""
+
+    def make(leaf: Any) -> Any:
+        if isinstance(leaf, Like):
+            return leaf.make(device)
+        return None if hasattr(leaf, "get_seq_length") else leaf
+
+    return tree_map(make, inputs, is_leaf=lambda leaf: isinstance(leaf, Like))

@@ -1,0 +1,91 @@
+"""A model on the meta device for a while, without a copy of it, or run where it is without a trace.
+
+The modules stay the same objects: what is learnt about them there (such as that a block leaves its inputs
+alone) holds afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+
+@contextmanager
+def on_meta(model: nn.Module) -> Iterator[None]:
+    """Inside the block, the tensors of ``model`` lie on the meta device and it is in training; afterwards
+    everything is as before, random numbers included.
+    """
+    modules = list(model.modules())
+    before = [(m, dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in modules]
+    swapped: dict[int, Tensor] = {}
+
+    def meta(tensor: Tensor) -> Tensor:
+        if id(tensor) not in swapped:
+            swapped[id(tensor)] = _meta_of(tensor)
+        return swapped[id(tensor)]
+
+    numbers = random.getstate()
+    try:
+        for module in modules:
+            for own in _own(module):
+                own.update({name: meta(t) for name, t in own.items() if t is not None})
+            for name, value in vars(module).items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    vars(module)[name] = tree_map_only(Tensor, meta, value) if _may_hold(value) else value
+            module.training = True
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(numbers)
+        for module, attributes, parameters, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for own in _own(module):
+                own.clear()
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+def _own(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
+
+
+def _may_hold(value: Any) -> bool:
+    return isinstance(value, (Tensor, list, tuple)) or type(value) is dict
+
+
+def _meta_of(tensor: Tensor) -> Tensor:
+    made = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        made.__dict__.update(vars(tensor))  # such as its place on a mesh
+    return made
+
+
+@contextmanager
+def left_alone(module: nn.Module) -> Iterator[None]:
+    """A module in training, whose buffers, gradients and modes are afterwards what they were, as are random
+    numbers.
+    """
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    gradients = [p.grad for p in module.parameters()]
+    training = [(part, part.training) for part in module.modules()]
+    device = next(p.device for p in module.parameters())
+    try:
+        module.train()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for part, flag in training:
+            part.training = flag
+        with torch.no_grad():
+            for name, value in module.named_buffers():
+                value.copy_(buffers[name])
+        for p, gradient in zip(module.parameters(), gradients, strict=True):
+            p.grad = gradient

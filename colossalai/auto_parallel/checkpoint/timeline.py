@@ -1,0 +1,299 @@
+"""Plays a training step on the meta device and notes, piece by piece, the bytes and the time that it needs.
+
+The pieces lie between the moments at which blocks begin and end: a block's forward pass, what follows it,
+its backward pass with whatever is computed again in it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from colossalai.auto_parallel.checkpoint.meta_model import left_alone, on_meta
+from colossalai.device.presets import DEVICES, DevicePreset
+from colossalai.interface.batch import call_with, loss_of, split_batch
+from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
+from colossalai.utils.throughput import OperationCounter
+
+
+class Span(NamedTuple):
+    """A part of a step: the bytes alive when it began, at its worst moment, and its seconds."""
+
+    start: int = 0
+    peak: int = 0
+    seconds: float = 0.0
+
+
+NOTHING = Span()
+
+
+@dataclass
+class StepTimeline:
+    """The pieces of a step.  ``calls`` names the block of each call; ``forward`` and ``between`` (what
+    follows it until the next one begins; behind the last, the head and the loss) have a piece for each,
+    ``backward`` for those that are differentiated.
+    """
+
+    before: Span = NOTHING
+    calls: list[str] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
+    """The arguments of each call: a pair of positional ones and keywords."""
+    forward: list[Span] = field(default_factory=list)
+    between: list[Span] = field(default_factory=list)
+    backward: dict[int, Span] = field(default_factory=dict)
+    step: Span = NOTHING
+    weights: int = 0
+    gradients: int = 0
+    states: int = 0
+    reads: list[str] = field(default_factory=list)
+    """Lines that read values, which are not there: they got 0."""
+
+    @property
+    def pieces(self) -> list[Span]:
+        return [self.before, *self.forward, *self.between, *self.backward.values(), self.step]
+
+    @property
+    def peak(self) -> int:
+        return max(piece.peak for piece in self.pieces)
+
+    @property
+    def seconds(self) -> float:
+        return sum(piece.seconds for piece in self.pieces)
+
+
+class Arguments(NamedTuple):
+    """A batch of which a model takes a part by place and a part by name, as stages of a pipeline do."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class TrainingStep:
+    """A training step: what it computes, and with what it is judged."""
+
+    model: nn.Module
+    batch: Any
+    criterion: Callable[..., Any] | None
+    optimizer: Optimizer | None
+    autocast: torch.dtype | None
+    reserved: int
+    device: DevicePreset
+    is_played: bool = True
+    """Whether it is played on the meta device; one whose way depends on values runs where the model is."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of a batch; of a model that makes none, a number that depends on all that it returns."""
+        if self.criterion is not None:
+            data, label = split_batch(batch, None, True, "auto_checkpoint")
+            return loss_of(self.criterion, call_with(model, data), label)
+        if isinstance(batch, Arguments):
+            output = model(*batch.args, **batch.kwargs)
+        else:
+            output = call_with(model, batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss
+        floats = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        return torch.stack([t.sum().float() for t in floats]).sum()
+
+    def autocasts(self, device: str) -> Any:
+        return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
+
+    def play(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
+        """The timeline of this step, with ``blocks`` as they are."""
+        if not self.is_played:
+            return self._run(blocks)
+        kernels = gpu_kernels(is_cpu=self.device is DEVICES["cpu"])
+        with on_meta(self.model), kernels, TimelineRecorder(self.device) as recorder:
+            weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
+            batch = tree_map_only(Tensor, _like_on_meta, self.batch)
+            recorder.hold(weights)
+            recorder.timeline.weights = recorder.now
+            optimizer = None if self.optimizer is None else _with_states(self.optimizer, self.model)
+            recorder.timeline.states = recorder.now - recorder.timeline.weights
+            recorder.hold(t for t in tree_leaves(batch) if isinstance(t, Tensor))
+            recorder.now += self.reserved
+            recorder.begin("before")
+            self._passes(recorder, blocks, batch, "meta")
+            recorder.begin("step")
+            if optimizer is not None:
+                optimizer.step()
+            recorder.begin("done")
+            return recorder.timeline
+
+    def _run(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
+        """The same on the model's own device, with values; the optimizer's step is left out."""
+        place = next(p.device for p in self.model.parameters())
+        batch = tree_map_only(Tensor, lambda t: t.to(place), self.batch)
+        with left_alone(self.model), TimelineRecorder(self.device, meta=False) as recorder:
+            self.model.zero_grad(set_to_none=True)
+            recorder.hold((*self.model.parameters(), *self.model.buffers()))
+            recorder.timeline.weights = recorder.now
+            recorder.timeline.states = self._states()
+            recorder.hold(t for t in tree_leaves(batch) if isinstance(t, Tensor))
+            recorder.now += self.reserved + recorder.timeline.states
+            recorder.begin("before")
+            self._passes(recorder, blocks, batch, place.type)
+            recorder.begin("done")
+            return recorder.timeline
+
+    def _passes(
+        self, recorder: TimelineRecorder, blocks: Mapping[str, nn.Module], batch: Any, place: str
+    ) -> None:
+        with recorder.watching(blocks):
+            with self.autocasts(place):
+                loss = self.loss(self.model, batch)
+            loss.backward()
+        del loss
+        gradients = (p.grad for p in self.model.parameters())
+        recorder.timeline.gradients = sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    def _states(self) -> int:
+        """The bytes of the optimizer's states."""
+        if self.optimizer is None:
+            return 0
+        with on_meta(self.model), MetaBytes() as memory:
+            made = _with_states(self.optimizer, self.model)
+            del made.param_groups[:]
+            return memory.now
+
+
+def _like_on_meta(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+
+def _with_states(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+    """``optimizer`` for the parameters of ``model`` as they are now, with its states."""
+    try:
+        made = type(optimizer)(model.parameters(), **optimizer.defaults)
+    except TypeError as error:
+        raise ValueError(
+            f"auto_checkpoint cannot build another {type(optimizer).__name__} to count its states ({error});"
+            " leave optimizer out, and give the bytes of its states as reserved"
+        ) from error
+    step_as_on_gpu(made)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    made.step()
+    made.zero_grad(set_to_none=True)
+    return made
+
+
+class TimelineRecorder(MetaBytes):
+    """Cuts a step into pieces, and adds up the seconds of its operations by a roofline."""
+
+    def __init__(self, device: DevicePreset, *, meta: bool = True) -> None:
+        super().__init__()
+        self._meta = meta
+        self.timeline = StepTimeline()
+        self._device, self._operations = device, OperationCounter().flop_registry
+        self._name, self._call, self._start = "", 0, 0
+        self.seconds = 0.0
+        """Of the piece in progress, so far."""
+
+    def begin(self, name: str, call: int = 0) -> None:
+        """The piece in progress ends, and another begins."""
+        piece, line = Span(self._start, max(self.peak, self.now), self.seconds), self.timeline
+        if self._name in ("before", "step"):
+            setattr(line, self._name, piece)
+        elif self._name in ("forward", "between"):
+            getattr(line, self._name).append(piece)
+        elif self._name == "backward":
+            line.backward[self._call] = piece
+        self._name, self._call, self._start, self.seconds = name, call, self.now, 0.0
+        self.restart()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            self._note_read()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.seconds += self._time(func, args, kwargs or {}, result)
+        return result
+
+    def _time(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+        if func.is_view or not (tensors := [t for t in tree_leaves((args, result)) if isinstance(t, Tensor)]):
+            return 0.0
+        count: Any = self._operations.get(func._overloadpacket)
+        operations = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+        return self._device.seconds(operations, sum(t.nbytes for t in tensors), tensors[0].dtype)
+
+    def _note_read(self) -> None:
+        line = line_of(traceback.extract_stack())
+        if line not in self.timeline.reads:
+            self.timeline.reads.append(line)
+
+    @contextmanager
+    def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Inside, calls of ``blocks`` are pieces."""
+        hooks = []
+        for name, block in blocks.items():
+            hooks.append(block.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+            hooks.append(block.register_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self.begin("forward", len(self.timeline.calls))
+            self.timeline.calls.append(name)
+            self.timeline.inputs.append(tree_map_only(Tensor, Like.of, (args, kwargs)))
+
+        return enter
+
+    def _leave(self, _: nn.Module, args: Any, output: Any) -> None:
+        call = len(self.timeline.calls) - 1
+        self.begin("between", call)
+        seen = False
+
+        def differentiate(_: Tensor) -> None:
+            nonlocal seen
+            if not seen:
+                seen = True
+                self.begin("backward", call)
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(differentiate)
+
+
+def line_of(stack: traceback.StackSummary) -> str:
+    """The innermost line of ``stack`` that is neither torch's nor ours."""
+    for frame in reversed(stack):
+        if "/torch/" not in frame.filename and "/colossalai/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "an unknown line"
+
+
+class Like(NamedTuple):
+    """The look of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Like:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def make(self, device: torch.device) -> Tensor:
+        """Another tensor of this look; integers and truth values are those that any model can take."""
+        if self.dtype.is_floating_point:
+            made = torch.randn(self.shape, dtype=self.dtype, device=device)
+            return made.requires_grad_(self.requires_grad)
+        return torch.full(self.shape, self.dtype == torch.bool, dtype=self.dtype, device=device)

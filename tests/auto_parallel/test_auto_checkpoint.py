@@ -1,0 +1,212 @@
+"""``auto_checkpoint`` keeps the budget, changes no gradient, and says what cannot be done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colossalai.auto_parallel.checkpoint import CheckpointPlanner, auto, auto_checkpoint
+from colossalai.auto_parallel.checkpoint.measure import Whole
+from colossalai.interface.batch import call_with, loss_of
+from colossalai.utils.live_bytes import LiveBytes
+from tests.auto_parallel.models import IDS, MODELS, gpt2
+
+BATCH = {"input_ids": IDS.repeat(4, 2), "labels": IDS.repeat(4, 2)}
+
+
+def loss(model: nn.Module, batch: Any, criterion: Any) -> Tensor:
+    if criterion is not None:
+        return loss_of(criterion, model(batch[0]), batch[1])
+    output = call_with(model, batch)
+    found: Tensor = output.loss if hasattr(output, "loss") else output.sum()
+    return found
+
+
+def gradients(model: nn.Module, batch: Any, criterion: Any) -> list[Tensor | None]:
+    torch.manual_seed(3)
+    model.zero_grad()
+    loss(model, batch, criterion).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_plain_model(name: str) -> None:
+    """Dropout drops the same elements; buffers and random numbers are left alone by the plan."""
+    torch.manual_seed(0)
+    model, batch, criterion = MODELS[name]()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    numbers = torch.get_rng_state()
+    planner = CheckpointPlanner(model, batch, criterion=criterion, device="h200", reserved=0)
+    assert torch.equal(numbers, torch.get_rng_state())
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    plain = gradients(model, batch, criterion)
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    model.load_state_dict(state)
+    low, high = planner.least[2], planner.whole
+    plan = planner.plan((low + high) // 2)
+    assert low <= plan.peak <= (low + high) // 2 or low == high == plan.peak
+    planner.apply(plan)
+    again = gradients(model, batch, criterion)
+    for key, value in model.named_buffers():
+        assert torch.equal(value, buffers[key])  # statistics of batches are updated once
+    assert len(plain) == len(again)
+    for mine, theirs in zip(again, plain, strict=True):
+        assert (mine is None and theirs is None) or torch.equal(mine, theirs)  # type: ignore[arg-type]
+
+
+def test_every_budget_is_kept_by_a_real_step() -> None:
+    """On the CPU, the step itself needs no more than the budget says, and less time for more memory."""
+    torch.manual_seed(0)
+    model = gpt2(6, 128)
+    batch = BATCH
+    planner = CheckpointPlanner(model, batch, device="cpu")
+    curve = planner.curve(6)
+    assert curve[0].budget < 0.6 * curve[-1].budget
+    assert [point.seconds for point in curve] == sorted((p.seconds for p in curve), reverse=True)
+    assert curve[-1].seconds < curve[0].seconds
+    for point in curve:
+        plan = planner.plan(point.budget)
+        assert plan.peak <= point.budget
+        assert plan.seconds <= point.seconds + 1e-12
+        planner.apply(plan)
+        model.zero_grad()
+        with LiveBytes(block=512) as memory:
+            memory.hold((*model.parameters(), *model.buffers(), *batch.values()))
+            model(**batch).loss.backward()
+        assert memory.peak <= plan.peak
+
+
+def test_autocast_and_optimizer_are_counted() -> None:
+    model = gpt2()
+    batch = BATCH
+    plain = CheckpointPlanner(model, batch, device="cpu")
+    half = CheckpointPlanner(model, batch, device="cpu", autocast=torch.bfloat16)
+    assert half.played["keep"].between[-1].start < plain.played["keep"].between[-1].start
+    adam = CheckpointPlanner(model, batch, device="cpu", optimizer=torch.optim.Adam(model.parameters()))
+    weights = sum(p.nbytes for p in model.parameters())
+    states = adam.played["keep"].states
+    assert 2 * weights <= states <= 2.2 * weights
+    assert adam.least[2] >= plain.least[2] + states
+    more = CheckpointPlanner(model, batch, device="cpu", reserved="1 MB")
+    assert more.least[2] == plain.least[2] + 1_000_000
+    plan = half.plan((half.least[2] + half.whole) // 2)
+    assert plan.peak <= plan.budget
+
+
+def test_stored_micro_batches() -> None:
+    model = gpt2()
+    one = CheckpointPlanner(model, BATCH, device="cpu")
+    three = CheckpointPlanner(model, BATCH, device="cpu", stored=3)
+    line = one.played["keep"]
+    assert three.whole == one.whole + 2 * (line.between[-1].start - line.before.start)
+    plan = three.plan((three.least[2] + three.whole) // 2)
+    assert plan.peak <= plan.budget
+    assert len(set(plan.modes.values())) > 1
+
+
+def test_one_line_and_its_report() -> None:
+    model = gpt2()
+    need = CheckpointPlanner(model, BATCH, device="h100").whole
+    plan = auto_checkpoint(model, BATCH, int(need * 0.99), device="h100")
+    assert set(plan.modes) == {f"transformer.h.{i}" for i in range(4)}
+    assert set(plan.modes.values()) == {"keep", "selective"}
+    text = str(plan)
+    assert "blocks in mode keep" in text
+    assert "weights" in text
+    assert "optimizer states" in text
+    auto_checkpoint(model, BATCH, "1 GiB", device="h100")
+    assert {block.recompute for block in model.transformer.h} == {"keep"}
+
+
+def test_bad_input_leaves_the_model_alone() -> None:
+    model = gpt2()
+    batch = BATCH
+    with pytest.raises(
+        ValueError, match=r"below the least that recomputing and offloading blocks reach, \d+"
+    ):
+        auto_checkpoint(model, batch, 1000)
+    with pytest.raises(ValueError, match="'20 GiB' or '500 MB', got 'much'"):
+        auto_checkpoint(model, batch, "much")
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot compute a loss of this batch"):
+        auto_checkpoint(model, {"words": IDS}, "1 GiB")
+    with pytest.raises(ValueError, match="has no part 'x'"):
+        auto_checkpoint(model, batch, "1 GiB", blocks=["x"])
+    with pytest.raises(ValueError, match="measure=True needs the model on a GPU"):
+        auto_checkpoint(model, batch, "1 GiB", measure=True)
+    with pytest.raises(ValueError, match="there is no device 'abacus'"):
+        auto_checkpoint(model, batch, "1 GiB", device="abacus")
+    assert type(model.transformer.h[0]).__mro__[1] is not type(model.transformer.h[0])
+    assert not any(hasattr(block, "recompute") for block in model.transformer.h)
+    with pytest.raises(ValueError, match="is trained"):
+        auto_checkpoint(model.requires_grad_(False), batch, "1 GiB")
+
+
+class ReadsValues(nn.Module):
+    """Takes a way that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if x.sum() > 100:
+                x = -x
+            x = layer(x)
+        return x
+
+
+class ChoosesRows(ReadsValues):
+    """Computes with the rows that are positive, however many these are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[x.sum(1) > 0])
+
+
+def test_models_whose_shapes_depend_on_values() -> None:
+    model, x = ChoosesRows(), torch.randn(64, 8)
+    planner = CheckpointPlanner(model, x)
+    assert any("values decide at" in note and "x[x.sum(1) > 0]" in note for note in planner.notes)
+    plain = gradients(model, x, None)
+    plan = planner.plan(planner.least[2])
+    planner.apply(plan)
+    for mine, theirs in zip(gradients(model, x, None), plain, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert torch.equal(mine, theirs)
+
+
+def test_lines_that_read_values_are_named() -> None:
+    plan = auto_checkpoint(ReadsValues(), torch.rand(2, 8), "1 GiB")
+    assert any("if x.sum() > 100:" in note for note in plan.notes)
+
+
+def test_times_of_whole_steps_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions for steps with one mode are what was measured, and bytes that no play shows are counted."""
+    model, batch = gpt2(3, 32), BATCH
+    planner = CheckpointPlanner(model, batch)
+    least, most = planner.least[2], planner.whole
+    seconds = {"keep": 1.0, "selective": 1.25, "full": 1.5}
+    tried: list[str] = []
+
+    def measured(step: Any) -> Whole | None:
+        mode = list(planner.played)[len(tried)]
+        tried.append(mode)
+        # the step that keeps all does not fit
+        return None if mode == "keep" else Whole(seconds[mode], planner._played_above(mode) + 1000)
+
+    planner = CheckpointPlanner(model, batch)
+    planner._measures = True
+    monkeypatch.setattr(auto, "measure_calls", lambda *args: {})
+    monkeypatch.setattr(auto, "measure_step", measured)
+    monkeypatch.setattr(auto, "bytes_beside", lambda step: step.reserved + 24)
+    number = len(planner.problem.stages)
+    for mode in ("selective", "full"):
+        assert planner.predicted([mode] * number).seconds == pytest.approx(seconds[mode])
+    mixed = planner.predicted(["full"] + ["selective"] * (number - 1)).seconds
+    assert seconds["selective"] < mixed < seconds["full"]
+    assert planner.predicted(["keep"] * number).seconds < seconds["full"]
+    assert (planner.least[2] - least, planner.whole - most) == (1024, 1024)

@@ -1,0 +1,123 @@
+"""Models that ``auto_checkpoint`` has changed, under DDP, ZeRO, Gemini and tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colossalai.auto_parallel.checkpoint import Arguments, CheckpointPlanner
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from colossalai.launchers import launch_from_torch
+from colossalai.nn import parallelize
+from colossalai.nn.optimizer import HybridAdam
+from colossalai.pipeline import split_model
+from colossalai.testing import assert_close, spawn
+from tests.auto_parallel.models import IDS, gpt2
+
+PLUGINS: dict[str, Any] = {
+    "ddp": TorchDDPPlugin,
+    "zero": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
+    "gemini": lambda: GeminiPlugin(precision="fp32", placement_policy="cpu"),
+}
+
+
+def changed(model: nn.Module, ids: Tensor) -> nn.Module:
+    """With modes of all kinds."""
+    planner = CheckpointPlanner(model, {"input_ids": ids, "labels": ids}, device="h200")
+    plan = planner.plan((2 * planner.least[2] + planner.whole) // 3)
+    planner.apply(plan)
+    assert len(set(plan.modes.values())) > 1
+    return model
+
+
+def _plugins(rank: int, world_size: int, port: int) -> None:
+    launch_from_torch({}, backend="gloo")
+    ids = IDS.roll(rank, 1)
+    for plugin in PLUGINS.values():
+        found = []
+        for plain in (True, False):
+            torch.manual_seed(0)
+            model = gpt2(dropout=0.0).train()
+            model = model if plain else changed(model, ids)
+            booster = Booster(plugin=plugin())
+            boosted, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
+            losses = []
+            for _ in range(3):
+                loss = boosted(input_ids=ids, labels=ids).loss
+                booster.backward(loss, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach().float())
+            found.append(losses)
+        for a, b in zip(*found, strict=True):
+            assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_with_booster() -> None:
+    spawn(_plugins, 2)
+
+
+def _cut(rank: int, world_size: int, port: int) -> None:
+    launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, backend="gloo")
+    found = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        model = parallelize(gpt2())
+        model = model if plain else changed(model, IDS)
+        assert not model.first_step.done  # ranks still compare their first real step
+        torch.manual_seed(1)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    planner = CheckpointPlanner(gpt2(), {"input_ids": IDS, "labels": IDS}, device="h200")
+    with pytest.raises(
+        ValueError, match="is below the least" if rank == 0 else "on rank 0: .* below the least"
+    ):
+        planner.plan(1000 if rank == 0 else "1 GiB")
+
+
+def test_with_tensor_parallelism() -> None:
+    """The budget is that of a rank, and ranks choose alike."""
+    spawn(_cut, 2)
+
+
+def _stages(rank: int, world_size: int, port: int) -> None:
+    launch_from_torch({"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}, backend="gloo")
+    ids = IDS.repeat(8, 2)
+    batch = {"input_ids": ids, "labels": ids}
+    found = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        stage = split_model(gpt2(dropout=0.0))
+        if not plain:
+            given: Any = {name: value[:8] for name, value in batch.items()}
+            if rank == 1:
+                hidden = torch.zeros(8, ids.size(1), 64, requires_grad=True)
+                given = Arguments((hidden,), given)
+            planner = CheckpointPlanner(stage, given, device="h200", stored=2 - rank)
+            plan = planner.plan((planner.least[2] + planner.whole) // 2)
+            planner.apply(plan)
+            assert set(plan.modes.values()) != {"keep"}
+        booster = Booster(plugin=TorchDDPPlugin())
+        optimizer = HybridAdam(stage.parameters(), lr=1e-2)
+        boosted, optimizer, *_ = booster.boost(stage, optimizer)
+        losses = []
+        for _ in range(3):
+            out = booster.execute_pipeline(iter([batch]), boosted, None, optimizer, return_loss=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(out["loss"])
+        found.append(losses)
+    if rank == 1:
+        for a, b in zip(*found, strict=True):
+            assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_with_a_pipeline() -> None:
+    """A budget for each stage."""
+    spawn(_stages, 2)

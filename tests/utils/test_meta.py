@@ -1,0 +1,68 @@
+"""A step on the meta device needs the bytes that autocast on a GPU needs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from colossalai.utils import checkpoint
+from colossalai.utils.meta import MetaBytes, gpu_kernels
+from colossalai.utils.meta_autocast import _AS_IT_IS, _FP32, _WIDEST, _operations
+
+ROWS, WIDTH = 1024, 256
+HALF, WEIGHT = 2 * ROWS * WIDTH, 4 * WIDTH * WIDTH  # of activations in bf16, of a weight in fp32
+
+
+def test_rules_name_operations_of_torch() -> None:
+    treated = {operation.overloadpacket.__name__ for operation in _operations()}
+    assert treated >= {*_FP32, *_WIDEST, *_AS_IT_IS}
+    # what has no rule is a product, or a cell of a recurrent network, which consists of products
+    words = ("mm", "mul", "mv", "conv", "linear", "cell", "einsum", "dot", "addr", "prelu", "attention")
+    others = treated - {*_FP32, *_WIDEST, *_AS_IT_IS}
+    assert not [name for name in others if not any(word in name for word in words)]
+
+
+def test_dtypes_are_those_of_autocast() -> None:
+    x = torch.empty(8, 16, device="meta")
+    linear = nn.Linear(16, 4, device="meta")
+    with gpu_kernels():
+        with torch.autocast("cuda", torch.bfloat16):
+            y = linear(x)
+            assert y.dtype == torch.bfloat16
+            assert F.softmax(y, 1).dtype == F.layer_norm(y, (4,)).dtype == torch.float32
+            assert torch.addcmul(y, y, y.float()).dtype == torch.float32
+            with torch.autocast("meta", enabled=False):
+                assert linear(x).dtype == torch.float32
+        assert linear(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):  # nothing is left behind
+        assert linear(x).dtype == torch.float32
+
+
+def bytes_after_forward(recomputed: bool) -> tuple[int, int]:
+    """Alive after two products with one weight under autocast, and after the block."""
+    linear = nn.Linear(WIDTH, WIDTH, bias=False, device="meta")
+    with gpu_kernels(), MetaBytes() as memory:
+        memory.hold(linear.parameters())
+        x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16):
+
+            def twice(x: torch.Tensor) -> torch.Tensor:
+                return linear(linear(x))
+
+            y = checkpoint(twice, False, x, use_reentrant=False) if recomputed else twice(x)
+            inside = memory.now
+        outside = memory.now
+        y.sum().backward()
+        assert linear.weight.grad is not None
+        assert linear.weight.grad.dtype == torch.float32
+        assert x.grad is not None
+        assert x.grad.dtype == torch.bfloat16
+    return inside, outside
+
+
+def test_one_cast_of_a_weight_is_kept_until_the_block_ends() -> None:
+    kept = WEIGHT + 3 * HALF  # two inputs and the output
+    assert bytes_after_forward(False) == (kept + WEIGHT // 2, kept + WEIGHT // 2)  # autograd keeps the cast
+    kept -= HALF
+    assert bytes_after_forward(True) == (kept + WEIGHT // 2, kept)
