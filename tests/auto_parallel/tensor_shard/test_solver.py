@@ -94,9 +94,9 @@ def test_a_backend_may_exceed_the_budget_by_its_tolerance(monkeypatch: pytest.Mo
     graph.add_node("only", [1.0, 2.0, 3.0], [11, 10, 9])
     brute, budgets = solve._BACKENDS["brute"], list[float]()
 
-    def tolerant(instance: Any, budget: float, *args: Any) -> Any:
+    def tolerant(flat: Any, budget: float, *args: Any) -> Any:
         budgets.append(budget)
-        return brute(instance, budget + 1, *args)
+        return brute(flat, budget + 1, *args)
 
     monkeypatch.setitem(solve._BACKENDS, "milp", tolerant)
     plan = solve_strategies(graph, gap=0.0, backend="milp")

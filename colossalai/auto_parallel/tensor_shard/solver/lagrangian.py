@@ -22,7 +22,7 @@ _ROUNDS = 12
 _MOST_PARTS = 1024  # that a repair looks at
 
 
-class Instance:
+class FlatGraph:
     """A folded graph as flat arrays, with its elimination."""
 
     def __init__(self, graph: FoldedGraph, max_cells: int = MAX_CELLS) -> None:
@@ -92,7 +92,7 @@ class Instance:
 
 
 @dataclass
-class Bounds:
+class PlanBounds:
     """What is known of the best plan: one that fits, and what none that fits can cost less than."""
 
     budget: float | None
@@ -129,46 +129,46 @@ class _Point:
     choice: Ints = field(repr=False)
 
 
-def search_price(instance: Instance, bounds: Bounds, gap: float, out_of_time: Callable[[], bool]) -> None:
+def search_price(flat: FlatGraph, bounds: PlanBounds, gap: float, out_of_time: Callable[[], bool]) -> None:
     """Improve ``bounds`` until the gap is small, or the best price is known."""
     if bounds.budget is None:
-        _sweep(instance, bounds, np.zeros(1))
+        _sweep(flat, bounds, np.zeros(1))
         return
     budget = bounds.budget
-    points = _sweep(instance, bounds, _first_prices(instance))
-    if points[0].memory <= budget and instance.elimination.exact:
+    points = _sweep(flat, bounds, _first_prices(flat))
+    if points[0].memory <= budget and flat.elimination.exact:
         return
-    smallest = instance.smallest()[1]
-    cost, memory = (float(a[0]) for a in instance.measure(smallest[None]))
+    smallest = flat.smallest()[1]
+    cost, memory = (float(a[0]) for a in flat.measure(smallest[None]))
     bounds.offer(smallest, cost, memory)
     floor = _Point(np.inf, np.inf, cost, memory, smallest)
     for _ in range(_ROUNDS):
         points.sort(key=lambda p: p.price)
-        _cross_over(instance, bounds, points, floor)
+        _cross_over(flat, bounds, points, floor)
         if bounds.gap <= gap or out_of_time():
             return
-        prices, done = _next_prices(points, floor, budget, instance)
+        prices, done = _next_prices(points, floor, budget, flat)
         if done or not len(prices):
             return
-        points += _sweep(instance, bounds, prices)
+        points += _sweep(flat, bounds, prices)
 
 
-def _first_prices(instance: Instance) -> Floats:
+def _first_prices(flat: FlatGraph) -> Floats:
     """Zero, and powers around the price at which saving memory begins to pay."""
-    starts, guess = instance.offsets[:-1], 1e-12
+    starts, guess = flat.offsets[:-1], 1e-12
     if len(starts):
         seconds, bytes_ = (
             float((np.maximum.reduceat(a, starts) - np.minimum.reduceat(a, starts)).sum())
-            for a in (np.where(np.isfinite(instance.cost), instance.cost, 0.0), instance.memory)
+            for a in (np.where(np.isfinite(flat.cost), flat.cost, 0.0), flat.memory)
         )
         guess = seconds / bytes_ if seconds > 0 and bytes_ > 0 else guess
-    count = instance.elimination.batch(_BATCH) - 1
+    count = flat.elimination.batch(_BATCH) - 1
     return np.concatenate([[0.0], guess * 4.0 ** (np.arange(count) - count // 2 - 1)])
 
 
-def _sweep(instance: Instance, bounds: Bounds, prices: Floats) -> list[_Point]:
-    values, choices = instance.best(prices)
-    costs, memories = instance.measure(choices)
+def _sweep(flat: FlatGraph, bounds: PlanBounds, prices: Floats) -> list[_Point]:
+    values, choices = flat.best(prices)
+    costs, memories = flat.measure(choices)
     budget = bounds.budget or 0.0
     points = []
     for price, value, cost, memory, choice in zip(prices, values, costs, memories, choices, strict=True):
@@ -179,22 +179,20 @@ def _sweep(instance: Instance, bounds: Bounds, prices: Floats) -> list[_Point]:
     return points
 
 
-def _next_prices(
-    points: list[_Point], floor: _Point, budget: float, instance: Instance
-) -> tuple[Floats, bool]:
+def _next_prices(points: list[_Point], floor: _Point, budget: float, flat: FlatGraph) -> tuple[Floats, bool]:
     """Prices around the place where the bound may be highest; whether it is known to be reached."""
     best = max(range(len(points)), key=lambda i: points[i].value - points[i].price * budget)
     low, high = points[max(best - 1, 0)], points[best + 1] if best + 1 < len(points) else floor
-    if instance.elimination.exact:  # the slope of the bound is known: bytes above the budget
+    if flat.elimination.exact:  # the slope of the bound is known: bytes above the budget
         low = max((p for p in points if p.memory > budget), key=lambda p: p.price)
         high = min((p for p in points if p.memory <= budget), key=lambda p: p.price, default=floor)
-    count = instance.elimination.batch(_BATCH)
+    count = flat.elimination.batch(_BATCH)
     top = high.price if np.isfinite(high.price) else max(low.price, 1e-15) * 4.0**count
     if not low.price < top * (1 - 1e-12):
         return np.zeros(0), True
     bottom = max(low.price, top * 1e-3)
     around = bottom * (top / bottom) ** (np.arange(1, count) / count)
-    if not instance.elimination.exact:
+    if not flat.elimination.exact:
         return around, top <= bottom * (1 + 1e-6)
     crossing = (high.cost - low.cost) / (low.memory - high.memory)
     ceiling = low.cost + crossing * (low.memory - budget)  # no price gives a higher bound than this
@@ -210,19 +208,19 @@ def _next_prices(
     return prices[(prices > low.price) & (prices < top)], reached >= ceiling - 1e-12 * abs(ceiling)
 
 
-def _cross_over(instance: Instance, bounds: Bounds, points: list[_Point], floor: _Point) -> None:
+def _cross_over(flat: FlatGraph, bounds: PlanBounds, points: list[_Point], floor: _Point) -> None:
     """Mix plans that nearly fit with those that do; nodes that differ and are joined change together."""
     budget = bounds.budget or 0.0
     over = [p for p in points if p.memory > budget and np.isfinite(p.cost)]
     under = [p for p in [*points, floor] if p.memory <= budget and np.isfinite(p.cost)]
     for high in over[-2:]:
         for low in under[:2]:
-            parts = _parts(instance, high.choice, low.choice)
+            parts = _parts(flat, high.choice, low.choice)
             if 1 < len(parts) <= _MOST_PARTS:
-                _pick(instance, bounds, high, low, parts)
+                _pick(flat, bounds, high, low, parts)
 
 
-def _parts(instance: Instance, one: Ints, other: Ints) -> list[list[int]]:
+def _parts(flat: FlatGraph, one: Ints, other: Ints) -> list[list[int]]:
     """The nodes that two plans choose differently, those together that are joined by edges among them."""
     differ = one != other
     root = list(range(len(one)))
@@ -232,7 +230,7 @@ def _parts(instance: Instance, one: Ints, other: Ints) -> list[list[int]]:
             root[v] = v = root[root[v]]
         return v
 
-    for u, v in instance.edges:
+    for u, v in flat.edges:
         if differ[u] and differ[v]:
             root[find(u)] = find(v)
     parts: dict[int, list[int]] = {}
@@ -241,14 +239,14 @@ def _parts(instance: Instance, one: Ints, other: Ints) -> list[list[int]]:
     return list(parts.values())
 
 
-def _pick(instance: Instance, bounds: Bounds, high: _Point, low: _Point, parts: list[list[int]]) -> None:
+def _pick(flat: FlatGraph, bounds: PlanBounds, high: _Point, low: _Point, parts: list[list[int]]) -> None:
     """Change parts of a plan that is too large, best price first, until it fits; end with the cheapest part
     that is large enough.
     """
     trial = np.repeat(high.choice[None], len(parts), axis=0)
     for row, members in zip(trial, parts, strict=True):
         row[members] = low.choice[members]
-    costs, memories = instance.measure(trial)
+    costs, memories = flat.measure(trial)
     extra, saved = costs - high.cost, high.memory - memories
     useful = np.flatnonzero((saved > 0) & np.isfinite(extra)).tolist()
     order = sorted(useful, key=lambda i: (float(extra[i] / saved[i]), i))
@@ -269,25 +267,25 @@ def _pick(instance: Instance, bounds: Bounds, high: _Point, low: _Point, parts: 
         mixed = np.array(high.choice)
         for i in best[1]:
             mixed[parts[i]] = low.choice[parts[i]]
-        cost, memory = instance.measure(mixed[None])
+        cost, memory = flat.measure(mixed[None])
         bounds.offer(mixed, float(cost[0]), float(memory[0]))
 
 
-def polish(instance: Instance, bounds: Bounds, passes: int = 2) -> None:
+def polish(flat: FlatGraph, bounds: PlanBounds, passes: int = 2) -> None:
     """Let single nodes take better strategies while the plan fits."""
     if bounds.choice is None:
         return
-    around: list[list[tuple[int, Floats]]] = [[] for _ in instance.sizes]
-    for (u, v), table in instance.edges.items():
+    around: list[list[tuple[int, Floats]]] = [[] for _ in flat.sizes]
+    for (u, v), table in flat.edges.items():
         around[u].append((v, table.T))
         around[v].append((u, table))
     choice, memory = np.array(bounds.choice), bounds.memory
     for _ in range(passes):
         changed = False
-        for v, start in enumerate(instance.offsets[:-1]):
-            own = slice(start, start + instance.sizes[v])
-            cost = instance.cost[own] + sum(table[choice[u]] for u, table in around[v])
-            grown = memory + instance.memory[own] - instance.memory[start + choice[v]]
+        for v, start in enumerate(flat.offsets[:-1]):
+            own = slice(start, start + flat.sizes[v])
+            cost = flat.cost[own] + sum(table[choice[u]] for u, table in around[v])
+            grown = memory + flat.memory[own] - flat.memory[start + choice[v]]
             if bounds.budget is not None:
                 cost = np.where(grown <= bounds.budget, cost, np.inf)
             c = int(cost.argmin())
@@ -295,5 +293,5 @@ def polish(instance: Instance, bounds: Bounds, passes: int = 2) -> None:
                 choice[v], memory, changed = c, float(grown[c]), True
         if not changed:
             break
-    costs, memories = instance.measure(choice[None])
+    costs, memories = flat.measure(choice[None])
     bounds.offer(choice, float(costs[0]), float(memories[0]))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from colossalai.auto_parallel.tensor_shard.solver.elimination import Ints
-from colossalai.auto_parallel.tensor_shard.solver.lagrangian import Instance
+from colossalai.auto_parallel.tensor_shard.solver.lagrangian import FlatGraph
 from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import Floats
 
 _SCALE = 1e4  # of the budget, and of the cost: tolerances of solvers are absolute
@@ -42,14 +42,14 @@ class _Program:
     upper: Floats
 
 
-def _program(instance: Instance, budget: float | None, cost_scale: float) -> _Program:
-    offsets, total = instance.offsets, len(instance.cost)
-    blocked = ~np.isfinite(instance.cost)
-    costs = [np.where(blocked, 0.0, instance.cost)]
-    rows, columns = [np.repeat(np.arange(len(instance.sizes)), instance.sizes)], [np.arange(total)]
+def _program(flat: FlatGraph, budget: float | None, cost_scale: float) -> _Program:
+    offsets, total = flat.offsets, len(flat.cost)
+    blocked = ~np.isfinite(flat.cost)
+    costs = [np.where(blocked, 0.0, flat.cost)]
+    rows, columns = [np.repeat(np.arange(len(flat.sizes)), flat.sizes)], [np.arange(total)]
     values = [np.where(blocked, 0.0, 1.0)]
-    row, variable = len(instance.sizes), total
-    for (u, v), table in instance.edges.items():
+    row, variable = len(flat.sizes), total
+    for (u, v), table in flat.edges.items():
         i, j = np.nonzero(np.isfinite(table))
         at = variable + np.arange(len(i))
         a, b = table.shape
@@ -58,11 +58,11 @@ def _program(instance: Instance, budget: float | None, cost_scale: float) -> _Pr
         columns += [at, at, np.concatenate([offsets[u] + np.arange(a), offsets[v] + np.arange(b)])]
         values += [np.ones(len(i)), np.ones(len(i)), np.full(a + b, -1.0)]
         row, variable = row + a + b, variable + len(i)
-    ones = len(instance.sizes)
+    ones = len(flat.sizes)
     lower = np.concatenate([np.ones(ones), np.zeros(row - ones)])
     upper = lower.copy()
     # a variable that is always one carries what is folded, so that relative gaps are those of the whole
-    costs.append(np.array([instance.graph.cost]))
+    costs.append(np.array([flat.graph.cost]))
     rows.append(np.array([row]))
     columns.append(np.array([variable]))
     values.append(np.ones(1))
@@ -77,38 +77,38 @@ def _program(instance: Instance, budget: float | None, cost_scale: float) -> _Pr
         unit = _SCALE / max(budget, 1.0)
         rows.append(np.full(total, row + 1))
         columns.append(np.arange(total))
-        values.append(instance.memory * unit)
-        lower, upper = np.append(lower, -np.inf), np.append(upper, (budget - instance.graph.memory) * unit)
+        values.append(flat.memory * unit)
+        lower, upper = np.append(lower, -np.inf), np.append(upper, (budget - flat.graph.memory) * unit)
     joined = [np.concatenate(x) for x in (costs, rows, columns, values)]
     return _Program(joined[0] * cost_scale, total, joined[1], joined[2], joined[3], lower, upper)
 
 
-def _cost_scale(instance: Instance) -> float:
-    finite = instance.cost[np.isfinite(instance.cost)]
+def _cost_scale(flat: FlatGraph) -> float:
+    finite = flat.cost[np.isfinite(flat.cost)]
     top = float(finite.max()) if len(finite) else 0.0
     return _SCALE / top if top > 0 else 1.0
 
 
-def _choice(instance: Instance, x: Floats) -> Ints:
-    spans = zip(instance.offsets[:-1], instance.sizes, strict=True)
+def _choice(flat: FlatGraph, x: Floats) -> Ints:
+    spans = zip(flat.offsets[:-1], flat.sizes, strict=True)
     return np.array([int(x[a : a + k].argmax()) for a, k in spans], dtype=np.intp)
 
 
-def _without_choice(instance: Instance, budget: float | None) -> MilpAnswer | None:
+def _without_choice(flat: FlatGraph, budget: float | None) -> MilpAnswer | None:
     """The answer where folding has left nothing to choose; None where it has."""
-    graph = instance.graph
+    graph = flat.graph
     if not np.isfinite(graph.cost):
         return MilpAnswer(None, 0.0, proved_infeasible=True)
-    if instance.nodes:
+    if flat.nodes:
         return None
     if budget is not None and graph.memory > budget:
         return MilpAnswer(None, 0.0, proved_infeasible=True)
     return MilpAnswer(np.zeros(0, dtype=np.intp), graph.cost)
 
 
-def highs(instance: Instance, budget: float | None, gap: float, time_limit: float | None) -> MilpAnswer:
+def highs(flat: FlatGraph, budget: float | None, gap: float, time_limit: float | None) -> MilpAnswer:
     """Solve with HiGHS, as scipy ships it."""
-    if (known := _without_choice(instance, budget)) is not None:
+    if (known := _without_choice(flat, budget)) is not None:
         return known
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -118,8 +118,8 @@ def highs(instance: Instance, budget: float | None, gap: float, time_limit: floa
             "the rest of this problem goes to HiGHS, which needs scipy, which is not installed; "
             'pip install scipy (or "colossalai[auto]"), or accept a larger gap'
         ) from error
-    scale = _cost_scale(instance)
-    p = _program(instance, budget, scale)
+    scale = _cost_scale(flat)
+    p = _program(flat, budget, scale)
     shape = (len(p.lower), len(p.cost))
     integrality = np.zeros(shape[1])
     integrality[: p.integer] = 1
@@ -138,12 +138,12 @@ def highs(instance: Instance, budget: float | None, gap: float, time_limit: floa
     lower = found.mip_dual_bound / scale if found.mip_dual_bound is not None else 0.0
     if found.x is None:
         return MilpAnswer(None, lower, proved_infeasible=found.status == 2)
-    return MilpAnswer(_choice(instance, found.x), lower)
+    return MilpAnswer(_choice(flat, found.x), lower)
 
 
-def cbc(instance: Instance, budget: float | None, gap: float, time_limit: float | None) -> MilpAnswer:
+def cbc(flat: FlatGraph, budget: float | None, gap: float, time_limit: float | None) -> MilpAnswer:
     """Solve with CBC through PuLP, as the documents do."""
-    if (known := _without_choice(instance, budget)) is not None:
+    if (known := _without_choice(flat, budget)) is not None:
         return known
     try:
         import pulp
@@ -151,8 +151,8 @@ def cbc(instance: Instance, budget: float | None, gap: float, time_limit: float 
         raise ImportError(
             "backend 'pulp' needs PuLP, which is not installed; pip install pulp, or use backend 'auto'"
         ) from error
-    scale = _cost_scale(instance)
-    p = _program(instance, budget, scale)
+    scale = _cost_scale(flat)
+    p = _program(flat, budget, scale)
     problem = pulp.LpProblem("strategies", pulp.LpMinimize)
     add = getattr(problem, "add_variable", pulp.LpVariable)  # as of PuLP 4, variables belong to a problem
     kinds = [pulp.LpInteger] * p.integer + [pulp.LpContinuous] * (len(p.cost) - p.integer)
@@ -171,8 +171,8 @@ def cbc(instance: Instance, budget: float | None, gap: float, time_limit: float 
     problem.solve(solver(msg=False, timeLimit=time_limit, gapRel=gap))
     if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return MilpAnswer(None, 0.0, proved_infeasible=problem.status == pulp.LpStatusInfeasible)
-    choice = _choice(instance, np.array([x.value() or 0.0 for x in xs[: p.integer]]))
+    choice = _choice(flat, np.array([x.value() or 0.0 for x in xs[: p.integer]]))
     if problem.sol_status != pulp.LpSolutionOptimal:
         return MilpAnswer(choice, 0.0)
     # CBC stops when the gap is this part of the root's relaxation, which is not above the cost
-    return MilpAnswer(choice, float(instance.measure(choice[None])[0][0]) * (1 - gap))
+    return MilpAnswer(choice, float(flat.measure(choice[None])[0][0]) * (1 - gap))

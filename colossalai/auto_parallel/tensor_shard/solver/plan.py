@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from colossalai.auto_parallel.tensor_shard.solver.folding import contract
-from colossalai.auto_parallel.tensor_shard.solver.lagrangian import Bounds, Instance, search_price
+from colossalai.auto_parallel.tensor_shard.solver.lagrangian import FlatGraph, PlanBounds, search_price
 from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import StrategyGraph
 
 
@@ -88,17 +88,17 @@ class StrategyPlan:
     def reasons(self) -> list[ChoiceReason]:
         """Why each node chose as it did; computed when first asked for."""
         folded = contract(self.graph, self.tied or None)
-        instance = Instance(folded)
+        flat = FlatGraph(folded)
         budget, price = self.graph.memory_budget, self.memory_price
         if budget is not None and self.backend != "auto":  # which found no price
-            bounds = Bounds(budget)
-            search_price(instance, bounds, 0.0, lambda: False)
+            bounds = PlanBounds(budget)
+            search_price(flat, bounds, 0.0, lambda: False)
             price = bounds.price
-        marginals = instance.elimination.marginals(instance.prices(np.array([price]))).nodes
+        marginals = flat.elimination.marginals(flat.prices(np.array([price]))).nodes
         paid = folded.cost - price * (budget or 0.0)
-        totals = {v: m[0] + paid for v, m in zip(instance.nodes, marginals, strict=True)}
+        totals = {v: m[0] + paid for v, m in zip(flat.nodes, marginals, strict=True)}
         of = {m: group[0] for group in self.tied or self.graph.groups for m in group}
-        exact = instance.elimination.exact and budget is None
+        exact = flat.elimination.exact and budget is None
         moved = np.zeros(len(self.graph.nodes))
         for e in self.graph.edges:
             moved[[e.source, e.target]] += e.cost[self.choice[e.source], self.choice[e.target]]

@@ -18,7 +18,12 @@ import numpy as np
 
 from colossalai.auto_parallel.tensor_shard.solver.elimination import MAX_CELLS
 from colossalai.auto_parallel.tensor_shard.solver.folding import FoldedGraph, contract, equal_layers, fold
-from colossalai.auto_parallel.tensor_shard.solver.lagrangian import Bounds, Instance, polish, search_price
+from colossalai.auto_parallel.tensor_shard.solver.lagrangian import (
+    FlatGraph,
+    PlanBounds,
+    polish,
+    search_price,
+)
 from colossalai.auto_parallel.tensor_shard.solver.milp import MilpAnswer, cbc, highs
 from colossalai.auto_parallel.tensor_shard.solver.plan import StrategyPlan
 from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import InfeasibleBudgetError, StrategyGraph
@@ -138,71 +143,71 @@ def _check(graph: StrategyGraph, backend: str, gap: float, time_limit: float | N
         raise ValueError(f"memory_budget={budget}; expected bytes >= 0, or None for no budget")
 
 
-def _solve(whole: FoldedGraph, budget: float | None, ask: _Settings) -> tuple[Bounds, dict[int, int]]:
+def _solve(whole: FoldedGraph, budget: float | None, ask: _Settings) -> tuple[PlanBounds, dict[int, int]]:
     clock = ask.clock
-    bounds = Bounds(budget)
+    bounds = PlanBounds(budget)
     with clock.phase("fold"):
         small = (
             fold(whole, budgeted=budget is not None) if ask.backend == "auto" and ask.fold_nodes else whole
         )
-        instance = Instance(small, ask.max_cells)
+        flat = FlatGraph(small, ask.max_cells)
     if ask.backend == "auto":
         if budget is not None:
-            _check_minimum(instance, budget)
-        _by_elimination(instance, bounds, ask.gap, clock)
+            _check_minimum(flat, budget)
+        _by_elimination(flat, bounds, ask.gap, clock)
     else:
         with clock.phase(ask.backend):
-            _take(instance, bounds, _within_budget(_BACKENDS[ask.backend], instance, budget, ask.gap, clock))
+            _take(flat, bounds, _within_budget(_BACKENDS[ask.backend], flat, budget, ask.gap, clock))
         if bounds.choice is None and budget is not None:  # out of time, or there is none
-            _offer_smallest(instance, bounds)
+            _offer_smallest(flat, bounds)
     if bounds.choice is None:
-        _explain_nothing(instance, bounds)
+        _explain_nothing(flat, bounds)
     assert bounds.choice is not None
-    chosen = instance.unfold(bounds.choice)
+    chosen = flat.unfold(bounds.choice)
     return bounds, whole.unfold(chosen) if small is not whole else chosen
 
 
 def _within_budget(
-    backend: Callable[[Instance, float | None, float, float | None], MilpAnswer],
-    instance: Instance,
+    backend: Callable[[FlatGraph, float | None, float, float | None], MilpAnswer],
+    flat: FlatGraph,
     budget: float | None,
     gap: float,
     clock: _Clock,
 ) -> MilpAnswer:
     """Ask a backend; if its plan is a few bytes too large, which tolerances allow, ask for a smaller one."""
-    answer = backend(instance, budget, gap, clock.left())
+    answer = backend(flat, budget, gap, clock.left())
     if budget is None or answer.choice is None:
         return answer
-    excess = float(instance.measure(answer.choice[None])[1][0]) - budget
+    excess = float(flat.measure(answer.choice[None])[1][0]) - budget
     if excess > 0:
-        answer.choice = backend(instance, budget - excess, gap, clock.left()).choice
+        answer.choice = backend(flat, budget - excess, gap, clock.left()).choice
     return answer
 
 
-def _offer_smallest(instance: Instance, bounds: Bounds) -> None:
-    smallest = instance.smallest()[1]
-    cost, memory = instance.measure(smallest[None])
+def _offer_smallest(flat: FlatGraph, bounds: PlanBounds) -> None:
+    smallest = flat.smallest()[1]
+    cost, memory = flat.measure(smallest[None])
     bounds.offer(smallest, float(cost[0]), float(memory[0]))
 
 
-def _check_minimum(instance: Instance, budget: float) -> None:
-    minimum, _, exact = instance.smallest()
+def _check_minimum(flat: FlatGraph, budget: float) -> None:
+    minimum, _, exact = flat.smallest()
     if not np.isfinite(minimum):
         raise _NoPlanError(_NO_PLAN)
     if minimum > budget:
-        raise InfeasibleBudgetError(budget, minimum if exact else _least_memory(instance))
+        raise InfeasibleBudgetError(budget, minimum if exact else _least_memory(flat))
 
 
-def _by_elimination(instance: Instance, bounds: Bounds, gap: float, clock: _Clock) -> None:
+def _by_elimination(flat: FlatGraph, bounds: PlanBounds, gap: float, clock: _Clock) -> None:
     """Price of memory, then fixing, then HiGHS, as far as it is needed."""
     with clock.phase("elimination"):
-        search_price(instance, bounds, gap, clock.is_over)
+        search_price(flat, bounds, gap, clock.is_over)
         if bounds.gap > gap:
-            polish(instance, bounds)
+            polish(flat, bounds)
     if bounds.gap <= _within(gap) or clock.is_over():
         return
     with clock.phase("fixing"):
-        rest = _fix(instance, bounds)
+        rest = _fix(flat, bounds)
     if rest is None:  # nothing can be better
         bounds.lower = bounds.cost
         return
@@ -212,68 +217,68 @@ def _by_elimination(instance: Instance, bounds: Bounds, gap: float, clock: _Cloc
         bounds.lower = bounds.cost
     elif answer.choice is not None:
         chosen = rest.unfold(answer.choice)
-        answer.choice = np.array([chosen[v] for v in instance.nodes], dtype=np.intp)
-    _take(instance, bounds, answer)
+        answer.choice = np.array([chosen[v] for v in flat.nodes], dtype=np.intp)
+    _take(flat, bounds, answer)
 
 
 def _within(gap: float) -> float:
     return max(gap, 1e-12)  # sums in another order differ
 
 
-def _fix(instance: Instance, bounds: Bounds) -> Instance | None:
+def _fix(flat: FlatGraph, bounds: PlanBounds) -> FlatGraph | None:
     """Leave out the strategies and the pairs with which no plan can cost less than the best so far."""
     price = bounds.price
     prices = np.array([price, price * 0.98, price * 1.02, price * 0.8, price * 1.25])
-    prices = prices[: instance.elimination.batch(len(prices))] if bounds.budget is not None else np.zeros(1)
-    marginals = instance.elimination.marginals(instance.prices(prices), pairs=True)
-    paid = instance.graph.cost + prices * (instance.graph.memory - (bounds.budget or 0.0))
+    prices = prices[: flat.elimination.batch(len(prices))] if bounds.budget is not None else np.zeros(1)
+    marginals = flat.elimination.marginals(flat.prices(prices), pairs=True)
+    paid = flat.graph.cost + prices * (flat.graph.memory - (bounds.budget or 0.0))
     limit = bounds.cost * (1 + 1e-9) if np.isfinite(bounds.cost) else np.finfo(np.float64).max
     keep = {
         v: np.flatnonzero((m + paid[:, None] <= limit).all(axis=0))
-        for v, m in zip(instance.nodes, marginals.nodes, strict=True)
+        for v, m in zip(flat.nodes, marginals.nodes, strict=True)
     }
     if any(len(k) == 0 for k in keep.values()):
         return None
-    edges = dict(instance.graph.edges)
+    edges = dict(flat.graph.edges)
     for (u, v), table in marginals.edges.items():
-        pair = instance.nodes[u], instance.nodes[v]
+        pair = flat.nodes[u], flat.nodes[v]
         possible = (table + paid[:, None, None] <= limit).all(axis=0)
         edges[pair] = np.where(possible, edges[pair], np.inf)
-    costs, memories = instance.graph.costs, instance.graph.memories
+    costs, memories = flat.graph.costs, flat.graph.memories
     narrowed = FoldedGraph(
         costs,
         memories,
         edges,
         {v: np.arange(len(c)) for v, c in costs.items()},
-        instance.graph.cost,
-        instance.graph.memory,
+        flat.graph.cost,
+        flat.graph.memory,
     )
-    return Instance(fold(narrowed, keep, bounds.budget is not None))
+    return FlatGraph(fold(narrowed, keep, bounds.budget is not None))
 
 
-def _take(instance: Instance, bounds: Bounds, answer: MilpAnswer) -> None:
+def _take(flat: FlatGraph, bounds: PlanBounds, answer: MilpAnswer) -> None:
     """Note what a backend found: a plan that is better so far, and its bound."""
     if answer.choice is not None:
-        cost, memory = instance.measure(answer.choice[None])
+        cost, memory = flat.measure(answer.choice[None])
         bounds.offer(answer.choice, float(cost[0]), float(memory[0]))
     bounds.infeasible = answer.proved_infeasible and bounds.choice is None
     bounds.lower = max(bounds.lower, min(answer.lower, bounds.cost))
 
 
-def _explain_nothing(instance: Instance, bounds: Bounds) -> None:
+def _explain_nothing(flat: FlatGraph, bounds: PlanBounds) -> None:
     """Say why there is no plan."""
     if bounds.budget is not None:
-        _check_minimum(instance, bounds.budget)
+        _check_minimum(flat, bounds.budget)
         if bounds.infeasible:  # but the bound of a wide graph did not say so
-            raise InfeasibleBudgetError(bounds.budget, _least_memory(instance))
-    if bounds.infeasible or not np.isfinite(instance.smallest()[0]):
+            raise InfeasibleBudgetError(bounds.budget, _least_memory(flat))
+    if bounds.infeasible or not np.isfinite(flat.smallest()[0]):
         raise _NoPlanError(_NO_PLAN)
     raise TimeoutError("the time limit ended before a plan was found; raise time_limit")
 
 
-def _least_memory(instance: Instance) -> float:
+def _least_memory(flat: FlatGraph) -> float:
     """The memory of the smallest plan of a graph that is too wide for elimination."""
-    graph = instance.graph
+    graph = flat.graph
     by_size = FoldedGraph(
         {v: np.where(np.isfinite(graph.costs[v]), graph.memories[v], np.inf) for v in graph.costs},
         {v: np.zeros_like(m) for v, m in graph.memories.items()},
@@ -281,20 +286,20 @@ def _least_memory(instance: Instance) -> float:
         graph.kept,
         graph.memory,
     )
-    answer = highs(Instance(by_size), None, 0.0, None)
+    answer = highs(FlatGraph(by_size), None, 0.0, None)
     if answer.choice is None:
         raise _NoPlanError(_NO_PLAN)
-    return float(instance.measure(answer.choice[None])[1][0])
+    return float(flat.measure(answer.choice[None])[1][0])
 
 
-def _brute(instance: Instance, budget: float | None, gap: float, time_limit: float | None) -> MilpAnswer:
+def _brute(flat: FlatGraph, budget: float | None, gap: float, time_limit: float | None) -> MilpAnswer:
     """Look at every plan."""
-    plans = prod(instance.sizes)
+    plans = prod(flat.sizes)
     if plans > _MOST_PLANS:
         raise ValueError(f"backend='brute': the graph has {plans:.3g} plans; expected at most {_MOST_PLANS}")
-    choices = np.array(list(product(*(range(k) for k in instance.sizes))), dtype=np.intp)
-    choices = choices.reshape(plans, len(instance.sizes))
-    cost, memory = instance.measure(choices)
+    choices = np.array(list(product(*(range(k) for k in flat.sizes))), dtype=np.intp)
+    choices = choices.reshape(plans, len(flat.sizes))
+    cost, memory = flat.measure(choices)
     if budget is not None:
         cost = np.where(memory <= budget, cost, np.inf)
     best = int(cost.argmin())
