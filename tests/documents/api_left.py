@@ -16,9 +16,7 @@ _OLDER = ("no issue", "moving parts of an older ZeRO-3; ours has the chunks of G
 # name, or module with all that is in it -> (issue, reason)
 MISSING: dict[str, tuple[str, str]] = {
     "colossalai.auto_parallel.tensor_shard.initialize": _AUTO,
-    "colossalai.auto_parallel.tensor_shard.options": _AUTO,
-    "colossalai.auto_parallel.tensor_shard.solver": _AUTO,
-    "colossalai.auto_parallel.tensor_shard.sharding_strategy": _AUTO,
+    **_all("colossalai.auto_parallel.tensor_shard.solver", "GraphAnalyser StrategiesConstructor", *_AUTO),
     **_all(
         "colossalai.nn.parallel.layers",
         "CachedEmbeddingBag ParallelCachedEmbeddingBag ParallelCachedEmbeddingBagTablewise"

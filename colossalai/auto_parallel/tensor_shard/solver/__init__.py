@@ -1,0 +1,27 @@
+"""The solver: of all plans that fit into memory, the one that takes the least time, with a proof."""
+
+from colossalai.auto_parallel.tensor_shard.solver.cost_graph import CostGraph, Solver, SolverAnswer
+from colossalai.auto_parallel.tensor_shard.solver.folding import equal_layers
+from colossalai.auto_parallel.tensor_shard.solver.plan import ChoiceReason, StrategyPlan
+from colossalai.auto_parallel.tensor_shard.solver.solve import BACKENDS, solve_strategies
+from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import (
+    InfeasibleBudgetError,
+    StrategyEdge,
+    StrategyGraph,
+    StrategyNode,
+)
+
+__all__ = [
+    "BACKENDS",
+    "ChoiceReason",
+    "CostGraph",
+    "InfeasibleBudgetError",
+    "Solver",
+    "SolverAnswer",
+    "StrategyEdge",
+    "StrategyGraph",
+    "StrategyNode",
+    "StrategyPlan",
+    "equal_layers",
+    "solve_strategies",
+]
