@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, overload
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -47,6 +46,7 @@ from colossalai.mesh.deferred import fill_beside_parameters, fill_deferred, mate
 from colossalai.mesh.meta_models import defer_meta, draws_itself, is_cut_on_meta, is_on_meta
 from colossalai.nn.policies.stages.stage import ModelStage
 from colossalai.pipeline.chunks import with_chunks
+from colossalai.utils.boosted import is_boosted, mark_boosted
 from colossalai.utils.dataloader import check_not_empty
 from colossalai.utils.parallel import launched_mesh, raised_together
 
@@ -59,10 +59,6 @@ class Boosted(NamedTuple):
     criterion: Callable[..., Any] | None
     dataloader: DataLoader | None
     lr_scheduler: LRScheduler | None
-
-
-# Modules and optimizers that were boosted in this process: a second time would register their hooks twice.
-_boosted: WeakSet[Any] = WeakSet()
 
 
 class Booster:
@@ -186,7 +182,7 @@ class Booster:
             watch_steps(user_module(model), optimizer, launched_mesh())
         watch_first_step(model, launched_mesh())
         model.hand_over()
-        _boosted.update(raw)
+        mark_boosted(*raw)
         self._runs.add(model, optimizer, lr_scheduler, dataloader)
         return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
 
@@ -426,7 +422,7 @@ def _check_boostable(model: nn.Module, optimizer: Optimizer | None) -> None:
         _check_type("boost", "an optimizer", optimizer, Optimizer)
     inner = below_compile(model)
     for name, item, wrapper in (("model", inner, ModelWrapper), ("optimizer", optimizer, OptimizerWrapper)):
-        if item is not None and (isinstance(item, wrapper) or item in _boosted):
+        if item is not None and (isinstance(item, wrapper) or is_boosted(item)):
             raise RuntimeError(
                 f"this {name} ({type(item).__name__}) was boosted before; go on with what that call returned,"
                 f" or build a new {name}"

@@ -99,5 +99,5 @@ def import_wandb() -> Any:
 
 
 def _json_number(value: Any) -> float | str:
-    number = float(value)
+    number = float(value.detach() if hasattr(value, "detach") else value)  # torch warns of a gradient
     return number if math.isfinite(number) else str(number)

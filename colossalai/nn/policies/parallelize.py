@@ -60,6 +60,7 @@ from colossalai.nn.policies.trials.trace import MetaInputs, PlanTrace, trace
 from colossalai.nn.policies.trials.verify import ADVICE, Verification
 from colossalai.nn.policies.wrap_forward import WholeOutputs, first_step, wrap_forward
 from colossalai.nn.sequence import SequenceParallel, current_sequence
+from colossalai.utils.boosted import is_boosted
 
 M = TypeVar("M", bound=nn.Module)
 MODES = (None, "1d", "2d", "2.5d", "3d")
@@ -99,6 +100,11 @@ def parallelize(
     base = base_of(model)  # below the model of adapters that PEFT makes of it
     if isinstance(base, WholeOutputs):
         raise ValueError(f"this {type(model).__name__} is parallel already; parallelize a model once")
+    if is_boosted(model):
+        raise ValueError(
+            f"this {type(model).__name__} was boosted already, with an optimizer of the parameters that it has"
+            " now; call parallelize before the optimizer is built, and boost afterwards"
+        )
     if mesh is None:
         return model
     sequence, balanced = _sequence(model, tp, mesh), balances_experts(base, mesh)

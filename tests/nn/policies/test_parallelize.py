@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import colossalai
+from colossalai.booster import Booster
 from colossalai.checkpoint_io import load_pretrained
 from colossalai.core import global_context as gpc
 from colossalai.mesh import Mesh, full_shape, placement
@@ -415,3 +416,17 @@ def check_gpu(rank: int, world_size: int, port: int, folder: Path) -> None:
 def test_on_a_gpu(tmp_path: Path) -> None:
     """Two ranks share it, over gloo."""
     spawn(check_gpu, 2, folder=tmp_path)
+
+
+def _boosted_first(**place: Any) -> None:
+    colossalai.launch_from_torch(
+        {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, backend="gloo", verbose=False
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    Booster().boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"was boosted already.*call parallelize before the optimizer"):
+        colossalai.nn.parallelize(model)
+
+
+def test_a_model_that_was_boosted_is_refused() -> None:
+    spawn(_boosted_first, 2)

@@ -111,6 +111,8 @@ class Experts(MoeExperts):
                 if self._first <= number < self._first + self.num_local_experts:
                     held.setdefault(name, []).append(p)
             template = template or module
+            if template is not module:
+                self._refuse_shared(module, template)
             if repr(module) != repr(template):
                 raise ValueError(
                     "the experts of a layer differ in their weights alone, but the first is\n"
@@ -120,7 +122,10 @@ class Experts(MoeExperts):
         for name, pieces in held.items():
             layout = Layout((self.axes, *((),) * pieces[0].ndim))
             self.register_parameter(name.replace(".", "__"), self._stacked(pieces, layout))
-        self._names = list(held)
+        # every name, also those of a weight that an expert uses twice, and the name that it is held by
+        first = {id(p): name for name, p in template.named_parameters()}
+        every = template.named_parameters(remove_duplicate=False)
+        self._names = {name: first[id(p)].replace(".", "__") for name, p in every}
         self._key = 0
         self._template = (template.to("meta"),)  # in a tuple, since it is no child: its weights are not used
 
@@ -135,6 +140,16 @@ class Experts(MoeExperts):
         if self.axes:
             place(param, layout, (self.num_total_experts, *pieces[0].shape))
         return param
+
+    @staticmethod
+    def _refuse_shared(module: nn.Module, first: nn.Module) -> None:
+        theirs = {id(p) for p in first.parameters()}
+        for name, p in module.named_parameters():
+            if id(p) in theirs:
+                raise ValueError(
+                    f"all experts share {name}, of which each would get a copy of its own; build it in the"
+                    " constructor of the expert, or put what is shared before or behind the layer"
+                )
 
     @staticmethod
     def _check(module: nn.Module) -> None:
@@ -154,7 +169,7 @@ class Experts(MoeExperts):
 
     def forward(self, x: Tensor, rows: RowsPerExpert, experts: slice | None = None) -> Tensor:
         numbers = range(self.num_local_experts)[experts or slice(None)]
-        weights = {name: getattr(self, name.replace(".", "__")) for name in self._names}
+        weights = {name: getattr(self, held) for name, held in self._names.items()}
         outputs = []
         template = self._template[0].train(self.training)
         with self._numbers(numbers.start) if self.training else nullcontext():

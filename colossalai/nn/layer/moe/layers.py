@@ -30,6 +30,7 @@ from colossalai.nn.layer.moe.tokens import TokenOrder, gather_over
 from colossalai.nn.modes import TensorParallel, at_rank
 from colossalai.nn.sequence import SequenceParallel, current_sequence, length_before_padding
 from colossalai.utils.activation_checkpoint import computed_once, is_computed_again, is_repeated
+from colossalai.utils.boosted import warn_unless_boosted
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -119,6 +120,11 @@ class MoeLayer(ParallelLayer):
                 "the launched job cuts sequences, so MoeLayer must know what is one: give it (batch, tokens,"
                 f" features), got shape {tuple(inputs.shape)}"
             )
+        if real is not None and real.is_floating_point():
+            raise TypeError(
+                f"real tells tokens (True) from padding (False), in booleans or integers, got {real.dtype};"
+                " of an additive mask, such as 0 and -1e9, give mask == 0"
+            )
         if real is not None and real.shape != inputs.shape[:-1]:
             raise ValueError(
                 f"real must have the shape of the tokens, {tuple(inputs.shape[:-1])}, got {tuple(real.shape)}"
@@ -183,6 +189,8 @@ class MoeLayer(ParallelLayer):
         """Hand the losses on, and note the loads."""
         if is_computed_again():
             return
+        if self.training and self.experts.axes and torch.is_grad_enabled():
+            warn_unless_boosted(self, "experts that ranks share out")
         losses = MOE_CONTEXT.add_loss(routing.balance_loss, routing.z_loss, self)
         if outputs.requires_grad:
             MOE_CONTEXT.watch(losses, outputs)

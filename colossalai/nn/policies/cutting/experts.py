@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from colossalai.mesh import Axes, Layout, Mesh, parameter, redistribute, replicated, use
@@ -32,6 +33,7 @@ from colossalai.nn.policies.wrap_forward import (
     wrap_forward,
 )
 from colossalai.utils.activation_checkpoint import computed_once
+from colossalai.utils.boosted import warn_unless_boosted
 
 # What `use_experts_implementation` writes on a module.
 _TOLD = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -167,6 +169,9 @@ class ExpertsElsewhere(ForwardWrapper):
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, chosen, weights = list(given_by_name(forward, args, kwargs).values())[:3]
         over, width = self.shares, x.size(-1)
+        module: Any = self
+        if module.training and over.experts and torch.is_grad_enabled() and not x.is_meta:
+            warn_unless_boosted(module, "experts that ranks share out")
         tokens, chosen, weights = (t.reshape(-1, t.size(-1)) for t in (x, chosen, weights))
         if over.inner:  # each rank computes a part of every output
             tokens, weights = (use(t, over.inner, over.mesh) for t in (tokens, weights))

@@ -1,0 +1,38 @@
+"""Which models and optimizers a ``Booster`` has prepared in this process, for layers that need one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+_items: WeakSet[Any] = WeakSet()
+_parts: WeakSet[nn.Module] = WeakSet()
+
+
+def mark_boosted(model: nn.Module, *others: Any) -> None:
+    """Note that ``model`` was boosted, and with it ``others``, such as its optimizer."""
+    _items.update((model, *others))
+    _parts.update(model.modules())
+
+
+def is_boosted(item: Any) -> bool:
+    """Whether ``item`` itself was boosted."""
+    return item in _items
+
+
+def warn_unless_boosted(layer: nn.Module, has: str) -> None:
+    """Warn of a ``layer`` that trains outside of a boosted model, where its ranks' gradients stay apart;
+    ``has`` says what it has.
+    """
+    if layer not in _parts:
+        warnings.warn(
+            f"{type(layer).__name__} has {has}, whose gradients a plugin averages, but its model was not"
+            " boosted: the weights of the ranks will drift apart, and torch's own DistributedDataParallel"
+            " would overwrite the experts of all ranks by those of one; use Booster(plugin='ddp').boost("
+            "model, optimizer), or colossalai.initialize",
+            stacklevel=3,
+        )
+        _parts.add(layer)  # once
