@@ -133,6 +133,10 @@ def _largest_unit(model: nn.Module) -> int:
     return max([outside, *(sum(p.numel() for p in block.parameters()) for block in blocks)])
 
 
+def _in_float32(output: Any) -> Any:
+    return output.float() if isinstance(output, Tensor) else output
+
+
 def _passes(model: nn.Module, criterion: Callable[..., Any] | None, batch: Any) -> tuple[int, int]:
     """Bytes that a forward pass keeps, and what both passes need beside them; gradients go as soon as they
     are there.
@@ -145,8 +149,7 @@ def _passes(model: nn.Module, criterion: Callable[..., Any] | None, batch: Any) 
         with gpu_kernels(), MetaBytes() as memory:
             memory.hold(model.parameters())
             weights = memory.now
-            output = call_with(model, data)
-            loss = loss_of(criterion, output.float() if isinstance(output, Tensor) else output, label)
+            loss = loss_of(criterion, _in_float32(call_with(model, data)), label)
             stored = memory.now - weights
             loss.backward()
             return stored, memory.peak - weights - stored

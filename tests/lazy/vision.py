@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,25 +84,33 @@ def are_installed() -> bool:
     return FOLDER.is_dir() or importlib.util.find_spec("timm") is not None
 
 
-def find_packages() -> None:
-    """Let timm and torchvision be imported in this process."""
-    if importlib.util.find_spec("timm") is None:
-        sys.path.append(str(FOLDER))
+@contextmanager
+def find_packages() -> Iterator[None]:
+    """Let timm and torchvision be imported inside the block.
+
+    Ranks of later tests inherit the path, but not the operators that torchvision needs.
+    """
     if not torch.cuda.is_available() and not _libraries:
         _libraries.append(torch.library.Library("torchvision", "FRAGMENT"))
         for name in _OPERATORS:
             _libraries[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    before = list(sys.path)
+    sys.path.append(str(FOLDER))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def builder(kind: str) -> Callable[[], nn.Module]:
     """What builds the model ``kind``, one of ``MODELS``."""
-    find_packages()
     package, name = kind.split()
-    if package == "timm":
-        import timm
+    with find_packages():
+        if package == "timm":
+            import timm
 
-        return partial(timm.create_model, name, num_classes=10, **_TIMM[name][0])
-    import torchvision
+            return partial(timm.create_model, name, num_classes=10, **_TIMM[name][0])
+        import torchvision
 
     options = {"num_classes": 10, **_TORCHVISION[name][0]}
     if hasattr(torchvision.models, name) and isinstance(getattr(torchvision.models, name), type):
