@@ -107,7 +107,8 @@ def test_a_backend_may_exceed_the_budget_by_its_tolerance(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("backend", ["milp", "pulp"])
 def test_a_backend_without_time(backend: str) -> None:
     """Then the smallest plan is the answer, if the backend has none."""
-    pytest.importorskip({"milp": "scipy", "pulp": "pulp"}[backend], reason=f"needs it: pip install {backend}")
+    package = {"milp": "scipy", "pulp": "pulp"}[backend]
+    pytest.importorskip(package, reason=f"needs {package}: pip install {package}")
     graph = random_layers(3, 20, 0.1)
     limited = graph.with_budget(middle(graph, 0.4, solve_strategies(graph).memory))
     plan = solve_strategies(limited, gap=0.0, backend=backend, time_limit=0.0)

@@ -82,7 +82,8 @@ def solve_strategies(
             ``"brute"`` looks at all plans of a small graph.
         gap: stop when the plan is proved to cost at most this part more than the best; zero for the best.
         time_limit: seconds, after which the best plan so far is the answer, with its gap.
-        tie: let equal layers choose alike: a few percent worse at most as a rule, and as fast as one layer.
+        tie: let equal layers choose alike: nearly as fast as one layer, but worse under a tight budget, by
+            far where only slow strategies are small; the bound is then that of tied plans.
         fold_nodes: make trivial nodes part of their neighbours first (auto only; others take all as it is).
         max_cells: cells of the largest table of the elimination; wider graphs get bounds from it, and HiGHS.
 
