@@ -98,13 +98,7 @@ def parallelize(
     again = partial(parallelize, mode=mode, verify=False, **options)
     tp, mesh = _mode_and_mesh(mode, mesh)
     base = base_of(model)  # below the model of adapters that PEFT makes of it
-    if isinstance(base, WholeOutputs):
-        raise ValueError(f"this {type(model).__name__} is parallel already; parallelize a model once")
-    if is_boosted(model):
-        raise ValueError(
-            f"this {type(model).__name__} was boosted already, with an optimizer of the parameters that it has"
-            " now; call parallelize before the optimizer is built, and boost afterwards"
-        )
+    _refuse_adapted(model, base)
     if mesh is None:
         return model
     sequence, balanced = _sequence(model, tp, mesh), balances_experts(base, mesh)
@@ -139,6 +133,17 @@ def parallelize(
         verification.compare(base, ADVICE if sequence is None else SEQUENCE_ADVICE)
     note_cut(model, before, again)
     return model
+
+
+def _refuse_adapted(model: nn.Module, base: nn.Module) -> None:
+    name = type(model).__name__
+    if isinstance(base, WholeOutputs):
+        raise ValueError(f"this {name} is parallel already; parallelize a model once")
+    if is_boosted(model):
+        raise ValueError(
+            f"this {name} was boosted already, with an optimizer of the parameters that it has now; call"
+            " parallelize before the optimizer is built, and boost afterwards"
+        )
 
 
 def _wrap(
