@@ -455,3 +455,15 @@ def check_refusals(rank: int, world_size: int, port: int) -> None:
 
 def test_what_differs_is_refused_on_every_rank() -> None:
     spawn(check_refusals, 2)
+
+
+def _plain_loop(**place: Any) -> None:
+    launch(sequence=RING)
+    model = colossalai.nn.parallelize(zoo.build("llama"))
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    with pytest.warns(UserWarning, match=r"sequences of which each rank has some tokens.*was not boosted"):
+        model.train()(input_ids=ids)
+
+
+def test_a_plain_loop_is_told_that_nothing_averages() -> None:
+    spawn(_plain_loop, 2)

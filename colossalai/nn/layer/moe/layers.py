@@ -30,7 +30,7 @@ from colossalai.nn.layer.moe.tokens import TokenOrder, gather_over
 from colossalai.nn.modes import TensorParallel, at_rank
 from colossalai.nn.sequence import SequenceParallel, current_sequence, length_before_padding
 from colossalai.utils.activation_checkpoint import computed_once, is_computed_again, is_repeated
-from colossalai.utils.boosted import warn_unless_boosted
+from colossalai.utils.boosted import SHARED_EXPERTS, warn_unless_boosted
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -190,7 +190,7 @@ class MoeLayer(ParallelLayer):
         if is_computed_again():
             return
         if self.training and self.experts.axes and torch.is_grad_enabled():
-            warn_unless_boosted(self, "experts that ranks share out")
+            warn_unless_boosted(self, *SHARED_EXPERTS)
         losses = MOE_CONTEXT.add_loss(routing.balance_loss, routing.z_loss, self)
         if outputs.requires_grad:
             MOE_CONTEXT.watch(losses, outputs)

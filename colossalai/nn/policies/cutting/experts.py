@@ -33,7 +33,7 @@ from colossalai.nn.policies.wrap_forward import (
     wrap_forward,
 )
 from colossalai.utils.activation_checkpoint import computed_once
-from colossalai.utils.boosted import warn_unless_boosted
+from colossalai.utils.boosted import SHARED_EXPERTS, warn_unless_boosted
 
 # What `use_experts_implementation` writes on a module.
 _TOLD = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -171,7 +171,7 @@ class ExpertsElsewhere(ForwardWrapper):
         over, width = self.shares, x.size(-1)
         module: Any = self
         if module.training and over.experts and torch.is_grad_enabled() and not x.is_meta:
-            warn_unless_boosted(module, "experts that ranks share out")
+            warn_unless_boosted(module, *SHARED_EXPERTS)
         tokens, chosen, weights = (t.reshape(-1, t.size(-1)) for t in (x, chosen, weights))
         if over.inner:  # each rank computes a part of every output
             tokens, weights = (use(t, over.inner, over.mesh) for t in (tokens, weights))

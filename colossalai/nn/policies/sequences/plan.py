@@ -35,6 +35,7 @@ from colossalai.nn.policies.wrap_forward import (
 )
 from colossalai.nn.random_streams import own_numbers
 from colossalai.nn.sequence import SequenceParallel
+from colossalai.utils.boosted import CUT_SEQUENCES, warn_unless_boosted
 
 ATTENTION = "colossalai_sequence"
 
@@ -92,6 +93,8 @@ class CutBody(ForwardWrapper):
                 return forward(**given)
         if "use_cache" in argument_names(forward):
             given["use_cache"] = False  # keys and values of a piece would be of no use
+        if self.training and torch.is_grad_enabled():
+            warn_unless_boosted(self, *CUT_SEQUENCES)
         given, sequence = self.cut.pieces(self, given), self.cut.sequence
         with own_numbers(sequence.axes, sequence.mesh) if self.training else nullcontext():
             out = forward(**{**given, "return_dict": True})
