@@ -148,7 +148,7 @@ class Booster:
         _check_boostable(model, optimizer)
         _check_companions(optimizer, criterion, dataloader, lr_scheduler)
         check_not_empty("the dataloader of boost", dataloader)
-        raw = [item for item in (user_module(model), optimizer) if item is not None]
+        raw_model, raw_optimizer = user_module(model), optimizer
         model = with_chunks(model)
         plan = None if self.plugin is None else Plan.of(self.plugin)
         wanted = Wanted(
@@ -182,7 +182,7 @@ class Booster:
             watch_steps(user_module(model), optimizer, launched_mesh())
         watch_first_step(model, launched_mesh())
         model.hand_over()
-        mark_boosted(*raw)
+        mark_boosted(raw_model, raw_optimizer)
         self._runs.add(model, optimizer, lr_scheduler, dataloader)
         return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
 

@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 SHARED_EXPERTS = (
     "experts that ranks share out",
@@ -19,9 +20,9 @@ _items: WeakSet[Any] = WeakSet()
 _parts: WeakSet[nn.Module] = WeakSet()
 
 
-def mark_boosted(model: nn.Module, *others: Any) -> None:
-    """Note that ``model`` was boosted, and with it ``others``, such as its optimizer."""
-    _items.update((model, *others))
+def mark_boosted(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Note that ``model`` was boosted, and with it its optimizer."""
+    _items.update([model] if optimizer is None else [model, optimizer])
     _parts.update(model.modules())
 
 
