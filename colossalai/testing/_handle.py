@@ -47,9 +47,18 @@ class RankHandle:
         self._process = context.Process(
             target=run_rank, args=(pipes, assignment), name=f"rank {self.rank}", daemon=False
         )
+        self._alive = self._listening = False
+        self._ends = (control, lifeline, child_stdout, child_stderr)
+
+    def start(self) -> None:
+        """Start the rank.
+
+        Not done by the constructor: an interrupt that comes when the rank runs, but before its handle is
+        known to those who end it, would leave the rank behind.
+        """
         self._process.start()
         self._alive = self._listening = True
-        for end in (control, lifeline, child_stdout, child_stderr):
+        for end in self._ends:
             end.close()
 
     @property
@@ -84,18 +93,23 @@ class RankHandle:
 
     def kill(self) -> None:
         """Kill the rank and the processes it started, also those that it left when it died."""
+        if self._process.pid is None:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._pid, signal.SIGKILL)
         self._process.kill()  # it may not have its own group yet
 
     def close(self) -> None:
         """Take what is left of the output and give everything back; the rank has been killed."""
-        self._process.join()
+        if self._process.pid is not None:
+            self._process.join()
+        for end in self._ends:  # those of a rank that was not started, or whose start was interrupted
+            end.close()
         for output in self._outputs:
             output.drain()
             output.connection.close()
         self._control.close()
-        self._lifeline.close()
+        self._lifeline.close()  # a rank of which we have no number ends by this
         self._process.close()
 
     @property

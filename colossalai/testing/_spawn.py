@@ -66,6 +66,7 @@ def spawn(
     try:
         for rank in range(nprocs):
             ranks.append(RankHandle(context, Assignment(rank, nprocs, store.port, call, dict(os.environ))))
+            ranks[-1].start()
         return _supervise(ranks, timeout)
     finally:
         for handle in ranks:

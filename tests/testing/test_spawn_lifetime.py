@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from colossalai.testing import RankError, spawn
+from colossalai.testing._handle import RankHandle
 
 
 def _note(directory: Path, pid: int) -> None:
@@ -85,6 +86,23 @@ def test_interrupted_parent_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         spawn(stay, 2, directory=tmp_path)
     thread.join()
+    assert _all_end(_wait_for_notes(tmp_path, 4))
+
+
+def test_an_interrupt_while_ranks_start_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = RankHandle.start
+
+    def start(handle: RankHandle) -> None:
+        begin(handle)
+        if handle.rank == 1:
+            _wait_for_notes(tmp_path, 4)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RankHandle, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        spawn(stay, 2, directory=tmp_path)
     assert _all_end(_wait_for_notes(tmp_path, 4))
 
 

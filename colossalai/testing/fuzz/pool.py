@@ -96,6 +96,7 @@ class RankPool:
             self._handles.append(
                 RankHandle(context, Assignment(rank, ranks, self._store.port, call, environment))
             )
+            self._handles[-1].start()
 
     def run(self, task: Task, limit: float) -> TaskResult:
         """Let every rank do ``task``; stop waiting when none has worked for ``limit`` seconds, or soon after

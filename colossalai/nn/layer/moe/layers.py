@@ -189,7 +189,7 @@ class MoeLayer(ParallelLayer):
         """Hand the losses on, and note the loads."""
         if is_computed_again():
             return
-        if self.training and self.experts.axes and torch.is_grad_enabled():
+        if self.training and self.experts.axes and torch.is_grad_enabled() and not outputs.is_meta:
             warn_unless_boosted(self, *SHARED_EXPERTS)
         losses = MOE_CONTEXT.add_loss(routing.balance_loss, routing.z_loss, self)
         if outputs.requires_grad:
