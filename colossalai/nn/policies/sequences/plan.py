@@ -93,7 +93,7 @@ class CutBody(ForwardWrapper):
                 return forward(**given)
         if "use_cache" in argument_names(forward):
             given["use_cache"] = False  # keys and values of a piece would be of no use
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and not next(self.parameters()).is_meta:
             warn_unless_boosted(self, *CUT_SEQUENCES)
         given, sequence = self.cut.pieces(self, given), self.cut.sequence
         with own_numbers(sequence.axes, sequence.mesh) if self.training else nullcontext():
