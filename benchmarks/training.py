@@ -32,7 +32,10 @@ WIDE = {"hidden_size": 4096, "depth": 8, "num_heads": 32}
 BATCH, LENGTH, STEPS, TIMED = 8, 1024, 24, 10
 ADAM: dict[str, Any] = {"lr": 2e-5, "weight_decay": 0.01}
 Step = Callable[[Tensor], Tensor]
-FULL: dict[str, list[str]] = {"gpt2-xl": [], "llama": [f"model.layers.{i}" for i in range(3)]}
+FULL = {
+    "gpt2-xl": [f"transformer.h.{i}" for i in range(5)],
+    "llama": [f"model.layers.{i}" for i in range(3)],
+}
 """The blocks of each model that are recomputed whole; the others keep their products."""
 
 
@@ -125,8 +128,7 @@ def unedited(name: str) -> Step:
     """A model of transformers with a few calls of ours."""
     model = checkpoint_blocks(hugging_face(name), "selective")
     # the first blocks are recomputed last, when the memory of the others is free
-    if FULL[name]:
-        checkpoint_blocks(model, "full", blocks=FULL[name])
+    checkpoint_blocks(model, "full", blocks=FULL[name])
     model = skip_causal_mask(chunk_causal_loss(model, whole_scores=False))
     return boosted(model, BF16MixedPrecision(half_weights=True), own_loss)
 
