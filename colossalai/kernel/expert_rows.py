@@ -13,8 +13,6 @@ from torch import Tensor
 
 from colossalai.kernel.probe import triton_works
 
-ACTIVATIONS = ("none", "relu", "silu", "gelu")
-
 
 def available(rows: Tensor) -> bool:
     """Whether the kernels compute with ``rows``."""
@@ -57,6 +55,7 @@ def activate(wide: Tensor, bias: Tensor | None, expert: Tensor | None, kind: str
     Args:
         bias: (experts, columns of ``wide``), or None.
         expert: the expert of each row, for its bias.
+        kind: ``"none"``, ``"relu"``, ``"silu"`` or ``"gelu"``.
     """
     from colossalai.kernel import triton_expert_rows
 

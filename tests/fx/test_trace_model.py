@@ -13,12 +13,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from colossalai.fx import InputError, OpGraph, trace_model, trace_step
 from colossalai.lazy import LazyInitContext
+from colossalai.utils.meta import gpu_kernels
 from colossalai.utils.throughput import count_operations
-
-try:
-    from colossalai.utils.meta import gpu_kernels
-except ImportError:  # it is about to move there
-    from colossalai.dry_run.meta import gpu_kernels
 from tests.fx.models import FAMILIES, Asking, Numpy, build
 from tests.lazy import vision
 
@@ -114,7 +110,7 @@ _OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in vision.MODELS 
 @pytest.mark.parametrize("kind", [*_SAMPLE, *_OTHERS])
 def test_models_of_vision(kind: str) -> None:
     if not vision.are_installed():
-        pytest.skip("timm and torchvision are not installed")
+        pytest.skip("needs requirements/vision.txt (`make install`)")
     torch.manual_seed(0)
     model, images, labels = vision.builder(kind)().train(), vision.images(kind), torch.tensor([1, 2])
     graph = trace_model(model, images, loss=cross_entropy, targets=(labels,))
