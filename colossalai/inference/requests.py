@@ -16,10 +16,10 @@ class Sampling:
     """How the tokens of a request are chosen, and when it ends.
 
     ``temperature=0`` always takes the most likely token.  Otherwise one is drawn from ``softmax(logits /
-    temperature)`` over the tokens that pass all of ``top_k`` (0: all pass), ``top_p`` and ``min_p`` (the least
-    probability, as a share of that of the most likely token).  ``repetition_penalty`` divides the scores of
-    tokens that are in the text already, and multiplies those below 0.  With ``seed`` the draws repeat,
-    whatever the plan and the other requests are.
+    temperature)`` over the tokens that pass all of ``top_k`` (0: all pass), ``top_p`` and ``min_p`` (the
+    least probability, as a share of that of the most likely token).  ``repetition_penalty`` divides the
+    scores of tokens that are in the text already, and multiplies those below 0.  With ``seed`` the draws
+    repeat, whatever the plan and the other requests are.
 
     A request ends after ``max_tokens``, at a string of ``stop`` (which its text leaves out), at a token of
     ``stop_tokens``, or at the model's own last token unless ``ignore_eos``.
