@@ -1,16 +1,17 @@
 """Messages between the service and its ranks: frames of JSON with the bytes of tensors behind it.
 
-Nothing that arrives is ever executed: a frame names values of a closed list of kinds, so a peer can send wrong
-numbers but no code.  Over an inherited socket pair the kernel says who speaks; over a network both ends prove
-that they know the job's secret, and every frame carries a code of it that also counts, so that no frame is
-changed, repeated or left out.
+Nothing that arrives is ever executed: a frame names values of a closed list of kinds, so a peer can send
+wrong numbers but no code.  Over an inherited socket pair the kernel says who speaks; over a network both
+ends prove that they know the job's secret, and every frame carries a code of it that also counts, so that
+no frame is changed, repeated or left out.
 
-A frame is its length (8 bytes), the length of the JSON text (4 bytes), that text, and the bytes of the tensors
-in the order in which the text names them; over a network, 32 bytes of HMAC-SHA256 follow.
+A frame is its length (8 bytes), the length of the JSON text (4 bytes), that text, and the bytes of the
+tensors in the order in which the text names them; over a network, 32 bytes of HMAC-SHA256 follow.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -88,7 +89,8 @@ def _flatten(value: Any, buffers: list[bytes | memoryview]) -> Any:
         return [_flatten(item, buffers) for item in value]
     raise TypeError(
         f"a message between a service and its ranks cannot hold {type(value).__module__}."
-        f"{type(value).__qualname__}; it can hold tensors, numbers, texts, bytes, None, lists, tuples and dicts"
+        f"{type(value).__qualname__}; it can hold tensors, numbers, texts, bytes, None, lists,"
+        " tuples and dicts"
     )
 
 
@@ -238,8 +240,6 @@ class Channel:
 
     def close(self) -> None:
         """End the connection; a thread that receives returns."""
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._socket.close()
