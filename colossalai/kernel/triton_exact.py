@@ -22,7 +22,7 @@ FEW = 128  # rows, up to which chunks are summed by programs of their own
 def _product(
     a, b, bias, out, rows, columns, inner, ab, ar, ai, bb, bi, bc, sb, sr, sc, ob, chunks,
     BIAS: tl.constexpr, ALONE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STEP: tl.constexpr, FULL: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``a @ b``, or its sum over one chunk if chunks are summed ``ALONE``."""
     tiles = tl.cdiv(rows, ROWS)
@@ -41,9 +41,13 @@ def _product(
         part = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, inner), STEP):
             place = start + tl.arange(0, STEP)
-            x = tl.load(a_rows + place[None, :] * ai, mask=(row < rows)[:, None] & (place < inner)[None, :], other=0.0)
+            x = tl.load(
+                a_rows + place[None, :] * ai, mask=(row < rows)[:, None] & (place < inner)[None, :], other=0.0
+            )
             y = tl.load(
-                b_columns + place[:, None] * bi, mask=(place < inner)[:, None] & (column < columns)[None, :], other=0.0
+                b_columns + place[:, None] * bi,
+                mask=(place < inner)[:, None] & (column < columns)[None, :],
+                other=0.0,
             )
             part = tl.dot(x, y, part, input_precision="ieee")
         total += part
@@ -68,7 +72,9 @@ def _add_chunks(
     inside = column < columns
     total = tl.zeros((COLUMNS,), tl.float32)
     for chunk in range(chunks):
-        total += tl.load(parts + ((batch * chunks + chunk) * rows + row) * columns + column, mask=inside, other=0.0)
+        total += tl.load(
+            parts + ((batch * chunks + chunk) * rows + row) * columns + column, mask=inside, other=0.0
+        )
     if BIAS:
         total += tl.load(bias + batch * sb + row * sr + column * sc, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + (batch * rows + row) * columns + column, total, mask=inside)
@@ -92,8 +98,9 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]), chunks if alone else 1, batch)
     with torch.cuda.device(a.device):
         _product[grid](
-            a, b, given, target, rows, columns, inner, *a.stride(), *b.stride(), *strides, rows * columns, chunks,
-            BIAS=bias is not None, ALONE=alone, CHUNK=CHUNK, ROWS=tile[0], COLUMNS=tile[1], STEP=tile[2], FULL=full,
+            a, b, given, target, rows, columns, inner, *a.stride(), *b.stride(), *strides, rows * columns,
+            chunks, BIAS=bias is not None, ALONE=alone, CHUNK=CHUNK, ROWS=tile[0], COLUMNS=tile[1],
+            STEP=tile[2],
             num_warps=tile[3], num_stages=3,
         )  # fmt: skip
         if alone:
@@ -112,7 +119,9 @@ def _over_rows(x, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     if KIND == "sum":
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, width, BLOCK):
-            total += tl.load(x + row * width + start + place, mask=start + place < width, other=0.0).to(tl.float32)
+            total += tl.load(x + row * width + start + place, mask=start + place < width, other=0.0).to(
+                tl.float32
+            )
         tl.store(out + row, tl.sum(total, 0))
     else:
         top = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -128,10 +137,7 @@ def _over_rows(x, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
         for start in range(0, width, BLOCK):
             inside = start + place < width
             part = tl.load(x + row * width + start + place, mask=inside, other=0.0).to(tl.float32) - most
-            if KIND == "softmax":
-                part = tl.exp(part) / whole
-            else:
-                part = part - tl.log(whole)
+            part = tl.exp(part) / whole if KIND == "softmax" else part - tl.log(whole)
             tl.store(out + row * width + start + place, part, mask=inside)
 
 
@@ -146,7 +152,9 @@ def _normalize(
     if CENTERED:
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, width, BLOCK):
-            total += tl.load(x + row * width + start + place, mask=start + place < width, other=0.0).to(tl.float32)
+            total += tl.load(x + row * width + start + place, mask=start + place < width, other=0.0).to(
+                tl.float32
+            )
         mean = tl.sum(total, 0) / width
         tl.store(means + row, mean)
     squares = tl.zeros((BLOCK,), tl.float32)
@@ -189,8 +197,8 @@ def normalize(
     if rows and width:
         with torch.cuda.device(x.device):
             _normalize[(rows,)](
-                x, out if weight is None else weight, out if bias is None else bias, out, means, roots, width, eps,
-                CENTERED=centered, WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=_block(width),
+                x, out if weight is None else weight, out if bias is None else bias, out, means, roots, width,
+                eps, CENTERED=centered, WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=_block(width),
             )  # fmt: skip
     return out, means, roots
 

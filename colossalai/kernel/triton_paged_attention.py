@@ -8,8 +8,6 @@ query, programs share its keys in ``splits`` parts, whose results are merged by 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,6 @@ LOG2E = 1.4426950408889634
 PROGRAMS = 1024  # that keep the memory of a large GPU busy
 LEAST_KEYS = 64  # of a split
 MOST_SPLITS = 16
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
@@ -41,9 +38,17 @@ def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Te
     keys, values = keys.reshape(tokens, width), values.reshape(tokens, width)
     block = min(2048, triton.next_power_of_2(width))
     if tokens:
-        with _on(keys):
+        with on_device_of(keys):
             _write_pages[(tokens, triton.cdiv(width, block))](
-                keys, values, key_pages, value_pages, slots, keys.stride(0), values.stride(0), width, BLOCK=block
+                keys,
+                values,
+                key_pages,
+                value_pages,
+                slots,
+                keys.stride(0),
+                values.stride(0),
+                width,
+                BLOCK=block,
             )
 
 
@@ -103,8 +108,9 @@ def _decode(
 
 @triton.jit
 def _attend(
-    query, key_pages, value_pages, table, starts, lengths, out, sums, slopes, table_row, page_size, qt, qh, kt,
-    kh, heads, width, scale, window, splits, SHARED: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr,
+    query, key_pages, value_pages, table, starts, lengths, out, sums, slopes, table_row, page_size, qt, qh,
+    kt, kh, heads, width, scale, window, splits, SHARED: tl.constexpr, ALIBI: tl.constexpr,
+    SPLIT: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     batch, shared_head = tl.program_id(2).to(tl.int64), tl.program_id(1)
@@ -217,7 +223,7 @@ def paged_attention(
     slopes = query if alibi is None else alibi
     far = 1 << 30 if window is None else window
     options = {"ALIBI": alibi is not None, "SPLIT": splits > 1, "WIDTH": padded}
-    with _on(query):
+    with on_device_of(query):
         if single and shared == 1:
             keys = max(16, 4096 // padded)
             _decode[(splits, heads, batch)](
@@ -229,13 +235,21 @@ def paged_attention(
             rows, keys, warps, stages = _tiles(max_query * shared, padded, full, exact)
             tiles = splits if single else triton.cdiv(max_query * shared, rows)
             _attend[(tiles, shared_heads, batch)](
-                query, key_pages, value_pages, page_table, query_starts, lengths, parts, sums, slopes, *common,
-                heads, width, scale * LOG2E, far, splits, SHARED=shared, ROWS=rows, KEYS=keys, IEEE=full,
+                query, key_pages, value_pages, page_table, query_starts, lengths, parts, sums, slopes,
+                *common, heads, width, scale * LOG2E, far, splits, SHARED=shared, ROWS=rows, KEYS=keys,
+                IEEE=full,
                 STAGES=stages, num_warps=warps, **options,
             )  # fmt: skip
         if splits > 1:
             _merge[(tokens * heads,)](
-                parts, sums, out, splits, width, SPLITS=triton.next_power_of_2(splits), WIDTH=padded, num_warps=2
+                parts,
+                sums,
+                out,
+                splits,
+                width,
+                SPLITS=triton.next_power_of_2(splits),
+                WIDTH=padded,
+                num_warps=2,
             )
     return out
 
@@ -260,5 +274,5 @@ def _tiles(rows: int, width: int, full: bool, exact: bool) -> tuple[int, int, in
     return 128, 64, 8, 3 if width <= 64 else 2
 
 
-def _on(tensor: Tensor):
+def on_device_of(tensor: Tensor):
     return torch.cuda.device(tensor.device)

@@ -32,14 +32,20 @@ def _one_row(
 
 
 def one_row(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rows: int = 4, step: int = 1024, stages: int = 1, warps: int = 4
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: int = 4,
+    step: int = 1024,
+    stages: int = 1,
+    warps: int = 4,
 ) -> Tensor:
     features, inner = weight.shape
     out = torch.empty(1, features, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
         _one_row[(triton.cdiv(features, rows),)](
-            x, weight, out if bias is None else bias, out, features, inner, weight.stride(0), BIAS=bias is not None,
-            ROWS=rows, STEP=step, STAGES=stages, num_warps=warps,
+            x, weight, out if bias is None else bias, out, features, inner, weight.stride(0),
+            BIAS=bias is not None, ROWS=rows, STEP=step, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return out
 
@@ -59,7 +65,9 @@ def _few_rows(
         inside = start + place < inner
         w = tl.load(at + start, mask=(feature < features)[:, None] & inside[None, :], other=0.0)
         v = tl.load(
-            x + number[None, :] * inner + start + place[:, None], mask=(number < rows)[None, :] & inside[:, None], other=0.0
+            x + number[None, :] * inner + start + place[:, None],
+            mask=(number < rows)[None, :] & inside[:, None],
+            other=0.0,
         )
         total = tl.dot(w, v, total)
     at = (tl.program_id(1) * rows + number)[None, :] * features + feature[:, None]
@@ -78,8 +86,8 @@ def _add_shares(parts, bias, out, size, features, shares, BIAS: tl.constexpr, BL
 
 
 def few_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, shares: int = 4, block: int = 64, step: int = 128, stages: int = 4,
-    warps: int = 4,
+    x: Tensor, weight: Tensor, bias: Tensor | None, shares: int = 4, block: int = 64, step: int = 128,
+    stages: int = 4, warps: int = 4,
 ) -> Tensor:  # fmt: skip
     rows, (features, inner) = x.size(0), weight.shape
     out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
@@ -88,9 +96,17 @@ def few_rows(
     with torch.cuda.device(x.device):
         _few_rows[(triton.cdiv(features, block), shares)](
             x, weight, parts, rows, features, inner, weight.stride(0), share,
-            ROWS=max(16, triton.next_power_of_2(rows)), FEATURES=block, STEP=step, STAGES=stages, num_warps=warps,
+            ROWS=max(16, triton.next_power_of_2(rows)), FEATURES=block, STEP=step, STAGES=stages,
+            num_warps=warps,
         )  # fmt: skip
         _add_shares[(triton.cdiv(rows * features, 1024),)](
-            parts, out if bias is None else bias, out, rows * features, features, shares, BIAS=bias is not None, BLOCK=1024
+            parts,
+            out if bias is None else bias,
+            out,
+            rows * features,
+            features,
+            shares,
+            BIAS=bias is not None,
+            BLOCK=1024,
         )
     return out
