@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -134,7 +134,7 @@ class TextModel:
                 code="context_length_exceeded",
             )
 
-    async def stream(self, requests: Sequence[tuple[Sequence[int], Sampling]]) -> AsyncIterator[Part]:
+    async def stream(self, requests: Sequence[tuple[Sequence[int], Sampling]]) -> AsyncGenerator[Part, None]:
         """Yield what comes for each of ``requests``, in the order in which it comes; close it to cancel.
 
         All requests are accepted, or none: ``QueueFullError`` and ``ServiceError`` come before the first

@@ -58,7 +58,9 @@ def inspect_folder(
         raise FolderError(
             f"--max-length {max_length} is more than the {most} positions of the model in {path}"
         )
-    return ModelFolder(path, config, _tokenizer(Path(tokenizer or path), config), max_length or int(most))
+    return ModelFolder(
+        path, config, _tokenizer(Path(tokenizer or path), config), max_length or int(most or 0)
+    )
 
 
 def _check_weights(path: Path) -> None:
@@ -143,9 +145,10 @@ def cut(model: Any) -> Any:
     from colossalai.core import global_context as gpc
     from colossalai.nn import parallelize
     from colossalai.pipeline import split_model
+    from colossalai.pipeline.stage import Placement
 
     if gpc.is_initialized(ParallelMode.PIPELINE) and gpc.pipeline_parallel_size > 1:
-        return split_model(model)
+        return split_model(model, Placement(gpc.pipeline_parallel_size))
     return parallelize(model)
 
 

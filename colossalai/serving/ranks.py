@@ -191,7 +191,7 @@ class Ranks:
         sentinels = {p.sentinel: rank for rank, p in self._processes.items() if rank not in self._channels}
         while sentinels and not self._ending:
             for found in connection.wait(list(sentinels), timeout=1.0):
-                rank = sentinels.pop(found)  # type: ignore[call-overload]
+                rank = sentinels.pop(found)  # type: ignore[arg-type]
                 if not self._ending:
                     self._report(Died(rank, describe_exit(self._exit_code(self._processes[rank], 1.0))))
 

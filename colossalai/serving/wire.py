@@ -98,7 +98,7 @@ def _flatten_tensor(value: Tensor, buffers: list[bytes | memoryview]) -> Any:
     if value.is_sparse or value.is_quantized or str(value.dtype).removeprefix("torch.") not in _DTYPES:
         raise TypeError(f"a message cannot hold a tensor of {value.dtype} and {value.layout}")
     flat = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    buffers.append(memoryview(flat.numpy()))
+    buffers.append(memoryview(flat.numpy().data))
     return {"x": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
 
 

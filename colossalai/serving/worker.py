@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-import colossalai
+from colossalai.launchers import launch
 from colossalai.serving.wire import Channel
 from colossalai.utils.local_ranks import die_with_parent, set_rank_environment
 from colossalai.utils.watchdog import explain, take_snapshot
@@ -179,7 +179,7 @@ def _launch(post: Post) -> None:
     job = post.job
     logging.getLogger("colossalai").setLevel(logging.WARNING)
     parallel = {"tensor": {"size": job.tp, "mode": "1d" if job.tp > 1 else None}, "pipeline": job.pp}
-    colossalai.launch(
+    launch(
         {"parallel": parallel},
         rank=post.rank,
         world_size=job.ranks,

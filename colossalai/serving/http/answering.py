@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -90,7 +90,7 @@ def as_api_error(error: Exception, queue_full: int = 429) -> ApiError:
     raise error
 
 
-async def timed(context: Context, requests: Requests) -> AsyncIterator[Part]:
+async def timed(context: Context, requests: Requests) -> AsyncGenerator[Part, None]:
     """The parts of ``TextModel.stream``, counted, and within the time that the server allows."""
     timers = [Timer(context.metrics, len(prompt)) for prompt, _ in requests]
     reason = "cancelled"
@@ -154,23 +154,23 @@ class EventStream(Response):
     The first event is awaited before the head is sent, so what is refused is refused with its status.
     """
 
-    def __init__(self, events: AsyncIterator[Any], path: str) -> None:
+    def __init__(self, events: AsyncGenerator[Any, None], path: str) -> None:
         self._events, self._path = events, path
         self._first: Any = None
         self.background = None
 
     @classmethod
-    async def begin(cls, events: AsyncIterator[Any], request: Request) -> EventStream:
+    async def begin(cls, events: AsyncGenerator[Any, None], request: Request) -> EventStream:
         stream = cls(events, request.url.path)
         try:
-            stream._first = await unless_gone(request.receive, anext(events))  # type: ignore[arg-type]
+            stream._first = await unless_gone(request.receive, anext(events))
         except BaseException:
             await stream._close()
             raise
         return stream
 
     async def _close(self) -> None:
-        await self._events.aclose()  # type: ignore[attr-defined]
+        await self._events.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -97,8 +97,8 @@ async def _prompts(model: TextModel, body: CompletionBody) -> list[list[int]]:
     if isinstance(body.prompt, str):
         return [await model.encode(body.prompt)]
     if isinstance(body.prompt[0], int):
-        return [list(body.prompt)]  # type: ignore[arg-type]
-    return [await model.encode(one) if isinstance(one, str) else list(one) for one in body.prompt]  # type: ignore[arg-type]
+        return [list(body.prompt)]
+    return [await model.encode(one) if isinstance(one, str) else list(one) for one in body.prompt]
 
 
 @router.post("/chat/completions")
@@ -180,7 +180,7 @@ def _usage(requests: Sequence[Any], choices: Sequence[Choice], n: int) -> dict[s
 
 async def _completion_events(
     context: Context, body: CompletionBody, requests: Any, frame: _Frame
-) -> AsyncIterator[Any]:
+) -> AsyncGenerator[Any, None]:
     offsets = [0] * len(requests)
 
     def row(part: Any) -> Any:
@@ -197,7 +197,9 @@ async def _completion_events(
             yield event
 
 
-async def _chat_events(context: Context, body: ChatBody, requests: Any, frame: _Frame) -> AsyncIterator[Any]:
+async def _chat_events(
+    context: Context, body: ChatBody, requests: Any, frame: _Frame
+) -> AsyncGenerator[Any, None]:
     head = frame.head(".chunk")
 
     def row(part: Any) -> Any:
@@ -222,7 +224,7 @@ async def _chat_events(context: Context, body: ChatBody, requests: Any, frame: _
 
 async def _events(
     context: Context, body: Common, requests: Any, head: dict[str, Any], row: Callable[[Any], Any]
-) -> AsyncIterator[Any]:
+) -> AsyncGenerator[Any, None]:
     """Chunks with one choice each, then, if it is wanted, the usage."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     more = {"usage": None} if wants_usage else {}
