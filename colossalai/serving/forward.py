@@ -49,9 +49,10 @@ class Forward:
         several = gpc.tensor_parallel_size * gpc.pipeline_parallel_size > 1
         if several and not _is_cut(model):
             model = cut(model)
-        if getattr(model, "config", None) is not None and getattr(model.config, "use_cache", False):
-            model.config.use_cache = False  # nobody could use a cache that is sent away
-        self._model = model.to(get_current_device()).eval()
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # nobody could use a cache that is sent away
+        self._model: Any = model.to(get_current_device()).eval()
         self._first = gpc.is_first_rank(ParallelMode.PIPELINE) if gpc.pipeline_parallel_size > 1 else True
         self._last = gpc.is_last_rank(ParallelMode.PIPELINE) if gpc.pipeline_parallel_size > 1 else True
 

@@ -53,26 +53,32 @@ class Ranks:
         self._lifelines: list[connection.Connection] = []
         self._store: Any = None
         self._ending = False
-        self._reaping = threading.Lock()
+        self._starting, self._reaping = threading.Lock(), threading.Lock()
         self._stacks: dict[int, str] = {}
 
     def start(self) -> None:
         """Start all processes; returns before they are ready."""
+        with self._starting:
+            self._start()
+        threading.Thread(target=self._watch_processes, name="ranks", daemon=True).start()
+
+    def _start(self) -> None:
         context = fork_server()
         host, port = self._host_store()
         listener = self._listen() if self.job.nodes > 1 and self.job.node_rank == 0 else None
         try:
             for rank in self.job.local_ranks:
+                if self._ending:
+                    raise StartError("the service was shut down")
                 self._start_one(context, Post(rank, self.job, host, port, dict(os.environ)))
             if listener is not None:
                 self._accept_others(listener)
         except BaseException:
-            self.kill()
+            self._kill()
             raise
         finally:
             if listener is not None:
                 listener.close()
-        threading.Thread(target=self._watch_processes, name="ranks", daemon=True).start()
 
     def _host_store(self) -> tuple[str, int]:
         job = self.job
@@ -118,11 +124,13 @@ class Ranks:
         """Connect with the ranks of the other nodes; who does not know the secret is turned away."""
         deadline = time.monotonic() + _REMOTE_START
         missing = set(range(self.job.ranks)) - set(self._channels)
-        while missing:
-            listener.settimeout(max(0.1, deadline - time.monotonic()))
+        listener.settimeout(0.5)
+        while missing and not self._ending:
             try:
                 sock, _ = listener.accept()
             except TimeoutError:
+                if time.monotonic() < deadline:
+                    continue
                 raise StartError(
                     f"ranks {sorted(missing)} of other nodes did not report within {_REMOTE_START:g} s"
                 ) from None
@@ -223,12 +231,17 @@ class Ranks:
         self._ending = True
         self.send_all("stop")
         deadline = time.monotonic() + seconds
-        for process in self._processes.values():
+        for process in list(self._processes.values()):
             self._exit_code(process, max(0.0, deadline - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
         """End every process of this node, and what they started, and give everything back."""
+        self._ending = True
+        with self._starting:  # a start that is under way sees that it is to end
+            self._kill()
+
+    def _kill(self) -> None:
         self._ending = True
         for process in self._processes.values():
             if process.pid is not None:

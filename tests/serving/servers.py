@@ -1,4 +1,4 @@
-"""A server for tests, in a process of its own: a stand-in for the model, real ranks, real HTTP."""
+"""Servers for tests: a stand-in for the model, real ranks, real HTTP; in a thread, or in a process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from colossalai.serving import Generation, Job, Service, TextModel
+from colossalai.serving.http import Settings
+from colossalai.serving.http.server import bind, make_server
+from tests.serving.stand_in import stand_in
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -35,7 +41,43 @@ class Bytes:
         return 256
 
 
+class Here:
+    """A server in a thread of this process."""
+
+    def __init__(self, url: str, service: Service) -> None:
+        self.url, self.service = url, service
+
+
+@contextlib.contextmanager
+def here(
+    *, limit: int = 0, tp: int = 1, options: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[Here]:
+    """Serve the stand-in; ``options`` are its own, ``settings`` those of the server."""
+    made = Settings(port=0, **{"max_body": 1 << 16, **settings})
+    sock = bind(made)
+    service = Service(Job(Generation, {"build": stand_in, "options": options or {}}, tp=tp), limit=limit)
+    model = TextModel(service, Bytes(), max_length=512, name="stand-in", chat_template=CHAT)
+    ready = threading.Event()
+    try:
+        service.start()
+        server = make_server(model, made, announce=ready.set)
+        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+        thread.start()
+        try:
+            ready.wait(30)
+            yield Here(f"http://127.0.0.1:{sock.getsockname()[1]}", service)
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join(30)
+    finally:
+        model.close()
+        service.close()
+        sock.close()
+
+
 class Running:
+    """A server in a process of its own."""
+
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process, self.url = process, url
 

@@ -86,14 +86,10 @@ def patient(seconds: float) -> type[H11Protocol]:
     return Patient
 
 
-def serve(
-    model: TextModel,
-    settings: Settings,
-    sock: socket.socket,
-    *,
-    announce: Callable[[], None] = lambda: None,
-) -> None:
-    """Answer requests on ``sock`` until SIGTERM, SIGINT, or the end of the service."""
+def make_server(
+    model: TextModel, settings: Settings, *, announce: Callable[[], None] = lambda: None
+) -> uvicorn.Server:
+    """A server that is not running yet: ``run(sockets=[...])`` runs it, ``should_exit = True`` ends it."""
     server: _Server | None = None
     app = make_app(
         model, settings, draining=lambda: server is not None and server.draining, on_start=announce
@@ -112,6 +108,18 @@ def serve(
         )
     )
     model.service.on_end = lambda reason: setattr(server, "should_exit", True)
+    return server
+
+
+def serve(
+    model: TextModel,
+    settings: Settings,
+    sock: socket.socket,
+    *,
+    announce: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer requests on ``sock`` until SIGTERM, SIGINT, or the end of the service."""
+    server = make_server(model, settings, announce=announce)
     try:
         server.run(sockets=[sock])
     finally:
