@@ -25,7 +25,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class Bench:
                 torch.cuda.reset_peak_memory_stats()
             with LiveBytes(block=512) if counts else nullcontext() as memory:
                 if memory is not None:
-                    memory.hold((*self.model.parameters(), *self.model.buffers(), *tensors_of(step.batch)))
+                    memory.hold(self.held)
                 self._wait()
                 start = time.perf_counter()
                 with step.autocasts(self.device.type):
@@ -97,6 +97,12 @@ class Bench:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What is there before a step."""
+        batch = [leaf for leaf in tree_leaves(self.planner.step.batch) if isinstance(leaf, Tensor)]
+        return [*self.model.parameters(), *self.model.buffers(), *batch]
 
     def planned(self, plan: CheckpointPlan) -> Measured:
         with block_modes(self.model, plan.modes):
