@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 from benchmarks import checkpointed_xl
 from benchmarks.checkpointed_models import CASES, SMALL, Case
-from colossalai.auto_parallel.checkpoint import CheckpointPlan, CheckpointPlanner
+from colossalai.auto_parallel.checkpoint import CheckpointPlan, CheckpointPlanner, CheckpointSolverChen
 from colossalai.auto_parallel.checkpoint.blocks import block_modes
 from colossalai.nn import chunk_causal_loss, skip_causal_mask
 from colossalai.utils.live_bytes import LiveBytes
@@ -105,7 +105,7 @@ class Bench:
         return [*self.model.parameters(), *self.model.buffers(), *batch]
 
     def planned(self, plan: CheckpointPlan) -> Measured:
-        with block_modes(self.model, plan.modes):
+        with block_modes(self.model, plan.modes, plan.regions):
             return self.measure()
 
 
@@ -119,7 +119,8 @@ def row(
         cells.append(f"{plan.peak / GIB:8.3f} {plan.seconds * 1e3:8.2f}")
         cells.append(f"{plan.peak / measured.peak - 1:+7.1%} {plan.seconds / measured.seconds - 1:+7.1%}")
         counts = Counter(plan.modes.values())
-        cells.append(" ".join(f"{mode[0]}{count}" for mode, count in counts.items()).ljust(16))
+        kinds = [*(f"{mode[0]}{count}" for mode, count in counts.items()), f"r{len(plan.regions)}"]
+        cells.append(" ".join(kinds).ljust(16))
     print(" ".join([*cells, verdict]), flush=True)
     if verdict:
         VERDICTS[verdict.split(" by ")[0]] += 1
@@ -159,7 +160,9 @@ def made(name: str, case: Case, samples: int, args: argparse.Namespace) -> Bench
     )
     autocast = torch.bfloat16 if args.precision == "autocast" else None
     built = time.perf_counter()
-    planner = CheckpointPlanner(model.to(half), batch, criterion=case.criterion, autocast=autocast)
+    planner = CheckpointPlanner(
+        model.to(half), batch, criterion=case.criterion, autocast=autocast, regions=not args.compiled
+    )
     bench = Bench(f"{name} x {samples}", model, planner, args.repeat)
     _ = planner.least
     print(
@@ -185,11 +188,18 @@ def run(name: str, case: Case, samples: int, args: argparse.Namespace) -> None:
             row(bench.label, "auto_checkpoint", measured, plan, against_prediction(measured, plan))
     with guarded(bench.label, "all full"):
         _against(bench, "all blocks full", dict.fromkeys(planner.blocks, "full"))
+    with guarded(bench.label, "Chen"):
+        segments = CheckpointSolverChen(planner.chain()).segments()
+        calls = planner.played["keep"].calls
+        regions = [calls[first:stop] for first, stop in segments[:-1]]
+        _against(bench, f"Chen, {len(segments)} segments", dict.fromkeys(planner.blocks, "keep"), regions)
 
 
-def _against(bench: Bench, side: str, modes: Mapping[str, str]) -> None:
+def _against(
+    bench: Bench, side: str, modes: Mapping[str, str], regions: Sequence[Sequence[str]] = ()
+) -> None:
     """A rival, and ours with the bytes that it needed."""
-    with block_modes(bench.model, modes):
+    with block_modes(bench.model, modes, regions):
         theirs = bench.measure()
     row(bench.label, side, theirs)
     plan = bench.planner.plan(theirs.peak)

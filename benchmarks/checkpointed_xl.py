@@ -32,7 +32,13 @@ def planned() -> Step:
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
     plan = auto_checkpoint(
-        model, batch, MEMORY, optimizer=HybridAdam(model.parameters()), device="h200", measure=False
+        model,
+        batch,
+        MEMORY,
+        optimizer=HybridAdam(model.parameters()),
+        device="h200",
+        measure=False,
+        regions=False,
     )
     print(plan, flush=True)
     return boosted(model, BF16MixedPrecision(half_weights=True), own_loss)
