@@ -64,8 +64,8 @@ def _check_weights(who: str, model: nn.Module) -> None:
         if isinstance(param, Away):
             raise ValueError(
                 f"{who}: the weight {name} lies in a chunk of Gemini, and Generator computes with weights"
-                " that are whole on their ranks; save_pretrained it and generate with the saved model, or train"
-                " under DDP, ZeRO-1 or 2, tensor parallelism or a pipeline"
+                " that are whole on their ranks; save_pretrained it and generate with the saved model, or"
+                " train under DDP, ZeRO-1 or 2, tensor parallelism or a pipeline"
             )
         if isinstance(param, DTensor):
             raise ValueError(

@@ -175,7 +175,7 @@ class.
 
 def attends_itself(module: nn.Module) -> bool:
     """Whether ``module`` asks its ``pages`` for attention, without the interface of transformers."""
-    for native in type(module).__mro__:
+    for native in reversed(type(module).__mro__):  # what parallelize makes of a class has its name
         if "pages" in native.__dict__:
             return True
         forward = OWN_FORWARDS.get(native.__name__)
