@@ -81,6 +81,7 @@ class Core:
         )
         self._max_requests = max_requests
         self._requests: dict[int, Request] = {}
+        self._of_prompts: dict[int, list[TokenLogprobs]] = {}
         self._rows: tuple[tuple[int, ...], SamplingRows] | None = None
         self._seen: Tensor | None = None
         self._steps = 0
@@ -163,6 +164,7 @@ class Core:
         for serial, finish in news.ended:
             if serial in self._requests:
                 request = self._requests.pop(serial)
+                self._of_prompts.pop(serial, None)
                 self.scheduler.end(request, finish)
                 if finish == "cancelled":  # of one that stopped, all was said
                     outcomes.append(Outcome(request))
@@ -188,10 +190,12 @@ class Core:
             request = part.request
             own, ofprompt = results.logprobs(part, found)
             new = request.tokens[length:]
+            if ofprompt is not None:
+                self._of_prompts.setdefault(request.serial, []).extend(ofprompt)
+            if new or request.finish is not None:
+                outcomes.append(Outcome(request, new, own, self._of_prompts.pop(request.serial, None)))
             if request.finish is not None:
                 self._requests.pop(request.serial, None)
-            if new or request.finish is not None or ofprompt is not None:
-                outcomes.append(Outcome(request, new, own if new else None, ofprompt))
         return outcomes
 
     def _choose(self, parts: Sequence[Part], scores: Tensor) -> tuple[Tensor]:
