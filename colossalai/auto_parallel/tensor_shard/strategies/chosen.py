@@ -79,8 +79,9 @@ def flow_transfers(
     """The collectives of a tensor on its way from one operation to the next."""
     source = problem.vertices[flow.source].placements[choice[flow.source]].outputs[flow.index]
     target = problem.vertices[flow.target].placements[choice[flow.target]].inputs[flow.operand]
+    parameter = problem.vertices[flow.source].kind == "parameter"
     return problem.model.moves.transfers(
-        flow.info.shape, flow.info.dtype.itemsize, source, target, flow.learns
+        flow.info.shape, flow.info.dtype.itemsize, source, target, flow.learns, parameter
     )
 
 

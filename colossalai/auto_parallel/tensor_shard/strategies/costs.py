@@ -73,7 +73,7 @@ class CostModel:
         forward, backward = self._collectives(node, placement, tied)
         return StrategyCost(
             compute=self._compute(node, placement),
-            communication=_item(self._seconds(forward), self._seconds(backward)),
+            communication=_item(self.moves.time(forward), self.moves.time(backward)),
             forward=tuple(forward),
             backward=tuple(backward),
             memory=self._memory(node, placement, charged, tied),
@@ -110,7 +110,7 @@ class CostModel:
             if source.kind == "parameter" and source.name not in tied and use != rest:
                 assert source.info is not None
                 shape, item = source.info.shape, source.info.dtype.itemsize
-                back = self.moves.transfers(shape, item, rest, use, source.learns and node.reached)
+                back = self.moves.transfers(shape, item, rest, use, source.learns and node.reached, True)
                 forward += back[0]
                 backward += back[1]
         for info, computed, handed in zip(
@@ -122,9 +122,6 @@ class CostModel:
                 forward += both[0]
                 backward += both[1]
         return forward, [] if self.moves.forward_only else backward
-
-    def _seconds(self, transfers: Sequence[Transfer]) -> float:
-        return sum(self.moves.links[t.axis].seconds(t.kind, t.bytes) for t in transfers)
 
     def _memory(
         self, node: PlanNode, placement: Placement, charged: Sequence[str], tied: frozenset[str]
@@ -186,3 +183,16 @@ def _cross_entropy(node: PlanNode, placement: Placement, axes: Mapping[str, int]
         return [], []
     size = node.op.outputs[0].dtype.itemsize
     return [Transfer("all_reduce", axis, axes[axis], size) for axis in placement.working], []
+
+
+@counts_collectives("batch_norm")
+def _batch_norm(node: PlanNode, placement: Placement, axes: Mapping[str, int]) -> Passes:
+    """Means and variances are gathered; of the gradient and its product with the input, sums are summed."""
+    over = placement.inputs[0].dims[0]
+    if not over or node.letters is None or not node.letters.sums_inside:
+        return [], []
+    channels = node.call.operands[0].shape[1] // prod(axes[a] for a in placement.inputs[0].dims[1])
+    item = torch.promote_types(node.op.outputs[0].dtype, torch.float32).itemsize
+    forward = [Transfer("all_gather", a, axes[a], axes[a] * 2 * channels * item) for a in over]
+    backward = [Transfer("all_reduce", a, axes[a], 2 * channels * item) for a in over]
+    return forward, backward if node.reached and any(node.learns) else []

@@ -8,7 +8,7 @@ it is handed on: to all ranks of the axis, or so that each keeps a piece.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -89,6 +89,19 @@ def placements(
                 key = (placement.inputs, placement.computed, placement.outputs)
                 found.setdefault(key, placement)
     return _named_apart(list(found.values()))
+
+
+def share_placements(found: Sequence[Placement], axes: Mapping[str, int]) -> list[Placement]:
+    """Those of an identity, which may also begin what ranks do differently: other axes in state R."""
+    result = []
+    for placement in found:
+        left = [a for a, size in axes.items() if size > 1 and a not in placement.inputs[0].sharded]
+        for chosen in product((False, True), repeat=len(left)):
+            over = frozenset(a for a, taken in zip(left, chosen, strict=True) if taken)
+            layout = replace(placement.inputs[0], spread=over)
+            name = f"{layout_name(layout)} = {layout_name(layout)}"
+            result.append(Placement(name, (layout,), (layout,), (layout,), placement.working))
+    return result
 
 
 def _cuts(letters: Sequence[str], axes: Mapping[str, int]) -> Iterator[Cut]:

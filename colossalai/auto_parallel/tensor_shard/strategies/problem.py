@@ -19,7 +19,9 @@ from colossalai.auto_parallel.tensor_shard.strategies.placements import (
     Placement,
     layout_name,
     placements,
+    share_placements,
 )
+from colossalai.auto_parallel.tensor_shard.strategies.shares import SHARE, insert_shares
 from colossalai.fx import OpGraph
 from colossalai.fx.op_graph import TensorInfo
 from colossalai.mesh import Layout
@@ -76,8 +78,9 @@ class PlanProblem:
         """Seconds of a flow, from every strategy of its source (rows) to every strategy of its target."""
         sources = tuple(p.outputs[flow.index] for p in self.vertices[flow.source].placements)
         targets = tuple(p.inputs[flow.operand] for p in self.vertices[flow.target].placements)
+        parameter = self.vertices[flow.source].kind == "parameter"
         table = self.model.moves.table(
-            flow.info.shape, flow.info.dtype.itemsize, sources, targets, flow.learns
+            flow.info.shape, flow.info.dtype.itemsize, sources, targets, flow.learns, parameter
         )
         if flow.fixed:
             same = np.array([[s == t for t in targets] for s in sources])
@@ -95,7 +98,8 @@ class PlanProblem:
 
 
 def plan_problem(graph: OpGraph, model: CostModel, options: SolverOptions | None = None) -> PlanProblem:
-    """The choices of a traced model on the mesh of ``model``."""
+    """The choices of a traced model on the mesh of ``model``; ``graph`` gets identities (see ``shares``)."""
+    insert_shares(graph)
     return _Builder(plan_graph(graph), model, options or SolverOptions()).build()
 
 
@@ -155,6 +159,8 @@ class _Builder:
         if key not in self._known:
             blocks = self.blocks.get(node.name)
             every = placements(node.call, node.letters, self.model.axes, node.learns, blocks)
+            if SHARE in node.fx_node.meta and all(node.learns):
+                every = share_placements(every, self.model.axes)
             found = allowed(every, node, self.model.axes, self.options)
             costs = [self.model.of(node, placement, charged, tied) for placement in found]
             self._known[key] = found, costs
@@ -178,7 +184,7 @@ class _Builder:
         )
         return (
             node.call.name, node.call.operands, node.call.outputs, operands, kept, work, outputs, wanted,
-            letters, node.reached, node.call["reduction"],
+            letters, node.reached, node.call["reduction"], SHARE in node.fx_node.meta,
         )  # fmt: skip
 
     def _add_tied(self, name: str) -> None:
