@@ -3,7 +3,7 @@ benchmarks/communication.py``.
 
 A rank of a world that does not exist runs a layer forward and backward: its tensors have the real shapes, its
 collectives are counted and move nothing, so 27 ranks cost as little as 2.  ``--write`` puts the tables into
-docs/tensor_parallel_costs.md, and a test compares that page with a new measurement, and each measurement with
+tensor_parallel_costs.md, and a test compares that page with a new measurement, and each measurement with
 its formula, exactly.
 
 Everything is counted in elements: a fraction of the matrices X (rows x in), A (in x out) and Y (rows x out)
@@ -31,7 +31,7 @@ from colossalai.mesh import Mesh, count_communication, local_shape
 from colossalai.nn.modes import TensorParallel, mode_1d, mode_2d, mode_2p5d, mode_3d
 from colossalai.testing import fake_world
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "tensor_parallel_costs.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs/source/en" / "tensor_parallel_costs.md"
 WORD = 4  # bytes of a float
 BATCH, SEQUENCE, WIDTH = (
     36,

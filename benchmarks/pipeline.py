@@ -9,7 +9,7 @@ messages, and the time that the executor takes itself.
 Other programs on the same cores delay messages; ``chrt -f 5 python benchmarks/pipeline.py`` (as root) keeps
 them from it.
 
-``python benchmarks/pipeline.py --picture`` draws docs/pipeline_run.png.
+``python benchmarks/pipeline.py --picture`` draws docs/source/en/pipeline_run.png.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FORWARD = 0.2
 WARM, MEASURED = 1, 3
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}  # with their chunks
 SIZES = ((2, 4), (4, 8))  # ranks, micro-batches
-PICTURE = Path(__file__).parents[1] / "docs" / "pipeline_run.png"
+PICTURE = Path(__file__).parents[1] / "docs/source/en" / "pipeline_run.png"
 
 
 def wait(what: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Draws docs/sequence_parallel.png: who computes what in a ring, in zig-zag order, and with Ulysses.
+"""Draws sequence_parallel.png: who computes what in a ring, in zig-zag order, and with Ulysses.
 
 python -m benchmarks.sequence_picture
 """
@@ -107,7 +107,7 @@ def main() -> None:
     work(axes[2], zigzag, "Causal, zig-zag: chunks i and 2n-1-i", "all ranks have the same work;")
     ulysses(axes[3])
     figure.tight_layout()
-    figure.savefig(Path(__file__).parents[1] / "docs" / "sequence_parallel.png", dpi=90)
+    figure.savefig(Path(__file__).parents[1] / "docs/source/en" / "sequence_parallel.png", dpi=90)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 ALLOWED_MODES: list[str | None] = [None, "1d", "2d", "2.5d", "3d", "sequence"]
 
 # What makes the process groups of each part of the `parallel` config.  Add a row to add a tensor mode of your
-# own: INITIALIZER_MAPPING["new_mode"] = "MyInitializer" (docs/parallel_context.md).
+# own: INITIALIZER_MAPPING["new_mode"] = "MyInitializer" (docs/source/en/parallel_context.md).
 INITIALIZER_MAPPING: dict[str, str] = {
     "data": "Initializer_Data",
     "model": "Initializer_Model",

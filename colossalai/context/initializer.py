@@ -1,7 +1,7 @@
 """Makes process groups: an initializer per part of the ``parallel`` config, looked up by name.
 
 Our own initializers all do the same, look the axes of their modes up in the one table and take the group from
-the mesh.  A user adds a parallel mode by writing another class (docs/parallel_context.md).
+the mesh.  A user adds a parallel mode by writing another class (docs/source/en/parallel_context.md).
 """
 
 from __future__ import annotations

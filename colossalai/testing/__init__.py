@@ -1,4 +1,4 @@
-"""Helpers for tests of distributed code; docs/testing.md shows how they work together."""
+"""Helpers for tests of distributed code; docs/source/en/testing.md shows how they work together."""
 
 from colossalai.context.fake_launch import fake_world
 from colossalai.testing._comparison import (

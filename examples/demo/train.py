@@ -217,7 +217,7 @@ class Demo:
         return (
             f"\nWhat to try next:\n  {resume} --steps {2 * self.step}\n"
             f'  {tool("python")} {script} --sample-only "class Parser"\n'
-            "  examples/demo/README.md explains the options and the code, docs/quickstart.md the rest"
+            "  examples/demo/README.md explains the options and the code, the page quickstart.md the rest"
         )
 
     def show(self) -> None:

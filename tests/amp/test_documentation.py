@@ -1,4 +1,4 @@
-"""docs/mixed_precision.md promises that its Python runs."""
+"""docs/source/en/mixed_precision.md promises that its Python runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colossalai.amp.torch_amp import TorchAMPOptimizer
 from colossalai.booster.mixed_precision import PRECISIONS
 from colossalai.interface import OptimizerWrapper
 
-PAGE = (Path(__file__).parents[2] / "docs" / "mixed_precision.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/source/en" / "mixed_precision.md").read_text()
 
 
 def test_the_page_runs() -> None:

@@ -1,4 +1,4 @@
-"""docs/tensor_parallel_costs.md: measured equals formula, exactly, and the page shows what is measured
+"""tensor_parallel_costs.md: measured equals formula, exactly, and the page shows what is measured
 today.
 """
 

@@ -25,7 +25,7 @@ from colossalai.booster.plugin import (
 from colossalai.testing import spawn
 
 DECAY, STEPS = 0.7, 3
-PAGE = Path(__file__).parents[2] / "docs" / "booster.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "booster.md"
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -94,7 +94,7 @@ def test_averaged_model_and_copies() -> None:
 
 
 def check_average_of_states(rank: int, world_size: int, port: int, program: str) -> None:
-    """The lines of docs/booster.md, under every plugin; training goes on as if there had been none."""
+    """The lines of booster.md, under every plugin; training goes on as if there had been none."""
     colossalai.launch({}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
     weights, _, average = serial()
     plugins = (

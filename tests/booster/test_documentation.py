@@ -1,4 +1,4 @@
-"""docs/booster.md promises that its Python runs, and that its plugin is equal to the serial model."""
+"""booster.md promises that its Python runs, and that its plugin is equal to the serial model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from colossalai.testing import spawn
 from colossalai.testing.parity import check_plan
 from tests.booster.plans import PluginRun, problem
 
-PAGE = Path(__file__).parents[2] / "docs" / "booster.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "booster.md"
 
 
 def _run(rank: int, world_size: int, port: int, folder: Path) -> None:

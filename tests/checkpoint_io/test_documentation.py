@@ -1,4 +1,4 @@
-"""docs/checkpoints.md promises that its Python runs, and goes on after a crash; the page of an example, the
+"""checkpoints.md promises that its Python runs, and goes on after a crash; the page of an example, the
 numbers it shows.
 """
 
@@ -17,7 +17,7 @@ from colossalai.checkpoint_io import checkpoints
 from colossalai.testing import spawn
 from tests.examples.scripts import EXAMPLES, run_script
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "checkpoints.md"
 
 
 def _run(rank: int, world_size: int, port: int, folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Every command in docs/command_line.md is one that the command line accepts; those about checkpoints are
+"""Every command in command_line.md is one that the command line accepts; those about checkpoints are
 run.
 """
 
@@ -17,7 +17,7 @@ from colossalai.cli.job import LaunchJob
 from tests.cli.checkpoints import trained
 from tests.cli.tools import ROOT
 
-PAGE = (ROOT / "docs" / "command_line.md").read_text()
+PAGE = (ROOT / "docs/source/en" / "command_line.md").read_text()
 
 
 def all_commands(page: str = PAGE) -> list[str]:
@@ -68,7 +68,7 @@ def test_checkpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     booster.save_model(model, tmp_path / "sharded", shard=True)
     booster.save_optimizer(optimizer, tmp_path / "sharded", shard=True)
     monkeypatch.chdir(tmp_path)
-    pages = [PAGE, (ROOT / "docs" / "checkpoints.md").read_text()]
+    pages = [PAGE, (ROOT / "docs/source/en" / "checkpoints.md").read_text()]
     commands = [c for page in pages for c in all_commands(page) if c.startswith("colossalai ckpt")]
     assert len(commands) == 10
     for command in commands:

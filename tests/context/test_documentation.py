@@ -13,7 +13,7 @@ import pytest
 from colossalai.core import global_context as gpc
 from colossalai.testing import spawn
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs/source/en"
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", flags=re.DOTALL)
 
 

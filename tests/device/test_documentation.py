@@ -1,4 +1,4 @@
-"""The Python of docs/costs.md runs on 4 ranks, and prints what the page shows."""
+"""The Python of docs/source/en/costs.md runs on 4 ranks, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from colossalai.testing import spawn
 
-PAGE = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/source/en" / "costs.md").read_text()
 
 
 def _run(rank: int, world_size: int, port: int) -> str:
     namespace: dict[str, object] = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-            exec(compile(block, "docs/costs.md", "exec"), namespace)
+            exec(compile(block, "docs/source/en/costs.md", "exec"), namespace)
     return out.getvalue()
 
 

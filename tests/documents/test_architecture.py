@@ -1,4 +1,4 @@
-"""What ``docs/architecture.md`` says about the code is true."""
+"""What ``docs/source/en/architecture.md`` says about the code is true."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import colossalai
 
 PACKAGE = Path(colossalai.__file__).parent
-PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+PAGE = (PACKAGE.parent / "docs/source/en" / "architecture.md").read_text()
 
 
 def _readers() -> set[str]:
@@ -29,6 +29,6 @@ def test_places_that_read_the_global_context() -> None:
     assert places
     readers = _readers()
     unlisted = [r for r in readers if not any(r == p or r.startswith(f"{p}.") for p in places)]
-    assert not unlisted, "these modules read gpc and are not named in docs/architecture.md"
+    assert not unlisted, "these modules read gpc and are not named in docs/source/en/architecture.md"
     unused = [p for p in places if not any(r == p or r.startswith(f"{p}.") for r in readers)]
-    assert not unused, "docs/architecture.md names these, but they do not read gpc"
+    assert not unused, "docs/source/en/architecture.md names these, but they do not read gpc"

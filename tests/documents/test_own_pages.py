@@ -14,7 +14,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/source/en").glob("*.md")),
 ]
 NAME = r"\b(?:colossalai|titans|model_zoo)(?:\.(?!md\b)[A-Za-z_]\w*)+"
 
@@ -53,14 +53,14 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_in_the_navigation_and_linked_from_the_first_one() -> None:
-    nav, index = (ROOT / "mkdocs.yml").read_text(), (ROOT / "docs" / "index.md").read_text()
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    nav, index = (ROOT / "mkdocs.yml").read_text(), (ROOT / "docs/source/en" / "index.md").read_text()
+    pages = {page.name for page in (ROOT / "docs/source/en").glob("*.md")}
     assert {page for page in pages if f": {page}\n" not in f"{nav}\n"} == set()
     assert {page for page in pages - {"index.md"} if f"]({page}" not in index} == set()
 
 
 def test_the_architecture_names_every_package_and_every_file_that_it_names_exists() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs/source/en" / "architecture.md").read_text()
     here = ROOT / "colossalai"
     modules = {
         path.stem for path in here.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"

@@ -22,7 +22,7 @@ from colossalai.testing import parametrize_sample, spawn
 from colossalai.utils.live_bytes import LiveBytes
 from tests.dry_run.plans import PLANS, build
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpt.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "gpt.md"
 
 
 def measure(rank: int, world_size: int, port: int, config: dict[str, Any], checkpoint: bool) -> int:

@@ -1,4 +1,4 @@
-"""The programs of docs/fine_tuning.md run as they are printed there, and under other plans."""
+"""The programs of docs/source/en/fine_tuning.md run as they are printed there, and under other plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colossalai.testing import spawn
 
 pytest.importorskip("transformers", reason="needs `pip install transformers`")
 
-PAGE = Path(__file__).parents[2] / "docs" / "fine_tuning.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "fine_tuning.md"
 PLANS = ("zero2", "fsdp", "gemini")  # the first is that of the page
 
 

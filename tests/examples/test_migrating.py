@@ -1,4 +1,4 @@
-"""The script of docs/migrating.md runs as it is printed there; what it calls by name exists."""
+"""The script of docs/source/en/migrating.md runs as it is printed there; what it calls by name exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.examples.test_fine_tuning import programs, run_program
 
 transformers = pytest.importorskip("transformers", reason="needs `pip install transformers`")
 
-PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "migrating.md"
 
 
 def test_the_script(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The programs of docs/quickstart.md run as they are printed there."""
+"""The programs of docs/source/en/quickstart.md run as they are printed there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from colossalai.testing import spawn
 
-PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "quickstart.md"
 
 
 def programs() -> list[str]:

@@ -1,4 +1,4 @@
-"""``python -m tests.habits [PLAN ...]``: compute the table, or some columns of it, and print docs/habits.md
+"""``python -m tests.habits [PLAN ...]``: compute the table, or some columns of it, and print habits.md
 again.
 """
 

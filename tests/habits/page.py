@@ -1,4 +1,4 @@
-"""The table on paper: ``table.json`` holds the outcomes, ``docs/habits.md`` is made of them and of the words
+"""The table on paper: ``table.json`` holds the outcomes, ``habits.md`` is made of them and of the words
 of the rows.
 """
 
@@ -17,7 +17,7 @@ from tests.habits.plans import PLANS
 Table = dict[str, dict[str, Cell]]  # by plan and habit
 
 TABLE = Path(__file__).parent / "table.json"
-PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "habits.md"
 _LONGEST = 240
 _WRAPPER = textwrap.TextWrapper(110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 _MORE = " ..."  # of words that were made short

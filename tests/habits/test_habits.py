@@ -1,4 +1,4 @@
-"""The table of habits is complete, has no silent difference, and says what happens; see docs/habits.md."""
+"""The table of habits is complete, has no silent difference, and says what happens; see habits.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.habits.page import PAGE, read_table, render, short
 from tests.habits.plans import PLANS
 from tests.habits.run import run_column
 
-AGAIN = "if this is meant, run `python -m tests.habits` to print docs/habits.md again"
+AGAIN = "if this is meant, run `python -m tests.habits` to print docs/source/en/habits.md again"
 SLOW = ("gemini-auto", "gemini-cuda")
 # seconds of tracing on each rank where layers communicate; CI compiles under the other plans
 COMPILED = {"compile_before", "compile_after"}

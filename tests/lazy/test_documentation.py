@@ -1,4 +1,4 @@
-"""The Python of docs/large_models.md runs."""
+"""The Python of docs/source/en/large_models.md runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from colossalai.mesh.deferred import recording_in
 from colossalai.testing import spawn
 
-PAGE = (Path(__file__).parents[2] / "docs" / "large_models.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/source/en" / "large_models.md").read_text()
 
 pytest.importorskip("transformers", reason="needs `pip install transformers`")
 
@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs `pip install transformers`")
 def _run(rank: int, world_size: int, port: int) -> bool:
     namespace: dict[str, object] = {"__name__": "documentation"}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(compile(block, "docs/large_models.md", "exec"), namespace)
+        exec(compile(block, "docs/source/en/large_models.md", "exec"), namespace)
     return recording_in(namespace["model"]) is not None  # type: ignore[arg-type]
 
 

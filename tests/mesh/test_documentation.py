@@ -1,4 +1,4 @@
-"""The Python of docs/layout.md runs, and prints what the page shows."""
+"""The Python of docs/source/en/layout.md runs, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from colossalai.testing import spawn
 from tests.mesh.world import start
 
-PAGE = (Path(__file__).parents[2] / "docs" / "layout.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/source/en" / "layout.md").read_text()
 
 
 def _run(rank: int, world_size: int, port: int) -> str:
@@ -18,7 +18,7 @@ def _run(rank: int, world_size: int, port: int) -> str:
     namespace: dict[str, object] = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-            exec(compile(block, "docs/layout.md", "exec"), namespace)
+            exec(compile(block, "docs/source/en/layout.md", "exec"), namespace)
     return out.getvalue()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs/source/en"
 
 
 @pytest.mark.parametrize("page", ["lr_schedulers.md", "moe.md", "nvme.md", "optimizers.md"])

@@ -1,4 +1,4 @@
-"""The Python of docs/pipeline_stages.md runs and prints what it says."""
+"""The Python of docs/source/en/pipeline_stages.md runs and prints what it says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import colossalai
 from colossalai.testing import spawn
 
-PAGE = Path(__file__).parents[2] / "docs" / "pipeline_stages.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "pipeline_stages.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 OF_A_JOB, OF_ONE_PROCESS = ([b for b in BLOCKS if ("launch_from_torch" in b) is job] for job in (True, False))
 

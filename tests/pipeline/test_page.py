@@ -1,4 +1,4 @@
-"""The Python of docs/pipeline.md runs on two ranks, and prints what the page shows."""
+"""The Python of docs/source/en/pipeline.md runs on two ranks, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from colossalai.testing import spawn
 
-PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/source/en" / "pipeline.md").read_text()
 
 
 def _run(rank: int, world_size: int, port: int) -> str:
     namespace: dict[str, object] = {"__name__": "documentation"}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-            exec(compile(block, "docs/pipeline.md", "exec"), namespace)
+            exec(compile(block, "docs/source/en/pipeline.md", "exec"), namespace)
     return out.getvalue()
 
 

@@ -23,7 +23,7 @@ from colossalai.pipeline.stage import Placement, Shape
 
 RANKS, MICROBATCHES = (1, 2, 3, 4, 7), (1, 2, 3, 4, 8, 12, 21)
 CHUNKS = {"interleaved": (1, 2, 3), "gpipe": (1, 2, 3), "zbv": (2,)}
-PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "pipeline.md"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,4 +1,4 @@
-"""The Python of docs/colotensor.md runs on 2 and on 4 ranks, and prints what the page shows."""
+"""The Python of docs/source/en/colotensor.md runs on 2 and on 4 ranks, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from colossalai.testing import spawn
 
 pytest.importorskip("transformers")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "colotensor.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/source/en" / "colotensor.md").read_text()
 
 
 def _run(rank: int, world_size: int, port: int) -> str:
     namespace: dict[str, object] = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-            exec(compile(block, "docs/colotensor.md", "exec"), namespace)
+            exec(compile(block, "docs/source/en/colotensor.md", "exec"), namespace)
     return out.getvalue()
 
 

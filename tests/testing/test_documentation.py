@@ -1,4 +1,4 @@
-"""The examples of docs/testing.md are tests, and they pass."""
+"""The examples of docs/source/en/testing.md are tests, and they pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import colossalai.testing
 
-PAGE = Path(__file__).parents[2].joinpath("docs", "testing.md").read_text()
+PAGE = Path(__file__).parents[2].joinpath("docs/source/en/testing.md").read_text()
 
 
 @pytest.fixture

@@ -236,7 +236,7 @@ def test_no_ranks_are_refused() -> None:
 
 
 def test_ranks_neither_spin_nor_look_for_garbage_among_imports() -> None:
-    """What keeps the suite fast, see docs/testing.md."""
+    """What keeps the suite fast, see docs/source/en/testing.md."""
     ((patient, collects, objects),) = spawn(burdens, 1)
     assert collects
     assert objects < 20_000  # torch alone has some 200,000

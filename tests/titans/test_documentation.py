@@ -1,4 +1,4 @@
-"""The Python of docs/titans.md runs and prints what it says."""
+"""The Python of docs/source/en/titans.md runs and prints what it says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "titans.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "titans.md"
 
 
 def test_the_page_runs(

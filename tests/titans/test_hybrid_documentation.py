@@ -1,4 +1,4 @@
-"""The script of docs/hybrid.md prints the losses that the page shows, under every plan of its table."""
+"""The script of hybrid.md prints the losses that the page shows, under every plan of its table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from colossalai.core import global_context as gpc
 from colossalai.testing import parametrize_sample, spawn
 
-PAGE = (Path(__file__).parents[2] / "docs" / "hybrid.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/source/en" / "hybrid.md").read_text()
 (SCRIPT,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 (SHOWN,) = re.findall(r"\$ colossalai run .*\n((?:step .*\n)+)```", PAGE)
 ROWS = re.findall(r"^\| .* \| `(dict\(.*\))` \| (\d) \|$", PAGE, re.MULTILINE)

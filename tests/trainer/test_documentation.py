@@ -1,4 +1,4 @@
-"""docs/engine.md and docs/trainer.md promise that their Python runs."""
+"""docs/source/en/engine.md and docs/source/en/trainer.md promise that their Python runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colossalai.core import global_context as gpc
 from colossalai.testing import spawn
 from tests.engine.plans import logged
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs/source/en"
 
 
 def _run_page(name: str, count: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""docs/utilities.md promises that its Python runs."""
+"""docs/source/en/utilities.md promises that its Python runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import colossalai
 from colossalai.testing import spawn
 
-PAGE = Path(__file__).parents[2] / "docs" / "utilities.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "utilities.md"
 
 
 def _run(rank: int, world_size: int, port: int, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""docs/zero.md promises that its Python runs; and the wrappers that it names."""
+"""docs/source/en/zero.md promises that its Python runs; and the wrappers that it names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colossalai.mesh import own_grad
 from colossalai.testing import spawn
 from colossalai.zero import LowLevelZeroOptimizer, zero_model_wrapper, zero_optim_wrapper
 
-PAGE = Path(__file__).parents[2] / "docs" / "zero.md"
+PAGE = Path(__file__).parents[2] / "docs/source/en" / "zero.md"
 
 
 def run_page(rank: int, world_size: int, port: int, folder: Path) -> None:

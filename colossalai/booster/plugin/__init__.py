@@ -1,4 +1,4 @@
-"""Plans for ``Booster``, and what one must do to be such a plan; see docs/booster.md on how to write one."""
+"""Plans for ``Booster``, and what one must do to be such a plan; see booster.md on how to write one."""
 
 from colossalai.booster.plugin.base import Plugin
 from colossalai.booster.plugin.ddp import TorchDDPPlugin

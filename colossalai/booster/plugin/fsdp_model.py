@@ -202,7 +202,7 @@ class TorchFSDPModel(ModelWrapper):
         raise TypeError(
             f"{type(self).__name__} holds weights that are cut over the ranks of its job, so it cannot be"
             " copied or pickled; use booster.save_model, or p.full_tensor() of its parameters on every rank;"
-            " an average of the weights is one of model.state_dict() (docs/booster.md)"
+            " an average of the weights is one of model.state_dict() (docs/source/en/booster.md)"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -259,7 +259,7 @@ class ZeroDDP(ModelWrapper):
         raise TypeError(
             f"{type(self).__name__} lies in chunks on several ranks and tiers, so it cannot be copied or"
             " pickled; use state_dict(), or get_static_torch_model(model) for an ordinary copy; an average of"
-            " the weights is one of model.state_dict() (docs/booster.md)"
+            " the weights is one of model.state_dict() (docs/source/en/booster.md)"
         )
 
     # Weights

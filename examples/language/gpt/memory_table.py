@@ -2,7 +2,7 @@
 
     python memory_table.py                  predict and print
     python memory_table.py --measure 2 3    on a GPU: also train 3 steps of the configs for up to 2 processes
-    python memory_table.py --write          also into docs/gpt.md
+    python memory_table.py --write          also into docs/source/en/gpt.md
 
 What was measured is kept in ``measured.json`` beside this file.
 """
@@ -28,7 +28,7 @@ from titans.utils.scripts import script_parser
 
 HERE = Path(__file__).parent
 MEASURED = HERE / "measured.json"
-PAGE = HERE.parents[2] / "docs" / "gpt.md"
+PAGE = HERE.parents[2] / "docs/source/en" / "gpt.md"
 BEGIN, END = "<!-- memory table: begin -->", "<!-- memory table: end -->"
 MIB = 2**20
 
@@ -124,7 +124,7 @@ def write_into(page: str, text: str) -> str:
 def parse_args() -> argparse.Namespace:
     parser = script_parser(__doc__)
     parser.add_argument("--measure", type=int, nargs=2, metavar=("PROCESSES", "STEPS"), help="train on GPUs")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/gpt.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/source/en/gpt.md")
     args = parser.parse_args()
     if args.measure is not None and not torch.cuda.is_available():
         parser.error("--measure needs a GPU")

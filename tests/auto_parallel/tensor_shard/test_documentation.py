@@ -1,4 +1,4 @@
-"""The Python of docs/auto_parallel.md runs, and prints what the page shows."""
+"""The Python of docs/source/en/auto_parallel.md runs, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import io
 import re
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[3] / "docs" / "auto_parallel.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/source/en" / "auto_parallel.md").read_text()
 
 
 def test_the_page_shows_what_is_printed() -> None:
     namespace: dict[str, object] = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-            exec(compile(block, "docs/auto_parallel.md", "exec"), namespace)
+            exec(compile(block, "docs/source/en/auto_parallel.md", "exec"), namespace)
     assert out.getvalue() == re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)[0]

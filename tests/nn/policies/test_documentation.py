@@ -1,4 +1,4 @@
-"""docs/parallelize.md promises that its Python runs, and lists the rules and the architectures that there
+"""parallelize.md promises that its Python runs, and lists the rules and the architectures that there
 are.
 """
 
@@ -18,7 +18,7 @@ from colossalai.testing import spawn
 
 transformers = pytest.importorskip("transformers", reason="needs `pip install transformers`")
 
-PAGE = (Path(__file__).parents[3] / "docs" / "parallelize.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/source/en" / "parallelize.md").read_text()
 
 
 def _run(rank: int, world_size: int, port: int, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "gemini.md"
+PAGE = Path(__file__).parents[3] / "docs/source/en" / "gemini.md"
 
 
 def test_the_page_runs() -> None:
