@@ -170,19 +170,16 @@ def rows(sizes: Sizes, numbers: tuple[int, ...], device: torch.device, one_hot: 
     return found
 
 
-def gpt_rows(device: torch.device, small: bool) -> list[Row]:
+def gpt_rows(device: torch.device, hidden_size: int, length: int, depth: int) -> list[Row]:
     """A step of a GPT with 8 experts in every block beside the GPT without, by the number of weights that a
     token uses.
     """
-    sizes = (
-        {"hidden_size": 64, "num_heads": 2, "depth": 2} if small else {"hidden_size": 1024, "num_heads": 16}
-    )
+    sizes = {"hidden_size": hidden_size, "num_heads": max(hidden_size // 64, 1), "depth": depth}
     sizes |= {"vocab_size": 1024, "dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
-    batch, length = (2, 32) if small else (8, 1024)
-    ids = torch.randint(1024, (batch, length), device=device)
+    sizes |= {"max_position_embeddings": length}
+    ids = torch.randint(1024, (8, length), device=device)
     times = []
     for k in (0, 2):
-        depth = sizes.get("depth", 12)
         with device:
             model: GPT = MOEGPT(num_experts=[8] * depth, top_k=k, **sizes) if k else GPT(**sizes)
         model = model.to(torch.bfloat16)
@@ -196,18 +193,26 @@ def gpt_rows(device: torch.device, small: bool) -> list[Row]:
                 model.zero_grad(set_to_none=True)
 
         times.append(milliseconds(steps, device, repeat=5) / STEPS / active * 1e6)
-    return [Row("GPT with 8 experts, top-2, per 10^6 active", times[1], times[0], "without (at most 1.33)")]
+    what = f"GPT {hidden_size} wide, 8 x {length}, 8 experts, top-2, per 10^6 active"
+    return [Row(what, times[1], times[0], "without experts (at most 1.33)")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a toy, on any device")
-    small = parser.parse_args().small
+    parser.add_argument("--only", choices=["layer", "gpt"], help="one of the two parts")
+    args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not small:
+    if device.type == "cpu" and not args.small:
         parser.error("the sizes of this benchmark need a GPU; --small runs a toy")
-    found = rows(SMALL if small else Sizes(), (8,) if small else (8, 64), device)
-    print(show([*found, *gpt_rows(device, small)]))
+    found: list[Row] = []
+    if args.only != "gpt":
+        found += rows(SMALL if args.small else Sizes(), (8,) if args.small else (8, 64), device)
+    if args.only != "layer":
+        # the narrow one is bound by the host, which launches its kernels
+        for width, length, depth in [(64, 32, 2)] if args.small else [(1024, 1024, 12), (2048, 2048, 12)]:
+            found += gpt_rows(device, width, length, depth)
+    print(show(found))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from benchmarks.experts import SMALL, OneHot, gpt_rows, ours, rows
 def test_a_toy_runs() -> None:
     found = rows(SMALL, (4,), torch.device("cpu"))
     assert [row.peer_name.split()[0] for row in found][:2] == ["its", "one-hot"]
-    found += gpt_rows(torch.device("cpu"), small=True)
+    found += gpt_rows(torch.device("cpu"), 64, 32, 2)
     assert all(row.ours > 0 and row.peer > 0 for row in found)
 
 

@@ -16,13 +16,17 @@ from tests.cli.tools import free_port
 from tests.documents.pages import code
 from tests.documents.scripts import run
 
-SMALLER = ("GPT2Config()", "GPT2Config(n_layer=2, n_embd=512, n_head=8, vocab_size=8192)")
+WIDTH = 512
 HELPERS = (code("40.loss"), code("40.helpers"))
 FEW = ("get_data(4, 128", "get_data(2, 32")  # tokens: what takes time, and no state
 LINES = (
-    r"Model numel: 0\.010 B\n((?:\[\d\] loss: \d+\.\d{3}\n){3})Time: \d+\.\d{3} s\nMem usage:"
+    r"Model numel: 0\.\d{3} B\n((?:\[\d\] loss: \d+\.\d{3}\n){3})Time: \d+\.\d{3} s\nMem usage:"
     r" (\d+\.\d{3}) MB\n"
 )
+
+
+def _smaller(width: int = WIDTH) -> tuple[str, str]:
+    return "GPT2Config()", f"GPT2Config(n_layer=2, n_embd={width}, n_head=8, vocab_size=8192)"
 
 
 def test_the_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,15 +66,15 @@ def test_a_gpt_on_the_cpu() -> None:
     """The losses are the same, and at least 0.95 of the bytes of the states are saved."""
     pytest.importorskip("transformers")
     pytest.importorskip("psutil")
-    script = (code("40.imports"), "torch.manual_seed(0)\n", *HELPERS, code("40.train_cpu", SMALLER, FEW))
+    script = (code("40.imports"), "torch.manual_seed(0)\n", *HELPERS, code("40.train_cpu", _smaller(), FEW))
     in_memory, offloaded = _outputs((*script, code("40.run_cpu")), (*script, code("40.run_cpu_offloaded")))
     assert in_memory[0] == offloaded[0]
     assert 0.95 <= _saved(in_memory[1], offloaded[1]) <= 1.05
 
 
-def _saved(memory: float, offloaded_memory: float, nbytes: int = 8) -> float:
+def _saved(memory: float, offloaded_memory: float, nbytes: int = 8, width: int = WIDTH) -> float:
     """How much of the states of the model, ``nbytes`` for each parameter, is not in memory any more."""
-    width, layers, vocabulary, positions = 512, 2, 8192, 1024
+    layers, vocabulary, positions = 2, 8192, 1024
     numel = (vocabulary + positions) * width + layers * (12 * width**2 + 13 * width) + 2 * width
     return (memory - offloaded_memory) * 2**20 / (nbytes * numel)
 
@@ -88,7 +92,10 @@ def _environment() -> str:
 
 
 def _saved_by_gemini(
-    *changes: tuple[str, str], helpers: tuple[tuple[str, str], ...] = (), nbytes: int = 8
+    *changes: tuple[str, str],
+    helpers: tuple[tuple[str, str], ...] = (),
+    nbytes: int = 8,
+    width: int = WIDTH,
 ) -> float:
     pytest.importorskip("transformers")
     pytest.importorskip("psutil")
@@ -97,20 +104,23 @@ def _saved_by_gemini(
         "torch.manual_seed(0)\n",
         code("40.loss"),
         code("40.helpers", *helpers),
-        code("40.train_gemini", SMALLER, FEW, *changes),
+        code("40.train_gemini", _smaller(width), FEW, *changes),
     )
     in_memory, offloaded = _outputs(
         (_environment(), *script, code("40.run_gemini")),
         (_environment(), *script, code("40.run_gemini_offloaded")),
     )
     assert in_memory[0] == offloaded[0]
-    return _saved(in_memory[1], offloaded[1], nbytes)
+    return _saved(in_memory[1], offloaded[1], nbytes, width)
 
 
 @pytest.mark.gpu
 def test_a_gpt_with_gemini() -> None:
-    """As it is written: in half precision, whose float32 weights are states too."""
-    assert _saved_by_gemini(nbytes=12) >= 0.95
+    """As it is written: in half precision, whose float32 weights are states too.
+
+    Of a process with CUDA some MiB come and go, whatever the model: so it is one with 400 MiB of states.
+    """
+    assert _saved_by_gemini(nbytes=12, width=1024) >= 0.95
 
 
 def test_a_gpt_with_gemini_on_the_cpu() -> None:

@@ -1,0 +1,158 @@
+"""What a request asks for, and what comes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+MAX_SEED = 2**63
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a request are chosen, and when it ends.
+
+    ``temperature=0`` always takes the most likely token.  Otherwise one is drawn from ``softmax(logits /
+    temperature)`` over the tokens that pass all of ``top_k`` (0: all pass), ``top_p`` and ``min_p`` (the
+    least probability, as a share of that of the most likely token).  ``repetition_penalty`` divides the
+    scores of tokens that are in the text already, and multiplies those below 0.  With ``seed`` the draws
+    repeat, whatever the plan and the other requests are.
+
+    A request ends after ``max_tokens``, at a string of ``stop`` (which its text leaves out), at a token of
+    ``stop_tokens``, or at the model's own last token unless ``ignore_eos``.
+
+    ``logprobs`` asks for the log-probability of every chosen token and of this many most likely ones beside
+    it, ``prompt_logprobs`` for those of the prompt.  They are those of the model: temperature, filters and
+    penalties do not change them.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise ValueError(
+                f"Sampling(stop={self.stop!r}): it is a tuple of strings; write ({self.stop!r},)"
+            )
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
+            self._check_whole(name)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            self._check(name, _is_number(getattr(self, name)), "a finite number")
+        self._check("temperature", self.temperature >= 0, "0 (greedy) or more")
+        self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1: all tokens)")
+        self._check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
+        self._check("repetition_penalty", self.repetition_penalty > 0, "above 0 (1: none)")
+        self._check("seed", self.seed is None or self.seed < MAX_SEED, "below 2**63")
+        for text in self.stop:
+            self._check("stop", isinstance(text, str) and text != "", "made of strings that are not empty")
+        for token in self.stop_tokens:
+            self._check("stop_tokens", _is_whole(token) and token >= 0, "made of numbers of tokens")
+
+    def _check_whole(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is None and name in ("seed", "logprobs", "prompt_logprobs"):
+            return
+        self._check(name, _is_whole(value) and value >= 0, "a whole number of 0 or more")
+
+    def _check(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise ValueError(f"Sampling({name}={getattr(self, name)!r}): {name} must be {what}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability of a token where it stands, and the most likely tokens there with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class Event:
+    """What one step gave one request: its new tokens and text, and why it ended, if it did."""
+
+    uid: Hashable
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Those of the prompt after its first token, with the first event, if they were asked for."""
+
+
+@dataclass
+class Completion:
+    """A request that has ended."""
+
+    uid: Hashable
+    prompt_tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    def add(self, event: Event) -> None:
+        """Append what a step gave."""
+        self.tokens += event.tokens
+        self.text += event.text
+        if event.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *event.logprobs]
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
+        self.finish_reason, self.error = event.finish_reason, event.error
+
+
+@dataclass(frozen=True)
+class GeneratorStats:
+    """Counts of a generator: what it holds now, and what it has done since it was made."""
+
+    pages_used: int
+    """Pages that requests hold."""
+    pages_free: int
+    """All others, of which some may have contents that a later request can reuse."""
+    waiting: int
+    running: int
+    preempted: int
+    """How often a request gave up its pages for others."""
+    prefix_hits: int
+    """Tokens of prompts that were found in pages and not computed."""
+    prompt_tokens: int
+    """Tokens that were computed and not chosen here: prompts, and what was computed again."""
+    output_tokens: int
+    steps: int
+    finished: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
