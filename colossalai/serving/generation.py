@@ -33,7 +33,7 @@ class Generation:
             events = self._generator.step()
             if events:
                 link.send(EVENTS, [_as_data(event) for event in events])
-            if (now := time.monotonic()) - self._told >= _BEAT_EVERY:
+            if (now := time.monotonic()) - self._told >= _BEAT_EVERY or self._generator.idle:
                 self._told = now
                 link.send(BEAT, dataclasses.asdict(self._generator.stats()))
 

@@ -15,6 +15,7 @@ import torch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken", "tekken.json")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # the tokens of a prompt and its answer, as configs call them
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -106,6 +107,9 @@ def _check_cut(config: Any, tp: int, pp: int) -> None:
 def _tokenizer(path: Path, config: Any) -> Any:
     from transformers import AutoTokenizer
 
+    # without any of these, transformers makes a tokenizer that knows no words
+    if not any(found for pattern in _TOKENIZERS for found in path.glob(pattern)):
+        raise FolderError(f"{path} holds no tokenizer; pass the folder of one with --tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
