@@ -71,7 +71,7 @@ _POSITIVE = click.IntRange(min=1)
 )
 @click.option("--allow-origin", "allow_origins", multiple=True, help="A page's host that may call us (CORS).")
 @click.option(
-    "--log-level", type=click.Choice(["critical", "error", "warning", "info", "debug"]), default="warning"
+    "--log-level", type=click.Choice(["critical", "error", "warning", "info", "debug"]), default="error"
 )
 def serve(model: Path, **options: Any) -> None:
     """Serve the model in the folder MODEL over HTTP, until SIGTERM or Ctrl-C.

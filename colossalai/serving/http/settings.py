@@ -29,7 +29,7 @@ class Settings:
     drain: float = 30.0
     keep_alive: float = 5.0
     allow_origins: tuple[str, ...] = ()
-    log_level: str = "warning"
+    log_level: str = "error"  # of uvicorn, which warns of every request that is none
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
