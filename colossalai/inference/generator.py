@@ -281,7 +281,7 @@ class Generator:
             for event in self._step_for(done):
                 done[event.uid].add(event)
                 left -= {event.uid} if event.finish_reason is not None else set()
-        self._finish_call()
+        self._finish_call(done)
         return list(done.values())
 
     def stream(
@@ -309,7 +309,7 @@ class Generator:
         finally:
             if not finished:
                 self.cancel(uid)
-            self._finish_call()
+            self._finish_call({uid})
 
     def score(self, sequences: Sequence[Prompt]) -> list[list[float]]:
         """The log-probability of each token of each sequence after its first, by the model."""
@@ -389,9 +389,9 @@ class Generator:
         self._undelivered = others + [event for event in events if event.uid not in uids]
         return [event for event in events if event.uid in uids]
 
-    def _finish_call(self) -> None:
+    def _finish_call(self, uids: Collection[Hashable]) -> None:
         while self._stopped or self._leaving:  # let go of pages before the others leave
-            self._step_for(())
+            self._step_for(uids)
         if self.team.size > 1:
             exchange(self.team, News(Kind.END))
 

@@ -39,7 +39,9 @@ def compute(s: Scheduler, shadow: dict[int, list[int]], numbers: random.Random) 
         for place in range(part.start, part.start + part.count):
             page = part.request.pages[place // PAGE]
             shadow[page][place % PAGE] = hash(tuple(part.request.tokens[: place + 1]))
-    chosen = [numbers.choice((-1, *range(1, 40))) if numbers.random() < 0.02 else 1 for p in parts if p.chooses]
+    chosen = [
+        numbers.choice((-1, *range(1, 40))) if numbers.random() < 0.02 else 1 for p in parts if p.chooses
+    ]
     tokens = [token if token < 0 else numbers.randrange(3) for token in chosen]
     s.apply(parts, tokens, "nan")
 
