@@ -50,7 +50,8 @@ def test_a_stream_is_the_completion_in_pieces(model: Any) -> None:
     assert [e.finish_reason for e in events] == [None] * 11 + ["length"]
     for _ in generator.stream("What is", GREEDY):
         break  # a reader that goes away
-    assert generator.idle and generator.stats().pages_used == 0
+    assert generator.idle
+    assert generator.stats().pages_used == 0
 
 
 def test_a_stop_string_ends_a_text_and_is_left_out(model: Any) -> None:
@@ -139,7 +140,8 @@ def test_log_probabilities_are_those_of_the_model(model: Any) -> None:
     sampling = Sampling(max_tokens=6, temperature=0.5, top_k=3, seed=1, logprobs=3, prompt_logprobs=2)
     plain = generator.generate(prompts(), Sampling(max_tokens=6, temperature=0.5, top_k=3, seed=1))
     for prompt, found, same in zip(prompts(), generator.generate(prompts(), sampling), plain, strict=True):
-        assert found.tokens == same.tokens and same.logprobs is same.prompt_logprobs is None
+        assert found.tokens == same.tokens
+        assert same.logprobs is same.prompt_logprobs is None
         table = log_probabilities(model, prompt + found.tokens)
         rows = [*(found.prompt_logprobs or []), *(found.logprobs or [])]
         assert [row.token for row in rows] == (prompt + found.tokens)[1:]
@@ -199,7 +201,8 @@ def test_requests_come_and_go_while_others_are_written(model: Any) -> None:
         assert done[uid].finish_reason == ("cancelled" if uid == "r5" else "length")
         assert done[uid].tokens == expected[: len(done[uid].tokens)]
         assert len(done[uid].tokens) == 12 or uid == "r5"
-    assert generator.stats().pages_used == 0 and generator.idle
+    assert generator.stats().pages_used == 0
+    assert generator.idle
     generator.submit([5], uid="r5")  # a name may be used again
 
 
@@ -213,7 +216,8 @@ def test_scores_that_are_no_numbers_end_one_request_alone() -> None:
     for prompt, completion in zip(good, found, strict=False):
         assert completion.tokens == greedy(model, prompt, 12)
     for completion in found[len(good) :]:
-        assert completion.finish_reason == "error" and completion.tokens == []
+        assert completion.finish_reason == "error"
+        assert completion.tokens == []
         assert "scores that are no finite numbers (nan or infinite) at position" in str(completion.error)
     assert generator.stats().pages_used == 0
     with pytest.raises(ValueError, match="sequence 1: the model gave scores"):
@@ -244,7 +248,8 @@ def test_the_model_is_as_before_between_steps() -> None:
     assert model.config._attn_implementation == chosen
     assert not any("pages" in m.__dict__ for m in model.modules())
     for name, param in model.named_parameters():
-        assert param.requires_grad == before[name][0] and torch.equal(param, before[name][1])
+        assert param.requires_grad == before[name][0]
+        assert torch.equal(param, before[name][1])
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     assert greedy(copied.eval(), [5, 6], 3) == greedy(copied, [5, 6], 3)
     drain(generator)
@@ -285,4 +290,5 @@ def test_two_generators_share_a_model(model: Any) -> None:
 def test_a_text_ends_where_the_positions_end(model: Any) -> None:
     prompt = [t % WORDS for t in range(2, 62)]
     (found,) = Generator(model).generate([prompt], Sampling(max_tokens=50, temperature=0))
-    assert len(found.tokens) == 4 and found.finish_reason == "length"
+    assert len(found.tokens) == 4
+    assert found.finish_reason == "length"

@@ -56,7 +56,7 @@ def write(rank: int, world_size: int, port: int, name: str, tp: int, pp: int) ->
 
 
 @pytest.mark.parametrize(
-    "name, tp, pp", [pytest.param(*c, marks=() if c in SAMPLE else pytest.mark.slow) for c in CASES]
+    ("name", "tp", "pp"), [pytest.param(*c, marks=() if c in SAMPLE else pytest.mark.slow) for c in CASES]
 )
 def test_a_plan_writes_what_the_whole_model_writes(name: str, tp: int, pp: int) -> None:
     model = build(name)
@@ -65,7 +65,8 @@ def test_a_plan_writes_what_the_whole_model_writes(name: str, tp: int, pp: int) 
     for written, drawn, scores, stats in spawn(write, tp * pp, name=name, tp=tp, pp=pp):
         assert [c.tokens for c in written] == expected
         assert [c.tokens for c in drawn] == [c.tokens for c in alone]
-        assert stats.pages_used == 0 and stats.prefix_hits > 0
+        assert stats.pages_used == 0
+        assert stats.prefix_hits > 0
         for prompt, completion, score in zip(prompts(), written, scores, strict=True):
             tokens = prompt + completion.tokens
             table = log_probabilities(model, tokens)
@@ -105,7 +106,8 @@ def test_the_first_rank_leads_and_the_others_follow(tmp_path: Path) -> None:
     (written, reasons, more, stats), followed = spawn(lead, 2, folder=tmp_path)
     model = build("llama")
     assert stats == followed
-    assert stats.pages_used == 0 and stats.finished == len(prompts()) + 1
+    assert stats.pages_used == 0
+    assert stats.finished == len(prompts()) + 1
     assert more[0].tokens == greedy(model, [5, 6], 3)
     for i, prompt in enumerate(prompts()):
         assert reasons[i] == ("cancelled" if i == 3 else "length")

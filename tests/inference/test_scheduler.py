@@ -46,7 +46,7 @@ def compute(s: Scheduler, shadow: dict[int, list[int]], numbers: random.Random) 
     s.apply(parts, tokens, "nan")
 
 
-@pytest.mark.parametrize("pages, seats", [(17, 4), (40, 8), (300, 32)])
+@pytest.mark.parametrize(("pages", "seats"), [(17, 4), (40, 8), (300, 32)])
 def test_ten_thousand_requests_leave_no_page_behind(pages: int, seats: int) -> None:
     numbers = random.Random(pages)
     s = scheduler(pages, seats=seats, chunk=4 * seats)
@@ -73,8 +73,12 @@ def test_ten_thousand_requests_leave_no_page_behind(pages: int, seats: int) -> N
             finishes[alive.pop(request.serial).finish] += 1
     assert sum(finishes.values()) == s.finished == serial >= total
     assert set(finishes) == {"stop", "length", "cancelled", "error"}
-    assert s.pool.free == pages and not s.running and not s.waiting
-    assert s.prefix_hits > 0 and s.preempted > 0 and len(s._seats) == seats
+    assert s.pool.free == pages
+    assert not s.running
+    assert not s.waiting
+    assert s.prefix_hits > 0
+    assert s.preempted > 0
+    assert len(s._seats) == seats
 
 
 def test_two_schedulers_decide_alike() -> None:
@@ -106,7 +110,8 @@ def test_pages_are_found_again_by_all_that_came_before() -> None:
     assert pool.find([1, 2, 3, 4, 5]) == first, "contents rest until their page is needed"
     pool.release(first)
     taken = [pool.take() for _ in range(6)]
-    assert sorted(taken) == list(range(6)) and pool.take() is None
+    assert sorted(taken) == list(range(6))
+    assert pool.take() is None
     assert taken[-2:] == [first[1], first[0]], "what was used last goes last, the end of a text first"
     assert pool.find([1, 2, 3, 4, 5]) == []
 
@@ -117,7 +122,8 @@ def test_nothing_is_found_after_the_weights_have_changed() -> None:
     pool.note(page, None, [1, 2])
     pool.release([page])
     pool.forget_all()
-    assert pool.find([1, 2, 3]) == [] and pool.free == 2
+    assert pool.find([1, 2, 3]) == []
+    assert pool.free == 2
 
 
 def test_one_that_writes_does_not_wait_for_long_prompts() -> None:
