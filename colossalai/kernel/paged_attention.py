@@ -3,6 +3,8 @@
 A page holds ``page_size`` tokens of one sequence, with the heads of this rank: ``(page_size, kv_heads,
 head_dim)``.  A row of the page table names the pages of one sequence, in the order of its tokens.  Queries of
 all sequences lie packed, one sequence after the other.
+
+Both functions are operators of torch: Triton's kernels on a GPU, plain PyTorch elsewhere.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from colossalai.kernel.probe import triton_works
 
 
 def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
@@ -22,6 +26,15 @@ def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Te
         value_pages: like ``key_pages``.
         slots: for each token ``page * page_size + offset`` in int64, or -1 for one that is not kept.
     """
+    torch.ops.colossalai.write_pages(keys, values, key_pages, value_pages, slots)
+
+
+def _write(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
+    if _on_gpu(keys, values):
+        from colossalai.kernel import triton_paged_attention
+
+        triton_paged_attention.write_pages(keys, values, key_pages, value_pages, slots)
+        return
     kept = slots >= 0
     if not bool(kept.all()):
         keys, values, slots = keys[kept], values[kept], slots[kept]
@@ -59,7 +72,62 @@ def paged_attention(
     Returns:
         (tokens, heads, head_dim of values) in the dtype of ``query``; 0 for queries that see no key.
     """
-    del max_query, exact  # one sequence is computed at a time
+    found: Tensor = torch.ops.colossalai.paged_attention(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        query_starts,
+        lengths,
+        max_query,
+        scale,
+        alibi,
+        0 if window is None else window,
+        exact,
+    )
+    return found
+
+
+def _attend(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    max_query: int,
+    scale: float,
+    alibi: Tensor | None,
+    window: int,
+    exact: bool,
+) -> Tensor:
+    args = query, key_pages, value_pages, page_table, query_starts, lengths
+    seen = window or None
+    if _on_gpu(query, value_pages) and query.size(2) == value_pages.size(3):
+        from colossalai.kernel import triton_paged_attention
+
+        return triton_paged_attention.paged_attention(*args, max_query, scale, alibi, seen, exact)
+    return plain_attention(*args, scale=scale, alibi=alibi, window=seen)
+
+
+def _on_gpu(*tensors: Tensor) -> bool:
+    known = (torch.bfloat16, torch.float16, torch.float32)
+    return tensors[0].is_cuda and all(t.dtype in known for t in tensors) and triton_works()
+
+
+def plain_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    alibi: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """``paged_attention`` by torch's attention, one sequence after the other."""
     out = query.new_zeros(*query.shape[:2], value_pages.shape[-1])
     starts, sizes, page_size = query_starts.tolist(), lengths.tolist(), key_pages.shape[1]
     for row, length in enumerate(sizes):
@@ -98,3 +166,25 @@ def _mask(
         return ~hidden
     bias = (alibi[:, None, None] * places).to(query.dtype)  # (heads, 1, keys)
     return bias.expand(-1, queries, -1).masked_fill(hidden, float("-inf"))
+
+
+# defined by hand: `custom_op` imports torch's compiler when it is first called
+_operators = torch.library.Library("colossalai", "FRAGMENT")
+_operators.define(
+    "write_pages(Tensor keys, Tensor values, Tensor(a!) key_pages, Tensor(b!) value_pages, Tensor slots)"
+    " -> ()"
+)
+_operators.define(
+    "paged_attention(Tensor query, Tensor key_pages, Tensor value_pages, Tensor page_table,"
+    " Tensor query_starts, Tensor lengths, int max_query, float scale, Tensor? alibi, int window, bool exact)"
+    " -> Tensor"
+)
+for _key in ("CPU", "CUDA"):
+    _operators.impl("write_pages", _write, _key)
+    _operators.impl("paged_attention", _attend, _key)
+_operators.impl("write_pages", lambda *_: None, "Meta")
+_operators.impl(
+    "paged_attention",
+    lambda query, _, value_pages, *__: query.new_empty(*query.shape[:2], value_pages.shape[-1]),
+    "Meta",
+)

@@ -1,0 +1,278 @@
+"""The Triton kernels of ``paged_attention``.
+
+A program has the queries of one sequence and one head of keys: rows of a tile are pairs of a query and one
+of the heads that share the keys, so that keys are loaded once for all of them.  Where each sequence has one
+query, programs share its keys in ``splits`` parts, whose results are merged by their log-sum-exps.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+PROGRAMS = 1024  # that keep the memory of a large GPU busy
+LEAST_KEYS = 64  # of a split
+MOST_SPLITS = 16
+
+
+@triton.jit
+def _write_pages(
+    keys, values, key_pages, value_pages, slots, key_row, value_row, width, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + token)
+    inside = (column < width) & (slot >= 0)
+    key = tl.load(keys + token * key_row + column, mask=inside)
+    value = tl.load(values + token * value_row + column, mask=inside)
+    tl.store(key_pages + slot * width + column, key, mask=inside)
+    tl.store(value_pages + slot * width + column, value, mask=inside)
+
+
+def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
+    tokens, width = keys.size(0), keys.size(1) * keys.size(2)
+    keys, values = keys.reshape(tokens, width), values.reshape(tokens, width)
+    block = min(2048, triton.next_power_of_2(width))
+    if tokens:
+        with on_device_of(keys):
+            _write_pages[(tokens, triton.cdiv(width, block))](
+                keys,
+                values,
+                key_pages,
+                value_pages,
+                slots,
+                keys.stride(0),
+                values.stride(0),
+                width,
+                BLOCK=block,
+            )
+
+
+@triton.jit
+def _decode(
+    query, key_pages, value_pages, table, lengths, out, sums, slopes, table_row, page_size, qt, qh, kt, kh,
+    heads, shared, width, scale, window, splits, ALIBI: tl.constexpr, SPLIT: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One query of each sequence, one head of queries: no tile, so a maximum and a sum of its own for each
+    of ``KEYS`` places, which meet at the end only; nothing in the loop waits for another warp.
+    """
+    batch, head, split = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
+    length = tl.load(lengths + batch)
+    share = tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS
+    least = tl.maximum(length - window, 0)
+    first = tl.maximum(split * share, least // KEYS * KEYS)
+    last = tl.minimum(split * share + share, length)
+    column = tl.arange(0, WIDTH)
+    narrow = column < width
+    q = tl.load(query + batch * qt + head * qh + column, mask=narrow, other=0.0).to(tl.float32) * scale
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes + head).to(tl.float32) * 1.4426950408889634
+    shared_head = (head // shared) * kh
+    top = tl.full((KEYS,), -1e30, tl.float32)
+    total = tl.zeros((KEYS,), tl.float32)
+    result = tl.zeros((KEYS, WIDTH), tl.float32)
+    for start in tl.range(first, last, KEYS, num_stages=STAGES):
+        place = start + tl.arange(0, KEYS)
+        inside = (place < last) & (place >= least)
+        page = tl.load(table + batch * table_row + place // page_size, mask=inside, other=0).to(tl.int64)
+        row = (page * page_size + place % page_size) * kt + shared_head
+        at = row[:, None] + column[None, :]
+        both = inside[:, None] & narrow[None, :]
+        key = tl.load(key_pages + at, mask=both, other=0.0).to(tl.float32)
+        value = tl.load(value_pages + at, mask=both, other=0.0).to(tl.float32)
+        score = tl.sum(key * q[None, :], 1)
+        if ALIBI:
+            score += slope * (place - (length - 1)).to(tl.float32)
+        score = tl.where(inside, score, -1e30)
+        new = tl.maximum(top, score)
+        old_share = tl.exp2(top - new)
+        p = tl.where(inside, tl.exp2(score - new), 0.0)
+        total = total * old_share + p
+        result = result * old_share[:, None] + p[:, None] * value
+        top = new
+    most = tl.max(top, 0)
+    weight = tl.where(total > 0, tl.exp2(top - most), 0.0)
+    whole = tl.sum(total * weight, 0)
+    answer = tl.sum(result * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    at = (batch * heads + head) * splits + split
+    if SPLIT:
+        tl.store(sums + at, tl.where(whole > 0, most + tl.log2(whole), -1e30))
+    tl.store(out + at * width + column, answer, mask=narrow)
+
+
+@triton.jit
+def _attend(
+    query, key_pages, value_pages, table, starts, lengths, out, sums, slopes, table_row, page_size, qt, qh,
+    kt, kh, heads, width, scale, window, splits, SHARED: tl.constexpr, ALIBI: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    batch, shared_head = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    length = tl.load(lengths + batch)
+    begin = tl.load(starts + batch)
+    queries = tl.load(starts + batch + 1) - begin
+    first, last = 0, length
+    tile = tl.program_id(0)
+    if SPLIT:
+        tile = 0
+        share = tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS
+        first = tl.program_id(0) * share
+        last = tl.minimum(first + share, length)
+    if tile * ROWS >= queries * SHARED:
+        return
+    row = tile * ROWS + tl.arange(0, ROWS)
+    number, head = row // SHARED, shared_head * SHARED + row % SHARED
+    exists = number < queries
+    position = length - queries + number
+    column = tl.arange(0, WIDTH)
+    narrow = column < width
+    at = (begin + number).to(tl.int64) * qt + head * qh
+    q = tl.load(query + at[:, None] + column[None, :], mask=exists[:, None] & narrow[None, :], other=0.0)
+    if ALIBI:
+        slope = tl.load(slopes + head, mask=exists, other=0.0).to(tl.float32) * 1.4426950408889634
+    earliest = length - queries + tile * ROWS // SHARED
+    latest = length - queries + tl.minimum((tile * ROWS + ROWS - 1) // SHARED, queries - 1)
+    first = tl.maximum(first, tl.maximum(earliest - window + 1, 0) // KEYS * KEYS)
+    last = tl.minimum(last, latest + 1)
+    top = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in tl.range(first, last, KEYS, num_stages=STAGES):
+        place = start + tl.arange(0, KEYS)
+        inside = place < length
+        page = tl.load(table + batch * table_row + place // page_size, mask=inside, other=0).to(tl.int64)
+        at = (page * page_size + place % page_size) * kt + shared_head * kh
+        both = inside[:, None] & narrow[None, :]
+        key = tl.load(key_pages + at[:, None] + column[None, :], mask=both, other=0.0)
+        value = tl.load(value_pages + at[:, None] + column[None, :], mask=both, other=0.0)
+        if IEEE:
+            score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+        else:
+            score = tl.dot(q, tl.trans(key)) * scale
+        behind = position[:, None] - place[None, :]
+        if ALIBI:
+            score -= slope[:, None] * behind.to(tl.float32)
+        seen = (behind >= 0) & (behind < window) & (place < last)[None, :]
+        score = tl.where(seen, score, -1e30)
+        new = tl.maximum(top, tl.max(score, 1))
+        old_share = tl.exp2(top - new)
+        p = tl.where(seen, tl.exp2(score - new[:, None]), 0.0)
+        total = total * old_share + tl.sum(p, 1)
+        result = result * old_share[:, None]
+        if IEEE:
+            result = tl.dot(p, value, result, input_precision="ieee")
+        else:
+            result = tl.dot(p.to(value.dtype), value, result)
+        top = new
+    answer = result / tl.where(total > 0, total, 1.0)[:, None]
+    at = (begin + number).to(tl.int64) * heads + head
+    if SPLIT:
+        at = at * splits + tl.program_id(0)
+        tl.store(sums + at, tl.where(total > 0, top + tl.log2(total), -1e30), mask=exists)
+    tl.store(out + at[:, None] * width + column[None, :], answer, mask=exists[:, None] & narrow[None, :])
+
+
+@triton.jit
+def _merge(parts, sums, out, splits, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    split, column = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    lse = tl.load(sums + row * splits + split, mask=split < splits, other=-1e30)
+    at = (row * splits + split)[:, None] * width + column[None, :]
+    part = tl.load(parts + at, mask=(split < splits)[:, None] & (column < width)[None, :], other=0.0)
+    top = tl.max(lse, 0)
+    weight = tl.where(lse > -1e29, tl.exp2(lse - top), 0.0)
+    total = tl.sum(weight, 0)
+    answer = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * width + column, answer, mask=column < width)
+
+
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    max_query: int,
+    scale: float,
+    alibi: Tensor | None,
+    window: int | None,
+    exact: bool,
+) -> Tensor:
+    tokens, heads, width = query.shape
+    shared_heads, page_size = key_pages.size(2), key_pages.size(1)
+    out = torch.empty(tokens, heads, width, dtype=query.dtype, device=query.device)
+    if not out.numel():
+        return out
+    query = query if query.stride(2) == 1 else query.contiguous()
+    shared, batch = heads // shared_heads, lengths.numel()
+    padded = triton.next_power_of_2(width)
+    single = max_query == 1 and not exact
+    splits = number_of_splits(batch * shared_heads, page_table.size(1) * page_size) if single else 1
+    parts, sums = out, out
+    if splits > 1:
+        parts = torch.empty(tokens, heads, splits, width, dtype=torch.float32, device=query.device)
+        sums = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query.device)
+    common = (page_table.stride(0), page_size, *query.stride()[:2], *key_pages.stride()[1:3])
+    slopes = query if alibi is None else alibi
+    far = 1 << 30 if window is None else window
+    options = {"ALIBI": alibi is not None, "SPLIT": splits > 1, "WIDTH": padded}
+    with on_device_of(query):
+        if single and shared == 1:
+            keys = max(16, 4096 // padded)
+            _decode[(splits, heads, batch)](
+                query, key_pages, value_pages, page_table, lengths, parts, sums, slopes, *common,
+                heads, shared, width, scale * LOG2E, far, splits, KEYS=keys, STAGES=2, num_warps=4, **options,
+            )  # fmt: skip
+        else:
+            full = query.dtype == torch.float32
+            rows, keys, warps, stages = _tiles(max_query * shared, padded, full, exact)
+            tiles = splits if single else triton.cdiv(max_query * shared, rows)
+            _attend[(tiles, shared_heads, batch)](
+                query, key_pages, value_pages, page_table, query_starts, lengths, parts, sums, slopes,
+                *common, heads, width, scale * LOG2E, far, splits, SHARED=shared, ROWS=rows, KEYS=keys,
+                IEEE=full,
+                STAGES=stages, num_warps=warps, **options,
+            )  # fmt: skip
+        if splits > 1:
+            _merge[(tokens * heads,)](
+                parts,
+                sums,
+                out,
+                splits,
+                width,
+                SPLITS=triton.next_power_of_2(splits),
+                WIDTH=padded,
+                num_warps=2,
+            )
+    return out
+
+
+def number_of_splits(groups: int, keys: int) -> int:
+    """In how many parts the keys of a sequence are read, where programs for all of its heads in all
+    sequences are ``groups``.
+    """
+    wanted = min(PROGRAMS // groups, keys // LEAST_KEYS, MOST_SPLITS)
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+def _tiles(rows: int, width: int, full: bool, exact: bool) -> tuple[int, int, int, int]:
+    """Rows and keys of a tile, warps, and stages in which keys are loaded.
+
+    Exact results want one order of sums, so one tile: a row must not depend on the others' number.
+    """
+    if exact or rows <= 16 or full:
+        return 16, 16 if full and width > 128 else 32 if width > 128 or full else 64, 4, 2
+    if rows <= 64 or width > 128:
+        return 64, 32 if width > 128 else 64, 4, 2
+    return 128, 64, 8, 3 if width <= 64 else 2
+
+
+def on_device_of(tensor: Tensor):
+    return torch.cuda.device(tensor.device)
