@@ -63,8 +63,8 @@ def _by_vocabulary(ids: Tensor, weight: ColoTensor, padding_idx: int | None, spa
 def lookup_rows(
     ids: Tensor, rows: Tensor, start: int, padding_idx: int | None = None, *, sparse: bool = False
 ) -> Tensor:
-    """The entries of ``ids`` that are among ``rows``, which begin at row ``start`` of the table, and zeros for
-    the others.
+    """The entries of ``ids`` that are among ``rows``, which begin at row ``start`` of the table, and zeros
+    for the others.
     """
     length, index = rows.size(0), ids - start
     inside = (index >= 0) & (index < length)

@@ -1,4 +1,4 @@
-"""Calls in a graph whose arguments are objects that ``fx`` cannot write as code: meshes, layouts, functions."""
+"""Calls in a graph whose arguments are objects that ``fx`` cannot write as code: meshes and layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Taken:
 
 
 def bound_call(graph: fx.Graph, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-    """Put a call of ``function`` into ``graph``; arguments that are no nodes of it are bound to the function."""
+    """Put a call of ``function`` into ``graph``; arguments that are no nodes are bound to the function."""
     nodes: list[fx.Node] = []
 
     def take(node: fx.Node) -> Any:

@@ -63,20 +63,19 @@ class CallForm:
         except TypeError as error:
             raise TypeError(f"{self._name}: {error}") from None
         if missing := [name for name in self._traced if name not in given]:
-            raise ValueError(f"the model was traced with {missing[0]!r}, which this call does not give; {_AGAIN}")
+            raise ValueError(
+                f"the model was traced with {missing[0]!r}, which this call does not give; {_AGAIN}"
+            )
         for name, value in given.items():
             if name not in self._traced and not self._is_default(name, value):
                 raise ValueError(
-                    f"the model was traced without {name!r}, which this call gives"
-                    f" ({_told(value)}); {_AGAIN}"
+                    f"the model was traced without {name!r}, which this call gives ({_told(value)}); {_AGAIN}"
                 )
         found: list[Any] = [None] * len(self._expected)
         for name, places in self._traced.items():
             values, spec = tree_flatten(given[name])
             if spec != tree_flatten(places)[1]:
-                raise ValueError(
-                    f"{name!r} has another structure than when the model was traced; {_AGAIN}"
-                )
+                raise ValueError(f"{name!r} has another structure than when the model was traced; {_AGAIN}")
             for place, value in zip(tree_leaves(places), values, strict=True):
                 found[place] = value
         self._check(found)

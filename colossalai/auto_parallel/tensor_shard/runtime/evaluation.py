@@ -92,7 +92,8 @@ def _operations(graph: OpGraph) -> Iterator[tuple[str, str, Any]]:
         if node.op == "placeholder":
             numbers[node] = node.name
             continue
-        arguments = fx.node.map_arg(given, lambda n: _Number(numbers[n]))
+        number: Any = lambda n: _Number(numbers[n])  # noqa: E731
+        arguments = fx.node.map_arg(given, number)
         numbers[node] = len(numbers)
         if node.target not in (operator.getitem, getattr):
             yield node.name, name, repr(arguments)

@@ -12,9 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.mesh import Axes, Layout, Links, Mesh, RouteStep, redistribute
-from colossalai.mesh import route as route_of
-from colossalai.mesh.collectives import Pending, start_all_reduce
+from colossalai.auto_parallel.tensor_shard.gradient_sums import padded_length, slowest_last, sum_axes
+from colossalai.mesh import Axes, Layout, Links, Mesh, redistribute
+from colossalai.mesh.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -24,10 +31,10 @@ class _Bucket:
     """Gradients of one dtype on one device that are summed over the same axes."""
 
     axes: Axes
+    """In the order of the sums."""
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     size: int = 0
-    flat: Tensor | None = None
     pending: Pending | None = None
 
 
@@ -58,7 +65,7 @@ class GradientBuckets:
 
     def can_wait(self, rest: Layout, used: Layout) -> bool:
         """Whether the gradient of a parameter that rests and is used like that is a plain sum over axes."""
-        return _sum_axes(rest, used) is not None
+        return _axes(rest, used) is not None
 
     def use(self, param: Tensor, rest: Layout, used: Layout) -> Tensor:
         """``param`` as it is used; its gradient is summed later."""
@@ -68,10 +75,13 @@ class GradientBuckets:
             return redistribute(param, rest, used, self.mesh, links=self.links)
         if torch._C._current_graph_task_id() == -1:
             self._passes.clear()  # of a backward pass that raised an error
-        axes = _sum_axes(rest, used)
-        assert axes is not None
+        found = _axes(rest, used)
+        assert found is not None
+        axes = slowest_last((axis for axis in found if self.mesh.size[axis] > 1), self.links)
+        if not axes:
+            return param
         anchor = torch.empty(0, requires_grad=True)
-        used_param: Tensor = _SumLater.apply(anchor, param.detach(), param, self, axes)
+        used_param: Tensor = _SumLater.apply(anchor, param.detach(), partial(self.add, param, axes=axes))
         return used_param
 
     def add(self, param: Tensor, grad: Tensor, axes: Axes) -> None:
@@ -90,9 +100,31 @@ class GradientBuckets:
             self._send(now.open.pop(key), now)
 
     def _send(self, bucket: _Bucket, now: _Pass) -> None:
-        bucket.flat = torch.cat([grad.reshape(-1) for grad in bucket.grads])
-        bucket.pending = start_all_reduce(bucket.flat, self.mesh, bucket.axes[0])
+        first, *others = bucket.axes
+        flat = torch.cat([part for grad in bucket.grads for part in self._padded(grad, bucket.axes)])
+        if others:
+            bucket.pending = start_reduce_scatter(flat, self.mesh, first, 0)
+        else:
+            bucket.pending = start_all_reduce(flat, self.mesh, first)
         now.sent.append(bucket)
+
+    def _padded(self, grad: Tensor, axes: Axes) -> list[Tensor]:
+        flat = grad.reshape(-1)
+        missing = padded_length(flat.numel(), axes, self.links) - flat.numel()
+        return [flat, flat.new_zeros(missing)] if missing else [flat]
+
+    def _summed(self, bucket: _Bucket) -> Tensor:
+        """All of a bucket: pieces are summed over the last axis, the slowest, and gathered."""
+        assert bucket.pending is not None
+        flat = bucket.pending()
+        *scattered, last = bucket.axes
+        for axis in scattered[1:]:
+            flat = reduce_scatter(flat, self.mesh, axis, 0)
+        if scattered:
+            flat = all_reduce(flat, self.mesh, last)
+        for axis in reversed(scattered):
+            flat = all_gather(flat, self.mesh, axis, 0)
+        return flat
 
     def _end(self, task: int) -> None:
         """A backward pass has ended."""
@@ -102,15 +134,16 @@ class GradientBuckets:
         params: list[Tensor] = []
         grads: list[Tensor] = []
         for bucket in now.sent:
-            assert bucket.pending is not None
-            flat = bucket.pending()
-            for axis in bucket.axes[1:]:
-                flat = start_all_reduce(flat, self.mesh, axis)()
-            sizes = [grad.numel() for grad in bucket.grads]
+            lengths = [padded_length(grad.numel(), bucket.axes, self.links) for grad in bucket.grads]
             params += bucket.params
-            for part, grad in zip(flat.split(sizes), bucket.grads, strict=True):
-                grads.append(part.view(grad.shape))
+            for part, grad in zip(self._summed(bucket).split(lengths), bucket.grads, strict=True):
+                grads.append(part[: grad.numel()].view(grad.shape))
         torch.autograd.backward(params, grads)
+
+
+@lru_cache(maxsize=4096)
+def _axes(rest: Layout, used: Layout) -> Axes | None:
+    return sum_axes(rest, used)
 
 
 class _SumLater(torch.autograd.Function):
@@ -120,29 +153,16 @@ class _SumLater(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, value: Tensor, param: Tensor, buckets: GradientBuckets, axes: Axes
-    ) -> Tensor:
-        ctx.to: Callable[[Tensor], None] = lambda grad: buckets.add(param, grad, axes)
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, give: Callable[[Tensor], None]) -> Tensor:
+        ctx.give = give
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a model that autoparallelize has changed cannot give gradients of gradients"
                 " (create_graph=True) of parameters whose gradients are sums over ranks"
             )
-        ctx.to(grad)
-        return None, None, None, None, None
-
-
-@lru_cache(maxsize=4096)
-def _sum_axes(rest: Layout, used: Layout) -> Axes | None:
-    """The axes over which the gradient is summed, if this is all that is done on either way."""
-    if rest.dims != used.dims or rest.fused != used.fused or rest.partial or used.partial or rest.spread:
-        return None
-    steps: tuple[RouteStep, ...] = route_of(used.dual(), rest.dual())
-    if not steps or any(step.do != "all_reduce" for step in steps):
-        return None
-    return tuple(step.axis for step in steps)
+        ctx.give(grad)
+        return None, None, None

@@ -1,8 +1,9 @@
 """How an operation runs on the pieces of its operands, where this is not the same call on smaller tensors.
 
 Most operations are: a product of pieces is a product.  Others have sizes of the whole tensor among their
-arguments (``view``), divide by a number of elements (``mean``), add a bias that counts once, or look at more
-than this rank holds (a table that is cut by rows, statistics of a batch).  Each of these is one function here.
+arguments (``view``), divide by a number of elements (``mean``), add a bias that counts once, or look at
+more than this rank holds (a table that is cut by rows, statistics of a batch).  Each of these is one function
+here.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.tensor_shard.runtime.bound_calls import bound_call
-from colossalai.auto_parallel.tensor_shard.runtime.losses import row_loss
 from colossalai.auto_parallel.tensor_shard.runtime.lookups import lookup
+from colossalai.auto_parallel.tensor_shard.runtime.losses import row_loss
 from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces, draws
 from colossalai.auto_parallel.tensor_shard.runtime.whole_statistics import batch_norm_of_whole
 from colossalai.auto_parallel.tensor_shard.sharded_plan import NodePlan
@@ -27,9 +28,15 @@ aten: Any = torch.ops.aten
 
 _SIZED = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
 _MEANS = (
-    "mean mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy"
-    " binary_cross_entropy_with_logits"
-).split()
+    "mean",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "soft_margin_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
 
 
 @dataclass
@@ -73,7 +80,7 @@ class LocalCall:
 
     def again(self, **changed: Any) -> fx.Node:
         """The same operation with other values of some arguments."""
-        return self.emit(self.node.target, **{**self.given, **changed})  # type: ignore[arg-type]
+        return self.graph.call_function(self.node.target, (), {**self.given, **changed})  # type: ignore[arg-type]
 
     def whole_shape(self, number: int = 0) -> tuple[int, ...]:
         """The shape of a tensor of the result."""
@@ -126,7 +133,7 @@ def run_on_pieces(call: LocalCall) -> tuple[fx.Node, Finish | None]:
     if made is None and draws(call.node):
         made = call.call(call.numbers.draw_alike, call.node.target, call.args, call.kwargs, call.node.name)
     if made is None:
-        made = call.graph.create_node(call.node.op, call.node.target, call.args, call.kwargs)  # type: ignore[arg-type]
+        made = call.graph.create_node(call.node.op, call.node.target, call.args, call.kwargs)
     return made if isinstance(made, tuple) else (made, None)
 
 
@@ -253,9 +260,7 @@ def _dropout(call: LocalCall) -> fx.Node | None:
     if call.name == "dropout":
         x, p = call.given["input"], call.given["p"]
         return call.call(call.numbers.dropout, x, p, *place, call.node.name)
-    return call.call(
-        call.numbers.draw, call.node.target, call.args, call.kwargs, *place, call.node.name
-    )
+    return call.call(call.numbers.draw, call.node.target, call.args, call.kwargs, *place, call.node.name)
 
 
 @runs_locally("scaled_dot_product_attention")
@@ -273,4 +278,3 @@ def _attention(call: LocalCall) -> fx.Node | None:
 
 _ALWAYS = ("dropout", "scaled_dot_product_attention")
 """What draws random numbers in its own way, also where nothing is cut."""
-

@@ -160,12 +160,12 @@ class _Builder:
         if node.target in _PICKS:
             source, key = self.values[node.args[0]], node.args[1]  # type: ignore[index]
             layouts = source.layouts[key] if isinstance(source.layouts, (list, tuple, dict)) else None  # type: ignore[index]
-            picked = self.graph.call_function(node.target, (source.node, key))  # type: ignore[arg-type]
+            picked = self.graph.call_function(node.target, (source.node, key))
             return _Value(picked, layouts)
         plan = self.plan.nodes.get(node.name)
         if plan is None:
             plan = self._whole(node)
-        operands = iter(plan.inputs)
+        operands, written = iter(plan.inputs), _written(node)
 
         def taken(argument: fx.Node) -> fx.Node:
             value = self.values[argument]
@@ -174,7 +174,11 @@ class _Builder:
             layout = next(operands, None)
             if layout is None:
                 raise PlanError(f"{node.name} takes more tensors than its plan ({plan.strategy}) has inputs")
-            return self._move(value, value.layouts, layout, argument.name)
+            made = self._move(value, value.layouts, layout, argument.name)
+            if made is not value.node and argument is written:
+                # what was moved may be a view of what it was
+                made = self.graph.call_function(torch.ops.aten.clone.default, (made,))
+            return made
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), taken)
         if next(operands, None) is not None:
@@ -206,7 +210,7 @@ class _Builder:
             made, finish = run_on_pieces(call)
         value, steps = node.meta.get("val"), list(zip(plan.computed, plan.outputs, strict=True))
         if isinstance(value, Tensor):
-            (computed, outputs), = steps
+            ((computed, outputs),) = steps
             made = self._move(_Value(made, computed), computed, outputs, node.name)
             return _Value(made if finish is None else finish(made), outputs)
         return self._results(node, made, value, steps)
@@ -282,6 +286,13 @@ def _check_move(src: Layout, dst: Layout) -> None:
     """Refuse a move that makes no sense, forward or backward."""
     route(src, dst)
     route(dst.dual(), src.dual())
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """The node whose tensor an operation writes to."""
+    schema = getattr(node.target, "_schema", None)
+    first = next(iter(node.args), None)
+    return first if schema is not None and schema.is_mutable and isinstance(first, fx.Node) else None
 
 
 def _tuple_of(*parts: Any) -> tuple[Any, ...]:

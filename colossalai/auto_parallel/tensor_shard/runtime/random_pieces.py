@@ -1,5 +1,5 @@
-"""Random numbers of a model of which ranks hold pieces: alike where they hold the same, others where they hold
-other pieces, whatever a script has seeded on each rank.
+"""Random numbers of a model of which ranks hold pieces: alike where they hold the same, others where they
+hold other pieces, whatever a script has seeded on each rank.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ class RandomPieces:
         kept = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), p) != 0
         if causal:
             mask = torch.ones(shape[-2:], dtype=torch.bool, device=query.device).tril()
+        if mask is not None and mask.dtype is torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
         weights: Any = torch._scaled_dot_product_attention_math  # takes a mask of what is kept
         result, _ = weights(
             query,

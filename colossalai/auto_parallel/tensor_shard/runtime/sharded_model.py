@@ -65,7 +65,8 @@ def transform(model: nn.Module, graph: OpGraph, plan: ShardedPlan, mesh: DeviceM
     for part in model.modules():
         if part is not model and id(part) not in leaves and _is_cut(part):
             wrap_forward(part, PartOfPlan)
-    wrap_forward(model, RunsPlan).planned = run
+    runs: Any = wrap_forward(model, RunsPlan)
+    runs.planned = run
     return model
 
 
@@ -74,8 +75,8 @@ def _problem(model: nn.Module, plan: ShardedPlan, mesh: Mesh) -> str | None:
         return f"the plan is for a mesh of {plan.axes}, and this one has {dict(mesh.size)}"
     if (world := dist.get_world_size()) != mesh.group_size(*mesh.size):
         return (
-            f"the mesh has {mesh.group_size(*mesh.size)} places, and the job has {world} ranks; a plan runs on"
-            " all of them"
+            f"the mesh has {mesh.group_size(*mesh.size)} places, and the job has {world} ranks; a plan runs"
+            " on all of them"
         )
     if is_boosted(model):
         return "the model was boosted already; autoparallelize takes the model before booster.boost"
@@ -171,8 +172,8 @@ class PlannedRun:
             dtype, device = self._tensors[name]
             if tensor.dtype != dtype or tensor.device.type != device.type:
                 raise RuntimeError(
-                    f"{name!r} is {tensor.dtype} on {tensor.device}, and was {dtype} on {device} when the plan"
-                    " was made, which has recorded both; cast and move the model before autoparallelize"
+                    f"{name!r} is {tensor.dtype} on {tensor.device}, and was {dtype} on {device} when the"
+                    " plan was made, which has recorded both; cast and move the model before autoparallelize"
                 )
 
     def _handed_out(self, result: Any, layout: Layout | None) -> Any:
