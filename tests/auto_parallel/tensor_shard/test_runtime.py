@@ -41,13 +41,13 @@ def _random_plans(
 ) -> None:
     _start(rank, world_size, port)
     built: list[nn.Module] = []
-    problem = small_problem(family)
+    given = small_problem(family)
 
     def build() -> nn.Module:
-        built.append(problem.build())
+        built.append(given.build())
         return built[-1]
 
-    problem = Problem(build=build, batches=problem.batches, loss=problem.loss)
+    problem = Problem(build=build, batches=given.batches, loss=given.loss)
     plan = partial(PlannedTraining, shape=shape, make=partial(random_choice, seed=seed))
     check_plan(problem, plan, tolerance=tolerance(family))
     serial, planned = (dict(model.named_buffers()) for model in built)
@@ -56,13 +56,11 @@ def _random_plans(
         torch.testing.assert_close(whole, serial[name], rtol=1e-6, atol=1e-9, msg=lambda m, n=name: n + m)
 
 
-_CASES = [
-    pytest.param(family, shape, seed, id=f"{family}-{shape[0]}x{shape[1]}-{seed}")
-    for seed, shape, family in itertools.product(range(2), _MESHES, FAMILIES)
-]
+_CASES = [(family, shape, seed) for seed, shape, family in itertools.product(range(2), _MESHES, FAMILIES)]
+_IDS = [f"{family}-{shape[0]}x{shape[1]}-{seed}" for family, shape, seed in _CASES]
 
 
-@parametrize_sample("family, shape, seed", _CASES, 6)
+@parametrize_sample("family, shape, seed", _CASES, 6, ids=_IDS)
 def test_any_plan_equals_the_serial_model(family: str, shape: tuple[int, int], seed: int) -> None:
     """Also the bytes of every kind of collective are those that were predicted."""
     if family not in ("mlp", "resnet"):
@@ -77,9 +75,10 @@ def _without_a_sum(rank: int, world_size: int, port: int) -> None:
     plan = partial(PlannedTraining, shape=(1, 2), make=_data_parallel)
     check_plan(problem, plan, tolerance=EXACT)
     summed = gradient_buckets.GradientBuckets._summed
-    unsummed: Any = lambda self, bucket: (
-        bucket.pending() * 0 + torch.cat([g.reshape(-1) for g in bucket.grads])
-    )  # noqa: E731
+
+    def unsummed(self: Any, bucket: Any) -> torch.Tensor:
+        return bucket.pending() * 0 + torch.cat([grad.reshape(-1) for grad in bucket.grads])
+
     try:
         gradient_buckets.GradientBuckets._summed = unsummed  # type: ignore[method-assign]
         torch.manual_seed(5)

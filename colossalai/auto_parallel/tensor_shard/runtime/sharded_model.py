@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from colossalai.tensor.sharding_spec import ShardingSpec
 from colossalai.utils.boosted import is_boosted
 
 
-def transform(model: nn.Module, graph: OpGraph, plan: ShardedPlan, mesh: DeviceMesh) -> nn.Module:
+def transform(model: nn.Module, graph: OpGraph, plan: ShardedPlan, mesh: Mesh | DeviceMesh) -> nn.Module:
     """Let ``model``, of which ``graph`` was traced, run by ``plan``; every rank of the job calls this.
 
     The model stays the object that it is, under the names that it has, and keeps its arguments and results.
@@ -41,11 +42,11 @@ def transform(model: nn.Module, graph: OpGraph, plan: ShardedPlan, mesh: DeviceM
         ValueError: on all ranks, where the plan does not fit the model, the graph or the mesh.
     """
     problem, run = None, None
-    core: Mesh = mesh.mesh
+    core = mesh if isinstance(mesh, Mesh) else mesh.mesh
     try:
         problem = _problem(model, plan, core)
         if problem is None:
-            run = PlannedRun(model, graph, plan, mesh)
+            run = PlannedRun(model, graph, plan, core)
     except (ValueError, KeyError, NotImplementedError) as error:
         problem = str(error)
     told = _everyone((problem, _digest(graph, plan), torch.initial_seed()))
@@ -106,8 +107,8 @@ def _is_cut(part: nn.Module) -> bool:
 class PlannedRun:
     """How one model runs: its programs in training and in evaluation, and what they need."""
 
-    def __init__(self, model: nn.Module, graph: OpGraph, plan: ShardedPlan, mesh: DeviceMesh) -> None:
-        self.graph, self.plan, self.device_mesh, self.mesh = graph, plan, mesh, mesh.mesh
+    def __init__(self, model: nn.Module, graph: OpGraph, plan: ShardedPlan, mesh: Mesh) -> None:
+        self.graph, self.plan, self.mesh = graph, plan, mesh
         self.form = CallForm(model.forward, graph, plan.inputs, self.mesh)
         self.numbers = RandomPieces(0, self.mesh)
         self.buckets = GradientBuckets(self.mesh, plan.links)
@@ -184,8 +185,23 @@ class PlannedRun:
             return _MeanOfRanks.apply(result, self.mesh.group_size(*layout.sharded))
         shape = [n * self.mesh.group_size(*axes) for n, axes in zip(result.shape, layout.dims, strict=True)]
         cuts = {d: [int(axis) for axis in axes] for d, axes in enumerate(layout.dims) if axes}
-        spec = ShardingSpec(self.device_mesh, torch.Size(shape), dim_partition_dict=cuts)
-        return DTensor(result, DeviceLayout(self.device_mesh, result.device, spec, shape))
+        grid = _grid_of(self.mesh)
+        spec = ShardingSpec(grid, torch.Size(shape), dim_partition_dict=cuts)
+        return DTensor(result, DeviceLayout(grid, result.device, spec, shape))
+
+
+_grids: WeakKeyDictionary[Mesh, DeviceMesh] = WeakKeyDictionary()
+
+
+def _grid_of(mesh: Mesh) -> DeviceMesh:
+    """``mesh`` as documents of distributed tensors describe it."""
+    if mesh not in _grids:
+        shape = tuple(mesh.size.values())
+        ranks = torch.tensor(mesh.ranks(*mesh.size))
+        grid = DeviceMesh(torch.arange(len(ranks)), logical_mesh_id=ranks.view(shape), need_flatten=False)
+        grid.__dict__["mesh"] = mesh  # and not groups of its own
+        _grids[mesh] = grid
+    return _grids[mesh]
 
 
 def _modes(model: nn.Module) -> list[bool]:
