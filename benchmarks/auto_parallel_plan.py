@@ -1,8 +1,8 @@
 """How long ``autoparallelize`` takes: ``python benchmarks/auto_parallel_plan.py``.
 
 From the call to the transformed model, in one process of a job that does not exist, beside the time that
-``make_fx`` alone needs to record a step of the same model: its forward and backward pass, down to the kernels.
-Models are built in a ``LazyInitContext``, or on the meta device for the plan alone, so nothing is computed.
+``make_fx`` alone needs to record a step of the same model: its forward and backward pass, down to the
+kernels.  Models are on the meta device, so nothing is computed.
 """
 
 from __future__ import annotations
