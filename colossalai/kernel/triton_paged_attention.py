@@ -109,7 +109,9 @@ def _decode(
 @triton.jit
 def _attend(
     query, key_pages, value_pages, table, starts, lengths, out, sums, slopes, table_row, page_size, qt, qh,
-    kt, kh, heads, width, scale, window, splits, SHARED: tl.constexpr, ALIBI: tl.constexpr,
+    kt, kh, heads, width, scale, window, splits, mask, ms, mh, mq, mk, MASKED: tl.constexpr,
+    ORDER: tl.constexpr,
+    SHARED: tl.constexpr, ALIBI: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -129,17 +131,19 @@ def _attend(
     row = tile * ROWS + tl.arange(0, ROWS)
     number, head = row // SHARED, shared_head * SHARED + row % SHARED
     exists = number < queries
-    position = length - queries + number
+    position = number  # of queries that are the first of their sequence
+    if ORDER == 0:  # all keys are seen
+        position = tl.full((ROWS,), 0, tl.int32) + (length - 1)
+    elif ORDER == 1:  # queries are the last
+        position = length - queries + number
     column = tl.arange(0, WIDTH)
     narrow = column < width
     at = (begin + number).to(tl.int64) * qt + head * qh
     q = tl.load(query + at[:, None] + column[None, :], mask=exists[:, None] & narrow[None, :], other=0.0)
     if ALIBI:
         slope = tl.load(slopes + head, mask=exists, other=0.0).to(tl.float32) * 1.4426950408889634
-    earliest = length - queries + tile * ROWS // SHARED
-    latest = length - queries + tl.minimum((tile * ROWS + ROWS - 1) // SHARED, queries - 1)
-    first = tl.maximum(first, tl.maximum(earliest - window + 1, 0) // KEYS * KEYS)
-    last = tl.minimum(last, latest + 1)
+    first = tl.maximum(first, tl.maximum(tl.min(position, 0) - window + 1, 0) // KEYS * KEYS)
+    last = tl.minimum(last, tl.max(tl.where(exists, position, 0), 0) + 1)
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -156,9 +160,16 @@ def _attend(
         else:
             score = tl.dot(q, tl.trans(key)) * scale
         behind = position[:, None] - place[None, :]
+        if MASKED:
+            at = batch * ms + head[:, None] * mh + number[:, None] * mq + place[None, :] * mk
+            score += (
+                tl.load(mask + at, mask=exists[:, None] & inside[None, :], other=0.0) * 1.4426950408889634
+            )
         if ALIBI:
             score -= slope[:, None] * behind.to(tl.float32)
         seen = (behind >= 0) & (behind < window) & (place < last)[None, :]
+        if MASKED:
+            seen = seen & (score > -1e30)
         score = tl.where(seen, score, -1e30)
         new = tl.maximum(top, tl.max(score, 1))
         old_share = tl.exp2(top - new)
@@ -204,7 +215,12 @@ def paged_attention(
     alibi: Tensor | None,
     window: int | None,
     exact: bool,
+    mask: Tensor | None = None,
+    order: int = 1,
 ) -> Tensor:
+    """``mask`` (sequences, heads, queries, keys) in float32 is added to scores; ``order`` is 0 if all keys
+    are seen, 1 if queries are the last of their sequences, 2 if they are the first.
+    """
     tokens, heads, width = query.shape
     shared_heads, page_size = key_pages.size(2), key_pages.size(1)
     out = torch.empty(tokens, heads, width, dtype=query.dtype, device=query.device)
@@ -213,7 +229,7 @@ def paged_attention(
     query = query if query.stride(2) == 1 else query.contiguous()
     shared, batch = heads // shared_heads, lengths.numel()
     padded = triton.next_power_of_2(width)
-    single = max_query == 1 and not exact
+    single = max_query == 1 and tokens == batch and not exact
     splits = number_of_splits(batch * shared_heads, page_table.size(1) * page_size) if single else 1
     parts, sums = out, out
     if splits > 1:
@@ -236,7 +252,9 @@ def paged_attention(
             tiles = splits if single else triton.cdiv(max_query * shared, rows)
             _attend[(tiles, shared_heads, batch)](
                 query, key_pages, value_pages, page_table, query_starts, lengths, parts, sums, slopes,
-                *common, heads, width, scale * LOG2E, far, splits, SHARED=shared, ROWS=rows, KEYS=keys,
+                *common, heads, width, scale * LOG2E, far, splits, query if mask is None else mask,
+                *((0, 0, 0, 0) if mask is None else mask.stride()), MASKED=mask is not None, ORDER=order,
+                SHARED=shared, ROWS=rows, KEYS=keys,
                 IEEE=full,
                 STAGES=stages, num_warps=warps, **options,
             )  # fmt: skip
