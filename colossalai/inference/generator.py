@@ -1,18 +1,62 @@
-"""``Generator``: a model, cut or not, writes text for many requests at once."""
+"""``Generator``: a model, whole or cut over ranks, writes text for many requests at once."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import struct
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
+from colossalai.inference.checks import check_model, check_request, check_sizes
+from colossalai.inference.core import Core, Outcome
+from colossalai.inference.messages import Kind, News, exchange
 from colossalai.inference.requests import Completion, Event, GeneratorStats, Sampling
-from colossalai.mesh import Mesh
+from colossalai.inference.scheduler import Request
+from colossalai.inference.stages import Team
+from colossalai.inference.text import TextStream, encode
+from colossalai.interface import user_module
+from colossalai.mesh import Mesh, random_key
+from colossalai.nn.modes import current
+from colossalai.nn.policies.wrap_forward import WholeOutputs
+
+Prompt = str | Sequence[int]
+
+_unseeded = itertools.count()  # requests of this process without a seed
 
 
 class Generator:
-    """A model that generates.  Every rank of a launched job makes one, on its part of the model."""
+    """A model that writes.  Every rank of a launched job makes one, on its part of the model.
+
+    ``model`` is a causal language model of transformers or a ``GPT`` of titans, as it is or as
+    ``parallelize``, ``split_model`` or ``boost`` returned it.  It is not copied, and between steps it is as
+    it was: it may train and generate in turns.  Keys and values lie in pages, which requests share where they
+    begin alike.
+
+    The first rank of those that share a model takes requests (``submit``); all call ``step``, or the others
+    :meth:`follow`.  ``generate``, ``stream`` and ``score`` are called by all of them.  Ranks that differ in
+    their data have different requests.
+
+    Args:
+        tokenizer: with ``encode`` and ``decode``, for prompts and outputs that are text.
+        max_requests: how many requests run at a time; more wait.
+        max_length: how many tokens a request may have with its prompt, by default as many as the model has
+            positions.
+        page_size: how many tokens a page has.
+        pages: how many pages there are, by default as many as ``max_requests`` of the longest need, or as
+            ``memory`` has room for.
+        memory: the share of the device's free memory that pages may take, by default 0.8 on a GPU, and 0.25
+            of the host's memory on a CPU.
+        chunk: how many tokens a step computes at most; longer prompts take several steps.
+        prefix_reuse: whether a request takes up the pages of an earlier one that begins alike.
+        exact: whether results must not depend on the other requests, bit for bit.
+        mesh: that on which the model was cut, by default that of the launched job.
+    """
 
     def __init__(
         self,
@@ -29,49 +73,343 @@ class Generator:
         exact: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
-        raise NotImplementedError
+        check_sizes(
+            max_requests=max_requests, max_length=max_length, page_size=page_size, pages=pages, chunk=chunk
+        )
+        if memory is not None and not 0 < memory <= 1:
+            raise ValueError(f"Generator(memory={memory!r}): it is a share of the free memory, above 0 to 1")
+        self.model: nn.Module = user_module(model)
+        if mesh is None:
+            mesh = self.model.cut_as[1] if isinstance(self.model, WholeOutputs) else current().mesh
+        check_model(self.model, mesh)
+        self.tokenizer = tokenizer
+        self.team = Team(mesh, next(self.model.parameters()).device)
+        self.core = Core(
+            self.model,
+            self.team,
+            max_requests=max_requests,
+            max_length=max_length,
+            page_size=page_size,
+            pages=pages,
+            memory=memory,
+            chunk=chunk,
+            prefix_reuse=prefix_reuse,
+            exact=exact,
+        )
+        self._ends = _last_tokens(self.model)
+        self._serials = itertools.count()
+        self._arriving: deque[tuple[Hashable, Request]] = deque()
+        self._leaving: deque[Hashable] = deque()
+        self._stopped: list[int] = []  # at a stop string, which only the first rank sees
+        self._serial_of: dict[Hashable, int] = {}
+        self._uids: dict[int, Hashable] = {}
+        self._texts: dict[int, TextStream] = {}
+        self._closed = False
+
+    # ---- requests, on the first rank ----
 
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling: Sampling = Sampling(),  # noqa: B008
         *,
         uid: Hashable | None = None,
     ) -> Hashable:
-        raise NotImplementedError
+        """Let a request wait for the next step, and return its ``uid``; another thread may call this."""
+        if not self.team.is_first:
+            raise RuntimeError(
+                "requests are submitted on the first rank of those that share a model; this one calls"
+                " follow() or step(), or all of them call generate()"
+            )
+        self._check_open()
+        serial = next(self._serials)
+        uid = f"request {serial}" if uid is None else uid
+        if uid in self._serial_of:
+            raise ValueError(f"a request {uid!r} is on its way already; give each its own uid")
+        request = self._request(serial, prompt, sampling)
+        self._serial_of[uid] = serial
+        self._arriving.append((uid, request))
+        return uid
 
     def cancel(self, uid: Hashable) -> None:
-        raise NotImplementedError
-
-    def step(self) -> list[Event]:
-        raise NotImplementedError
-
-    def follow(self) -> None:
-        raise NotImplementedError
+        """End a request in the next step; one that has ended, or never was, is left alone."""
+        self._leaving.append(uid)
 
     @property
     def idle(self) -> bool:
-        raise NotImplementedError
+        """Whether nothing waits or runs."""
+        return not (self._arriving or self._leaving or self._stopped or self.core.busy)
+
+    def stats(self) -> GeneratorStats:
+        """What this generator holds, and what it has done."""
+        found = self.core.stats()
+        return replace(found, waiting=found.waiting + len(self._arriving))
+
+    def _request(self, serial: int, prompt: Prompt, sampling: Sampling) -> Request:
+        tokens = encode(self.tokenizer, prompt) if isinstance(prompt, str) else _as_tokens(prompt)
+        core = self.core
+        check_request(tokens, sampling, model=self.model, max_length=core.max_length, capacity=core.capacity)
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(
+                f"stop={sampling.stop!r} are strings, and this Generator has no tokenizer; give it one, or"
+                " stop_tokens"
+            )
+        ends = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self._ends)
+        return Request(serial, tokens, sampling, ends)
+
+    def _seeded(self, request: Request) -> Request:
+        if request.sampling.seed is None and not request.sampling.greedy:
+            seed = random_key(torch.initial_seed(), "generate", next(_unseeded), self.team.replica) >> 1
+            request.sampling = replace(request.sampling, seed=seed)
+        return request
+
+    # ---- steps ----
+
+    def step(self) -> list[Event]:
+        """Do one step, with all ranks that share the model; returns what requests got, on the first rank.
+
+        An event has at least a token, or says how its request ended.
+        """
+        self._check_open()
+        news = exchange(self.team, self._news() if self.team.is_first else None)
+        return self._do(news) if news.kind is not Kind.CLOSE else self._end()
+
+    def follow(self) -> None:
+        """Take part in the steps of the first rank until it calls :meth:`close`."""
+        if self.team.is_first:
+            raise RuntimeError("the first rank leads: it calls step(); the others call follow()")
+        while not self._closed:
+            news = exchange(self.team, None)
+            if news.kind is Kind.COMPARE:
+                self._agree(news.digest, news.digest)
+            elif news.kind is Kind.CLOSE:
+                self._end()
+            elif news.kind is Kind.STEP:
+                self._do(news)
+
+    def close(self) -> None:
+        """Let go of the pages, and of the ranks that follow; the model stays as it is."""
+        if not self._closed:
+            if self.team.is_first:
+                exchange(self.team, News(Kind.CLOSE))
+            self._end()
+
+    def _end(self) -> list[Event]:
+        self._closed = True
+        self.core.close()
+        return []
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this Generator is closed; make another one of the model")
+
+    def _news(self) -> News:
+        """What came since the last step."""
+        news = News(again=self.core.weights_changed())
+        news.ended = [(serial, "stop") for serial in self._stopped]
+        self._stopped.clear()
+        while self._arriving:
+            uid, request = self._arriving.popleft()
+            self._uids[request.serial] = uid
+            if self.tokenizer is not None:
+                stop = request.sampling.stop
+                self._texts[request.serial] = TextStream(self.tokenizer, request.tokens, stop)
+            news.arrivals.append(self._seeded(request))
+        while self._leaving:
+            serial = self._serial_of.get(self._leaving.popleft())
+            if serial is not None and serial not in dict(news.ended):
+                news.ended.append((serial, "cancelled"))
+        return news
+
+    def _do(self, news: News) -> list[Event]:
+        """One step after ``news``."""
+        outcomes = self.core.step(news)
+        return [self._event(outcome) for outcome in outcomes] if self.team.is_first else []
+
+    def _event(self, outcome: Outcome) -> Event:
+        request = outcome.request
+        event = Event(
+            self._uids[request.serial],
+            outcome.tokens,
+            logprobs=outcome.logprobs,
+            prompt_logprobs=outcome.prompt_logprobs,
+            finish_reason=request.finish,
+            error=request.error,
+        )
+        text = self._texts.get(request.serial)
+        if text is not None:
+            shown = [t for t in outcome.tokens if t not in request.ends]
+            event.text = text.add(shown, last=request.finish is not None)
+            if text.stopped and request.finish in (None, "length"):
+                if request.finish is None:
+                    self._stopped.append(request.serial)
+                event.finish_reason = "stop"
+        if event.finish_reason is not None:
+            self._forget(request.serial)
+        return event
+
+    def _forget(self, serial: int) -> None:
+        uid = self._uids.pop(serial)
+        self._serial_of.pop(uid, None)
+        self._texts.pop(serial, None)
+
+    # ---- whole calls, on all ranks ----
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008
     ) -> list[Completion]:
-        raise NotImplementedError
+        """Write for all ``prompts``, with one ``sampling`` or one for each, and return what was written.
+
+        All ranks that share the model call this with the same prompts, and get the same.  A prompt that
+        cannot be served is an error for all of them, and nothing is written.
+        """
+        self._check_open()
+        asked = self._asked(prompts, sampling)
+        requests = [self._request(-1, prompt, own) for prompt, own in asked]  # refuses what is wrong
+        self._compare(requests)
+        if not self.team.is_first:
+            return self._follow_call(requests)
+        done: dict[Hashable, Completion] = {}
+        for request in requests:
+            uid = self.submit(request.tokens, request.sampling)
+            done[uid] = Completion(uid, list(request.tokens))
+        left = set(done)
+        while left:
+            for event in self.step():
+                if event.uid in done:
+                    done[event.uid].add(event)
+                    left -= {event.uid} if event.finish_reason is not None else set()
+        self._finish_call()
+        return list(done.values())
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling: Sampling = Sampling(),  # noqa: B008
     ) -> Iterator[Event]:
-        raise NotImplementedError
+        """Write for one ``prompt``, and yield what comes with every step; all ranks walk through it.
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        raise NotImplementedError
+        On the other ranks it yields nothing, and is over when the first rank's is.
+        """
+        self._check_open()
+        request = self._request(-1, prompt, sampling)
+        self._compare([request])
+        if not self.team.is_first:
+            self._follow_call([request])
+            return
+        uid = self.submit(request.tokens, sampling)
+        finished = False
+        try:
+            while not finished:
+                for event in self.step():
+                    if event.uid == uid:
+                        finished = event.finish_reason is not None
+                        yield event
+        finally:
+            if not finished:
+                self.cancel(uid)
+            self._finish_call()
 
-    def stats(self) -> GeneratorStats:
-        raise NotImplementedError
+    def score(self, sequences: Sequence[Prompt]) -> list[list[float]]:
+        """The log-probability of each token of each sequence after its first, by the model."""
+        sampling = Sampling(max_tokens=0, temperature=0.0, prompt_logprobs=0)
+        found = self.generate(sequences, sampling)
+        wrong = next((f"sequence {i}: {c.error}" for i, c in enumerate(found) if c.error), None)
+        if wrong is not None:
+            raise ValueError(wrong)
+        return [[t.logprob for t in completion.prompt_logprobs or ()] for completion in found]
 
-    def close(self) -> None:
-        raise NotImplementedError
+    def _asked(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling]
+    ) -> list[tuple[Prompt, Sampling]]:
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            raise ValueError("generate and score take a list of prompts; write [prompt] for one")
+        rows: Sequence[Prompt] = prompts  # type: ignore[assignment]
+        each = [sampling] * len(rows) if isinstance(sampling, Sampling) else list(sampling)
+        if len(each) != len(rows):
+            raise ValueError(f"{len(rows)} prompts and {len(each)} samplings; give one for all, or one each")
+        return list(zip(rows, each, strict=True))
+
+    def _compare(self, requests: Sequence[Request]) -> None:
+        """Refuse a call for which the ranks were given different requests."""
+        if self.team.size == 1:
+            return
+        own = _digest(requests)
+        if self.team.is_first:
+            exchange(self.team, News(Kind.COMPARE, digest=own))
+            self._agree(own, own)
+            return
+        news = exchange(self.team, None)
+        if news.kind is not Kind.COMPARE:
+            raise RuntimeError("this rank calls generate, and the first one something else")
+        self._agree(own, news.digest)
+
+    def _agree(self, own: int, digest: int) -> None:
+        if not self.team.least(int(own == digest)):
+            raise ValueError(
+                "the ranks that share a model were given different prompts or samplings; give all of them the"
+                " same, or different ones to ranks that differ in their data (parallel.data)"
+            )
+
+    def _follow_call(self, requests: Sequence[Request]) -> list[Completion]:
+        """Take part in a call of the first rank; returns what it wrote."""
+        written: dict[int, Completion] = {}
+        streams: dict[int, TextStream] = {}
+        while (news := exchange(self.team, None)).kind is not Kind.END:
+            for request in news.arrivals:
+                own = requests[len(written)] if len(written) < len(requests) else request
+                written[request.serial] = Completion(f"request {request.serial}", list(request.tokens))
+                streams[request.serial] = TextStream(self.tokenizer, request.tokens, own.sampling.stop)
+            for outcome in self.core.step(news):
+                request = outcome.request
+                if request.serial not in written:
+                    continue
+                text = streams[request.serial]
+                stopped = text.stopped
+                event = Event(
+                    None,
+                    [] if stopped else outcome.tokens,
+                    logprobs=outcome.logprobs,
+                    prompt_logprobs=outcome.prompt_logprobs,
+                    finish_reason=request.finish,
+                    error=request.error,
+                )
+                shown = [t for t in outcome.tokens if t not in request.ends]
+                event.text = text.add(shown, last=request.finish is not None)
+                if text.stopped and event.finish_reason in (None, "length"):
+                    event.finish_reason = "stop"
+                written[request.serial].add(event)
+        return list(written.values())
+
+    def _finish_call(self) -> None:
+        while self._stopped or self._leaving:  # let go of pages before the others leave
+            self.step()
+        if self.team.size > 1:
+            exchange(self.team, News(Kind.END))
+
+
+def _as_tokens(prompt: Sequence[int]) -> list[int]:
+    found: Any = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    if any(isinstance(t, bool) or not isinstance(t, int) for t in found):
+        raise ValueError(f"a prompt is a text or a list of whole numbers, got {str(found)[:60]}")
+    return [int(token) for token in found]
+
+
+def _last_tokens(model: Any) -> frozenset[int]:
+    """The tokens after which a text of the model is over."""
+    found: set[int] = set()
+    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        ends = getattr(config, "eos_token_id", None)
+        found |= {ends} if isinstance(ends, int) else set(ends or ())
+        if found:
+            break
+    return frozenset(found)
+
+
+def _digest(requests: Sequence[Request]) -> int:
+    """A number by which ranks compare requests."""
+    text = repr([(request.tokens, request.sampling, sorted(request.ends)) for request in requests])
+    (found,) = struct.unpack("<q", hashlib.blake2b(text.encode(), digest_size=8).digest())
+    return int(found)

@@ -28,6 +28,13 @@ def cheapest_steps(src: Layout, dst: Layout, prices: Prices) -> tuple[RouteStep,
     return search.steps_to(end.layout)
 
 
+def cheapest_seconds(src: Layout, dst: Layout, prices: Prices) -> float:
+    """How long the cheapest route takes, without making its steps: for tables over many layouts."""
+    begin, end = _end(src, prices), _end(dst, prices)
+    search = _search(begin.layout, begin.axes | end.axes, begin.uneven | end.uneven, end.dealt, prices)
+    return search.seconds_to(end.layout)
+
+
 @dataclass(frozen=True)
 class _End:
     """What a search must know of one end of a route."""
@@ -115,14 +122,22 @@ class _Search:
 
     def steps_to(self, dst: Layout) -> tuple[RouteStep, ...]:
         with self._graph.lock:
-            place = self._graph.number(dst)
-            while place not in self._settled:
-                self._settle_next()
+            place = self._reach(dst)
             steps = []
             while place in self._came:
                 place, step = self._came[place]
                 steps.append(step)
             return tuple(reversed(steps))
+
+    def seconds_to(self, dst: Layout) -> float:
+        with self._graph.lock:
+            return self._best[self._reach(dst)][0]
+
+    def _reach(self, dst: Layout) -> int:
+        place = self._graph.number(dst)
+        while place not in self._settled:
+            self._settle_next()
+        return place
 
     def _settle_next(self) -> None:
         cost, count, here = heapq.heappop(self._heap)

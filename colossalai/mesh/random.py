@@ -38,18 +38,22 @@ def random_key(seed: int, *names: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def random_bits(key: int, index: Tensor) -> Tensor:
-    """64 random bits (as int64) for every element of the int64 tensor ``index``."""
-    x = index * _signed(0x9E3779B97F4A7C15)
-    x += _signed(key)
+def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
+    """64 random bits (as int64) for every element of the int64 tensor ``index``.
+
+    ``key`` may be a tensor with the keys of the elements, as :func:`signed_key` gives them.
+    """
+    x = index * signed_key(0x9E3779B97F4A7C15)
+    x += key if isinstance(key, Tensor) else signed_key(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x ^= _shift_right(x, shift)
-        x *= _signed(factor)
+        x *= signed_key(factor)
     x ^= _shift_right(x, 31)
     return x
 
 
-def _signed(word: int) -> int:
+def signed_key(word: int) -> int:
+    """The int64 with the bits of a key."""
     return word - _WORD if word >= _WORD // 2 else word
 
 
@@ -61,6 +65,11 @@ def _shift_right(x: Tensor, n: int) -> Tensor:
 def uniform_numbers(key: int, index: Tensor) -> Tensor:
     """float32 in [0, 1), multiples of 2**-24."""
     return _shift_right(random_bits(key, index), 40).float() * 2.0**-24
+
+
+def fine_uniform_numbers(key: int | Tensor, index: Tensor) -> Tensor:
+    """float64 in [0, 1), multiples of 2**-53."""
+    return _shift_right(random_bits(key, index), 11).double() * 2.0**-53
 
 
 def normal_numbers(key: int, index: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ def route(src: Layout, dst: Layout, prices: Prices | None = None) -> tuple[Route
     Without ``prices`` the steps follow a fixed rule, cheapest kind first; with prices no other sequence of
     steps costs less.
     """
+    if len(src.dims) == len(dst.dims) and (apart := _blocks_apart(src, dst)) is not None:
+        return _with_common_blocks(src, dst, apart, prices)
     _check(src, dst)
     if prices is not None:
         return cheapest_steps(src, dst, prices)
@@ -49,6 +51,32 @@ def route(src: Layout, dst: Layout, prices: Prices | None = None) -> tuple[Route
         steps.append(with_blocks(step, src, dst))
 
 
+def _blocks_apart(src: Layout, dst: Layout) -> list[int] | None:
+    """The dims that both ends cut, in other blocks; None if no dim has other blocks here than there."""
+    one = (1,) * len(src.dims)
+    here, there = src.fused or one, dst.fused or one
+    if here == there:
+        return None
+    return [d for d in range(len(one)) if here[d] != there[d] and src.dims[d] and dst.dims[d]]
+
+
+def _with_common_blocks(
+    src: Layout, dst: Layout, apart: list[int], prices: Prices | None
+) -> tuple[RouteStep, ...]:
+    """Blocks matter only where a dim is cut: so those of the end that cuts it count; a dim that both ends cut
+    in other blocks is whole in between.
+    """
+    if apart:
+        dims = tuple(() if d in apart else axes for d, axes in enumerate(src.dims))
+        between = replace(src, dims=dims, zigzag=frozenset(a for axes in dims for a in axes) & src.zigzag)
+        return route(src, between, prices) + route(between, dst, prices)
+    one = (1,) * len(src.dims)
+    fused = tuple(
+        n if cut else m for n, m, cut in zip(src.fused or one, dst.fused or one, src.dims, strict=True)
+    )
+    return route(replace(src, fused=fused), replace(dst, fused=fused), prices)
+
+
 def _reordered(src: Layout, dst: Layout, dim: int) -> bool:
     return any((a in src.zigzag) != (a in dst.zigzag) for a in {*src.dims[dim]} & {*dst.dims[dim]})
 
@@ -58,9 +86,6 @@ def _check(src: Layout, dst: Layout) -> None:
         raise ValueError(
             f"cannot move a tensor of {len(src.dims)} dims, {src}, to a layout of {len(dst.dims)}, {dst}"
         )
-    one = (1,) * len(src.dims)
-    if (src.fused or one) != (dst.fused or one):
-        raise ValueError(f"cannot move {src} to {dst}: the fused blocks differ")
     if not (src.partial or src.spread or dst.partial or dst.spread):
         return  # a cut, or none, can become any other
     for axis in sorted({*src.sharded, *src.partial, *src.spread, *dst.sharded, *dst.partial, *dst.spread}):

@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from colossalai.nn import Dropout, local_heads
 from colossalai.nn.attention import sequence_attention
+from colossalai.nn.attention.pages import Attends
 from colossalai.nn.layer.dropout import exact_stream
 from colossalai.nn.modes import current
 from colossalai.nn.sequence import SequenceParallel, current_sequence
@@ -56,6 +57,8 @@ class SelfAttention(nn.Module):
     """
 
     causal: ClassVar[bool]
+    pages: ClassVar[Attends | None] = None
+    """Stands in for its attention while a generator runs the model."""
 
     def __init__(
         self,
@@ -97,6 +100,9 @@ class SelfAttention(nn.Module):
         return self.dropout(self.dense(y.transpose(1, 2).flatten(2)))  # (batch, seq, hidden)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if self.pages is not None:
+            found = self.pages.attend(self, q, k, v, scale=1 / math.sqrt(self.head_dim))
+            return found.transpose(1, 2)
         mask = attention_mask
         dropout = self.attention_dropout.p if self.training else 0.0
         if self.sequence is not None:

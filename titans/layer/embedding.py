@@ -46,7 +46,7 @@ class GPTEmbedding(nn.Module):
         self.dropout = residual_dropout(dropout)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        self._check(input_ids)
+        self._check(input_ids, position_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)  # (seq,)
         words = self.word_embeddings(own_tokens(input_ids, self.sequence))  # (batch, seq, hidden)
@@ -54,13 +54,15 @@ class GPTEmbedding(nn.Module):
         positions = self.position_embeddings(own_tokens(position_ids, self.sequence, -1))
         return self.dropout(words + positions)
 
-    def _check(self, input_ids: Tensor) -> None:
+    def _check(self, input_ids: Tensor, position_ids: Tensor | None = None) -> None:
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 "input_ids must be an int64 or int32 tensor of shape (batch, sequence), "
                 f"got {input_ids.dtype} of shape {tuple(input_ids.shape)}"
             )
         length = input_ids.shape[1]
+        if length > self.max_position_embeddings and position_ids is not None:
+            length = int(position_ids.max()) + 1  # several texts in one row
         if length > self.max_position_embeddings:
             raise ValueError(
                 f"input_ids has {length} tokens per row, but the model has "

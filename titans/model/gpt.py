@@ -104,14 +104,19 @@ class GPT(nn.Module):
         weight = self.embed.word_embeddings.weight if tied else None
         self.head = GPTLMHead(hidden_size, vocab_size, weight=weight, dtype=dtype)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """Logits (batch, sequence, vocab_size) for ``input_ids`` (batch, sequence).
 
         ``attention_mask`` (batch, sequence) is 1 at real tokens and 0 at padding, on either side.  Positions
         are counted from a row's first real token, so padding changes no logit of a real token; the logits at
-        padding have no meaning.
+        padding have no meaning.  ``position_ids`` (batch, sequence) says it otherwise.
         """
-        return run_layers(self, None, input_ids, attention_mask)
+        return run_layers(self, None, input_ids, attention_mask, position_ids)
 
 
 def _block(number: int, **options: Any) -> GPTBlock:
@@ -119,7 +124,11 @@ def _block(number: int, **options: Any) -> GPTBlock:
 
 
 def run_layers(
-    model: Any, x: Tensor | None, input_ids: Tensor | None, attention_mask: Tensor | None = None
+    model: Any,
+    x: Tensor | None,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> Tensor:
     """What ``model``, a GPT or some of its layers one after the other, makes of ``x`` or, with an embedding,
     of ``input_ids``.
@@ -127,11 +136,14 @@ def run_layers(
     given, name = (x, "hidden_states") if model.embed is None else (input_ids, "input_ids")
     if given is None:
         raise ValueError(f"{type(model).__name__} needs {name}, got None")
-    position_ids = mask = real = None
+    mask = real = None
+    if position_ids is not None:
+        position_ids = partition_batch(position_ids, **model.place)
     if attention_mask is not None:
         mask = as_key_mask(attention_mask, input_ids)  # (batch, 1, 1, seq)
         real = mask[:, 0, 0]  # (batch, seq)
-        position_ids = partition_batch((real.long().cumsum(dim=-1) - 1).clamp(min=0), **model.place)
+        if position_ids is None:
+            position_ids = partition_batch((real.long().cumsum(dim=-1) - 1).clamp(min=0), **model.place)
         if model.sequence is not None:
             mask = model.sequence.documents(real, causal=True)
         mask = partition_batch(mask, at="inner", **model.place)

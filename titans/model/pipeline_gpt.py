@@ -25,10 +25,11 @@ class GPTStage(Stage):
         hidden_states: Tensor | None = None,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         if self.embed is not None and input_ids is None:
             hidden_states, input_ids = None, hidden_states  # a batch that is a tensor, not a dict
-        return run_layers(self, hidden_states, input_ids, attention_mask)
+        return run_layers(self, hidden_states, input_ids, attention_mask, position_ids)
 
 
 def build_gpt_pipeline(

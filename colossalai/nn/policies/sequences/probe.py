@@ -134,7 +134,7 @@ class _Run:
     ) -> Tensor:
         """A tensor of no use but to be recognized where it arrives."""
         try:
-            kind: Any = _kind(mask_function)
+            kind: Any = mask_kind(mask_function)
         except Refused as refusal:  # Qwen2-MoE makes one of a window of no tokens, which no layer uses
             kind = refusal
         made = torch.empty(batch_size, 1, int(q_length), int(kv_length), dtype=torch.bool, device="meta")
@@ -156,7 +156,7 @@ class _Run:
         name = self.names.get(id(module))
         if name is None:
             raise Refused("its attention is computed outside of its modules")
-        _check_options(name, options)
+        check_options(name, options)
         if query.size(2) != key.size(2):
             raise Refused(f"{name} attends to another sequence than its own (cross-attention, or a prefix)")
         if attention_mask is None:
@@ -189,7 +189,7 @@ class _Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_options(name: str, options: dict[str, Any]) -> None:
+def check_options(name: str, options: dict[str, Any]) -> None:
     for option, value in options.items():
         if option in _WORDS and value is not None:
             raise Refused(f"{name} {_WORDS[option]}")
@@ -197,7 +197,7 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
             raise Refused(f"{name} gives its attention a tensor of its own, {option}")
 
 
-def _kind(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
+def mask_kind(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
     """Whether a mask is causal, and its window."""
     with torch.device("cpu"):
 

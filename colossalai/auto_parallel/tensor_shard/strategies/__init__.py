@@ -1,0 +1,1 @@
+"""Strategies of operations: every way to cut them over a mesh, and what each costs."""

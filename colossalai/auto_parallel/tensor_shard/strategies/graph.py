@@ -1,0 +1,191 @@
+"""``PlanGraph``: the operations of a traced model as a search for strategies sees them."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from colossalai.fx import OpGraph, OpNode
+from colossalai.fx.op_graph import TensorInfo
+from colossalai.tensor.letters import OpCall, OpLetters, call_of_node, letters_of
+from colossalai.tensor.letters.calls import tensor_arguments
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an operand comes from: a tensor of an operation, a parameter or buffer, an input, a constant.
+
+    ``name`` is that of the ``fx`` node, of the parameter in ``state_dict``, or of the placeholder.
+    """
+
+    kind: str
+    name: str
+    index: int = 0
+    info: TensorInfo | None = None
+
+    @property
+    def learns(self) -> bool:
+        return self.info is not None and self.info.requires_grad
+
+
+@dataclass
+class PlanNode:
+    """An operation with its letters; ``letters`` is None where it runs on whole tensors only."""
+
+    fx_node: fx.Node
+    op: OpNode
+    call: OpCall
+    letters: OpLetters | None
+    operands: tuple[Source, ...]
+    title: str
+    why_whole: str = ""
+    """Why it is not cut, if it is not."""
+    reached: bool = True
+    """Whether gradients of the loss go through it."""
+
+    @property
+    def name(self) -> str:
+        return self.fx_node.name
+
+    @property
+    def learns(self) -> tuple[bool, ...]:
+        """For each operand whether its gradient is asked for here."""
+        return tuple(source.learns and self.reached for source in self.operands)
+
+
+@dataclass
+class PlanGraph:
+    """All operations in order, and the results that are handed out."""
+
+    graph: OpGraph
+    nodes: dict[str, PlanNode]
+    inputs: dict[str, TensorInfo]
+    results: list[Source] = field(default_factory=list)
+    written: frozenset[str] = frozenset()
+    """Memory that is written in place: its tensors keep one layout."""
+
+    def users(self, parameter: str) -> list[PlanNode]:
+        """The operations that take a parameter."""
+        return [n for n in self.nodes.values() if any(s.name == parameter for s in n.operands)]
+
+
+def plan_graph(graph: OpGraph) -> PlanGraph:
+    """What a search must know of a traced model."""
+    sources: dict[fx.Node, Any] = {}
+    nodes: dict[str, PlanNode] = {}
+    depends: set[fx.Node] = set()  # on parameters, or on inputs that are no integers
+    reached = _reached(graph)
+    titles = _titles(graph)
+    result: list[Source] = []
+    for node in graph.module.graph.nodes:
+        if node.op == "placeholder":
+            if (info := graph.inputs.get(node.name)) is not None:
+                sources[node] = Source("input", node.name, info=info)
+                if info.dtype.is_floating_point:
+                    depends.add(node)
+        elif node.op == "get_attr":
+            parameter = graph.parameters.get(str(node.target))
+            kind = "constant" if parameter is None else "parameter"
+            sources[node] = Source(kind, str(node.target), info=parameter)
+            if parameter is not None:
+                depends.add(node)
+        elif node.target is operator.getitem:
+            sources[node] = sources[node.args[0]][node.args[1]]
+            depends.update({node} if node.args[0] in depends else ())
+        elif node.op == "output":
+            result = [
+                sources[n] for n in tree_leaves(node.args[0]) if isinstance(n, fx.Node) and n in sources
+            ]
+        elif node.name in graph.nodes:
+            op = graph.nodes[node.name]
+            _add_outputs(node, op, sources)
+            if any(n in depends for n in node.all_input_nodes):
+                depends.add(node)
+            nodes[node.name] = _node(node, op, sources, node in depends, node.name in reached, titles)
+    written = _written_memory(nodes)
+    for made in nodes.values():
+        if any(o.memory in written and not o.requires_grad for o in made.op.outputs):
+            made.letters, made.why_whole = None, "its memory is written in place"
+    return PlanGraph(graph, nodes, dict(graph.inputs), result, written)
+
+
+def _node(
+    node: fx.Node,
+    op: OpNode,
+    sources: dict[fx.Node, Any],
+    depends: bool,
+    reached: bool,
+    titles: dict[str, str],
+) -> PlanNode:
+    call = call_of_node(node)
+    operands = tuple(sources[n] for n in tensor_arguments(node))
+    letters, why = None, ""
+    if node.op == "call_module":
+        why = "a module that is one operation"
+    elif not depends:
+        why = "made of integers and constants alone"
+    else:
+        letters = letters_of(call)
+        why = "" if letters is not None else f"no rule for {call.name}"
+    return PlanNode(node, op, call, letters, operands, titles[node.name], why, reached)
+
+
+def _add_outputs(node: fx.Node, op: OpNode, sources: dict[fx.Node, Any]) -> None:
+    made = [Source("node", node.name, i, info) for i, info in enumerate(op.outputs)]
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        sources[node] = made[0]
+    else:
+        left = iter(made)
+        sources[node] = [next(left) if isinstance(v, Tensor) else None for v in tree_leaves(value)]
+
+
+def _reached(graph: OpGraph) -> set[str]:
+    """The nodes that gradients of the loss come to; all if there is no loss."""
+    if graph.loss is None:
+        return set(graph.nodes)
+    by_name = {node.name: node for node in graph.module.graph.nodes}
+    pending, found = [by_name[graph.loss]], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+            pending += [u for n in node.all_input_nodes for u in n.users if _writes(u) and u.args[0] is n]
+    return {node.name for node in found}
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and bool(node.args)
+
+
+def _written_memory(nodes: dict[str, PlanNode]) -> frozenset[str]:
+    """The memory of results that some operation writes; buffers are not among it."""
+    found = set()
+    for node in nodes.values():
+        if _writes(node.fx_node) and node.operands and node.operands[0].kind == "node":
+            info = node.operands[0].info
+            found.add(info.memory if info is not None else node.operands[0].name)
+    return frozenset(found)
+
+
+def _titles(graph: OpGraph) -> dict[str, str]:
+    """What each operation is called in a solution: as its module, if it is what the module is there for."""
+    main: dict[str, str] = {}
+    for op in graph:
+        has_weights = bool(op.parameters)
+        if op.module and (
+            op.module not in main or (has_weights and not graph.nodes[main[op.module]].parameters)
+        ):
+            main[op.module] = op.name
+    inner = {path.rsplit(".", 1)[0] for path in main if "." in path}
+    of = {name: module.replace(".", "_") for module, name in main.items() if module not in inner}
+    found = {op.name: of.get(op.name, op.name) for op in graph}
+    twice = {title for title, n in Counter(found.values()).items() if n > 1}
+    return {name: name if title in twice else title for name, title in found.items()}

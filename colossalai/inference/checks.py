@@ -1,0 +1,140 @@
+"""What cannot generate, refused in words before anything is changed or sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from colossalai.inference.requests import Sampling
+from colossalai.inference.runner import head_of, vocabulary_of
+from colossalai.mesh import Mesh
+from colossalai.mesh.rows import sequence_axes
+from colossalai.nn.modes import current
+from colossalai.nn.policies.stages.stage import ModelStage
+from colossalai.nn.policies.wrap_forward import WholeOutputs
+from colossalai.zero.absent_tensors import Away
+
+# Rotations that depend on the longest sequence of a step.
+_STEP_ROTATIONS = ("dynamic", "longrope")
+
+
+def check_model(model: nn.Module, mesh: Mesh | None) -> None:
+    """Refuse a ``model`` that cannot generate, or not under its plan."""
+    who = type(model).__name__
+    if isinstance(model, nn.ModuleList):
+        raise ValueError(
+            f"{who}: this rank holds {len(model)} stages of a pipeline, and generation walks through one of"
+            " each rank; split the model with a schedule of one chunk"
+        )
+    _check_weights(who, model)
+    _check_plan(who, model, mesh)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{who} has an encoder and a decoder, and Generator writes with a decoder alone")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{who} has quantized weights (config.quantization_config), which Generator does not serve; load"
+            " it without quantization"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "linear_attention" in kinds:
+        raise ValueError(
+            f"{who}: some of its layers have linear attention (config.layer_types), whose state is not keys"
+            " and values of tokens; Generator does not serve it"
+        )
+    rotations = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rotations in _STEP_ROTATIONS:
+        raise ValueError(
+            f"{who}: its rotations ({rotations!r}) depend on the longest sequence of a step, so a request"
+            " would change others; set config.rope_parameters to another rope_type"
+        )
+    stage = model if isinstance(model, ModelStage) else None
+    if (stage is None or stage.share.is_last) and head_of(model) is None:
+        raise ValueError(
+            f"{who} has no head that scores words (get_output_embeddings() is None); build it with one, such"
+            " as AutoModelForCausalLM"
+        )
+
+
+def _check_weights(who: str, model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if isinstance(param, Away):
+            raise ValueError(
+                f"{who}: the weight {name} lies in a chunk of Gemini, and Generator computes with weights"
+                " that are whole on their ranks; save_pretrained it and generate with the saved model, or"
+                " train under DDP, ZeRO-1 or 2, tensor parallelism or a pipeline"
+            )
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"{who}: the weight {name} is cut by FSDP, and Generator computes with weights that are whole"
+                " on their ranks; save_pretrained it and generate with the saved model, or train under DDP,"
+                " ZeRO-1 or 2, tensor parallelism or a pipeline"
+            )
+        if param.is_meta:
+            raise ValueError(
+                f"{who}: the weight {name} has no memory yet; fill the model first"
+                " (colossalai.checkpoint_io.load_pretrained, LazyInitContext.materialize, or boost)"
+            )
+
+
+def _check_plan(who: str, model: Any, mesh: Mesh | None) -> None:
+    tp = model.cut_as[0] if isinstance(model, WholeOutputs) else current().tp
+    if tp.hidden.sharded:
+        raise ValueError(
+            f"{who} is cut in mode {tp.mode!r}, in which ranks hold pieces of the residual stream; Generator"
+            " serves mode '1d' and pipelines: launch with parallel=dict(tensor=dict(size=..., mode='1d'))"
+        )
+    if mesh is not None and any(mesh.size[axis] > 1 for axis in sequence_axes(mesh)):
+        raise ValueError(
+            f"{who}: its sequences are cut over ranks (parallel.sequence), and a request that writes has one"
+            " token at a time; launch without parallel.sequence to generate"
+        )
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Refuse sizes of a generator that are no whole numbers above 0."""
+    for name, value in sizes.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"Generator({name}={value!r}): it is a whole number of at least 1")
+
+
+def check_request(
+    tokens: Sequence[int], sampling: Sampling, *, model: nn.Module, max_length: int, capacity: int
+) -> None:
+    """Refuse a request that can never be served."""
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"a request takes a colossalai.inference.Sampling, got {sampling!r}")
+    if not tokens:
+        raise ValueError(
+            "the prompt is empty; a model goes on from at least one token, such as its first one"
+        )
+    words = vocabulary_of(model)
+    wrong = next((t for t in tokens if t < 0 or (words is not None and t >= words)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"the prompt has the token {wrong}, and this model knows 0 to {(words or 0) - 1}; is the"
+            " tokenizer that of the model?"
+        )
+    unknown = next((t for t in sampling.stop_tokens if words is not None and t >= words), None)
+    if unknown is not None:
+        raise ValueError(
+            f"stop_tokens has {unknown}, and this model knows the tokens 0 to {(words or 0) - 1}: it would"
+            " never stop there"
+        )
+    room = 1 if sampling.max_tokens else 0
+    if len(tokens) + room > max_length:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens, and the model sees {max_length} with what it writes; give"
+            f" at most {max_length - room}"
+        )
+    needed = min(len(tokens) + sampling.max_tokens, max_length)
+    if needed > capacity:
+        raise ValueError(
+            f"the prompt and max_tokens={sampling.max_tokens} need pages for {needed} tokens, and there are"
+            f" pages for {capacity}; lower max_tokens, or make the Generator with more pages= or memory="
+        )

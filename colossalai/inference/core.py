@@ -1,0 +1,288 @@
+"""The steps of a generator, alike on all ranks: what is planned, computed, chosen and sent to all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.inference.discovery import Asked
+from colossalai.inference.inputs import StepInputs
+from colossalai.inference.messages import News
+from colossalai.inference.pages import PagePool
+from colossalai.inference.requests import GeneratorStats, Sampling, TokenLogprobs
+from colossalai.inference.results import Results
+from colossalai.inference.runner import Runner, largest_difference, vocabulary_of
+from colossalai.inference.sampling import SamplingRows, choose
+from colossalai.inference.scheduler import Part, Request, Scheduler
+from colossalai.inference.stages import Team
+from colossalai.nn.policies.sequences.probe import Refused
+
+_TRIAL = 8
+"""The most tokens of a trial."""
+
+
+@dataclass
+class Outcome:
+    """What a step gave one request."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class Core:
+    """Requests, pages and the model of this rank; see ``Generator`` for the arguments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        team: Team,
+        *,
+        max_requests: int,
+        max_length: int | None,
+        page_size: int,
+        pages: int | None,
+        memory: float | None,
+        chunk: int,
+        prefix_reuse: bool,
+        exact: bool,
+    ) -> None:
+        self.model, self.team = model, team
+        self.max_length = _longest(model, max_length)
+        self.runner = Runner(model, team)
+        self._params = list(model.parameters())
+        self._vocabulary = vocabulary_of(model) or 0
+        self._trial = _trial_tokens(self._vocabulary, min(_TRIAL, self.max_length))
+        asked = self._discover()
+        wanted = max_requests * -(-self.max_length // page_size)
+        count = pages or team.least(min(wanted, _room(asked, page_size, memory, team.device)))
+        self.capacity = count * page_size
+        if self.capacity < 2:
+            raise ValueError(
+                f"Generator: {count} pages of {page_size} tokens have no room for a request of one token and"
+                " what follows it; give it more pages= or memory="
+            )
+        self.runner.allocate(asked, count, page_size, exact=exact)
+        self.pool = PagePool(count, page_size, reuse=prefix_reuse)
+        self.scheduler = Scheduler(
+            self.pool, max_requests=max_requests, chunk=chunk, max_length=self.max_length
+        )
+        self.inputs = StepInputs(
+            team.device,
+            max_requests=max(max_requests, 2),
+            chunk=max(chunk, 2 * _TRIAL),
+            max_pages=-(-self.max_length // page_size),
+        )
+        self._max_requests = max_requests
+        self._requests: dict[int, Request] = {}
+        self._of_prompts: dict[int, list[TokenLogprobs]] = {}
+        self._rows: tuple[tuple[int, ...], SamplingRows] | None = None
+        self._seen: Tensor | None = None
+        self._steps = 0
+        self._versions: Any = None
+        self._verify()
+
+    # ---- trials ----
+
+    def _discover(self) -> dict[nn.Module, Asked]:
+        """What the model asks of attention; refuses what pages do not have, on all ranks."""
+        problem, asked = "", {}
+        try:
+            asked = self.runner.discover(self._trial[None, : max(2, len(self._trial) // 2)])
+        except Refused as refusal:
+            problem = str(refusal)
+        if not asked and not problem:
+            problem = "none of its attention goes through transformers' AttentionInterface, or is known here"
+        self._raise_together(problem and f"{type(self.model).__name__} cannot generate here, as {problem}")
+        return asked
+
+    def _verify(self) -> None:
+        """Refuse a model that gives other scores when its tokens are packed and its keys lie in pages."""
+        first, second = self._trial[:-1], self._trial.flip(0)
+        texts = [t.tolist() for t in (first, second)]
+        expected = [self.runner.alone(t[None]) for t in (first, second)]
+        pool = self.pool
+        need = [-(-len(t) // pool.page_size) for t in texts]
+        if sum(need) > pool.count:
+            return
+        held = [[pool.take() or 0 for _ in range(n)] for n in need]
+        requests = []
+        for text, pages in zip(texts, held, strict=True):
+            requests.append(Request(-1, text, Sampling(), frozenset()))
+            requests[-1].pages = pages
+        cuts = [max(1, len(texts[0]) - 1), max(1, len(texts[1]) // 2)]
+        found: list[Any] = []
+        for step in range(2):
+            parts = [
+                Part(r, cut if step else 0, (len(r.tokens) - cut) if step else cut, True)
+                for r, cut in zip(requests, cuts, strict=True)
+            ]
+            parts = [part for part in parts if part.count]
+            self.inputs.fill(parts, pool.page_size)
+            found.append(self.runner.step(self.inputs))
+        for pages in held:
+            pool.release(pages)
+        problem = ""
+        if self.team.is_last_stage:
+            problem = _compare(found, expected, cuts)
+        self._raise_together(problem and f"{type(self.model).__name__} cannot generate here: {problem}")
+
+    def _raise_together(self, problem: str) -> None:
+        if not self.team.least(int(not problem)):
+            raise ValueError(problem or "another rank of this model cannot generate; it says why")
+
+    # ---- steps ----
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._requests)
+
+    def weights_changed(self) -> bool:
+        """Whether the weights may be others than in the last step, so that pages have no use any more."""
+        versions = tuple(p._version for p in self._params)
+        changed = versions != self._versions
+        if not self.busy and self.model.training:  # optimizers may write without a trace
+            changed = True
+        self._versions = versions
+        return changed
+
+    def step(self, news: News) -> list[Outcome]:
+        """One step after ``news``."""
+        outcomes = []
+        if news.again:
+            self.scheduler.start_again()
+        for request in news.arrivals:
+            self._requests[request.serial] = request
+            self.scheduler.add(request)
+        for serial, finish in news.ended:
+            if serial in self._requests:
+                request = self._requests.pop(serial)
+                self._of_prompts.pop(serial, None)
+                self.scheduler.end(request, finish)
+                if finish == "cancelled":  # of one that stopped, all was said
+                    outcomes.append(Outcome(request))
+        parts = self.scheduler.plan()
+        if parts:
+            outcomes += self._compute(parts)
+        self._steps += 1
+        return outcomes
+
+    def _compute(self, parts: Sequence[Part]) -> list[Outcome]:
+        self.inputs.fill(parts, self.pool.page_size)
+        scores = self.runner.step(self.inputs)
+        results = Results(parts)
+        numbers = None if scores is None else results.pack(scores, *self._choose(parts, scores))
+        found = self.team.from_last(
+            torch.zeros(results.length, dtype=torch.int64) if numbers is None else numbers.cpu()
+        )
+        tokens = results.tokens(found)
+        before = [len(part.request.tokens) for part in parts]
+        self.scheduler.apply(parts, tokens, "its scores are no finite numbers (nan or infinite)")
+        outcomes = []
+        for part, length in zip(parts, before, strict=True):
+            request = part.request
+            own, ofprompt = results.logprobs(part, found)
+            new = request.tokens[length:]
+            if ofprompt is not None:
+                self._of_prompts.setdefault(request.serial, []).extend(ofprompt)
+            if new or request.finish is not None:
+                outcomes.append(Outcome(request, new, own, self._of_prompts.pop(request.serial, None)))
+            if request.finish is not None:
+                self._requests.pop(request.serial, None)
+        return outcomes
+
+    def _choose(self, parts: Sequence[Part], scores: Tensor) -> tuple[Tensor]:
+        """The tokens that the step chooses."""
+        chosen = [part.request for part in parts if part.chooses]
+        serials = tuple(request.serial for request in chosen)
+        if self._rows is None or self._rows[0] != serials:
+            self._rows = serials, SamplingRows.of(chosen, scores.shape[-1], scores.device)
+        rows = self._rows[1]
+        logits = scores[: len(chosen)]
+        positions = torch.tensor([len(request.tokens) for request in chosen], device=scores.device)
+        seen = None if rows.penalty is None else self._seen_tokens(chosen, scores)
+        return (choose(logits, rows, positions, seen),)
+
+    def _seen_tokens(self, chosen: Sequence[Request], scores: Tensor) -> Tensor:
+        """Which tokens each text has, where that counts."""
+        seen = torch.zeros(len(chosen), scores.shape[-1], dtype=torch.bool, device=scores.device)
+        for row, request in enumerate(chosen):
+            if request.sampling.repetition_penalty != 1.0:
+                seen[row, torch.tensor(request.tokens, device=scores.device)] = True
+        return seen
+
+    def stats(self) -> GeneratorStats:
+        """Counts of what is held and was done."""
+        scheduler = self.scheduler
+        return GeneratorStats(
+            pages_used=self.pool.count - self.pool.free,
+            pages_free=self.pool.free,
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            preempted=scheduler.preempted,
+            prefix_hits=scheduler.prefix_hits,
+            prompt_tokens=scheduler.prompt_tokens,
+            output_tokens=scheduler.output_tokens,
+            steps=self._steps,
+            finished=scheduler.finished,
+        )
+
+    def close(self) -> None:
+        """Let go of the pages."""
+        self.runner.layers.clear()
+
+
+def _longest(model: Any, asked: int | None) -> int:
+    """How many tokens a text may have."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "text_config", config)
+    known = [
+        getattr(holder, name, None)
+        for holder, name in ((text, "max_position_embeddings"), (model, "max_position_embeddings"))
+    ]
+    most = next((n for n in known if isinstance(n, int)), None)
+    if asked is not None and most is not None and asked > most:
+        raise ValueError(
+            f"Generator(max_length={asked}): the model has {most} positions (max_position_embeddings)"
+        )
+    return asked or most or 2048
+
+
+def _trial_tokens(vocabulary: int, length: int) -> Tensor:
+    numbers = torch.Generator().manual_seed(4321)
+    return torch.randint(max(2, min(vocabulary or 100, 100)), (length,), generator=numbers)
+
+
+def _room(asked: dict[nn.Module, Asked], page_size: int, memory: float | None, device: torch.device) -> int:
+    """For how many pages this rank has memory."""
+    per_page = page_size * sum(form.bytes_per_token() for form in asked.values())
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        share = 0.8 if memory is None else memory
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        share = 0.25 if memory is None else memory
+    return int(free * share) // max(1, per_page)
+
+
+def _compare(found: Sequence[Tensor], expected: Sequence[Tensor | None], cuts: Sequence[int]) -> str:
+    """What is wrong with the scores of a trial, in words."""
+    first, second = (e for e in expected if e is not None)
+    right = [first[cuts[0] - 1], second[cuts[1] - 1]]
+    later = [e[-1] for e, cut in ((first, cuts[0]), (second, cuts[1])) if len(e) > cut]
+    off = largest_difference([*found[0], *found[1]] if later else list(found[0]), [*right, *later])
+    most = {torch.float64: 1e-6, torch.float32: 1e-3}.get(first.dtype, 0.25)
+    if off <= most:
+        return ""
+    return (
+        f"with its keys and values in pages its scores are off by {off:.1e}, so its code mixes tokens outside"
+        " of attention, or counts positions in a way of its own"
+    )
