@@ -13,7 +13,7 @@ from colossalai.inference.discovery import Asked, Watch
 from colossalai.inference.inputs import StepInputs
 from colossalai.inference.stages import Team
 from colossalai.mesh import redistribute
-from colossalai.nn.attention.pages import LayerPages, attending
+from colossalai.nn.attention.pages import LayerPages, Places, attending
 from colossalai.nn.logits import Logits
 from colossalai.nn.policies.wrap_forward import argument_names
 
@@ -69,6 +69,15 @@ class Runner:
             return self._pass(
                 inputs.tokens[None], inputs.positions[None], ("step", inputs.count), inputs.rows
             )
+
+    def decode(self, tokens: Tensor, positions: Tensor, places: Places) -> Tensor:
+        """The scores of one token of each sequence, all of them; for a model that is whole here."""
+        for layer in self.layers.values():
+            layer.places = places
+        with attending(self.layers, self._configs):
+            scores = self._pass(tokens[None], positions[None], ("step", len(tokens)), None)
+        assert scores is not None, "a whole model has its last stage"
+        return scores
 
     def alone(self, tokens: Tensor) -> Tensor | None:
         """The scores (tokens, vocabulary) of one sequence by the model's own attention, on the last stage."""
