@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile
 OLDEST ?= 2.11.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help install demo test test-all test-oldest lint lint-types lint-text format bench docs clean
+.PHONY: help install demo test test-all test-oldest lint lint-types lint-text format bench docs docs-serve clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -68,8 +68,11 @@ format: $(READY) ## rewrite the sources in our format
 bench: $(READY) ## speed and memory, as ratios against named peers
 	$(BIN)/python benchmarks/run.py
 
-docs: $(READY) ## build the documentation into site/
-	$(BIN)/mkdocs build --strict
+docs: $(READY) ## build the documentation, in all languages, into site/
+	$(BIN)/python -m docs.build
+
+docs-serve: $(READY) ## build the documentation and show it at http://127.0.0.1:8000
+	$(BIN)/python -m docs.build --serve 8000
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .venv-oldest site build runs .mypy_cache .ruff_cache .pytest_cache

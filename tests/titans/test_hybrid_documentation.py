@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
-import torch
+from colossalai.testing import parametrize_sample
+from docs.pages import ENGLISH, Page
+from docs.test import run
 
-from colossalai.core import global_context as gpc
-from colossalai.testing import parametrize_sample, spawn
-
-PAGE = (Path(__file__).parents[2] / "docs/source/en" / "hybrid.md").read_text()
-(SCRIPT,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-(SHOWN,) = re.findall(r"\$ colossalai run .*\n((?:step .*\n)+)```", PAGE)
-ROWS = re.findall(r"^\| .* \| `(dict\(.*\))` \| (\d) \|$", PAGE, re.MULTILINE)
+PAGE = Page.read(ENGLISH / "hybrid.md")
+ROWS = re.findall(r"^\| .* \| `(dict\(.*\))` \| (\d) \|$", PAGE.text, re.MULTILINE)
 OWN = 'dict(pipeline=2, tensor=dict(size=2, mode="1d"))'
-
-
-def run_script(rank: int, world_size: int, port: int, script: str) -> str:
-    torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(script, "hybrid.md", "exec"), {"__name__": "page"})
-    gpc.destroy()
-    return out.getvalue()
 
 
 def test_the_table() -> None:
     assert len(ROWS) == 8
-    assert f"PARALLEL = {OWN}" in SCRIPT
+    assert f"PARALLEL = {OWN}" in PAGE.text
+    assert PAGE.commands == ["colossalai run --nproc_per_node 4 train.py"]
     assert (OWN, "4") in ROWS
 
 
 @parametrize_sample("plan, nprocs", ROWS, n=4)
-def test_every_plan_prints_the_losses_of_the_page(plan: str, nprocs: str) -> None:
-    script = SCRIPT.replace(f"PARALLEL = {OWN}", f"PARALLEL = {plan}")
-    assert spawn(run_script, int(nprocs), script=script)[0] == SHOWN
+def test_every_plan_prints_the_losses_of_the_page(plan: str, nprocs: str, tmp_path: Path) -> None:
+    text = PAGE.text.replace(f"PARALLEL = {OWN}", f"PARALLEL = {plan}")
+    run(replace(PAGE, text=text.replace("node 4 train.py -->", f"node {nprocs} train.py -->")), tmp_path)

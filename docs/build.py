@@ -1,0 +1,53 @@
+"""``python -m docs.build [--serve PORT]``: the site in all languages, ``site/VERSION/LANGUAGE/``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import http.server
+
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from docs import sidebar
+from docs.pages import LANGUAGES, ROOT
+
+SITE = ROOT / "site"
+_FIRST = """<!doctype html>
+<meta charset="utf-8">
+<title>colossalai</title>
+<meta http-equiv="refresh" content="0; url={target}">
+<a href="{target}">colossalai</a>
+"""
+
+
+def build_site(strict: bool = True) -> None:
+    """Build every language of this version, and a first page that leads to the English one."""
+    version = sidebar.versions()[0]
+    for language in LANGUAGES:
+        name = "mkdocs.yml" if language == "en" else f"mkdocs.{language}.yml"
+        config = load_config(str(ROOT / name), site_dir=str(SITE / version / language), strict=strict)
+        config.plugins.on_startup(command="build", dirty=False)
+        build(config)
+        config.plugins.on_shutdown()
+    (SITE / "index.html").write_text(_FIRST.format(target=f"{version}/en/index.html"))
+
+
+def serve(port: int) -> None:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(SITE))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m docs.build", description=__doc__)
+    parser.add_argument("--serve", type=int, metavar="PORT", help="show the site on this port; 0: a free one")
+    options = parser.parse_args()
+    build_site()
+    if options.serve is not None:
+        serve(options.serve)
+
+
+if __name__ == "__main__":
+    main()
