@@ -98,8 +98,8 @@ class _Rows:
         staged = self._staged[self._turn]
         staged.zero_()
         staged[0] = self.size
-        for i, update in enumerate(pages):
-            staged[:3, i] = torch.tensor(update)
+        if pages:
+            staged[:3, : len(pages)] = torch.tensor(pages).mT
         staged[3, list(active)] = 1
         self.updates.copy_(staged, non_blocking=True)
 
@@ -119,13 +119,11 @@ class DecodeLoop:
         *,
         max_requests: int,
         max_pages: int,
-        vocabulary: int,
         exact: bool,
         record: bool,
     ) -> None:
         self._runner, self._scheduler, self._device = runner, scheduler, device
-        self._max_pages, self._vocabulary = max_pages, vocabulary
-        self._exact, self._record = exact, record
+        self._max_pages, self._exact, self._record = max_pages, exact, record
         self._sizes = [n for n in _SMALL if n < max_requests]
         self._sizes += [n for n in range(_EVERY, max_requests, _EVERY) if n < max_requests]
         self._sizes.append(max_requests)
@@ -133,7 +131,6 @@ class DecodeLoop:
         self._steps: dict[tuple[Any, ...], tuple[Callable[[], None], Tensor]] = {}
         self._pool: Any = None
         self._sampling: tuple[tuple[int, ...], SamplingRows] | None = None
-        self._landing: list[Tensor] = []
 
     def takes(self, parts: Sequence[Part]) -> bool:
         """Whether a step of ``parts`` is of this kind."""
@@ -151,13 +148,13 @@ class DecodeLoop:
         requests = [part.request for part in parts]
         serials = tuple(request.serial for request in requests)
         if self._sampling is None or self._sampling[0] != serials:
-            self._sampling = serials, SamplingRows.of(requests, self._vocabulary, self._device)
+            self._sampling = serials, SamplingRows.of(requests, self._runner.vocabulary, self._device)
         sampling = self._sampling[1]
-        rows.fill(parts, sampling, self._vocabulary)
+        rows.fill(parts, sampling, self._runner.vocabulary)
         key = (size, *(getattr(sampling, f.name) is not None for f in fields(SamplingRows)))
         if key not in self._steps:
             self._steps[key] = self._make(rows, sampling)
-            rows.fill(parts, sampling, self._vocabulary)  # a trial has moved on
+            rows.fill(parts, sampling, self._runner.vocabulary)  # a trial has moved on
         return self._start(list(parts), list(range(len(parts))), key)
 
     def ahead(self, flight: Flight) -> Flight | None:
@@ -193,7 +190,9 @@ class DecodeLoop:
         run()
         results, rows = Results(parts), self._rows[key[0]]
         chosen = rows.chosen
-        if kept != list(range(rows.size)):
+        if kept == list(range(len(kept))):
+            chosen, scores = chosen[: len(kept)], scores[: len(kept)]
+        else:
             at = torch.tensor(kept).to(self._device, non_blocking=True)
             chosen, scores = chosen[at], scores[at] if results.length > len(parts) else scores
         numbers = results.pack(scores, chosen)
@@ -216,8 +215,12 @@ class DecodeLoop:
             )
         )
         if not self._record:
-            scores = torch.zeros(rows.size, self._vocabulary, device=self._device)
-            return lambda: scores.copy_(self._body(rows, own)) and None, scores
+            scores = torch.zeros(rows.size, self._runner.vocabulary, device=self._device)
+
+            def run() -> None:
+                scores.copy_(self._body(rows, own))
+
+            return run, scores
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

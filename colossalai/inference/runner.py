@@ -33,6 +33,8 @@ class Runner:
         self._head = head_of(model) if team.is_last_stage else None
         self._names = set(argument_names(_native_forward(model)))
         self._rows: Tensor | None = None
+        self.vocabulary = 0
+        """How many scores a token has, as soon as the model has run."""
 
     # ---- what it attends to ----
 
@@ -100,7 +102,9 @@ class Runner:
             team.send(out, form[1])
             return None
         scores = out if isinstance(out, Tensor) else out["logits"]
-        return self._whole(scores)[0]
+        scores = self._whole(scores)[0]
+        self.vocabulary = scores.shape[-1]
+        return scores
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
