@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -68,31 +67,32 @@ class Bench:
         return self.planner.place
 
     def measure(self, model: nn.Module | None = None) -> Measured:
-        """A step of the model as it is, or of what was compiled of it."""
-        step = self.planner.step
+        """Steps of the model as it is, or of what was compiled of it, one after the other as in training."""
         counts = self.device.type == "cpu" and model is None  # what is compiled is not seen
         model = self.model if model is None else model
-        times, peak = [], 0
-        for number in range(3 + self.repeat):
-            self.model.zero_grad(set_to_none=True)
-            if number == 3 and self.device.type == "cuda":
+        with LiveBytes(block=512) if counts else nullcontext() as memory:
+            if memory is not None:
+                memory.hold(self.held)
+            for _ in range(3):
+                self._step(model)
+            self._wait()
+            if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            with LiveBytes(block=512) if counts else nullcontext() as memory:
-                if memory is not None:
-                    memory.hold(self.held)
-                self._wait()
-                start = time.perf_counter()
-                with step.autocasts(self.device.type):
-                    loss = step.loss(model, step.batch)
-                loss.backward()  # type: ignore[no-untyped-call]
-                del loss
-                self._wait()
-            times += [time.perf_counter() - start] if number >= 3 else []
-            peak = max(peak, memory.peak) if memory is not None else peak
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
+            start = time.perf_counter()
+            for _ in range(self.repeat):
+                self._step(model)
+            self._wait()
+            seconds = (time.perf_counter() - start) / self.repeat
         self.model.zero_grad(set_to_none=True)
-        return Measured(peak, median(times))
+        on_gpu = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        return Measured(on_gpu if memory is None else memory.peak, seconds)
+
+    def _step(self, model: nn.Module) -> None:
+        step = self.planner.step
+        self.model.zero_grad(set_to_none=True)
+        with step.autocasts(self.device.type):
+            loss = step.loss(model, step.batch)
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -276,7 +276,7 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, default=None, help="this size only")
     parser.add_argument("--budgets", type=int, default=10)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=8, help="steps that are timed")
     parser.add_argument("--layers", type=int, default=None, help="so many layers instead of all")
     parser.add_argument("--precision", choices=("bf16", "autocast", "fp32"), default="bf16")
     parser.add_argument("--compiled", action="store_true", help="beside torch's activation_memory_budget")
