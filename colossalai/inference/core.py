@@ -190,7 +190,7 @@ class Core:
                 self.scheduler.end(request, finish)
                 if finish == "cancelled":  # of one that stopped, all was said
                     outcomes.append(Outcome(request))
-        if self._flight is not None:
+        if self._loop is not None and self._flight is not None:
             flight, self._flight = self._flight, None
             if not news.again:
                 self._flight = self._loop.ahead(flight)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -148,7 +148,12 @@ class DecodeLoop:
         requests = [part.request for part in parts]
         serials = tuple(request.serial for request in requests)
         if self._sampling is None or self._sampling[0] != serials:
-            self._sampling = serials, SamplingRows.of(requests, self._runner.vocabulary, self._device)
+            self._sampling = (
+                serials,
+                SamplingRows.of(
+                    [request.sampling for request in requests], self._runner.vocabulary, self._device
+                ),
+            )
         sampling = self._sampling[1]
         rows.fill(parts, sampling, self._runner.vocabulary)
         key = (size, *(getattr(sampling, f.name) is not None for f in fields(SamplingRows)))
@@ -206,14 +211,10 @@ class DecodeLoop:
 
     def _make(self, rows: _Rows, sampling: SamplingRows) -> tuple[Callable[[], None], Tensor]:
         """A step of ``rows``, as a function, and where it leaves its scores."""
-        own = SamplingRows(
-            *(
-                getattr(rows.sampling, f.name)
-                if getattr(sampling, f.name) is not None or f.name in ("temperature", "greedy")
-                else None
-                for f in fields(SamplingRows)
-            )
-        )
+        unused: dict[str, Any] = {
+            f.name: None for f in fields(SamplingRows) if getattr(sampling, f.name) is None
+        }
+        own = replace(rows.sampling, **unused)
         if not self._record:
             scores = torch.zeros(rows.size, self._runner.vocabulary, device=self._device)
 

@@ -144,8 +144,9 @@ def attention(
         from colossalai.kernel import triton_paged_attention
 
         table = torch.arange(batch, dtype=torch.int32, device=query.device)[:, None]
+        keys_own, values_own = (t.contiguous() for t in own)
         out = triton_paged_attention.paged_attention(
-            packed, *(t.contiguous() for t in own), table, starts, lengths, queries, scale, None, None, True,
+            packed, keys_own, values_own, table, starts, lengths, queries, scale, None, None, True,
             mask=mask, order=order,
         )  # fmt: skip
     else:

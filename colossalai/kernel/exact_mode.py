@@ -112,18 +112,21 @@ class _Attention(torch.autograd.Function):
             )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask = ctx.saved_tensors
         causal, scale = ctx.how
         wanted = ctx.needs_input_grad[:4]
-        leaves = [
+        leaves: list[Any] = [
             None if t is None else t.detach().requires_grad_(w)
             for t, w in zip((query, key, value, mask), wanted, strict=True)
         ]
+        query, key, value, mask = leaves
         with _plain(), torch.enable_grad():
             out = F.scaled_dot_product_attention(
-                *leaves[:3],
-                attn_mask=leaves[3],
+                query,
+                key,
+                value,
+                attn_mask=mask,
                 is_causal=causal,
                 scale=scale,
                 enable_gqa=query.size(1) != key.size(1),

@@ -139,7 +139,9 @@ def _attend(
     column = tl.arange(0, WIDTH)
     narrow = column < width
     of_query = (begin + number).to(tl.int64) * qt + head * qh
-    q = tl.load(query + of_query[:, None] + column[None, :], mask=exists[:, None] & narrow[None, :], other=0.0)
+    q = tl.load(
+        query + of_query[:, None] + column[None, :], mask=exists[:, None] & narrow[None, :], other=0.0
+    )
     if ALIBI:
         slope = tl.load(slopes + head, mask=exists, other=0.0).to(tl.float32) * 1.4426950408889634
     first = tl.maximum(first, tl.maximum(tl.min(position, 0) - window + 1, 0) // KEYS * KEYS)
@@ -163,7 +165,8 @@ def _attend(
         if MASKED:
             of_mask = batch * ms + head[:, None] * mh + number[:, None] * mq + place[None, :] * mk
             score += (
-                tl.load(mask + of_mask, mask=exists[:, None] & inside[None, :], other=0.0) * 1.4426950408889634
+                tl.load(mask + of_mask, mask=exists[:, None] & inside[None, :], other=0.0)
+                * 1.4426950408889634
             )
         if ALIBI:
             score -= slope[:, None] * behind.to(tl.float32)
