@@ -8,6 +8,7 @@ Requests keep their rows while steps follow each other, so one that has ended le
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -129,6 +130,8 @@ class DecodeLoop:
         self._sizes.append(max_requests)
         self._rows: dict[int, _Rows] = {}
         self._steps: dict[tuple[Any, ...], tuple[Callable[[], None], Tensor]] = {}
+        self._weights: list[Tensor] = []  # in the order in which a step of one row reads them
+        self._places: list[int] = []
         self._pool: Any = None
         self._sampling: tuple[tuple[int, ...], SamplingRows] | None = None
 
@@ -141,6 +144,7 @@ class DecodeLoop:
 
     def begin(self, parts: Sequence[Part]) -> Flight:
         """Start a step of requests whose tokens are known."""
+        self._forget_moved()
         size = self._size(len(parts))
         rows = self._rows.get(size)
         if rows is None:
@@ -165,7 +169,7 @@ class DecodeLoop:
     def ahead(self, flight: Flight) -> Flight | None:
         """Start the step after ``flight``, whose tokens are not known yet; None if it needs the host."""
         scheduler = self._scheduler
-        if scheduler.waiting and scheduler.has_seat:
+        if (scheduler.waiting and scheduler.has_seat) or self._forget_moved():
             return None
         pairs = [
             (Part(part.request, part.start + 1, 1, True), row)
@@ -188,6 +192,16 @@ class DecodeLoop:
         self._rows.clear()
 
     # ---- a step ----
+
+    def _forget_moved(self) -> bool:
+        """Drop what reads weights where they are no more."""
+        model = self._runner.model
+        places = [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
+        moved, self._places = places != self._places, places
+        if moved:
+            self._steps.clear()
+            self._weights.clear()
+        return moved
 
     def _start(self, parts: list[Part], kept: list[int], key: tuple[Any, ...]) -> Flight:
         self._last = key
@@ -215,24 +229,36 @@ class DecodeLoop:
             f.name: None for f in fields(SamplingRows) if getattr(sampling, f.name) is None
         }
         own = replace(rows.sampling, **unused)
-        if not self._record:
-            scores = torch.zeros(rows.size, self._runner.vocabulary, device=self._device)
+        if self._record:
+            try:
+                return self._recorded(rows, own)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                warnings.warn(
+                    f"the steps of {type(self._runner.model).__name__} cannot be recorded as CUDA graphs, and"
+                    f" run several times slower ({reason})",
+                    stacklevel=2,
+                )
+                self._record = False
+        scores = torch.zeros(rows.size, self._runner.vocabulary, device=self._device)
 
-            def run() -> None:
-                scores.copy_(self._body(rows, own))
+        def run() -> None:
+            scores.copy_(self._body(rows, own))
 
-            return run, scores
+        return run, scores
+
+    def _recorded(self, rows: _Rows, sampling: SamplingRows) -> tuple[Callable[[], None], Tensor]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._body(rows, own)  # kernels are compiled, and libraries take their memory
+            self._body(rows, sampling)  # kernels are compiled, and libraries take their memory
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool):
-            scores = self._body(rows, own)
+            scores = self._body(rows, sampling)
         return graph.replay, scores
 
     def _body(self, rows: _Rows, sampling: SamplingRows) -> Tensor:
@@ -247,7 +273,7 @@ class DecodeLoop:
         slots = torch.where(active, pages * page_size + position % page_size, -1)
         lengths = torch.where(active, position + 1, 0).int()
         places = Places(slots, table, rows.starts, lengths, 1)
-        with nullcontext() if self._exact else ThinProducts():
+        with nullcontext() if self._exact else ThinProducts(self._weights):
             scores = self._runner.decode(rows.tokens, position, places)
         chosen = choose(scores, sampling, position + 1)
         rows.chosen.copy_(chosen)

@@ -202,8 +202,8 @@ def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
     """Rows of experts, which lie one after the other: (rows, inner) by (experts, inner, columns)."""
-    if a.dim() != 2 or b.dim() != 3 or offs is None:
-        raise NotImplementedError(f"exact grouped products of {a.dim()} by {b.dim()} dims")
+    if a.dim() != 2 or b.dim() != 3 or offs is None:  # gradients of weights, which are sums over rows
+        return _aten._grouped_mm(a, b, offs, bias, out_dtype)
     out = a.new_zeros(a.size(0), b.size(2), dtype=out_dtype or a.dtype)
     first = 0
     for expert, last in enumerate(offs.tolist()):
