@@ -92,7 +92,10 @@ def test_orders_of_arrival_change_no_bit_on_several_ranks(name: str, tp: int, co
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("opt", 100), *(pytest.param(n, 500, marks=pytest.mark.slow) for n in ("opt", "llama", "gpt2", "bloom"))],
+    [
+        ("opt", 100),
+        *(pytest.param(n, 500, marks=pytest.mark.slow) for n in ("opt", "llama", "gpt2", "bloom")),
+    ],
 )
 def test_orders_of_arrival_change_no_bit(name: str, count: int) -> None:
     found = []
