@@ -1,4 +1,4 @@
-"""A model generates in the middle of its training, with the weights of that moment, and trains on as if not."""
+"""A model generates in the middle of its training, with the weights of then, and trains on as if not."""
 
 from __future__ import annotations
 

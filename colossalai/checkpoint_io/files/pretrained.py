@@ -60,8 +60,9 @@ def load_pretrained(
 ) -> M:
     """Fill ``model`` with the weights in ``path`` and return it.
 
-    ``path`` is a safetensors file, or a folder as ``save_pretrained`` writes it: ``model.safetensors``, or
-    shards with an index; or a checkpoint of ``booster.save``, or a folder of these, of which the latest.  Of a model with adapters of PEFT, a folder with adapters fills the active one.
+    ``path`` is a safetensors file, a folder as ``save_pretrained`` writes it (``model.safetensors``, or
+    shards with an index), or a checkpoint of ``booster.save``; of a folder of these it is the latest.  Of a
+    model with adapters of PEFT, a folder with adapters fills the active one.
     ``model`` may be what ``colossalai.pipeline.split_model`` returns.  What is on the meta device gets memory
     on ``device``, by default the current one.  With ``strict=False`` tensors that
     only one side has are passed over; those on the meta device must be there.  ``mesh`` is that on which the
@@ -71,7 +72,7 @@ def load_pretrained(
     """
     path = Path(path)
     stages = _stages(model)
-    if path.is_dir() and (run := latest(path)) is not None:
+    if not _is_pretrained(path) and (run := latest(path)) is not None:
         for stage in stages:
             load_run_weights(stage, run, strict=strict, device=torch.device(device or get_current_device()))
         return model
@@ -114,6 +115,12 @@ def _stages(model: nn.Module) -> Sequence[nn.Module]:
     """The stages of one model that ``model`` is a list of; any other model itself."""
     inner = list(model) if isinstance(model, nn.ModuleList) else []
     return inner if inner and all(isinstance(stage, ModelStage) for stage in inner) else [model]
+
+
+def _is_pretrained(path: Path) -> bool:
+    """Whether ``path`` is a file, or a folder with weights in the layout of Hugging Face."""
+    names = (ADAPTERS, *get_base_filenames(use_safetensors=True))
+    return path.is_file() or any((path / name).is_file() for name in names)
 
 
 def _stored(path: Path, model: nn.Module) -> dict[str, Path]:
