@@ -121,7 +121,7 @@ def _tokenizer(folder: Path) -> Any:
             f"there is no folder {folder}, and so no tokenizer; give --tokenizer a folder with one"
         )
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

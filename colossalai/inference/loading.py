@@ -38,14 +38,14 @@ def load_model(
             f"there is no config.json in {folder}; give a folder that from_pretrained opens, or for a"
             " checkpoint of booster.save config=, a folder with the config.json of its model"
         )
-    found: Any = AutoConfig.from_pretrained(folder)
+    found: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     chosen = dtype or getattr(found, "dtype", None) or torch.float32
     if isinstance(chosen, str):
         chosen = getattr(torch, chosen)
     with LazyInitContext(large=1):
         model: Any = AutoModelForCausalLM.from_config(found, dtype=chosen)
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     model = _cut(model.eval())
     return load_pretrained(model, path, device=device).requires_grad_(False)
 

@@ -52,6 +52,7 @@ def test_it_writes_what_the_model_writes(folder: Path) -> None:
         assert result.stdout == expected(folder, "Hello") + "\n"
 
 
+@pytest.mark.slow  # a launcher, which imports all there is to import once for each process
 def test_two_processes_write_the_same(folder: Path) -> None:
     job = ("run", "--nproc_per_node", 2, "--master_port", free_port(), "-m", "colossalai", "generate", folder)
     done = run_command(*job, "--prompt", "Hello", *OPTIONS)
