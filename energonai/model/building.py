@@ -43,7 +43,7 @@ def _ready(model: nn.Module) -> nn.Module:
     return model.to(get_current_device()).eval().requires_grad_(False)
 
 
-def _from_metaseq(model: nn.Module, path: Path, dtype: torch.dtype) -> nn.Module:
+def _from_metaseq(model: Any, path: Path, dtype: torch.dtype) -> Any:
     """The file is mapped into memory and read with ``weights_only``."""
     from colossalai.checkpoint_io.inspection.convert import weights_of
     from colossalai.checkpoint_io.inspection.detect import open_checkpoint

@@ -38,8 +38,8 @@ class GeneratingModel(nn.Module):
         top_p: float | None = None,
         temperature: float | None = None,
     ) -> list[Tensor]:
-        """Continue each row up to ``max_tokens``, counted with the padding on its left, or to the model's last
-        position.
+        """Continue each row up to ``max_tokens``, counted with the padding on its left, or to the last
+        position of the model.
 
         Without ``temperature`` tokens are drawn as the model says; ``temperature=0`` takes the most likely.
         All ranks of the model call it.
