@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from colossalai.inference.scheduler import Part, Request, Scheduler
 from colossalai.inference.stages import Team
 from colossalai.nn.policies.sequences.probe import Refused
 
+_BAD = "the model gave scores that are no finite numbers (nan or infinite)"
 _TRIAL = 8
 """The most tokens of a trial."""
 
@@ -146,7 +148,7 @@ class Core:
 
     def weights_changed(self) -> bool:
         """Whether the weights may be others than in the last step, so that pages have no use any more."""
-        versions = tuple(p._version for p in self._params)
+        versions = [(p._version, p.data_ptr()) for p in self._params]
         changed = versions != self._versions
         if not self.busy and self.model.training:  # optimizers may write without a trace
             changed = True
@@ -184,12 +186,14 @@ class Core:
         )
         tokens = results.tokens(found)
         before = [len(part.request.tokens) for part in parts]
-        self.scheduler.apply(parts, tokens, "its scores are no finite numbers (nan or infinite)")
+        self.scheduler.apply(parts, tokens, _BAD)
         outcomes = []
         for part, length in zip(parts, before, strict=True):
             request = part.request
             own, ofprompt = results.logprobs(part, found)
             new = request.tokens[length:]
+            if ofprompt is not None and any(math.isnan(t.logprob) for t in ofprompt):
+                self.scheduler.end(request, "error", f"{_BAD} in the prompt")
             if ofprompt is not None:
                 self._of_prompts.setdefault(request.serial, []).extend(ofprompt)
             if new or request.finish is not None:
@@ -203,7 +207,10 @@ class Core:
         chosen = [part.request for part in parts if part.chooses]
         serials = tuple(request.serial for request in chosen)
         if self._rows is None or self._rows[0] != serials:
-            self._rows = serials, SamplingRows.of(chosen, scores.shape[-1], scores.device)
+            self._rows = (
+                serials,
+                SamplingRows.of([r.sampling for r in chosen], scores.shape[-1], scores.device),
+            )
         rows = self._rows[1]
         logits = scores[: len(chosen)]
         positions = torch.tensor([len(request.tokens) for request in chosen], device=scores.device)

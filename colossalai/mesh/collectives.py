@@ -167,7 +167,8 @@ def start_reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: 
         return lambda: x
     pieces = _pieces(x, mesh, axis, dim, uneven)
     own = pieces[mesh.coord[axis]].size(dim)
-    stacked = torch.stack([_padded(t, dim, pieces[0].size(dim)) for t in pieces])
+    # torch.stack keeps the order of the dims in memory where all of them have the same
+    stacked = torch.stack([_padded(t, dim, pieces[0].size(dim)) for t in pieces]).contiguous()
     out = torch.empty_like(stacked[0])
     work = reduce_scatter_single(out, stacked.flatten(0, 1), group=mesh.group(axis), async_op=True)
     _record("reduce_scatter", mesh, axis, _nbytes(stacked))
@@ -203,7 +204,8 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, uncut: int, cut: int, length: i
     pieces = _pieces(x, mesh, axis, cut, uneven=length is not None)
     own = pieces[mesh.coord[axis]].size(cut)
     longest = x.size(uncut) if length is None else ceil_div(length, parts)
-    sent = torch.stack([_padded(_padded(t, cut, pieces[0].size(cut)), uncut, longest) for t in pieces])
+    padded = [_padded(_padded(t, cut, pieces[0].size(cut)), uncut, longest) for t in pieces]
+    sent = torch.stack(padded).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=mesh.group(axis))
     _record("all_to_all", mesh, axis, _nbytes(sent))
