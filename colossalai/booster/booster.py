@@ -44,11 +44,12 @@ from colossalai.interface.foreign_parameters import strangers
 from colossalai.mesh import placement
 from colossalai.mesh.deferred import fill_beside_parameters, fill_deferred, materialize, states_of
 from colossalai.mesh.meta_models import defer_meta, draws_itself, is_cut_on_meta, is_on_meta
+from colossalai.mesh.parameter import model_mesh
 from colossalai.nn.policies.stages.stage import ModelStage
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.boosted import is_boosted, mark_boosted
 from colossalai.utils.dataloader import check_not_empty
-from colossalai.utils.parallel import launched_mesh, raised_together
+from colossalai.utils.parallel import mesh_of_model, raised_together
 
 
 class Boosted(NamedTuple):
@@ -160,6 +161,9 @@ class Booster:
         )
         check_supported(wanted)
         warn_of_replicas(wanted)
+        mesh = mesh_of_model(raw_model)
+        if model_mesh(raw_model) is not None and type(self.checkpoint_io) is GeneralCheckpointIO:
+            self.checkpoint_io = GatheredCheckpointIO()  # the ranks share it, whatever was launched
         if any(map(is_on_meta, user_module(model).parameters())) and self._draws_meta(model):
             defer_meta(user_module(model))
         if self.accelerator is not None:
@@ -176,11 +180,11 @@ class Booster:
         if optimizer is not None:
             optimizer = optimizer if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)
             if optimizer.mesh is None:  # the parameters may be cut over that of the job, whatever the plugin
-                optimizer.mesh = launched_mesh()
+                optimizer.mesh = mesh
             if lr_scheduler is not None and optimizer.skips_steps:
                 lr_scheduler = LRSchedulerWrapper(lr_scheduler, optimizer)
-            watch_steps(user_module(model), optimizer, launched_mesh())
-        watch_first_step(model, launched_mesh())
+            watch_steps(user_module(model), optimizer, mesh)
+        watch_first_step(model, mesh)
         model.hand_over()
         mark_boosted(raw_model, raw_optimizer)
         self._runs.add(model, optimizer, lr_scheduler, dataloader)

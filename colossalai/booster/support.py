@@ -30,7 +30,7 @@ from colossalai.interface import OptimizerWrapper, user_module
 from colossalai.interface.foreign_parameters import strangers
 from colossalai.mesh import DATA_AXIS, PIPELINE_AXIS, placement
 from colossalai.mesh.gradient_norm import tensor_axes
-from colossalai.mesh.parameter import overlapping
+from colossalai.mesh.parameter import model_mesh, overlapping
 from colossalai.nn.policies.stages.stage import adapted_too_late, wrapped_elsewhere
 from colossalai.pipeline.chunks import count_chunks
 from colossalai.pipeline.options import PipelineOptions
@@ -44,6 +44,7 @@ from colossalai.utils.parallel import (
     first_problem,
     is_ddp_ignored,
     launched_mesh,
+    mesh_of_model,
     row_mode,
 )
 from colossalai.zero.pieces import is_elementwise, or_say_so, whole_parameters_problem
@@ -141,9 +142,11 @@ def shares_models() -> bool:
     return mesh is not None and any(size > 1 for axis, size in mesh.size.items() if axis != DATA_AXIS)
 
 
-def _holds_a_part() -> bool:
-    mesh = launched_mesh()
-    return mesh is not None and any(mesh.size[axis] > 1 for axis in (PIPELINE_AXIS, *tensor_axes(mesh)))
+def _holds_a_part(model: nn.Module) -> bool:
+    mesh = mesh_of_model(user_module(model))
+    return mesh is not None and any(
+        mesh.size.get(axis, 1) > 1 for axis in (PIPELINE_AXIS, *tensor_axes(mesh))
+    )
 
 
 def problem_of(wanted: Wanted) -> str | None:
@@ -313,6 +316,7 @@ def warn_of_replicas(wanted: Wanted) -> None:
     mesh = launched_mesh()
     ranks = 1 if mesh is None else mesh.size[DATA_AXIS]  # other ranks with other tokens are refused above
     by_itself = wanted.plan is None and wanted.optimizer is not None and not wanted.averaged_over
+    by_itself = by_itself and model_mesh(user_module(wanted.model)) is None
     if ranks > 1 and by_itself and not is_using_pp():
         warnings.warn(
             f"the launched job has {ranks} data-parallel ranks, but Booster has no plugin: each rank trains"
@@ -376,7 +380,26 @@ def _reach(wanted: Wanted) -> str | None:
     if wanted.optimizer is None:
         return None
     kind = None if wanted.plan is None else wanted.plan.kind
-    return reach_problem(wanted.optimizer, kind, _holds_a_part())
+    return reach_problem(wanted.optimizer, kind, _holds_a_part(wanted.model))
+
+
+def _on_own_mesh(wanted: Wanted) -> str | None:
+    """A model whose own plan covers all ranks has one replica: there is nothing to divide."""
+    plan, mesh = wanted.plan, model_mesh(user_module(wanted.model))
+    if mesh is None:
+        return None
+    if is_using_pp() or wanted.pipeline is not None:
+        return (
+            f"the model was cut over {mesh} by a plan of its own, which knows no pipeline; launch without"
+            " one, or cut the model by colossalai.nn.parallelize and split_model"
+        )
+    if plan is None or plan.kind is TorchDDPPlugin or not issubclass(plan.kind, DPPluginBase):
+        return None
+    return (
+        f"{plan.kind.__name__} divides over ranks with the same weights, but the model was cut over"
+        f" {mesh} by a plan of its own, which has chosen for every weight where it lies; leave the plugin"
+        " out (gradients are complete after the backward pass), and give autoparallelize a memory_budget"
+    )
 
 
 def _foreign_ranks(wanted: Wanted) -> str | None:
@@ -409,6 +432,7 @@ def _cannot_divide(plan: Plan, why: str) -> str:
 
 
 CHECKS: tuple[Callable[[Wanted], str | None], ...] = (
+    _on_own_mesh,
     _foreign_ranks,
     _chunks,
     _schedule,

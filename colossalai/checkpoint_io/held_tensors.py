@@ -17,7 +17,7 @@ from colossalai.checkpoint_io.boxes import Box, Shape, boxes_of_flat, boxes_of_r
 from colossalai.interface.holding import Holding
 from colossalai.mesh import Mesh, full_shape, local_slices, placement
 from colossalai.mesh._compat import plain_torch
-from colossalai.mesh.parameter import SHARED_MARK
+from colossalai.mesh.parameter import SHARED_MARK, own_mesh
 
 
 @dataclass(eq=False)
@@ -162,7 +162,7 @@ def _places_of_piece(like: Tensor, mesh: Mesh | None, name: str) -> Sequence[tup
     """The same, if FSDP had not cut the local tensor."""
     layout = placement(like)
     own = getattr(like, "process_group", None)  # a ColoTensor has a mesh of its own
-    mesh = mesh if own is None else own.mesh
+    mesh = own.mesh if own is not None else own_mesh(like) or mesh
     if not layout.sharded:
         if getattr(like, "is_tensor_parallel", False) and getattr(like, "num_partitions", 2) > 1:
             raise ValueError(

@@ -24,15 +24,17 @@ from colossalai.interface import Holding, ModelWrapper, below_compile, user_modu
 from colossalai.mesh import PIPELINE_AXIS, Mesh
 from colossalai.nn.layer import ParallelLayer
 from colossalai.utils.lazy_tensor import fetch_later, is_lazy
-from colossalai.utils.parallel import launched_mesh
+from colossalai.utils.parallel import mesh_of_model
 
 EXTRA = "_extra_state"  # the name that torch gives to what ``get_extra_state`` of a module returns
 
 
 def mesh_of(model: nn.Module) -> Mesh | None:
-    """The mesh that ``model`` is cut over: that of its layers, or of the launched job."""
+    """The mesh that ``model`` is cut over: that of its layers, one of its own, or that of the launched
+    job.
+    """
     meshes = (m._mesh for m in model.modules() if isinstance(m, ParallelLayer))
-    return next((mesh for mesh in meshes if mesh is not None), launched_mesh())
+    return next((mesh for mesh in meshes if mesh is not None), None) or mesh_of_model(model)
 
 
 class ParameterNames:

@@ -18,8 +18,8 @@ from colossalai.engine.gradient_accumulation import GradAccumGradientHandler
 from colossalai.engine.gradient_handler import BaseGradientHandler
 from colossalai.engine.ophooks import BaseOpHook, attach
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule
-from colossalai.interface import LossWatch, OptimizerWrapper, check_differentiable, check_loss
-from colossalai.utils.parallel import launched_mesh
+from colossalai.interface import LossWatch, OptimizerWrapper, check_differentiable, check_loss, user_module
+from colossalai.utils.parallel import mesh_of_model
 
 Handler = BaseGradientHandler | GradAccumGradientHandler
 
@@ -56,7 +56,7 @@ class Engine:
             optimizer if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)
         )
         if self._optimizer.mesh is None:
-            self._optimizer.mesh = launched_mesh()
+            self._optimizer.mesh = mesh_of_model(user_module(model))
         self._criterion = criterion
         self._gradient_handlers = list(gradient_handlers or ())
         self._handled = False

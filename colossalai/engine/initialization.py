@@ -29,6 +29,7 @@ from colossalai.engine.schedule import BaseSchedule, InterleavedPipelineSchedule
 from colossalai.engine.zero_section import zero_plugin
 from colossalai.logging import get_dist_logger
 from colossalai.mesh.deferred import materialize
+from colossalai.mesh.parameter import model_mesh
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.utils import get_current_device, is_using_moe, is_using_pp, is_using_sequence
@@ -98,13 +99,14 @@ def _make_booster(features: Features, model: nn.Module, optimizer: Optimizer, cr
     """Make the booster of the config, refuse plans that it cannot train, and let the replicas start alike."""
     plugin = _plugin(features, model, optimizer)
     plan = None if plugin is None else Plan.of(plugin)
+    averages = plan is None and model_mesh(model) is None
     wanted = Wanted(
         model=model,
         optimizer=optimizer,
         plan=plan,
         pipeline=_pipeline_options(),
         criterion=criterion,
-        averaged_over=frozenset(gpc.get_ranks_in_group(row_mode())) if plan is None else frozenset(),
+        averaged_over=frozenset(gpc.get_ranks_in_group(row_mode())) if averages else frozenset(),
     )
     check_supported(wanted, ConfigException)
     booster = Booster(mixed_precision=features.precision, plugin=plugin)
@@ -181,7 +183,7 @@ def _plugin(features: Features, model: nn.Module, optimizer: Optimizer) -> Plugi
     if features.zero is not None:
         return zero_plugin(features.zero, averaging_group(), model, optimizer)
     by_handlers = features.handlers or is_using_pp() or is_using_moe()
-    if averaging_size() == 1 or by_handlers:
+    if averaging_size() == 1 or by_handlers or model_mesh(model) is not None:
         if features.ddp_options:
             why = "gradient handlers take the place of DDP" if by_handlers else "there is one replica"
             get_dist_logger().warning(f"config section 'torch_ddp' has no effect: {why}", ranks=[0])

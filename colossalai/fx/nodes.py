@@ -114,7 +114,7 @@ class Nodes:
             saved=self._saved(node, cost, inputs, names) if learns else {},
             without_rule=cost.without_rule,
             estimated=cost.estimated and learns,
-            random=_is_random(node),
+            random=is_random(node),
         )
 
     def _operation(self, node: fx.Node) -> str:
@@ -155,7 +155,7 @@ def _writes_to(user: fx.Node, node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable and bool(user.args) and user.args[0] is node
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     """Whether a node draws; dropout and attention that are told not to drop do not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False

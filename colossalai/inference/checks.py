@@ -126,6 +126,9 @@ def check_request(
             f"stop_tokens has {unknown}, and this model knows the tokens 0 to {(words or 0) - 1}: it would"
             " never stop there"
         )
+    for name in ("logprobs", "prompt_logprobs"):
+        if words is not None and (getattr(sampling, name) or 0) > words:
+            raise ValueError(f"{name}={getattr(sampling, name)}: this model knows {words} tokens")
     room = 1 if sampling.max_tokens else 0
     if len(tokens) + room > max_length:
         raise ValueError(

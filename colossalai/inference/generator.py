@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import struct
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +104,7 @@ class Generator:
         self._serial_of: dict[Hashable, int] = {}
         self._uids: dict[int, Hashable] = {}
         self._texts: dict[int, TextStream] = {}
+        self._undelivered: list[Event] = []  # of requests beside a call of generate or stream
         self._closed = False
 
     # ---- requests, on the first rank ----
@@ -138,7 +139,8 @@ class Generator:
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return not (self._arriving or self._leaving or self._stopped or self.core.busy)
+        ours = self._arriving or self._leaving or self._stopped or self._undelivered
+        return not (ours or self.core.busy)
 
     def stats(self) -> GeneratorStats:
         """What this generator holds, and what it has done."""
@@ -171,21 +173,15 @@ class Generator:
         An event has at least a token, or says how its request ended.
         """
         self._check_open()
-        news = exchange(self.team, self._news() if self.team.is_first else None)
-        return self._do(news) if news.kind is not Kind.CLOSE else self._end()
+        waiting, self._undelivered = self._undelivered, []
+        return [*waiting, *self._take(exchange(self.team, self._news() if self.team.is_first else None))]
 
     def follow(self) -> None:
         """Take part in the steps of the first rank until it calls :meth:`close`."""
         if self.team.is_first:
             raise RuntimeError("the first rank leads: it calls step(); the others call follow()")
         while not self._closed:
-            news = exchange(self.team, None)
-            if news.kind is Kind.COMPARE:
-                self._agree(news.digest, news.digest)
-            elif news.kind is Kind.CLOSE:
-                self._end()
-            elif news.kind is Kind.STEP:
-                self._do(news)
+            self._take(exchange(self.team, None))
 
     def close(self) -> None:
         """Let go of the pages, and of the ranks that follow; the model stays as it is."""
@@ -194,10 +190,9 @@ class Generator:
                 exchange(self.team, News(Kind.CLOSE))
             self._end()
 
-    def _end(self) -> list[Event]:
+    def _end(self) -> None:
         self._closed = True
         self.core.close()
-        return []
 
     def _check_open(self) -> None:
         if self._closed:
@@ -221,8 +216,14 @@ class Generator:
                 news.ended.append((serial, "cancelled"))
         return news
 
-    def _do(self, news: News) -> list[Event]:
-        """One step after ``news``."""
+    def _take(self, news: News) -> list[Event]:
+        """Do what ``news`` say; returns the events of a step, on the first rank."""
+        if news.kind is Kind.COMPARE:
+            self._agree(news.digest, news.digest)
+        elif news.kind is Kind.CLOSE:
+            self._end()
+        if news.kind is not Kind.STEP:
+            return []
         outcomes = self.core.step(news)
         return [self._event(outcome) for outcome in outcomes] if self.team.is_first else []
 
@@ -277,11 +278,10 @@ class Generator:
             done[uid] = Completion(uid, list(request.tokens))
         left = set(done)
         while left:
-            for event in self.step():
-                if event.uid in done:
-                    done[event.uid].add(event)
-                    left -= {event.uid} if event.finish_reason is not None else set()
-        self._finish_call()
+            for event in self._step_for(done):
+                done[event.uid].add(event)
+                left -= {event.uid} if event.finish_reason is not None else set()
+        self._finish_call(done)
         return list(done.values())
 
     def stream(
@@ -303,14 +303,13 @@ class Generator:
         finished = False
         try:
             while not finished:
-                for event in self.step():
-                    if event.uid == uid:
-                        finished = event.finish_reason is not None
-                        yield event
+                for event in self._step_for({uid}):
+                    finished = event.finish_reason is not None
+                    yield event
         finally:
             if not finished:
                 self.cancel(uid)
-            self._finish_call()
+            self._finish_call({uid})
 
     def score(self, sequences: Sequence[Prompt]) -> list[list[float]]:
         """The log-probability of each token of each sequence after its first, by the model."""
@@ -383,9 +382,16 @@ class Generator:
                 written[request.serial].add(event)
         return list(written.values())
 
-    def _finish_call(self) -> None:
+    def _step_for(self, uids: Collection[Hashable]) -> list[Event]:
+        """The events of one step for ``uids``; the next :meth:`step` returns those of others."""
+        others, self._undelivered = self._undelivered, []
+        events = self.step()
+        self._undelivered = others + [event for event in events if event.uid not in uids]
+        return [event for event in events if event.uid in uids]
+
+    def _finish_call(self, uids: Collection[Hashable]) -> None:
         while self._stopped or self._leaving:  # let go of pages before the others leave
-            self.step()
+            self._step_for(uids)
         if self.team.size > 1:
             exchange(self.team, News(Kind.END))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colossalai.inference.scheduler import Request
+from colossalai.inference.requests import Sampling
 from colossalai.mesh import random_key
 from colossalai.mesh.random import fine_uniform_numbers, signed_key
 
@@ -33,9 +33,8 @@ class SamplingRows:
     penalty: Tensor | None
 
     @classmethod
-    def of(cls, requests: Sequence[Request], vocabulary: int, device: torch.device) -> SamplingRows:
-        """The rows of ``requests``, one each."""
-        asked = [request.sampling for request in requests]
+    def of(cls, asked: Sequence[Sampling], vocabulary: int, device: torch.device) -> SamplingRows:
+        """A row for each of ``asked``."""
 
         def column(values: list[float], neutral: float, dtype: torch.dtype) -> Tensor | None:
             if all(value == neutral for value in values):

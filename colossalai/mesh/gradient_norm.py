@@ -5,8 +5,8 @@ The norm of norms is the norm.  Gradients whose other pieces lie on the same ran
 rank; these numbers are gathered from those ranks and joined; then the groups are joined.  Where the other
 pieces lie is written on the parameter:
 
-- its ``placement`` names the mesh axes that cut it (a parameter without one is a copy); a ColoParameter
-  brings the mesh of its process group, any other lies on the mesh of the model;
+- its ``placement`` names the mesh axes that cut it (a parameter without one is a copy); it may bring a mesh
+  of its own (``own_mesh``), any other lies on the mesh of the model;
 - torch's ``DTensor`` (FSDP2) brings a device mesh of its own;
 - ``is_tensor_parallel``, the mark of layers in the old style, means all tensor axes;
 - ``SLICED_OVER`` names a process group whose ranks hold other slices of it (ZeRO).
@@ -31,7 +31,7 @@ from torch import Tensor
 import colossalai.mesh.collectives as collectives
 from colossalai.mesh._compat import multiply_all, norms_of
 from colossalai.mesh.mesh import PIPELINE_AXIS, ROW_AXES, Axes, Mesh
-from colossalai.mesh.parameter import SHARED_GROUP, placement
+from colossalai.mesh.parameter import SHARED_GROUP, own_mesh, placement
 
 # The attribute of a slice of a parameter (ZeRO): the group whose ranks hold the others.
 SLICED_OVER = "sliced_over"
@@ -194,12 +194,6 @@ def _where(param: Any, mesh: Mesh | None) -> _Where:
     dims = [dim for dim, kind in enumerate(param.placements) if not kind.is_replicate()]
     grid = param.device_mesh
     return _Where(axes, mesh if axes else None, tuple(grid.get_group(dim) for dim in dims), grid.device_type)
-
-
-def own_mesh(param: Any) -> Mesh | None:
-    """The mesh over which a ColoParameter is cut; None for any other, which lies on the mesh of its model."""
-    found = param.process_group.mesh if placement(param).sharded and hasattr(param, "process_group") else None
-    return found if isinstance(found, Mesh) else None
 
 
 def tensor_axes(mesh: Mesh) -> Axes:

@@ -21,6 +21,8 @@ SHARED_GROUP = "pipeline_shared_module_pg"
 # The attribute that tells which shared parameter it is: the same on all ranks, whatever names the stages have
 # for it.
 SHARED_MARK = "pipeline_shared_mark"
+# The attribute of a tensor that lies on a mesh of its model's own, whatever mesh the job was launched with.
+OWN_MESH = "placed_on"
 
 
 def placement(tensor: Tensor) -> Layout:
@@ -62,18 +64,50 @@ class PlacedParameter(nn.Parameter):
         return memo[id(self)]
 
 
-def place(tensor: Tensor, layout: Layout, shape: Iterable[int], *, transposed: bool = False) -> Tensor:
+def place(
+    tensor: Tensor,
+    layout: Layout,
+    shape: Iterable[int],
+    *,
+    transposed: bool = False,
+    mesh: Mesh | None = None,
+) -> Tensor:
     """Write on ``tensor`` that it is a piece, in ``layout``, of a tensor of ``shape``.
 
     ``transposed``: the serial model stores this matrix the other way round; layout and shape are as stored
-    here.
+    here.  ``mesh``: that of its model, where it is not the mesh of the launched job; the plan of this mesh
+    then makes gradients complete, and no plugin averages them.
     """
+    if mesh is not None:
+        setattr(tensor, OWN_MESH, mesh)
     tensor.placement, tensor.full_shape = layout, torch.Size(shape)  # type: ignore[attr-defined]
     if transposed:
         tensor.transposed = True  # type: ignore[attr-defined]
     if type(tensor) is nn.Parameter:
         tensor.__class__ = PlacedParameter
     return tensor
+
+
+def own_mesh(tensor: Any) -> Mesh | None:
+    """The mesh that ``tensor`` says that it lies on; None for one that lies on the mesh of the launched job.
+
+    A ColoParameter that is cut brings the mesh of its process group.
+    """
+    found = getattr(tensor, OWN_MESH, None)
+    if found is None and placement(tensor).sharded and hasattr(tensor, "process_group"):
+        found = tensor.process_group.mesh
+    return found if isinstance(found, Mesh) else None
+
+
+def has_own_mesh(tensor: Tensor) -> bool:
+    """Whether a plan of its own, on a mesh of its own, makes the gradients of ``tensor`` complete."""
+    return hasattr(tensor, OWN_MESH)
+
+
+def model_mesh(model: nn.Module) -> Mesh | None:
+    """The mesh that the parameters and buffers of ``model`` lie on, where it is one of the model's own."""
+    tensors = (t for part in (model.parameters(), model.buffers()) for t in part)
+    return next((own_mesh(t) for t in tensors if has_own_mesh(t)), None)
 
 
 def full_shape(tensor: Tensor) -> torch.Size:

@@ -16,6 +16,7 @@ from torch import nn
 
 from colossalai.nn.policies.wrap_forward import Forward, ForwardWrapper, wrap_forward
 from colossalai.utils.activation_checkpoint import checkpoint
+from colossalai.utils.recomputed_calls import RecomputedCalls
 
 Mode = Literal["keep", "selective", "full", "offload"]
 M = TypeVar("M", bound=nn.Module)
@@ -61,17 +62,31 @@ class RecomputedBlock(ForwardWrapper):
 
     training: bool
     recompute: Mode
+    regions: tuple[tuple[Region, int], ...] = ()
+    """The regions around this block, outermost first, and its place in each."""
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.training or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         args = tuple(_without_cache(value) for value in args)
         kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
-        if self.recompute == "keep":
-            return forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
             # a method of the module, so that checkpoint learns whether it leaves its inputs alone
             forward = MethodType(forward.func, self)  # type: ignore[attr-defined]
+        elif self.regions:
+            raise RuntimeError(
+                "torch.compile cannot compute several blocks again together; plan with regions=False, or do"
+                " not compile"
+            )
+        return self._inside(0, forward, *args, **kwargs)
+
+    def _inside(self, depth: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass inside of the outer ``depth`` regions."""
+        if depth < len(self.regions):
+            region, place = self.regions[depth]
+            return region.calls(place).run(partial(self._inside, depth + 1, forward), args, kwargs)
+        if self.recompute == "keep":
+            return forward(*args, **kwargs)
         return checkpoint(
             partial(forward, **kwargs),
             self.recompute == "offload",
@@ -79,6 +94,47 @@ class RecomputedBlock(ForwardWrapper):
             use_reentrant=False,
             keep_products=self.recompute == "selective",
         )
+
+
+class Region:
+    """So many blocks, called one after the other, of which a forward pass keeps only what comes from outside
+    of them; they are computed again together.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self._calls: RecomputedCalls | None = None
+        self._next = 0
+
+    def calls(self, place: int) -> RecomputedCalls:
+        """The calls of this pass through the region, of which the block at ``place`` is the next."""
+        found = self._calls if self._calls is not None and place == self._next else RecomputedCalls()
+        self._calls, self._next = (found, place + 1) if place + 1 < self.blocks else (None, 0)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"blocks": self.blocks, "_calls": None, "_next": 0}
+
+
+def group_blocks(
+    model: nn.Module, regions: Sequence[Sequence[str]], blocks: Sequence[str] | None = None
+) -> None:
+    """Compute the blocks of each region, modules that are called one after the other, again together.
+
+    A region may lie in another. Those of ``blocks``, by default of all, that lie in none are as if they never
+    had.
+    """
+    named = [_named(model, name) for name in blocks] if blocks is not None else list(model.modules())
+    around: dict[nn.Module, list[tuple[Region, int]]] = {}
+    for names in sorted(regions, key=len, reverse=True):
+        region = Region(len(names))
+        for place, name in enumerate(names):
+            around.setdefault(_named(model, name), []).append((region, place))
+    if not all(isinstance(block, RecomputedBlock) for block in around):
+        raise ValueError("group_blocks takes blocks that checkpoint_blocks has changed")
+    for block in {*named, *around}:
+        if isinstance(block, RecomputedBlock):
+            block.regions = tuple(around.get(block, ()))
 
 
 def outermost_blocks(model: nn.Module) -> list[nn.Module]:

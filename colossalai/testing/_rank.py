@@ -8,9 +8,7 @@ peer".
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import fcntl
 import gc
 import multiprocessing
 import os
@@ -30,13 +28,11 @@ from typing import Any
 import torch
 
 from colossalai.testing._progress import Pulse
+from colossalai.utils.local_ranks import die_with_parent, set_rank_environment
 from colossalai.utils.watchdog import RankSnapshot, take_snapshot
 
 # Dumps the stacks to stderr from a signal handler written in C, which needs no interpreter lock.
 DUMP_SIGNAL = signal.SIGUSR2
-
-# For the resolver of the C library; see [Note: no name server].
-IMPATIENT = "timeout:1 attempts:1"
 
 # A stage of a pipeline also says this when another one has told it why it failed.
 _LOST_CONNECTION = re.compile(
@@ -91,9 +87,18 @@ def run_rank(pipes: Pipes, assignment: Assignment) -> None:
     gc.freeze()  # what the server has imported stays: to look for garbage in it only copies its pages
     gc.enable()
     os.setsid()  # a group of its own, killed together with the processes that the function starts
-    _die_with_parent(pipes.lifeline)
+    die_with_parent(pipes.lifeline)
     _redirect(pipes)
-    _set_environment(assignment)
+    rank, world_size = assignment.rank, assignment.world_size
+    set_rank_environment(
+        assignment.environment,
+        rank=rank,
+        local_rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        host="127.0.0.1",
+        port=assignment.port,
+    )
     torch.set_num_threads(1)
     # Processes that the function starts, such as the workers of a DataLoader, start as in any other program.
     multiprocessing.set_start_method(None, force=True)
@@ -124,21 +129,6 @@ def _serve(control: Connection, lock: threading.Lock, outcome: list[Returned | R
             os.killpg(0, signal.SIGKILL)
 
 
-def _die_with_parent(lifeline: Connection) -> None:
-    """Let the kernel kill this process group when the parent's end of the pipe closes.
-
-    The thread that serves the parent notices as well, but not while a call into C holds the interpreter lock.
-    PR_SET_PDEATHSIG would wait for the fork server, which lives as long as its ranks.
-    """
-    if not hasattr(fcntl, "F_SETSIG"):  # not Linux
-        return
-    with contextlib.suppress(OSError):  # a sandbox that imitates Linux without this
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
-
-
 def _redirect(pipes: Pipes) -> None:
     os.dup2(pipes.stdout.fileno(), 1)
     os.dup2(pipes.stderr.fileno(), 2)
@@ -146,22 +136,6 @@ def _redirect(pipes: Pipes) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
-
-
-def _set_environment(assignment: Assignment) -> None:
-    rank, world_size = str(assignment.rank), str(assignment.world_size)
-    os.environ.clear()
-    os.environ["RES_OPTIONS"] = IMPATIENT
-    os.environ.update(
-        assignment.environment,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(assignment.port),
-        RANK=rank,
-        LOCAL_RANK=rank,
-        WORLD_SIZE=world_size,
-        LOCAL_WORLD_SIZE=world_size,
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store: rank 0 must not bind the port
-    )
 
 
 def _call(assignment: Assignment) -> Returned | Raised:

@@ -8,24 +8,19 @@ a port the system chose, so no port is guessed, freed and taken by another proce
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import pickle
 import random
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from multiprocessing.context import ForkServerContext
+from collections.abc import Callable
 from typing import Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from colossalai.testing._handle import RankHandle, ask_all, pump
 from colossalai.testing._progress import Progress
-from colossalai.testing._rank import IMPATIENT, Assignment, Raised, Returned
+from colossalai.testing._rank import Assignment, Raised, Returned
+from colossalai.utils.local_ranks import fork_server, local_store
 from colossalai.utils.watchdog import explain
 
 DEFAULT_TIMEOUT = 60.0
@@ -60,8 +55,8 @@ def spawn(
     if nprocs < 1:
         raise ValueError(f"spawn needs at least one rank, got nprocs={nprocs}")
     call = _pickled(func, kwargs)
-    context = _fork_server()
-    store = _store(timeout)
+    context = fork_server()
+    store = local_store(timeout)
     ranks: list[RankHandle] = []
     try:
         for rank in range(nprocs):
@@ -83,54 +78,6 @@ def _pickled(func: Callable[..., Any], kwargs: dict[str, Any]) -> bytes:
             f"spawn cannot send {func!r} with the arguments {sorted(kwargs)} to another process: {error}. "
             "Use a function at the top level of a module, and plain values as arguments"
         ) from error
-
-
-def _fork_server() -> ForkServerContext:
-    """Start the server once; it imports what this process has imported of ours and what is slow, so that no
-    rank has to.
-    """
-    context = multiprocessing.get_context("forkserver")
-    roots = ("colossalai", "titans", "pytest", "transformers")
-    ours = sorted(name for name in sys.modules if name.partition(".")[0] in roots)
-    context.set_forkserver_preload(["colossalai.testing._forkserver_preload", *ours])
-    # The server of Python < 3.13 ignores our sys.path, and a preload that fails is silent and slow.
-    with _environment(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path)):
-        multiprocessing.forkserver.ensure_running()
-    return context
-
-
-def _store(timeout: float) -> TCPStore:
-    """Host the rendezvous on a port of the system's choice.  [Note: no name server]
-
-    A TCPStore asks for the host name of every peer, and asks the name server when it sees the loopback
-    address in its IPv6 form; an answer that got lost stops all ranks for five seconds.  So we listen on IPv4,
-    and what the clients still ask may take one second.
-    """
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    port = listener.getsockname()[1]
-    with _environment(RES_OPTIONS=IMPATIENT):
-        return TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-            master_listen_fd=listener.detach(),
-        )
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _supervise(ranks: list[RankHandle], timeout: float) -> list[Any]:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from colossalai.booster import Booster
 from colossalai.interface import OptimizerWrapper
 from colossalai.mesh import serial_tensor
+from colossalai.mesh.parameter import model_mesh, own_mesh
 from colossalai.testing.parity import Problem
 from colossalai.utils.dataloader import data_parallel_place
 from colossalai.utils.parallel import launched_mesh
@@ -38,8 +39,8 @@ class BoosterRun:
         convert: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
         self.problem, self.booster, self.accumulate, self.clip = problem, booster, accumulate, clip
-        self.rank, self.replicas = data_parallel_place()
         model = convert(self.build())
+        self.rank, self.replicas = data_parallel_place() if model_mesh(model) is None else (0, 1)
         self.model, self.optimizer, *_ = booster.boost(model, problem.optimizer(model.parameters()))
 
     def build(self) -> nn.Module:
@@ -92,7 +93,7 @@ def _whole(tensor: Any, param: Tensor) -> Tensor:
     """A copy of all of ``tensor``, which lies as ``param`` does: a ``DTensor``, a piece, or both."""
     tensor = tensor.detach()
     tensor = whole_tensor(tensor) if hasattr(tensor, "full_tensor") else tensor
-    mesh = launched_mesh()
+    mesh = own_mesh(param) or launched_mesh()
     return (tensor if mesh is None else serial_tensor(tensor, param, mesh)).clone()
 
 

@@ -80,9 +80,9 @@ def checkpoint(
             options["context_fn"] = _contexts_for_the_compiler
         return torch_checkpoint(function, *args, **{**options, "use_reentrant": False})
     offload = saved_tensors_hooks(_to_host, _to_device) if activation_offload else nullcontext()
-    # _SameRandomNumbers preserves the random state, of more streams than torch does
+    # SameRandomNumbers preserves the random state, of more streams than torch does
     options["preserve_rng_state"] = False
-    run: Callable[..., Any] = _SameRandomNumbers(function)
+    run: Callable[..., Any] = SameRandomNumbers(function)
     if not options["use_reentrant"] and not keep_products and not _leaves_inputs_alone(function):
         run = _SameInputs(function, run, args)
         args = run.kept
@@ -98,7 +98,7 @@ def register_random_state(get_state: GetState, set_state: SetState) -> None:
     _random_states.append((get_state, set_state))
 
 
-class _SameRandomNumbers:
+class SameRandomNumbers:
     """A function whose every call after the first draws the random numbers of the first, and then forgets it
     did.  What ``computed_once`` has computed in the first call, the others are given.
     """
@@ -108,16 +108,16 @@ class _SameRandomNumbers:
         self._states: list[Any] | None = None
         self._results: list[Any] = []
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._states is None:
             self._states = _get_states()
             with _within(_CheckpointRun(self._results)):
-                return self._function(*args)
+                return self._function(*args, **kwargs)
         now = _get_states()
         _set_states(self._states)
         try:
             with _same_buffers(self._function), _within(_CheckpointRun(self._results, iter(self._results))):
-                return self._function(*args)
+                return self._function(*args, **kwargs)
         finally:
             _set_states(now)
 

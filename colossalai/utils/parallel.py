@@ -26,14 +26,19 @@ from colossalai.mesh import (
     place,
     placement,
 )
-from colossalai.mesh.gradient_norm import own_mesh, piece_axes, tensor_axes
-from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
+from colossalai.mesh.gradient_norm import piece_axes, tensor_axes
+from colossalai.mesh.parameter import OWN_MESH, SHARED_GROUP, SHARED_MARK, has_own_mesh, model_mesh, own_mesh
 from colossalai.mesh.rows import averaging_axes, by_averaging_axes, row_axes, sequence_axes
 
 
 def launched_mesh() -> Mesh | None:
     """The mesh of the launched job, if there is one: for the doors that give it to what lies below."""
     return gpc.mesh if gpc.is_initialized(ParallelMode.GLOBAL) else None
+
+
+def mesh_of_model(model: nn.Module) -> Mesh | None:
+    """The mesh that ``model`` lies on: one of its own, or that of the launched job."""
+    return model_mesh(model) or launched_mesh()
 
 
 def is_dp_rank_0() -> bool:
@@ -142,7 +147,9 @@ def copy_tensor_parallel_attributes(src_tensor: torch.Tensor, dst_tensor: torch.
     if hasattr(src_tensor, "placement"):
         turned = getattr(src_tensor, "transposed", False)
         place(dst_tensor, placement(src_tensor), full_shape(src_tensor), transposed=turned)
-    if own_mesh(src_tensor) is not None:  # a ColoParameter is cut over a mesh of its own
+    if has_own_mesh(src_tensor):
+        setattr(dst_tensor, OWN_MESH, own_mesh(src_tensor))
+    elif own_mesh(src_tensor) is not None:  # a ColoParameter is cut over a mesh of its own
         dst_tensor.process_group = src_tensor.process_group  # type: ignore[attr-defined]
     for name in (*TENSOR_PARALLEL_ATTRIBUTES, SHARED_GROUP, SHARED_MARK):
         if hasattr(src_tensor, name):
@@ -153,8 +160,10 @@ DDP_IGNORED = "_ddp_to_ignore"  # the attribute of a parameter that data paralle
 
 
 def is_ddp_ignored(param: torch.Tensor) -> bool:
-    """Whether data parallelism leaves ``param`` alone."""
-    return bool(getattr(param, DDP_IGNORED, False))
+    """Whether data parallelism leaves ``param`` alone: it is told to, or the plan of the model's own mesh
+    makes gradients complete.
+    """
+    return bool(getattr(param, DDP_IGNORED, False)) or has_own_mesh(param)
 
 
 def row_mode() -> ParallelMode:
@@ -252,7 +261,10 @@ def by_averaging_group(
 
 
 def start_alike(tensors: Iterable[torch.Tensor], everyone: dist.ProcessGroup | None) -> None:
-    """Give all of ``everyone`` that hold the same pieces the values of their first rank."""
+    """Give all of ``everyone`` that hold the same pieces the values of their first rank; what lies on a mesh
+    of its model's own has no replicas among them.
+    """
+    tensors = [tensor for tensor in tensors if not has_own_mesh(tensor)]
     for group, own in by_averaging_group(tensors, everyone):
         broadcast_from_first(own, group)
 

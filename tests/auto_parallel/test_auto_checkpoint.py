@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colossalai.auto_parallel.checkpoint import CheckpointPlanner, auto, auto_checkpoint
+from colossalai.auto_parallel.checkpoint import CheckpointPlanner, auto_checkpoint
+from colossalai.auto_parallel.checkpoint import planner as planners
 from colossalai.auto_parallel.checkpoint.measure import Whole
 from colossalai.interface.batch import call_with, loss_of
 from colossalai.utils.live_bytes import LiveBytes
@@ -190,19 +191,19 @@ def test_times_of_whole_steps_are_shared_out(monkeypatch: pytest.MonkeyPatch) ->
     planner = CheckpointPlanner(model, batch)
     least, most = planner.least[2], planner.whole
     seconds = {"keep": 1.0, "selective": 1.25, "full": 1.5}
-    tried: list[str] = []
 
     def measured(step: Any) -> Whole | None:
-        mode = list(planner.played)[len(tried)]
-        tried.append(mode)
-        # the step that keeps all does not fit
-        return None if mode == "keep" else Whole(seconds[mode], planner._played_above(mode) + 1000)
+        modes = {block.recompute for block in step.model.transformer.h}
+        mode = modes.pop()
+        if modes or mode == "keep":  # does not fit
+            return None
+        return Whole(seconds[mode], planner._passes_played(mode) - planner.played[mode].weights + 1000)
 
     planner = CheckpointPlanner(model, batch)
     planner._measures = True
-    monkeypatch.setattr(auto, "measure_calls", lambda *args: {})
-    monkeypatch.setattr(auto, "measure_step", measured)
-    monkeypatch.setattr(auto, "bytes_beside", lambda step: step.reserved + 24)
+    monkeypatch.setattr(planners, "measure_calls", lambda *args: {})
+    monkeypatch.setattr(planners, "measure_step", measured)
+    monkeypatch.setattr(planners, "bytes_beside", lambda step: 24)
     number = len(planner.problem.stages)
     for mode in ("selective", "full"):
         assert planner.predicted([mode] * number).seconds == pytest.approx(seconds[mode])
@@ -210,3 +211,37 @@ def test_times_of_whole_steps_are_shared_out(monkeypatch: pytest.MonkeyPatch) ->
     assert seconds["selective"] < mixed < seconds["full"]
     assert planner.predicted(["keep"] * number).seconds < seconds["full"]
     assert (planner.least[2] - least, planner.whole - most) == (1024, 1024)
+
+
+def test_regions_reach_less_than_single_blocks() -> None:
+    """Below what single blocks need, several are computed again together: the real step stays below the
+    budget, and gradients are those of the plain model, dropout included.
+    """
+    torch.manual_seed(0)
+    model = gpt2(20, 32)
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.0  # which on a CPU would keep scores
+    batch = {name: ids.repeat(4, 2) for name, ids in BATCH.items()}
+    planner = CheckpointPlanner(model, batch, device="cpu")
+    single = CheckpointPlanner(model, batch, device="cpu", regions=False)
+    least = single.least[2]
+    assert planner.least[2] < 0.95 * least
+    plain = gradients(model, batch, None)
+    for budget in (planner.least[2], (planner.least[2] + least) // 2, least):
+        plan = planner.plan(budget)
+        assert plan.regions or budget == least
+        assert plan.peak <= budget
+        planner.apply(plan)
+        model.zero_grad()
+        with LiveBytes(block=512) as memory:
+            memory.hold((*model.parameters(), *model.buffers(), *batch.values()))
+            model(**batch).loss.backward()
+        assert memory.peak <= plan.peak
+        assert all(map(equal, gradients(model, batch, None), plain))
+    assert "blocks in regions" in str(planner.plan(planner.least[2]))
+    planner.apply(planner.plan(planner.whole))
+    assert all(not block.regions for block in model.transformer.h)
+
+
+def equal(mine: Tensor | None, theirs: Tensor | None) -> bool:
+    return (mine is None and theirs is None) or torch.equal(mine, theirs)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def test_budgets_on_a_gpu(dtype: torch.dtype | None) -> None:
         low, high = planner.least[2], planner.whole
         for number in range(5):
             plan = planner.plan(low + (high - low) * number // 4)
-            with block_modes(model, plan.modes):
+            with block_modes(model, plan.modes, plan.regions):
                 torch.cuda.reset_peak_memory_stats()
                 for _ in range(2):
                     model.zero_grad(set_to_none=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.auto_parallel.checkpoint import Arguments, CheckpointPlanner
+from colossalai.auto_parallel.checkpoint.blocks import set_modes
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.launchers import launch_from_torch
@@ -39,10 +40,17 @@ def _plugins(rank: int, world_size: int, port: int) -> None:
     ids = IDS.roll(rank, 1)
     for plugin in PLUGINS.values():
         found = []
-        for plain in (True, False):
+        for plain in ("plain", "modes", "regions"):
             torch.manual_seed(0)
             model = gpt2(dropout=0.0).train()
-            model = model if plain else changed(model, ids)
+            model = model if plain == "plain" else changed(model, ids)
+            if plain == "regions":
+                blocks = [f"transformer.h.{place}" for place in range(4)]
+                set_modes(
+                    model,
+                    dict(zip(blocks, ("keep", "full", "keep", "full"), strict=True)),
+                    [blocks, blocks[1:3]],
+                )
             booster = Booster(plugin=plugin())
             boosted, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
             losses = []
@@ -53,8 +61,9 @@ def _plugins(rank: int, world_size: int, port: int) -> None:
                 optimizer.zero_grad()
                 losses.append(loss.detach().float())
             found.append(losses)
-        for a, b in zip(*found, strict=True):
-            assert_close(a, b, rtol=1e-5, atol=1e-6)
+        for losses in zip(*found, strict=True):
+            for other in losses[1:]:
+                assert_close(losses[0], other, rtol=1e-5, atol=1e-6)
 
 
 def test_with_booster() -> None:

@@ -299,6 +299,24 @@ def test_zigzag_ranges() -> None:
     spawn(_zigzag, 4)
 
 
+def _any_order_in_memory(rank: int, world_size: int, port: int) -> None:
+    start(rank, world_size, port)
+    mesh = Mesh({"a": 2})
+    cut = [Layout(tuple(A if d == dim else () for d in range(4))) for dim in (0, 1)]
+    summed = Layout(((),) * 4, partial=frozenset("a"))
+    full = torch.arange(64.0).reshape(2, 4, 4, 2) * (rank + 1)
+    for src, dst in (*itertools.permutations(cut), *((summed, one) for one in cut), (summed, summed.whole())):
+        x = full if src == summed else shard(full, src, mesh)
+        expected = movement.move(x, src, dst, mesh)
+        turned = x.transpose(1, 3).contiguous().transpose(1, 3)
+        for same in (x.to(memory_format=torch.channels_last), turned):
+            assert torch.equal(movement.move(same, src, dst, mesh), expected), (src, dst)
+
+
+def test_dims_may_lie_in_any_order_in_memory() -> None:
+    spawn(_any_order_in_memory, 2)
+
+
 def test_sizes_that_do_not_divide() -> None:
     spawn(_sizes, 2)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from colossalai.inference import Generator, Sampling
+from colossalai.inference.sampling import SamplingRows, choose
+from colossalai.mesh import random_key
 from titans.model.gpt import GPT
 
 
-@torch.no_grad()
 def generate(
     model: GPT,
     input_ids: Tensor,
@@ -23,19 +25,56 @@ def generate(
     Each is drawn from ``softmax(logits / temperature)`` over the ``top_k`` most likely tokens (None: over
     all); ``temperature=0`` always takes the most likely one.  The model sees the last
     ``max_position_embeddings`` tokens.  With ``seed`` the draws repeat and do not touch torch's global
-    generator.  Where sequences are cut, all ranks of a sequence give the same ``input_ids`` and ``seed``.
+    generator.  All ranks that share the model, or its sequences, give the same ``input_ids`` and ``seed``.
+
+    ``colossalai.inference.Generator``, which does the work, has more: stop strings, streams, requests that
+    come and go.
     """
     _check(input_ids, max_new_tokens, temperature, top_k)
-    generator = None
-    if seed is not None:
-        generator = torch.Generator(device=input_ids.device).manual_seed(seed)
+    if seed is None:
+        seed = int(torch.randint(1 << 62, ()))
+    asked = [
+        Sampling(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k or 0,
+            seed=random_key(seed, "row", row) >> 1,
+            ignore_eos=True,
+        )
+        for row in range(len(input_ids))
+    ]
+    length = input_ids.shape[1] + max_new_tokens
+    if model.sequence is None and input_ids.shape[1] < model.max_position_embeddings and max_new_tokens:
+        input_ids = _within_positions(model, input_ids, asked)
+    return _beyond_positions(model, input_ids, length, asked)
+
+
+def _within_positions(model: GPT, input_ids: Tensor, asked: list[Sampling]) -> Tensor:
+    """All rows as long as the model has positions for them, or as they are to be."""
+    prompts = [[int(token) for token in row] for row in input_ids.tolist()]
+    longest = min(model.max_position_embeddings, input_ids.shape[1] + asked[0].max_tokens)
+    with_room = Generator(model, max_requests=len(prompts), max_length=longest, memory=1.0)
+    try:
+        found = with_room.generate(prompts, asked)
+    finally:
+        with_room.close()
+    wrong = next((c.error for c in found if c.error), None)
+    if wrong is not None:
+        raise ValueError(wrong)
+    return torch.tensor([c.prompt_tokens + c.tokens for c in found], device=input_ids.device)
+
+
+@torch.no_grad()
+def _beyond_positions(model: GPT, input_ids: Tensor, length: int, asked: list[Sampling]) -> Tensor:
+    """All rows to the ``length``: their last tokens move to the first positions with every step."""
     was_training = model.training
+    rows = SamplingRows.of(asked, model.vocab_size, input_ids.device)
     model.eval()
     try:
-        for _ in range(max_new_tokens):
+        for place in range(input_ids.shape[1], length):
             logits = _next_scores(model, input_ids[:, -model.max_position_embeddings :])
-            token = _choose(logits.float(), temperature, top_k, generator)  # (batch, 1)
-            input_ids = torch.cat([input_ids, token], dim=1)
+            positions = torch.full((len(asked),), place, device=logits.device)
+            input_ids = torch.cat([input_ids, choose(logits, rows, positions)[:, None]], dim=1)
     finally:
         model.train(was_training)
     return input_ids
@@ -55,19 +94,6 @@ def _next_scores(model: GPT, input_ids: Tensor) -> Tensor:
             f" rank has {tuple(last.shape)}: tensor parallelism cuts them; generate with a whole model"
         )
     return last
-
-
-def _choose(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    if top_k is not None:
-        # by the k-th largest value and not by index, so that the order of the vocabulary plays no part in
-        # ties
-        smallest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, float("-inf"))
-    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 
 def _check(input_ids: Tensor, max_new_tokens: int, temperature: float, top_k: int | None) -> None:

@@ -1,6 +1,6 @@
 """Activation checkpointing under a budget in bytes."""
 
-from colossalai.auto_parallel.checkpoint.auto import CheckpointPlanner, auto_checkpoint
+from colossalai.auto_parallel.checkpoint.auto import auto_checkpoint
 from colossalai.auto_parallel.checkpoint.chen import CheckpointSolverChen
 from colossalai.auto_parallel.checkpoint.mode_solver import ModeCost, ModeProblem, ModeStage, solve_modes
 from colossalai.auto_parallel.checkpoint.operation import (
@@ -18,6 +18,7 @@ from colossalai.auto_parallel.checkpoint.operation import (
     WriteMemory,
 )
 from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan, CurvePoint, plot_curve
+from colossalai.auto_parallel.checkpoint.planner import CheckpointPlanner
 from colossalai.auto_parallel.checkpoint.rotor import CheckpointSolverRotor
 from colossalai.auto_parallel.checkpoint.solver_base import CheckpointSolverBase
 from colossalai.auto_parallel.checkpoint.timeline import Arguments

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from colossalai.auto_parallel.checkpoint.mode_solver import MODES
-from colossalai.nn.checkpoint_blocks import RecomputedBlock, checkpoint_blocks, refuse_checkpointed
+from colossalai.nn.checkpoint_blocks import checkpoint_blocks, group_blocks, refuse_checkpointed
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -72,26 +72,30 @@ def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def set_modes(model: nn.Module, modes: Mapping[str, str]) -> None:
-    """Give the blocks of ``model`` these modes, by name."""
+def set_modes(model: nn.Module, modes: Mapping[str, str], regions: Sequence[Sequence[str]] = ()) -> None:
+    """Give the blocks of ``model`` these modes, by name, and compute the blocks of each region together."""
     for mode in MODES:
         names = [name for name, its in modes.items() if its == mode]
         if names:
             checkpoint_blocks(model, mode, names)  # type: ignore[arg-type]
+    group_blocks(model, regions, list(modes))
 
 
 @contextmanager
-def block_modes(model: nn.Module, modes: Mapping[str, str]) -> Iterator[None]:
+def block_modes(
+    model: nn.Module, modes: Mapping[str, str], regions: Sequence[Sequence[str]] = ()
+) -> Iterator[None]:
     """Blocks in other modes for a while."""
-    before = [(model.get_submodule(name), type(model.get_submodule(name))) for name in modes]
-    chosen = [getattr(block, "recompute", None) for block, _ in before]
+    chosen = ("recompute", "regions")
+    blocks = [model.get_submodule(name) for name in modes]
+    before = [(type(block), {key: vars(block).get(key) for key in chosen}) for block in blocks]
     try:
-        set_modes(model, modes)
+        set_modes(model, modes, regions)
         yield
     finally:
-        for (block, kind), mode in zip(before, chosen, strict=True):
+        for block, (kind, values) in zip(blocks, before, strict=True):
             block.__class__ = kind
-            if issubclass(kind, RecomputedBlock):
-                block.recompute = mode  # type: ignore[assignment]
-            else:
-                vars(block).pop("recompute", None)
+            for key, value in values.items():
+                vars(block).pop(key, None)
+                if value is not None:
+                    vars(block)[key] = value

@@ -93,8 +93,8 @@ def measure_step(step: TrainingStep) -> Whole | None:
 
 
 def bytes_beside(step: TrainingStep) -> int:
-    """Bytes on the GPU besides the weights, their gradients and the states of the optimizer: workspaces of
-    its libraries, and whatever else the script holds.
+    """Bytes on the GPU besides the weights, their gradients and the states of the optimizer: the batch (also
+    where it is not there yet), workspaces of libraries, and whatever else the script holds.
     """
     device = next(p.device for p in step.model.parameters())
     parameters = list(step.model.parameters())
@@ -102,7 +102,9 @@ def bytes_beside(step: TrainingStep) -> int:
     states = {} if step.optimizer is None else step.optimizer.state
     held += [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t.is_cuda}
-    return torch.cuda.memory_allocated(device) - sum(storages.values())
+    batch = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, Tensor)]
+    coming = sum(tensor.nbytes for tensor in batch if tensor.device != device)
+    return torch.cuda.memory_allocated(device) - sum(storages.values()) + coming
 
 
 class _PeakAbove:

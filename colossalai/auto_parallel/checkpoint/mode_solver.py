@@ -60,12 +60,17 @@ class ModeProblem:
 
 @dataclass
 class Choice:
-    """The modes of all stages; no choice is faster by more than ``gap``, a share of the time."""
+    """The modes of all stages; no choice is faster by more than ``gap``, a share of the time.
+
+    ``regions``: the first of several stages that are computed again together, and the one behind their last;
+    the modes of these are those of their second run.  A region may lie in another.
+    """
 
     modes: list[str]
     seconds: float
     peak: int
     gap: float = 0.0
+    regions: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from colossalai.auto_parallel.checkpoint.timeline import StepTimeline
 from colossalai.utils.text import size_text, table
 
 if TYPE_CHECKING:
-    from colossalai.auto_parallel.checkpoint.auto import CheckpointPlanner
+    from colossalai.auto_parallel.checkpoint.planner import CheckpointPlanner
 
 
 class CurvePoint(NamedTuple):
@@ -27,8 +27,8 @@ class CurvePoint(NamedTuple):
 class CheckpointPlan:
     """The modes of the blocks of ``model``, and what a step needs with them.
 
-    ``peak`` is what the whole step needed when it was played; ``seconds`` is its predicted time, of which a
-    better plan could save at most the share ``gap``.
+    ``peak`` is what the whole step needed when it was played, or run on the GPU; ``seconds`` is its time,
+    predicted or measured there, of which a better plan could save at most the share ``gap``.
     """
 
     model: nn.Module
@@ -38,6 +38,8 @@ class CheckpointPlan:
     gap: float
     modes: dict[str, str]
     timeline: StepTimeline = field(repr=False)
+    regions: tuple[tuple[str, ...], ...] = ()
+    """Blocks that are computed again together; their modes are those of their second run."""
     reserved: int = 0
     notes: tuple[str, ...] = ()
     planner: CheckpointPlanner | None = field(default=None, repr=False)
@@ -79,6 +81,9 @@ class CheckpointPlan:
         ]
         counts = Counter(self.modes.values())
         rows += [(f"blocks in mode {mode}", str(count)) for mode, count in counts.items()]
+        if self.regions:
+            inside = len({name for names in self.regions for name in names})
+            rows.append(("blocks in regions", f"{inside}, in {len(self.regions)} regions"))
         notes = list(self.notes)
         head = line.between[-1].peak - line.between[-1].start if line.between else 0
         if head > worst / 4 and line.between[-1].peak == worst:

@@ -13,6 +13,7 @@ from colossalai.auto_parallel.checkpoint.mode_solver import (
     ModeStage,
     pieces_of,
 )
+from colossalai.auto_parallel.checkpoint.region_solver import InnerCost
 from colossalai.auto_parallel.checkpoint.timeline import Like, Span, StepTimeline
 from colossalai.device.presets import DevicePreset
 
@@ -61,6 +62,29 @@ def make_problem(
         stages.append(ModeStage(name, _with_measured(costs, call, measured or {}), between))
     rest = first.before.seconds + sum(piece.seconds for piece in first.between) + first.step.seconds
     return ModeProblem(stages, max(max(p.before.peak, p.step.peak) for p in played.values()), rest)
+
+
+def inner_costs(played: Mapping[str, StepTimeline], measured: Measured | None = None) -> list[InnerCost]:
+    """What each call needs inside of a region of several."""
+    keep, full = played["keep"], played["full"]
+    found, before = [], 0
+    for call in range(len(keep.calls)):
+        kept = _kept(keep, keep, call)
+        before += kept
+        backward = keep.backward.get(call, Span())
+        seen = (measured or {}).get((call, "keep"), CallCost(0.0))
+        forward, passed = keep.forward[call], full.forward[call]
+        found.append(
+            InnerCost(
+                _kept(full, keep, call),
+                kept,
+                backward.start - before if call in keep.backward else keep.weights,
+                forward.peak - forward.start + seen.forward,
+                passed.peak - passed.start + seen.forward,
+                backward.peak - backward.start + seen.backward,
+            )
+        )
+    return found
 
 
 def _travel(line: StepTimeline, call: int, mode: str, device: DevicePreset) -> float:

@@ -396,6 +396,23 @@ _STREAM = (
 _SCORES = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
 
 
+def save_whole_model(
+    model: Any, save: Callable[..., None], mesh: Mesh, save_directory: Any, options: dict[str, Any]
+) -> None:
+    """Let rank 0 write the whole of a cut model by ``save``, that of transformers; every rank calls this."""
+    assert isinstance(model, nn.Module)
+    if "state_dict" in options:
+        raise ValueError(
+            "save_pretrained of a model that is cut over ranks writes the whole model, and takes no"
+            " state_dict, of which a rank has pieces; leave it out. Another dtype is given when it is"
+            " loaded (from_pretrained(..., dtype=...))"
+        )
+    state = whole_state_dict(model, mesh, keep=mesh.rank == 0)
+    if mesh.rank == 0:
+        save(save_directory, state_dict=state, **options)
+    dist.barrier()
+
+
 class WholeOutputs(ForwardWrapper):
     """The model itself: what it returns is whole on every rank, but for the cache of keys and values."""
 
@@ -409,18 +426,8 @@ class WholeOutputs(ForwardWrapper):
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
         """Write the whole model as transformers does; every rank must call it, and rank 0 writes."""
-        mesh = self.cut_as[1]
-        assert isinstance(self, nn.Module)
-        if "state_dict" in options:
-            raise ValueError(
-                "save_pretrained of a model that parallelize has cut writes the whole model, and takes no"
-                " state_dict, of which a rank has pieces; leave it out. Another dtype is given when it is"
-                " loaded (from_pretrained(..., dtype=...))"
-            )
-        state = whole_state_dict(self, mesh, keep=mesh.rank == 0)
-        if mesh.rank == 0:
-            super().save_pretrained(save_directory, state_dict=state, **options)  # type: ignore[misc]
-        dist.barrier()
+        save = super().save_pretrained  # type: ignore[misc]
+        save_whole_model(self, save, self.cut_as[1], save_directory, options)
 
     def around(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # names are needed to know what is cut, so the result becomes a tuple afterwards

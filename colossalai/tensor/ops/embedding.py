@@ -55,13 +55,23 @@ def _by_vocabulary(ids: Tensor, weight: ColoTensor, padding_idx: int | None, spa
     mesh, size = weight.process_group.mesh, weight.size_global(0)
     if (wrong := outside(ids, size)) is not None:
         raise IndexError(f"embedding: index {wrong} is not in a table of {size} rows")
-    start, length = local_range(size, (TP,), mesh)
-    index = ids - start
+    start, _ = local_range(size, (TP,), mesh)
+    rows = lookup_rows(ids, as_piece(weight), start, padding_idx, sparse=sparse)
+    return whole_result(reduce(rows, TP, mesh), weight.process_group)
+
+
+def lookup_rows(
+    ids: Tensor, rows: Tensor, start: int, padding_idx: int | None = None, *, sparse: bool = False
+) -> Tensor:
+    """The entries of ``ids`` that are among ``rows``, which begin at row ``start`` of the table, and zeros
+    for the others.
+    """
+    length, index = rows.size(0), ids - start
     inside = (index >= 0) & (index < length)
     if padding_idx is not None:
         padding_idx = padding_idx - start if start <= padding_idx < start + length else None
-    rows = _lookup(index.clamp(0, length - 1), as_piece(weight), padding_idx, sparse=sparse)
-    return whole_result(reduce(rows * inside.unsqueeze(-1), TP, mesh), weight.process_group)
+    found = _lookup(index.clamp(0, length - 1), rows, padding_idx, sparse=sparse)
+    return found * inside.unsqueeze(-1)
 
 
 def outside(index: Tensor, size: int) -> int | None:

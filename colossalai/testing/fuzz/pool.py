@@ -26,7 +26,8 @@ import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.testing._handle import RankHandle, ask_all, pump
 from colossalai.testing._rank import Assignment, Raised
-from colossalai.testing._spawn import _fork_server, _pickled, _store
+from colossalai.testing._spawn import _pickled
+from colossalai.utils.local_ranks import fork_server, local_store
 from colossalai.utils.watchdog import explain
 
 _PACKAGE = str(Path(colossalai.__file__).parent)
@@ -86,9 +87,9 @@ class RankPool:
 
     def __init__(self, ranks: int, prepare: Callable[[], None] | None = None) -> None:
         self.ranks, self.tasks = ranks, 0
-        self._store = _store(86_400.0)
+        self._store = local_store(86_400.0)
         self._output = io.StringIO()
-        context = _fork_server()
+        context = fork_server()
         call = _pickled(_serve, {"prepare": prepare})
         environment = dict(os.environ)
         self._handles: list[RankHandle] = []

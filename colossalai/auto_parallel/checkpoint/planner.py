@@ -1,0 +1,381 @@
+"""Makes plans for activation checkpointing: a mode for each block, and regions of several.
+
+The step is played on the meta device with all blocks in each mode, the fastest choice within the budget is
+found, and the whole step is played once more with it: only what stays below the budget there is accepted.
+Where the model lies on a GPU, the step is run there, too.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from colossalai.auto_parallel.checkpoint.blocks import block_modes, find_blocks, set_modes
+from colossalai.auto_parallel.checkpoint.measure import Whole, bytes_beside, measure_calls, measure_step
+from colossalai.auto_parallel.checkpoint.mode_solver import MODES, Choice, ModeProblem, peak_of, seconds_of
+from colossalai.auto_parallel.checkpoint.operation import Chain
+from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan, CurvePoint
+from colossalai.auto_parallel.checkpoint.profile import (
+    Measured,
+    inner_costs,
+    make_problem,
+    peak_of_step,
+    shared_out,
+)
+from colossalai.auto_parallel.checkpoint.search import Judged, Search
+from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
+from colossalai.device.presets import DEVICES, DevicePreset, device_preset
+from colossalai.utils.text import bytes_of, size_text
+
+_TRIES = 4
+Regions = tuple[tuple[str, ...], ...]
+
+
+class CheckpointPlanner:
+    """Makes plans for one model and batch under many budgets; the arguments are those of
+    ``auto_checkpoint``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        criterion: Callable[..., Any] | None = None,
+        optimizer: Optimizer | None = None,
+        autocast: torch.dtype | None = None,
+        reserved: int | str = 0,
+        device: str | DevicePreset | None = None,
+        measure: bool | None = None,
+        blocks: Sequence[str] | None = None,
+        stored: int = 1,
+        regions: bool = True,
+    ) -> None:
+        if stored < 1:
+            raise ValueError(f"auto_checkpoint: at least 1 micro-batch is stored, got {stored=}")
+        self._copies, self._groups = stored - 1, regions
+        self.blocks = find_blocks(model, blocks)
+        place = next((p.device for p in model.parameters() if p.requires_grad), None)
+        if place is None:
+            raise ValueError(
+                f"auto_checkpoint: no parameter of {type(model).__name__} is trained (requires_grad), so its"
+                " step has no backward pass"
+            )
+        preset = _device(device, place)
+        self._beside = bytes_of(reserved)
+        self.step = TrainingStep(
+            model, batch, criterion, optimizer, autocast, self._beside + preset.workspace, preset
+        )
+        self.place = place
+        self._measures = place.type == "cuda" if measure is None else measure
+        if self._measures and place.type != "cuda":
+            raise ValueError(f"auto_checkpoint: measure=True needs the model on a GPU, it lies on {place}")
+        self.notes: list[str] = []
+        self.played = self._play_all()
+
+    def _play_all(self) -> dict[str, StepTimeline]:
+        """A step with all blocks in each mode."""
+        played: dict[str, StepTimeline] = {}
+        for mode in MODES:
+            if mode == "offload" and self.step.device is DEVICES["cpu"]:
+                continue  # the device is the host
+            try:
+                line = self._play_or_run(dict.fromkeys(self.blocks, mode))
+            except Exception as error:
+                if mode == "keep":
+                    raise self._does_not_fit(error) from error
+                self.notes.append(f"mode {mode!r} is not used: {error}")
+                continue
+            if played and line.calls != played["keep"].calls:
+                self.notes.append(f"mode {mode!r} is not used: the blocks are called in another order")
+                continue
+            played[mode] = line
+        for read in played["keep"].reads:
+            self.notes.append(f"a value is read, and was taken for 0 in the plan, at {read}")
+        self.blocks = {name: b for name, b in self.blocks.items() if name in played["keep"].calls}
+        return played
+
+    def _does_not_fit(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"auto_checkpoint: {type(self.step.model).__name__} cannot compute a loss of this batch: {error}"
+        )
+
+    def _play_or_run(self, modes: dict[str, str]) -> StepTimeline:
+        """A step on the meta device, or where the model is if it needs values."""
+        try:
+            return self._play(modes)
+        except (NotImplementedError, RuntimeError) as error:
+            if not self.step.is_played or self.place.type == "meta":
+                raise
+            self.step.is_played = False
+            try:
+                found = self._play(modes)
+            except Exception:
+                self.step.is_played = True
+                raise error from None
+            self.notes.append(
+                f"values decide at {line_of(traceback.extract_tb(error.__traceback__))}; so steps were run on"
+                f" {self.place} instead of the meta device, and bytes counted there"
+            )
+            return found
+
+    def _play(self, modes: dict[str, str], regions: Sequence[Sequence[str]] = ()) -> StepTimeline:
+        with block_modes(self.step.model, modes, regions):
+            return self.step.play(self.blocks)
+
+    @cached_property
+    def measured(self) -> Measured:
+        """What runs on the GPU have shown of each call in each mode."""
+        return measure_calls(self.step, self.blocks, self.played) if self._measures else {}
+
+    @cached_property
+    def _wholes(self) -> dict[str, Whole]:
+        """Steps on the GPU with all blocks in one mode, where they fit."""
+        found = {}
+        for mode in self.played if self._measures else ():
+            with block_modes(self.step.model, dict.fromkeys(self.blocks, mode)):
+                if (whole := measure_step(self.step)) is not None:
+                    found[mode] = whole
+        if self._measures and not found:
+            self.notes.append("no step fitted on the GPU: times and bytes of the whole are predicted")
+        return found
+
+    @cached_property
+    def problem(self) -> ModeProblem:
+        """Costs of all modes of all blocks.
+
+        Blocks that run alone take longer than in a step, where the host prepares the next one meanwhile: so
+        their times only say how the time of a step is shared out.  A mode whose step does not fit is taken
+        for as much slower or faster as its blocks alone are.
+        """
+        problem = replace(make_problem(self.played, self.step.device, self.measured), copies=self._copies)
+        if not (wholes := self._wholes):
+            return problem
+        known = self._smallest if self._smallest in wholes else next(iter(wholes))
+        stages = shared_out(problem.stages, {m: found.seconds for m, found in wholes.items()}, known)
+        seconds = self.played[known].step.seconds + (0.0 if stages else wholes[known].seconds)
+        return replace(problem, stages=stages, seconds=seconds)
+
+    @cached_property
+    def unseen(self) -> int:
+        """Bytes that runs on the GPU needed beyond those that were played."""
+        more = [self._real_peak(whole) - self._passes_played(mode) for mode, whole in self._wholes.items()]
+        return max(more, default=0)
+
+    def _real_peak(self, whole: Whole) -> int:
+        """The bytes of a forward and a backward pass that was run: what is known to be there, or is there
+        besides, and what the passes need above it.
+        """
+        line = self.played["keep"]
+        return line.weights + line.states + max(self._beside, bytes_beside(self.step)) + whole.above
+
+    def _passes_played(self, mode: str) -> int:
+        """The bytes of a forward and a backward pass, as they were played."""
+        line = replace(self.played[mode], step=NOTHING)
+        return peak_of_step(line, [mode] * len(line.calls), self.measured)
+
+    @property
+    def _smallest(self) -> str:
+        return "full" if "full" in self.played else "keep"
+
+    @property
+    def whole(self) -> int:
+        """The bytes of a step that computes nothing again."""
+        return self._alike("keep").peak + self.unseen
+
+    @property
+    def least(self) -> tuple[list[str], StepTimeline, int]:
+        """The modes that need the least memory, their step, and its peak with all that is needed."""
+        judged, peak, _ = self._least
+        return judged.choice.modes, judged.line, peak
+
+    @cached_property
+    def _least(self) -> tuple[Judged, int, float]:
+        return self._tried(self.search.least)
+
+    @cached_property
+    def search(self) -> Search:
+        """Solvers, with all costs."""
+        shares = self._groups and not self._copies and {"keep", "full"} <= self.played.keys()
+        inner = inner_costs(self.played, self.measured) if shares else None
+        return Search(
+            self.problem, self.measured, [self._alike(mode) for mode in self.played], inner, self._judge
+        )
+
+    def _alike(self, mode: str) -> Judged:
+        """A step with one mode for all blocks; its peak is the one on the GPU where it was run there."""
+        line = self.played[mode]
+        modes = [mode] * len(line.calls)
+        peak = peak_of_step(line, modes, self.measured, self._copies)
+        if mode in self._wholes and not self._copies:
+            peak = max(self._real_peak(self._wholes[mode]) - self.unseen, line.step.peak)
+        return Judged(Choice(modes, seconds_of(self.problem, modes), peak), line, peak)
+
+    def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
+        """The fastest modes with which the step stays within ``memory``; every rank of a job calls it."""
+        budget = bytes_of(memory)
+        try:
+            judged, peak, seconds = self._find(budget, time_limit)
+        except ValueError as error:
+            self._agree(None, str(error))
+            raise
+        modes, regions = self._agree(self._by_block(judged.choice), "")
+        return CheckpointPlan(
+            model=self.step.model,
+            budget=budget,
+            peak=peak,
+            seconds=seconds,
+            gap=judged.choice.gap,
+            modes=modes,
+            timeline=judged.line,
+            regions=regions,
+            reserved=self.step.reserved + self.unseen,
+            notes=tuple(self.notes),
+            planner=self,
+        )
+
+    def _find(self, budget: int, time_limit: float) -> tuple[Judged, int, float]:
+        """The best choice with which a step, also one that is run on the GPU, stays within ``budget``."""
+        left = budget - self.unseen
+        for _ in range(_TRIES):
+            judged = self.search.find(left, time_limit)
+            if judged is None:
+                break
+            tried = self._tried(judged)
+            if tried[1] <= budget:
+                return tried
+            left -= tried[1] - budget
+        return self._least_within(budget)
+
+    def _tried(self, judged: Judged) -> tuple[Judged, int, float]:
+        """A choice with the peak and the seconds of its step; those of a real one, where it can be run."""
+        choice, peak = judged.choice, judged.peak + self.unseen
+        if not self._measures or self._copies or not choice.modes or dist_size() > 1:
+            return judged, peak, choice.seconds
+        modes, regions = self._by_block(choice)
+        alike = choice.modes[0] if len(set(choice.modes)) == 1 and not regions else ""
+        whole = self._wholes.get(alike)
+        if whole is None:
+            with block_modes(self.step.model, modes, regions):
+                whole = measure_step(self.step)
+        if whole is None:
+            return judged, peak, choice.seconds
+        line = judged.line
+        return (
+            judged,
+            max(self._real_peak(whole), line.step.peak + self.unseen),
+            whole.seconds + line.step.seconds,
+        )
+
+    def _least_within(self, budget: int) -> tuple[Judged, int, float]:
+        judged, peak, seconds = self._least
+        if peak > budget:
+            static = judged.line.weights + judged.line.states + self.step.reserved
+            raise ValueError(
+                f"auto_checkpoint: memory={budget} ({size_text(budget)}) is below the least that recomputing"
+                f" and offloading blocks reach, {peak} ({size_text(peak)}), of which {size_text(static)} are"
+                " weights, states and what is reserved; give more, take a smaller batch, or shard the model"
+            )
+        return judged, peak, seconds
+
+    def _judge(self, choice: Choice) -> Judged:
+        line = self._play(*self._by_block(choice))
+        peak = peak_of_step(line, choice.modes, self.measured, self._copies)
+        return Judged(choice, line, peak)
+
+    def _by_block(self, choice: Choice) -> tuple[dict[str, str], Regions]:
+        """The modes and the regions by the names of the blocks."""
+        calls = self.played["keep"].calls
+        regions = tuple(tuple(calls[first:stop]) for first, stop in choice.regions)
+        return dict(zip(calls, choice.modes, strict=True)), regions
+
+    def _agree(
+        self, chosen: tuple[dict[str, str], Regions] | None, error: str
+    ) -> tuple[dict[str, str], Regions]:
+        """The modes and regions that ranks with the same blocks share, who communicate when they recompute;
+        raises where another rank has an ``error``.
+        """
+        if dist_size() == 1:
+            return chosen or ({}, ())
+        every: list[Any] = [None] * dist.get_world_size()
+        blocks = self.blocks.items()
+        look = [(name, [tuple(p.shape) for p in block.parameters()]) for name, block in blocks]
+        dist.all_gather_object(every, (look, chosen, error))
+        for rank, (_, _, theirs) in enumerate(every):
+            if theirs and not error:
+                raise ValueError(f"auto_checkpoint found no plan on rank {rank}: {theirs}")
+        return next((one for whose, one, _ in every if whose == look and one is not None), ({}, ()))
+
+    def apply(self, plan: CheckpointPlan) -> None:
+        """Give the blocks of the model the modes of ``plan``."""
+        set_modes(self.step.model, plan.modes, plan.regions)
+
+    def predicted(self, modes: Sequence[str]) -> CurvePoint:
+        """The peak and the seconds of a step whose calls have these modes, without playing it."""
+        peak = peak_of(self.problem, modes) + self.unseen
+        return CurvePoint(peak, peak, seconds_of(self.problem, modes))
+
+    def chain(self) -> Chain:
+        """The calls of the blocks as a ``Chain``, for ``CheckpointSolverRotor`` and ``CheckpointSolverChen``;
+        what no mode changes is left out.
+        """
+        stages, line = self.problem.stages, self.played["keep"]
+        forward, backward = line.forward, [line.backward.get(i, NOTHING) for i in range(len(stages))]
+        again = [s.costs[self._smallest].seconds - s.costs["keep"].seconds for s in stages]
+        inputs = [_largest(given) for given in line.inputs]
+        kept = [stage.costs["keep"].kept for stage in stages]
+        return Chain(
+            again if self._smallest == "full" else [span.seconds for span in forward],
+            [s.costs["keep"].seconds - max(0.0, f) for s, f in zip(stages, again, strict=True)],
+            [*inputs, inputs[-1]] if inputs else [0],
+            kept,
+            [max(0, f.peak - f.start - k) for f, k in zip(forward, kept, strict=True)],
+            [max(0, b.peak - b.start) for b in backward],
+        )
+
+    def curve(self, points: int = 15) -> list[CurvePoint]:
+        """Budgets from the least to what the model needs without recomputing, with the predicted peak and
+        seconds of each.
+        """
+        low, high = self.least[2], self.whole
+        found = []
+        for number in range(points):
+            budget = low + (high - low) * number // max(1, points - 1)
+            choice = self.search.predicted(budget - self.unseen)
+            if choice is not None:
+                found.append(CurvePoint(budget, choice.peak + self.unseen, choice.seconds))
+        return found
+
+
+def dist_size() -> int:
+    """How many ranks plan together."""
+    together = dist.is_initialized() and dist.get_backend() != "fake"
+    return dist.get_world_size() if together else 1
+
+
+def _device(device: str | DevicePreset | None, place: torch.device) -> DevicePreset:
+    if isinstance(device, DevicePreset):
+        return device
+    if device is not None:
+        return device_preset(device)
+    if place.type != "cuda":
+        return DEVICES["cpu"]
+    try:
+        return device_preset(torch.cuda.get_device_name(place))
+    except ValueError:
+        return DEVICES["a100"]  # its times are measured
+
+
+def _largest(inputs: Any) -> int:
+    """The bytes of the largest tensor among the arguments of a call: what comes from the block before."""
+    likes = tree_leaves(inputs, is_leaf=lambda leaf: isinstance(leaf, Like))
+    return max((like.nbytes for like in likes if isinstance(like, Like)), default=0)

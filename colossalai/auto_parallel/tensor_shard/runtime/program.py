@@ -1,0 +1,313 @@
+"""The graph that one rank executes: the operations of the traced model on pieces, and moves between them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from colossalai.auto_parallel.tensor_shard.runtime.bound_calls import bound_call
+from colossalai.auto_parallel.tensor_shard.runtime.gradient_buckets import GradientBuckets
+from colossalai.auto_parallel.tensor_shard.runtime.local_calls import LocalCall, run_on_pieces
+from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces
+from colossalai.auto_parallel.tensor_shard.sharded_plan import NodePlan, ShardedPlan
+from colossalai.fx.leaves import ROOT
+from colossalai.fx.nodes import named_state
+from colossalai.fx.op_graph import OpGraph
+from colossalai.mesh import Layout, Links, Mesh, move, redistribute, replicated, route
+from colossalai.tensor.letters.calls import operation_name
+
+_PICKS = (operator.getitem, getattr)
+
+
+@dataclass
+class Program:
+    """What a rank executes.
+
+    Args:
+        module: its graph, which takes the leaves of the inputs, then the tensors of ``state`` and the modules
+            of ``leaves``.
+        state: the names of the parameters and buffers that it reads.
+        leaves: the paths of the modules that it calls.
+        outputs: where each result lies; None for what is no tensor.
+    """
+
+    module: fx.GraphModule
+    state: list[str]
+    leaves: list[str]
+    outputs: list[Layout | None]
+
+    # It holds nothing of a model, so copies of a model share it.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a model that autoparallelize has changed cannot be pickled, since its plan belongs to this job;"
+            " save it by booster.save, or its state_dict by booster.save_model"
+        )
+
+
+class PlanError(ValueError):
+    """A plan does not fit its graph."""
+
+
+def moved(x: Tensor, src: Layout, dst: Layout, mesh: Mesh, links: Links) -> Tensor:
+    """``x`` in another layout; what needs no gradient gets none."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return redistribute(x, src, dst, mesh, links=links)
+    return move(x, src, dst, mesh, links=links)
+
+
+def call_leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module that is one operation of the graph."""
+    return module(*args, **kwargs)
+
+
+def build_program(
+    graph: OpGraph, plan: ShardedPlan, mesh: Mesh, numbers: RandomPieces, buckets: GradientBuckets
+) -> Program:
+    """Write the graph of this rank; raises ``PlanError`` where ``plan`` does not fit."""
+    return _Builder(graph, plan, mesh, numbers, buckets).build()
+
+
+@dataclass
+class _Value:
+    """What a node of the traced graph became: a node of this rank's, and where its tensors lie."""
+
+    node: fx.Node
+    layouts: Any
+    """A layout; for a tuple or a list one for each, for others None."""
+    rests: str | None = None
+    """The name of the parameter or buffer that it is."""
+
+
+@dataclass
+class _Builder:
+    traced: OpGraph
+    plan: ShardedPlan
+    mesh: Mesh
+    numbers: RandomPieces
+    buckets: GradientBuckets
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[fx.Node, _Value] = field(default_factory=dict)
+    root: nn.Module = field(default_factory=nn.Module)
+
+    def build(self) -> Program:
+        nodes = list(self.traced.module.graph.nodes)
+        self._inputs(nodes)
+        state, leaves = self._state(nodes)
+        outputs: list[Layout | None] = []
+        for node in nodes:
+            if node.op == "output":
+                outputs = self._output(node)
+            elif node not in self.values:
+                self.values[node] = self._operation(node)
+                self.values[node].node.meta.update(_lasting(node.meta))
+        module = fx.GraphModule(self.root, self.graph, "Program")
+        return Program(module, state, leaves, outputs)
+
+    # What the graph takes
+
+    def _inputs(self, nodes: list[fx.Node]) -> None:
+        for node in nodes:
+            if node.op != "placeholder":
+                continue
+            layout = None
+            if isinstance(node.meta.get("val"), Tensor):
+                layout = self.plan.inputs.get(node.name, replicated(node.meta["val"].ndim))
+            self.values[node] = _Value(self.graph.placeholder(node.name), layout)
+
+    def _state(self, nodes: list[fx.Node]) -> tuple[list[str], list[str]]:
+        """Parameters, buffers and leaf modules are arguments too, so that the program holds none of them."""
+        names = set(self.traced.parameters)
+        state: dict[str, fx.Node] = {}
+        leaves: dict[str, fx.Node] = {}
+        read = [n for n in nodes if n.op == "get_attr" and str(n.target) in names]
+        for node in read:
+            name = str(node.target)
+            if name not in state:
+                state[name] = self.graph.placeholder(f"state_{len(state)}")
+            layout = self.plan.parameters.get(name, replicated(node.meta["val"].ndim))
+            self.values[node] = _Value(state[name], layout, rests=name)
+        for node in nodes:
+            if node.op == "call_module" and str(node.target) not in leaves:
+                leaves[str(node.target)] = self.graph.placeholder(f"leaf_{len(leaves)}")
+        self._leaf = leaves
+        for node in nodes:
+            if node.op == "get_attr" and node not in self.values:
+                self._constant(node)
+        return list(state), ["" if path == ROOT else path for path in leaves]
+
+    def _constant(self, node: fx.Node) -> None:
+        value = operator.attrgetter(str(node.target))(self.traced.module)
+        name = str(node.target).replace(".", "_")
+        if isinstance(value, Tensor):
+            self.root.register_buffer(name, value, persistent=False)
+        else:
+            setattr(self.root, name, value)
+        layout = replicated(value.ndim) if isinstance(value, Tensor) else None
+        self.values[node] = _Value(self.graph.get_attr(name), layout)
+
+    # Operations
+
+    def _operation(self, node: fx.Node) -> _Value:
+        if node.target in _PICKS:
+            source, key = self.values[node.args[0]], node.args[1]  # type: ignore[index]
+            layouts = source.layouts[key] if isinstance(source.layouts, (list, tuple, dict)) else None  # type: ignore[index]
+            picked = self.graph.call_function(node.target, (source.node, key))
+            return _Value(picked, layouts)
+        plan = self.plan.nodes.get(node.name)
+        if plan is None:
+            plan = self._whole(node)
+        operands, written = iter(plan.inputs), _written(node)
+
+        def taken(argument: fx.Node) -> fx.Node:
+            value = self.values[argument]
+            if not isinstance(argument.meta.get("val"), Tensor):
+                return value.node
+            layout = next(operands, None)
+            if layout is None:
+                raise PlanError(f"{node.name} takes more tensors than its plan ({plan.strategy}) has inputs")
+            made = self._move(value, value.layouts, layout, argument.name)
+            if made is not value.node and argument is written:
+                # what was moved may be a view of what it was
+                made = self.graph.call_function(torch.ops.aten.clone.default, (made,))
+            return made
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), taken)
+        if next(operands, None) is not None:
+            raise PlanError(f"{node.name} takes fewer tensors than its plan ({plan.strategy}) has inputs")
+        return self._call(node, plan, args, kwargs)
+
+    def _whole(self, node: fx.Node) -> NodePlan:
+        """The plan of an operation that has none: all is whole."""
+        taken: list[Layout] = []
+
+        def note(argument: fx.Node) -> fx.Node:
+            if isinstance(argument.meta.get("val"), Tensor):
+                taken.append(replicated(argument.meta["val"].ndim))
+            return argument
+
+        fx.node.map_arg((node.args, node.kwargs), note)
+        results = tuple(replicated(t.ndim) for t in _tensors(node.meta.get("val")))
+        return NodePlan("whole", tuple(taken), results, results)
+
+    def _call(self, node: fx.Node, plan: NodePlan, args: Any, kwargs: Any) -> _Value:
+        finish: Callable[[fx.Node], fx.Node] | None = None
+        if node.op == "call_module":
+            arguments = (self._leaf[str(node.target)], *args)
+            made = bound_call(self.graph, self.numbers.draw_alike, call_leaf, arguments, kwargs, node.name)
+        else:
+            call = LocalCall(
+                node, operation_name(node), plan, args, kwargs, self.graph, self.mesh, self.numbers
+            )
+            made, finish = run_on_pieces(call)
+        value, steps = node.meta.get("val"), list(zip(plan.computed, plan.outputs, strict=True))
+        if isinstance(value, Tensor):
+            ((computed, outputs),) = steps
+            made = self._move(_Value(made, computed), computed, outputs, node.name)
+            return _Value(made if finish is None else finish(made), outputs)
+        return self._results(node, made, value, steps)
+
+    def _results(
+        self, node: fx.Node, made: fx.Node, value: Any, steps: list[tuple[Layout, Layout]]
+    ) -> _Value:
+        """The results of an operation with several."""
+        if not isinstance(value, (list, tuple)) or all(src == dst for src, dst in steps):
+            left = iter([dst for _, dst in steps])
+            layouts: Any = None
+            if isinstance(value, (list, tuple)):
+                layouts = [next(left, None) if isinstance(v, Tensor) else None for v in value]
+            elif any(layout.sharded for _, layout in steps):
+                raise PlanError(f"{node.name} returns {type(value).__name__}, whose tensors cannot be cut")
+            else:
+                layouts = _WholeParts()
+            return _Value(made, layouts)
+        left_steps = iter(steps)
+        parts: list[Any] = []
+        placed: list[Layout | None] = []
+        for number, part in enumerate(value):
+            picked = self.graph.call_function(operator.getitem, (made, number))
+            if isinstance(part, Tensor):
+                src, dst = next(left_steps)
+                picked = self._move(_Value(picked, src), src, dst, node.name)
+            parts.append(picked)
+            placed.append(dst if isinstance(part, Tensor) else None)
+        return _Value(self.graph.call_function(_tuple_of, tuple(parts)), placed)
+
+    def _move(self, value: _Value, src: Layout | None, dst: Layout, name: str) -> fx.Node:
+        if src is None or isinstance(src, _WholeParts):
+            src = replicated(len(dst.dims))
+        if src == dst:
+            return value.node
+        if value.rests is not None and self.buckets.can_wait(src, dst):
+            return bound_call(self.graph, self.buckets.use, value.node, src, dst)
+        try:
+            _check_move(src, dst)
+        except ValueError as error:
+            raise PlanError(f"{name}: {error}") from error
+        return bound_call(self.graph, moved, value.node, src, dst, self.mesh, self.plan.links)
+
+    # What it returns
+
+    def _output(self, node: fx.Node) -> list[Layout | None]:
+        results: list[Any] = []
+        layouts: list[Layout | None] = []
+        for result in node.args[0]:  # type: ignore[union-attr]
+            if not isinstance(result, fx.Node):
+                results.append(result)
+                layouts.append(None)
+                continue
+            value, layout = self.values[result], None
+            if isinstance(result.meta.get("val"), Tensor):
+                layout = self.plan.outputs.get(result.name, replicated(result.meta["val"].ndim))
+                results.append(self._move(value, value.layouts, layout, result.name))
+            else:
+                results.append(value.node)
+            layouts.append(layout)
+        self.graph.output(results)
+        return layouts
+
+
+class _WholeParts:
+    """The layouts of an object all of whose tensors are whole."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+
+def _check_move(src: Layout, dst: Layout) -> None:
+    """Refuse a move that makes no sense, forward or backward."""
+    route(src, dst)
+    route(dst.dual(), src.dual())
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """The node whose tensor an operation writes to."""
+    schema = getattr(node.target, "_schema", None)
+    first = next(iter(node.args), None)
+    return first if schema is not None and schema.is_mutable and isinstance(first, fx.Node) else None
+
+
+def _tuple_of(*parts: Any) -> tuple[Any, ...]:
+    return parts
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _lasting(meta: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in meta.items() if key in ("module", "activation_checkpoint")}
+
+
+def state_of(model: nn.Module, program: Program) -> list[Any]:
+    """The arguments of ``program`` beside its inputs."""
+    tensors = named_state(model)
+    return [*(tensors[name] for name in program.state), *(model.get_submodule(p) for p in program.leaves)]

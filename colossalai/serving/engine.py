@@ -1,0 +1,244 @@
+"""``launch_engine`` and ``AsyncEngine``: any model behind ranks, with a queue in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import Any
+
+from colossalai.serving.batching import BatchManager, SubmitEntry, TaskEntry
+from colossalai.serving.errors import QueueFullError, ServiceError
+from colossalai.serving.forward import Forward
+from colossalai.serving.ranks import Died, Message, Ranks
+from colossalai.serving.service import Answer, Service, log
+from colossalai.serving.worker import FAILED, Job
+
+SECRET_VARIABLE = "COLOSSALAI_SERVING_SECRET"
+
+
+class AsyncEngine:
+    """A queue of requests, batches that are made of it, and ranks that compute them.
+
+    ``launch_engine`` makes one.  At most ``pipe_size`` batches for each stage are under way.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        batch_manager: BatchManager | None = None,
+        pipe_size: int = 1,
+        queue_size: int = 0,
+        verbose: bool = True,
+    ) -> None:
+        if pipe_size < 1 or queue_size < 0:
+            raise ValueError(
+                "an engine needs a pipe_size of at least 1 and a queue_size of at least 0 (no limit), got"
+                f" {pipe_size!r} and {queue_size!r}"
+            )
+        self.service = service
+        self._batches = batch_manager or BatchManager()
+        self._queue_size, self._verbose = queue_size, verbose
+        self._queue: deque[SubmitEntry] = deque()
+        self._results: dict[Hashable, Future[Any]] = {}
+        self._free = pipe_size * service.job.pp
+        self._open = True
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._submit_loop, name="engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.shutdown)
+
+    def submit(self, uid: Hashable, data: Any) -> None:
+        """Put a request into the queue; ``uid`` is a name of your choice for it, of which there is one."""
+        with self._changed:
+            if not self._open:
+                raise ServiceError("the engine was shut down")
+            if uid in self._results:
+                raise ValueError(f"there is a request {uid!r} already, whose result nobody has fetched")
+            if self._queue_size and len(self._queue) >= self._queue_size:
+                raise QueueFullError(f"Submit queue full, size: {self._queue_size}")
+            self._results[uid] = Future()
+            self._queue.append(SubmitEntry(uid, data))
+            self._changed.notify_all()
+
+    async def wait(self, uid: Hashable) -> Any:
+        """The result of a request.  A caller that is cancelled gives it up."""
+        result = self._result(uid)
+        try:
+            return await asyncio.wrap_future(result)
+        finally:
+            self._forget(uid)
+
+    def get(self, uid: Hashable, interval: float = 0.05) -> Any:
+        """As ``wait``, for threads; ``interval`` is of no effect, since nothing is polled."""
+        try:
+            return self._result(uid).result()
+        finally:
+            self._forget(uid)
+
+    def shutdown(self) -> None:
+        """End the ranks; what was not computed fails."""
+        with self._changed:
+            self._open = False
+            self._queue.clear()
+            self._changed.notify_all()
+        atexit.unregister(self.shutdown)
+        self.service.close()
+        with self._changed:
+            left = list(self._results.values())
+        for result in left:
+            _fail(result, ServiceError("the engine was shut down"))
+
+    def _result(self, uid: Hashable) -> Future[Any]:
+        with self._changed:
+            if uid not in self._results:
+                raise KeyError(f"no request {uid!r} was submitted, or its result was fetched already")
+            return self._results[uid]
+
+    def _forget(self, uid: Hashable) -> None:
+        with self._changed:
+            self._results.pop(uid, None)
+            for entry in self._queue:
+                if entry.uid == uid:
+                    self._queue.remove(entry)
+                    break
+
+    def _submit_loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._open or (self._queue and self._free))
+                if not self._open:
+                    return
+                entries = {entry.uid for entry in self._queue}
+                try:
+                    task, info = self._batches.make_batch(self._queue)
+                except Exception as error:  # of a batch manager, or of a request that it cannot read
+                    self._fail(entries - {entry.uid for entry in self._queue}, error)
+                    continue
+                self._free -= 1
+            self._send(task, info)
+
+    def _send(self, task: TaskEntry, info: dict[str, Any]) -> None:
+        began = time.monotonic()
+
+        def deliver(answer: Answer) -> None:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
+            self._take(task, info, answer, time.monotonic() - began)
+
+        try:
+            self.service.ask("forward", task.batch, deliver, everyone=True)
+        except (ServiceError, QueueFullError) as error:
+            with self._changed:
+                self._free += 1
+            self._fail(set(task.uids), error)
+
+    def _take(self, task: TaskEntry, info: dict[str, Any], answer: Answer, seconds: float) -> None:
+        if answer.failure is not None:
+            self._fail(set(task.uids), ServiceError(answer.failure))
+            return
+        if "error" in answer.value:
+            self._fail(set(task.uids), ValueError(answer.value["error"]))
+            return
+        if self._verbose:
+            log(f"batch size: {len(task.uids)}, time: {seconds:.3f}")
+        left = set(task.uids)
+        try:
+            for uid, output in self._batches.split_batch(
+                TaskEntry(task.uids, answer.value["output"]), **info
+            ):
+                left.discard(uid)
+                result = self._results.get(uid)
+                if result is not None and not result.done():
+                    result.set_result(output)
+        except Exception as error:
+            self._fail(left, error)
+        else:
+            self._fail(left, RuntimeError("split_batch of the batch manager gave no result for this request"))
+
+    def _fail(self, uids: set[Hashable], error: Exception) -> None:
+        for uid in uids:
+            result = self._results.get(uid)
+            if result is not None:
+                _fail(result, error)
+
+
+def _fail(result: Future[Any], error: Exception) -> None:
+    if not result.done():
+        result.set_exception(error)
+
+
+def launch_engine(
+    tp_world_size: int,
+    pp_world_size: int,
+    master_host: str,
+    master_port: int,
+    rpc_port: int,
+    model_fn: Callable[..., Any],
+    n_nodes: int = 1,
+    node_rank: int = 0,
+    batch_manager: BatchManager | None = None,
+    pipe_size: int = 1,
+    queue_size: int = 0,
+    rpc_disable_shm: bool = True,
+    **model_kwargs: Any,
+) -> AsyncEngine | None:
+    """Start ranks that run ``model_fn(**model_kwargs)``; the engine in front of them, once all are ready.
+
+    ``model_fn`` is a function of a module, called on every rank of a launched job of ``tp_world_size`` x
+    ``pp_world_size``.  On one node everything stays on the loopback address: ``master_port`` is where the
+    ranks meet (0: a port of the system's choice), and ``rpc_port`` is not used.  On several nodes call it on
+    each, with the same ``COLOSSALAI_SERVING_SECRET`` in the environment; ranks of other nodes report to
+    ``rpc_port`` of ``master_host``, and prove that they know the secret.  There it returns None when the
+    service has ended.  ``rpc_disable_shm`` is of no effect.
+
+    The script that calls it must do so under ``if __name__ == "__main__":``, as any that starts processes.
+    """
+    job = Job(
+        Forward,
+        {"model_fn": model_fn, "model_kwargs": model_kwargs},
+        tp=tp_world_size,
+        pp=pp_world_size,
+        nodes=n_nodes,
+        node_rank=node_rank,
+        host=master_host if n_nodes > 1 else "127.0.0.1",
+        port=master_port,
+        control_port=rpc_port,
+        secret=os.environ.get(SECRET_VARIABLE, "").encode() if n_nodes > 1 else b"",
+    )
+    if node_rank != 0:
+        _work_for_another_node(job)
+        return None
+    service = Service(job)
+    service.start()
+    try:
+        return AsyncEngine(service, batch_manager, pipe_size, queue_size)
+    except BaseException:
+        service.close()
+        raise
+
+
+def _work_for_another_node(job: Job) -> None:
+    """Run the ranks of this node until the service, on the first node, has ended."""
+    failed: list[str] = []
+
+    def note(message: Message | Died) -> None:
+        if isinstance(message, Died) and "exit code 0" not in message.how and "SIGKILL" not in message.how:
+            failed.append(f"rank {message.rank}: {message.how}")
+        elif isinstance(message, Message) and message.kind == FAILED:
+            failed.append(f"rank {message.rank}: {message.value['summary']}")
+
+    ranks = Ranks(job, note)
+    ranks.start()
+    try:
+        ranks.wait_all()
+    finally:
+        ranks.kill()
+    if failed:
+        raise ServiceError("; ".join(failed))

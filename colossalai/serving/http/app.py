@@ -1,0 +1,151 @@
+"""The app: routes, pages, and what is said of errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from colossalai._version import __version__
+from colossalai.serving.errors import QueueFullError, ServiceError
+from colossalai.serving.front import RequestError, TextModel
+from colossalai.serving.http import generation, openai
+from colossalai.serving.http.answering import ApiError, ClientGone, Context, as_api_error
+from colossalai.serving.http.guard import Guard, error_body
+from colossalai.serving.http.metrics import Metrics
+from colossalai.serving.http.settings import Settings
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
+_TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8"}
+
+
+def make_app(
+    model: TextModel,
+    settings: Settings = Settings(),  # noqa: B008
+    *,
+    draining: Callable[[], bool] = lambda: False,
+    on_start: Callable[[], None] = lambda: None,
+) -> FastAPI:
+    """The ASGI app of a model, for any ASGI server; ``colossalai.serving.http.serve`` runs one."""
+    metrics = Metrics(model.service)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        on_start()
+        yield
+
+    app = FastAPI(
+        title="colossalai",
+        version=__version__,
+        description=f"The model {model.name}.",
+        docs_url=None,  # FastAPI's own pages load scripts from another host
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.state.context = Context(model, settings, metrics)
+    app.state.started = int(time.time())
+    app.state.draining = draining
+    app.include_router(generation.router)
+    app.include_router(openai.router)
+    _add_status(app)
+    _add_pages(app)
+    _add_errors(app)
+    if settings.allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allow_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(Guard, settings=settings, metrics=metrics, draining=draining)
+    return app
+
+
+def _add_status(app: FastAPI) -> None:
+    @app.get("/health", tags=["Status"], responses={503: {"description": "It does not take requests now."}})
+    async def health(request: Request) -> Response:
+        """Whether requests are taken, for load balancers."""
+        service = request.app.state.context.model.service
+        state = "draining" if request.app.state.draining() else service.state
+        more = {"reason": service.reason} if service.reason else {}
+        return JSONResponse({"status": state, **more}, 200 if state == "ready" else 503)
+
+    @app.get("/metrics", tags=["Status"], response_class=Response)
+    async def metrics(request: Request) -> Response:
+        """Counters in the text format of Prometheus."""
+        text = request.app.state.context.metrics.text()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_pages(app: FastAPI) -> None:
+    pages = {
+        "/": "page.html",
+        "/page.js": "page.js",
+        "/docs": "docs.html",
+        "/docs.js": "docs.js",
+    }
+    for path, name in pages.items():
+        content = (files("colossalai.serving.http") / "pages" / name).read_bytes()
+        headers = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff"}
+        kind = _TYPES[name.rpartition(".")[2]]
+        app.add_api_route(path, _page(content, headers, kind), include_in_schema=False)
+
+
+def _page(content: bytes, headers: dict[str, str], kind: str) -> Callable[..., Any]:
+    async def page() -> Response:
+        return Response(content, headers=headers, media_type=kind)
+
+    return page
+
+
+def _add_errors(app: FastAPI) -> None:
+    def answer(request: Request, error: ApiError) -> Response:
+        body = error_body(request.url.path, error.message, error.code, error.param, error.kind)
+        headers = {"retry-after": "1"} if error.status in (429, 406, 503) else {}
+        return JSONResponse(body, error.status, headers)
+
+    async def told(request: Request, error: Exception) -> Response:
+        return answer(request, as_api_error(error))
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        faults = [_fault(fault) for fault in error.errors()[:8]]
+        if request.url.path.startswith("/v1"):
+            message = "; ".join(f"{'.'.join(f['loc'])}: {f['msg']}" for f in faults)
+            return answer(request, ApiError(400, message, "invalid_value", ".".join(faults[0]["loc"])))
+        return JSONResponse({"detail": faults}, 422)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        headers = dict(error.headers or {})
+        body = error_body(request.url.path, str(error.detail), None)
+        return JSONResponse(body, error.status_code, headers)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    for kind in (ApiError, RequestError, QueueFullError, ServiceError, TimeoutError):
+        app.add_exception_handler(kind, told)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGone, gone)
+
+
+def _fault(fault: Any) -> dict[str, Any]:
+    """Without the value that was sent: it may be long, or no JSON."""
+    place = [str(part)[:100].encode(errors="replace").decode() for part in fault["loc"]]
+    return {
+        "loc": place,
+        "msg": str(fault["msg"])[:300].encode(errors="replace").decode(),
+        "type": fault["type"],
+    }

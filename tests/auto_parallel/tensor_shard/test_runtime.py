@@ -1,0 +1,119 @@
+"""Models that run by a plan, however odd, are the serial model; and what fits no plan is refused."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.auto_parallel.tensor_shard.runtime import gradient_buckets, program
+from colossalai.mesh import Layout, serial_tensor
+from colossalai.testing import parametrize_sample, spawn
+from colossalai.testing.parity import ParityError, Problem, Tolerance, check_plan
+from tests.auto_parallel.tensor_shard.random_plans import EXACT, PlannedTraining, random_choice
+from tests.auto_parallel.tensor_shard.small_models import FAMILIES, small_problem
+
+_MESHES = ((1, 2), (2, 2), (1, 4), (2, 4))
+# transformers computes losses and some norms in float32, whatever the dtype of the model
+_SINGLE = Tolerance(loss=1e-6, gradient=1e-5, weight=1e-5)
+
+
+def tolerance(family: str) -> Tolerance:
+    return EXACT if family in ("mlp", "resnet", "vit") else _SINGLE
+
+
+def _start(rank: int, world_size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    colossalai.launch({}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    torch.manual_seed(5)
+
+
+# ---- parity ----
+
+
+def _random_plans(
+    rank: int, world_size: int, port: int, family: str, shape: tuple[int, int], seed: int
+) -> None:
+    _start(rank, world_size, port)
+    built: list[nn.Module] = []
+    given = small_problem(family)
+
+    def build() -> nn.Module:
+        built.append(given.build())
+        return built[-1]
+
+    problem = Problem(build=build, batches=given.batches, loss=given.loss)
+    plan = partial(PlannedTraining, shape=shape, make=partial(random_choice, seed=seed))
+    check_plan(problem, plan, tolerance=tolerance(family))
+    serial, planned = (dict(model.named_buffers()) for model in built)
+    for name, buffer in planned.items():  # running statistics
+        whole = serial_tensor(buffer, buffer, buffer.placed_on)  # type: ignore[attr-defined]
+        torch.testing.assert_close(whole, serial[name], rtol=1e-6, atol=1e-9, msg=lambda m, n=name: n + m)
+
+
+_CASES = [(family, shape, seed) for seed, shape, family in itertools.product(range(2), _MESHES, FAMILIES)]
+_IDS = [f"{family}-{shape[0]}x{shape[1]}-{seed}" for family, shape, seed in _CASES]
+
+
+@parametrize_sample("family, shape, seed", _CASES, 6, ids=_IDS)
+def test_any_plan_equals_the_serial_model(family: str, shape: tuple[int, int], seed: int) -> None:
+    """Also the bytes of every kind of collective are those that were predicted."""
+    if family not in ("mlp", "resnet"):
+        pytest.importorskip("transformers")
+    size = shape[0] * shape[1]
+    spawn(_random_plans, size, timeout=240, family=family, shape=shape, seed=seed)
+
+
+def _without_a_sum(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+    problem = small_problem("mlp")
+    plan = partial(PlannedTraining, shape=(1, 2), make=_data_parallel)
+    check_plan(problem, plan, tolerance=EXACT)
+    summed = gradient_buckets.GradientBuckets._summed
+
+    def unsummed(self: Any, bucket: Any) -> torch.Tensor:
+        return bucket.pending() * 0 + torch.cat([grad.reshape(-1) for grad in bucket.grads])
+
+    try:
+        gradient_buckets.GradientBuckets._summed = unsummed  # type: ignore[method-assign]
+        torch.manual_seed(5)
+        with pytest.raises(ParityError, match="gradient at step 0"):
+            check_plan(problem, plan, tolerance=EXACT)
+    finally:
+        gradient_buckets.GradientBuckets._summed = summed  # type: ignore[method-assign]
+    move = program.redistribute
+    try:
+        program.redistribute = lambda x, src, dst, *rest, **options: move(  # type: ignore[assignment]
+            x, Layout(src.dims), Layout(dst.dims), *rest, **options
+        )
+        torch.manual_seed(5)
+        with pytest.raises((ParityError, AssertionError)):
+            check_plan(problem, partial(PlannedTraining, shape=(1, 2), make=partial(random_choice, seed=3)))
+    finally:
+        program.redistribute = move
+
+
+def _data_parallel(problem: Any) -> list[int]:
+    """The strategies that cut the first dim of everything, where there are some."""
+    names = {"S1", "S0", "S01"}
+
+    def score(placement: Any) -> tuple[int, ...]:
+        rows = [bool(out.dims and out.dims[0]) for out in placement.outputs]
+        weights = [len(layout.sharded) for layout in placement.inputs[1:]]
+        return (-sum(rows), sum(weights), len(names & {placement.name}))
+
+    best = [
+        min(range(len(v.placements)), key=lambda n, v=v: score(v.placements[n])) for v in problem.vertices
+    ]
+    for flow in problem.flows:
+        assert problem.table(flow)[best[flow.source], best[flow.target]] < float("inf")
+    return best
+
+
+def test_a_sum_that_is_left_out_is_seen() -> None:
+    spawn(_without_a_sum, 2)

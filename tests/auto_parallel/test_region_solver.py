@@ -1,0 +1,129 @@
+"""The solver of regions finds what trying all of them finds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from colossalai.auto_parallel.checkpoint.mode_solver import ModeCost, ModeProblem, ModeStage
+from colossalai.auto_parallel.checkpoint.region_solver import InnerCost, RegionSolver
+
+Inner = list[Any]
+"""What is in a region: "keep" for a block that keeps everything, or a list, a region of its own."""
+
+
+def problem_of(stages: int, seed: int) -> tuple[ModeProblem, list[InnerCost]]:
+    numbers = random.Random(seed)
+    found, inner = [], []
+    for place in range(stages):
+        size, more = numbers.randint(1, 4), numbers.randint(2, 9)
+        seconds = numbers.randint(2, 9)
+        costs = {
+            "keep": ModeCost(size + more, size + more + 2, size + more + 3, 2.0 * seconds),
+            "full": ModeCost(size, size + 3, size + more + 3, 3.0 * seconds),
+        }
+        found.append(ModeStage(f"block {place}", costs, numbers.randint(0, 2)))
+        inner.append(InnerCost(size, size + more, numbers.randint(0, 2), more + 2, 3, numbers.randint(1, 3)))
+    return ModeProblem(found), inner
+
+
+def insides(blocks: int) -> Iterator[Inner]:
+    """All ways to compute so many blocks of a region again."""
+    if not blocks:
+        yield []
+        return
+    for rest in insides(blocks - 1):
+        yield ["keep", *rest]
+    for length in range(1, blocks):  # what comes behind makes a region inside worth it
+        for inner in insides(length):
+            for rest in insides(blocks - length):
+                yield [inner, *rest]
+
+
+def plans(blocks: int) -> Iterator[Inner]:
+    """All ways to compute so many blocks: modes, and regions of several."""
+    if not blocks:
+        yield []
+        return
+    for mode in ("keep", "full"):
+        for rest in plans(blocks - 1):
+            yield [mode, *rest]
+    for length in range(2, blocks + 1):
+        for inner in insides(length):
+            for rest in plans(blocks - length):
+                yield [inner, *rest]
+
+
+def length_of(item: Any) -> int:
+    return 1 if isinstance(item, str) else sum(length_of(part) for part in item)
+
+
+class Played:
+    """The peak and the seconds of a way to compute, step by step."""
+
+    def __init__(self, problem: ModeProblem, inner: list[InnerCost], plan: Inner) -> None:
+        self.stages, self.inner = problem.stages, inner
+        self.peak, self.seconds = 0, 0.0
+        kept = first = 0
+        for item in plan:
+            stop = first + length_of(item)
+            if isinstance(item, str):
+                cost = self.stages[first].costs[item]
+                self.peak = max(self.peak, kept + cost.forward, kept + cost.backward)
+                self.peak = max(self.peak, kept + cost.kept + self.stages[first].between)
+                self.seconds += cost.seconds
+                kept += cost.kept
+            else:
+                start = kept + inner[first].input
+                for place in range(first, stop):
+                    output = inner[place + 1].input if place + 1 < len(inner) else 0
+                    held = inner[place].input if place > first else 0
+                    self.peak = max(self.peak, start + held + self.stages[place].costs["full"].forward)
+                    self.peak = max(self.peak, start + output + self.stages[place].between)
+                self.seconds += self.again(first, stop)
+                self.inside(item, first, stop - 1, start)
+                kept = start
+            first = stop
+
+    def again(self, first: int, stop: int) -> float:
+        return sum(
+            stage.costs["full"].seconds - stage.costs["keep"].seconds for stage in self.stages[first:stop]
+        )
+
+    def inside(self, items: Inner, first: int, last: int, kept: int) -> None:
+        base = self.inner[last].base
+        for item in items:
+            stop, cost = first + length_of(item), self.inner[first]
+            if isinstance(item, str):
+                self.peak = max(self.peak, kept + base + cost.keeping)
+                self.peak = max(self.peak, kept + cost.base + cost.kept - cost.input + cost.backward)
+                self.seconds += self.stages[first].costs["keep"].seconds
+                kept += cost.kept - cost.input + (self.inner[first + 1].input if first < last else 0)
+            else:
+                for place in range(first, stop):
+                    held = self.inner[place].input if place > first else 0
+                    self.peak = max(self.peak, kept + base + held + self.inner[place].passing)
+                self.seconds += self.again(first, stop)
+                self.inside(item, first, stop - 1, kept)
+                kept += self.inner[stop].input
+            first = stop
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_equal_to_brute_force(seed: int) -> None:
+    blocks = 2 + seed % 4
+    problem, inner = problem_of(blocks, seed)
+    ways = [Played(problem, inner, plan) for plan in plans(blocks)]
+    most = max(way.peak for way in ways) + 1
+    ground = min(cost.base for cost in inner)
+    solver = RegionSolver(problem, inner, most, slots=most - ground)  # one slot for each byte
+    for budget in range(most):
+        fastest = min((way.seconds for way in ways if way.peak <= budget), default=None)
+        choice = solver.solve(budget)
+        assert (choice is None) == (fastest is None)
+        if choice is not None:
+            assert choice.seconds == fastest
+    assert solver.least() == min(way.peak for way in ways)

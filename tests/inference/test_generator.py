@@ -1,0 +1,294 @@
+"""Requests as a script makes them: text, streams, stop strings, log-probabilities, cancelling, bad scores."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from colossalai.inference import Completion, Event, Generator, Sampling
+from tests.inference.models import WORDS, Letters, build, greedy, log_probabilities, prompts
+
+GREEDY = Sampling(max_tokens=12, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("llama")
+
+
+def drain(generator: Generator) -> dict[Any, Completion]:
+    done: dict[Any, Completion] = {}
+    while not generator.idle:
+        for event in generator.step():
+            done.setdefault(event.uid, Completion(event.uid, [])).add(event)
+    return done
+
+
+# ---- text ----
+
+
+def test_text_in_and_text_out(model: Any) -> None:
+    generator = Generator(model, Letters())
+    tokens = Letters().encode("What is")
+    (found,) = generator.generate(["What is"], GREEDY)
+    assert found.prompt_tokens == tokens
+    assert found.tokens == greedy(model, tokens, 12)
+    assert found.text == Letters().decode(found.tokens)
+    assert found.finish_reason == "length"
+
+
+def test_a_stream_is_the_completion_in_pieces(model: Any) -> None:
+    generator = Generator(model, Letters())
+    (whole,) = generator.generate(["What is"], GREEDY)
+    events = list(generator.stream("What is", GREEDY))
+    assert [len(e.tokens) for e in events] == [1] * 12
+    assert "".join(e.text for e in events) == whole.text
+    assert [e.finish_reason for e in events] == [None] * 11 + ["length"]
+    for _ in generator.stream("What is", GREEDY):
+        break  # a reader that goes away
+    assert generator.idle
+    assert generator.stats().pages_used == 0
+
+
+def test_a_stop_string_ends_a_text_and_is_left_out(model: Any) -> None:
+    generator = Generator(model, Letters())
+    (whole,) = generator.generate(["What is"], GREEDY)
+    stop = whole.text[5:8]
+    place = whole.text.index(stop)
+    sampling = Sampling(max_tokens=12, temperature=0, stop=("never", stop))
+    (found,) = generator.generate(["What is"], sampling)
+    assert found.finish_reason == "stop"
+    assert found.text == whole.text[:place]
+    assert len(found.tokens) == place + 3
+    events = list(generator.stream("What is", sampling))
+    assert "".join(e.text for e in events) == whole.text[:place]
+    assert generator.stats().pages_used == 0
+
+
+def test_a_beginning_of_a_stop_string_is_held_back_until_it_is_none(model: Any) -> None:
+    generator = Generator(model, Letters())
+    (whole,) = generator.generate(["What is"], GREEDY)
+    sampling = Sampling(max_tokens=12, temperature=0, stop=(whole.text[4:6] + "\0",))
+    events = list(generator.stream("What is", sampling))
+    assert "".join(e.text for e in events) == whole.text
+    assert "" in [e.text for e in events]
+
+
+def test_stop_tokens_and_the_last_token_of_the_model() -> None:
+    model = build("llama")
+    tokens = greedy(model, [5, 6], 12)
+    stop = tokens[4]
+    (found,) = Generator(model).generate(
+        [[5, 6]], Sampling(max_tokens=12, temperature=0, stop_tokens=(stop,))
+    )
+    assert (found.tokens, found.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
+    model.generation_config.eos_token_id = [stop, next(t for t in range(WORDS) if t not in tokens)]
+    for ignore, length in ((False, tokens.index(stop) + 1), (True, 12)):
+        sampling = Sampling(max_tokens=12, temperature=0, ignore_eos=ignore)
+        (found,) = Generator(model).generate([[5, 6]], sampling)
+        assert found.tokens == tokens[:length]
+
+
+class Bytes:
+    """A tokenizer of bytes: a character may take several tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+def test_no_half_characters_are_given() -> None:
+    from colossalai.inference.text import TextStream
+
+    for text in ("für 5 €", "日本語"):
+        stream = TextStream(Bytes(), Bytes().encode("x"), ())
+        pieces = [stream.add([token]) for token in Bytes().encode(text)]
+        assert "".join(pieces) == text
+        assert "\ufffd" not in "".join(pieces)
+    stream = TextStream(Bytes(), [], ())
+    assert stream.add(Bytes().encode("€")[:2]) == ""
+    assert stream.add([], last=True) == "\ufffd", "a text that ends within a character says so"
+
+
+# ---- chance ----
+
+
+def test_seeds_repeat_whatever_else_is_written(model: Any) -> None:
+    state = torch.get_rng_state()
+    drawn = Sampling(max_tokens=12, seed=7)
+    alone = [Generator(model).generate([p], drawn)[0].tokens for p in prompts()]
+    together = Generator(model, page_size=4, pages=12, max_length=44).generate(prompts(), drawn)
+    assert [c.tokens for c in together] == alone
+    other = Generator(model).generate(prompts(), Sampling(max_tokens=12, seed=8))
+    assert [c.tokens for c in other] != alone
+    free = Generator(model).generate([[5]] * 8, Sampling(max_tokens=12))
+    assert len({tuple(c.tokens) for c in free}) == 8, "without a seed each request draws its own"
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# ---- log-probabilities ----
+
+
+def test_log_probabilities_are_those_of_the_model(model: Any) -> None:
+    generator = Generator(model, chunk=7, page_size=4)
+    sampling = Sampling(max_tokens=6, temperature=0.5, top_k=3, seed=1, logprobs=3, prompt_logprobs=2)
+    plain = generator.generate(prompts(), Sampling(max_tokens=6, temperature=0.5, top_k=3, seed=1))
+    for prompt, found, same in zip(prompts(), generator.generate(prompts(), sampling), plain, strict=True):
+        assert found.tokens == same.tokens
+        assert same.logprobs is same.prompt_logprobs is None
+        table = log_probabilities(model, prompt + found.tokens)
+        rows = [*(found.prompt_logprobs or []), *(found.logprobs or [])]
+        assert [row.token for row in rows] == (prompt + found.tokens)[1:]
+        for place, row in enumerate(rows):
+            expected = table[place]
+            assert row.logprob == pytest.approx(float(expected[row.token]), abs=1e-4)
+            top = expected.topk(2 if place < len(prompt) - 1 else 3)
+            assert [t for t, _ in row.top] == top.indices.tolist()
+            assert [p for _, p in row.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_scores_of_texts(model: Any) -> None:
+    texts = prompts()
+    for _ in range(2):
+        for text, found in zip(texts, Generator(model, chunk=11).score(texts), strict=True):
+            table = log_probabilities(model, text)
+            expected = [float(table[i, token]) for i, token in enumerate(text[1:])]
+            assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_long_prompt_is_scored_in_parts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colossalai.inference.scheduler.MOST_SCORED", 3)
+    texts = prompts()
+    expected = Generator(model).score(texts)
+    found = Generator(model, chunk=64).score(texts)
+    assert [len(x) for x in found] == [len(t) - 1 for t in texts]
+    for a, b in zip(found, expected, strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+
+
+# ---- coming and going ----
+
+
+def test_requests_come_and_go_while_others_are_written(model: Any) -> None:
+    generator = Generator(model, max_requests=3, page_size=4)
+    waiting = {f"r{i}": p for i, p in enumerate(prompts())}
+    events: list[Event] = []
+    for uid, prompt in waiting.items():
+        assert generator.submit(prompt, GREEDY, uid=uid) == uid
+        events += generator.step()
+    assert generator.stats().waiting + generator.stats().running == len(waiting)
+    with pytest.raises(ValueError, match="'r5' is on its way already"):
+        generator.submit([5], uid="r5")
+    generator.cancel("r5")
+    generator.cancel("r5")
+    generator.cancel("nobody")
+    more = generator.generate([[9, 9]], GREEDY)
+    done = {event.uid: Completion(event.uid, []) for event in events}
+    for event in events:
+        done[event.uid].add(event)
+    for uid, rest in drain(generator).items():
+        done.setdefault(uid, Completion(uid, [])).tokens += rest.tokens
+        done[uid].finish_reason = rest.finish_reason
+    assert more[0].tokens == greedy(model, [9, 9], 12)
+    for uid, prompt in waiting.items():
+        expected = greedy(model, prompt, 12)
+        assert done[uid].finish_reason == ("cancelled" if uid == "r5" else "length")
+        assert done[uid].tokens == expected[: len(done[uid].tokens)]
+        assert len(done[uid].tokens) == 12 or uid == "r5"
+    assert generator.stats().pages_used == 0
+    assert generator.idle
+    generator.submit([5], uid="r5")  # a name may be used again
+
+
+def test_scores_that_are_no_numbers_end_one_request_alone() -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[77] = float("nan")
+    generator = Generator(model, page_size=4)
+    good = [p for p in prompts() if 77 not in p]
+    found = generator.generate([*good, [5, 77, 6], [77]], GREEDY)
+    for prompt, completion in zip(good, found, strict=False):
+        assert completion.tokens == greedy(model, prompt, 12)
+    for completion in found[len(good) :]:
+        assert completion.finish_reason == "error"
+        assert completion.tokens == []
+        assert "scores that are no finite numbers (nan or infinite) at position" in str(completion.error)
+    assert generator.stats().pages_used == 0
+    with pytest.raises(ValueError, match="sequence 1: the model gave scores"):
+        generator.score([[5, 6], [5, 77, 6]])
+
+
+def test_a_closed_generator_says_so(model: Any) -> None:
+    generator = Generator(model)
+    generator.close()
+    generator.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        generator.generate([[5]])
+
+
+# ---- the model stays as it is ----
+
+
+def test_the_model_is_as_before_between_steps() -> None:
+    model = build("gpt2").train()
+    model.transformer.h[0].eval()
+    modes = [m.training for m in model.modules()]
+    before = {n: (p.requires_grad, p.clone()) for n, p in model.named_parameters()}
+    chosen = model.config._attn_implementation
+    generator = Generator(model)
+    generator.submit([5, 6], GREEDY)
+    generator.step()
+    assert [m.training for m in model.modules()] == modes
+    assert model.config._attn_implementation == chosen
+    assert not any("pages" in m.__dict__ for m in model.modules())
+    for name, param in model.named_parameters():
+        assert param.requires_grad == before[name][0]
+        assert torch.equal(param, before[name][1])
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert greedy(copied.eval(), [5, 6], 3) == greedy(copied, [5, 6], 3)
+    drain(generator)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_new_weights_are_used_at_once(training: bool) -> None:
+    """Keys and values of other weights are of no use, though the prompt is the same."""
+    model = build("opt").train(training)
+    generator = Generator(model, page_size=4)
+    first = generator.generate(prompts(), GREEDY)
+    generator.submit(prompts()[3], Sampling(max_tokens=20, temperature=0), uid="running")
+    written = [token for _ in range(4) for event in generator.step() for token in event.tokens]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.2)
+    model.eval()
+    on = greedy(model, prompts()[3] + written, 16)
+    model.train(training)
+    assert drain(generator)["running"].tokens == on
+    second = generator.generate(prompts(), GREEDY)
+    model.eval()
+    assert [c.tokens for c in second] == [greedy(model, p, 12) for p in prompts()]
+    assert [c.tokens for c in first] != [c.tokens for c in second]
+
+
+def test_two_generators_share_a_model(model: Any) -> None:
+    first, second = Generator(model), Generator(model, page_size=3)
+    first.submit([5, 6], GREEDY, uid=0)
+    second.submit([7, 8], GREEDY, uid=0)
+    found: tuple[list[int], list[int]] = [], []
+    for _ in range(12):
+        for generator, tokens in zip((first, second), found, strict=True):
+            tokens += [t for event in generator.step() for t in event.tokens]
+    assert found == (greedy(model, [5, 6], 12), greedy(model, [7, 8], 12))
+
+
+def test_a_text_ends_where_the_positions_end(model: Any) -> None:
+    prompt = [t % WORDS for t in range(2, 62)]
+    (found,) = Generator(model).generate([prompt], Sampling(max_tokens=50, temperature=0))
+    assert len(found.tokens) == 4
+    assert found.finish_reason == "length"

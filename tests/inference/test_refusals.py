@@ -1,0 +1,172 @@
+"""What cannot be served is one clear error, and the others go on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from colossalai.inference import Generator, Sampling
+from tests.inference.models import Letters, build
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_tokens": -1}, "max_tokens must be a whole number of 0 or more"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
+        ({"max_tokens": None}, "max_tokens must be a whole number"),
+        ({"temperature": -0.1}, "temperature must be 0 (greedy) or more"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": None}, "temperature must be a finite number"),
+        ({"top_k": -1}, "top_k must be a whole number of 0 or more"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p must be above 0 and at most 1"),
+        ({"min_p": 2.0}, "min_p must be from 0 to 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"seed": -1}, "seed must be a whole number of 0 or more"),
+        ({"seed": 2**63}, "seed must be below 2**63"),
+        ({"stop": "end"}, "write ('end',)"),
+        ({"stop": ("",)}, "stop must be made of strings that are not empty"),
+        ({"stop_tokens": (-1,)}, "stop_tokens must be made of numbers of tokens"),
+        ({"logprobs": -1}, "logprobs must be a whole number"),
+    ],
+)
+def test_sampling(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Sampling(**options)
+
+
+@pytest.fixture(scope="module")
+def generator() -> Generator:
+    return Generator(build("llama"), max_requests=2, pages=3, page_size=8)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([5, 131], {}, "the prompt has the token 131, and this model knows 0 to 130"),
+        ([5, -1], {}, "the prompt has the token -1"),
+        ([5, 1.0], {}, "a list of whole numbers"),
+        (
+            [5] * 64,
+            {},
+            "the prompt has 64 tokens, and the model sees 64 with what it writes; give at most 63",
+        ),
+        ([5] * 20, {"max_tokens": 5}, "need pages for 25 tokens, and there are pages for 24"),
+        ([5], {"stop_tokens": (131,)}, "stop_tokens has 131"),
+        ([5], {"stop": ("x",)}, "has no tokenizer"),
+        ([5], {"logprobs": 132}, "logprobs=132: this model knows 131 tokens"),
+        ("text", {}, "has no tokenizer"),
+    ],
+)
+def test_a_bad_request_is_refused_and_others_go_on(
+    generator: Generator, prompt: Any, options: dict[str, Any], words: str
+) -> None:
+    generator.submit([5, 6], Sampling(max_tokens=3), uid="good")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        generator.submit(prompt, Sampling(**options))
+    while not generator.idle:
+        events = generator.step()
+    assert events[-1].uid == "good"
+    assert events[-1].finish_reason == "length"
+
+
+def test_an_empty_text_is_an_empty_prompt() -> None:
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        Generator(build("llama"), Letters()).submit("")
+
+
+@pytest.mark.parametrize("call", ["generate", "score"])
+def test_one_prompt_is_not_a_list_of_prompts(generator: Generator, call: str) -> None:
+    for prompt in ("text", [5, 6]):
+        with pytest.raises(ValueError, match=r"write \[prompt\] for one"):
+            getattr(generator, call)(prompt)
+    with pytest.raises(ValueError, match="2 prompts and 1 samplings"):
+        generator.generate([[5], [6]], [Sampling()])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_requests": 0}, "max_requests=0"),
+        ({"page_size": 1.5}, "page_size=1.5"),
+        ({"chunk": 0}, "chunk=0"),
+        ({"pages": 0}, "pages=0"),
+        ({"memory": 2}, "memory=2"),
+        ({"max_length": 65}, r"max_length=65\): the model has 64 positions"),
+        ({"memory": 1e-12}, "0 pages of 16 tokens have no room for a request"),
+        ({"pages": 1, "page_size": 1}, "1 pages of 1 tokens have no room for a request"),
+    ],
+)
+def test_sizes(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Generator(build("llama"), **options)
+
+
+def _gemma() -> Any:
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "vocab_size": 50,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, **heads))
+
+
+def _encoder_decoder() -> Any:
+    return T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1))
+
+
+def _quantized() -> Any:
+    model = build("llama")
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    return model
+
+
+def _linear() -> Any:
+    model = build("llama")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    return model
+
+
+def _rotations() -> Any:
+    model = build("llama")
+    model.config.rope_parameters = {"rope_type": "dynamic"}
+    return model
+
+
+def _empty() -> Any:
+    with torch.device("meta"):
+        return build("llama")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (_gemma, r"caps its scores \(softcap\)"),
+        (_encoder_decoder, "has an encoder and a decoder"),
+        (_quantized, "has quantized weights"),
+        (_linear, "have linear attention"),
+        (_rotations, r"its rotations \('dynamic'\) depend on the longest sequence"),
+        (lambda: LlamaModel(build("llama").config), "has no head that scores words"),
+        (_empty, "has no memory yet"),
+        (lambda: torch.nn.Linear(3, 3), "has no head that scores words"),
+    ],
+    ids=lambda x: getattr(x, "__name__", "words").strip("_"),
+)
+def test_models(model: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Generator(model())

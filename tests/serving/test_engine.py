@@ -1,0 +1,239 @@
+"""``launch_engine``: any model, whole or cut, gives what it gives in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colossalai.serving import (
+    AsyncEngine,
+    BatchManager,
+    BatchManagerForGeneration,
+    ListCache,
+    MissCacheError,
+    QueueFullError,
+    ServiceError,
+    SubmitEntry,
+    TaskEntry,
+    launch_engine,
+)
+from colossalai.testing import free_port
+
+IDS = torch.arange(10).view(2, 5)
+
+
+def gpt() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=4, vocab_size=97, n_positions=32))
+
+
+class Echo(nn.Module):
+    """Gives back what it got, so that batches can be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, **data: Any) -> Any:
+        return (
+            {name: value for name, value in data.items() if name != "crash"}
+            if "crash" not in data
+            else os._exit(5)
+        )
+
+
+def started(*arguments: Any, **options: Any) -> AsyncEngine:
+    engine = launch_engine(*arguments, **options)
+    assert engine is not None
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp"),
+    [(1, 1), (2, 2), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, 1), (4, 1), (1, 2)))],
+)
+def test_a_cut_model_gives_what_the_whole_one_gives(tp: int, pp: int) -> None:
+    want = gpt().eval()(input_ids=IDS).logits.detach()
+    engine = started(tp, pp, "localhost", 0, 0, gpt)
+    try:
+        for i in range(3):
+            engine.submit(i, {"input_ids": IDS + i})
+        torch.testing.assert_close(engine.get(0)["logits"], want)
+        assert [engine.get(i)["logits"].shape for i in (1, 2)] == [want.shape] * 2
+        engine.submit("bad", {"input_ids": IDS + 90})
+        with pytest.raises(ValueError, match=r"97|range"):
+            engine.get("bad")
+        engine.submit("after", {"input_ids": IDS})
+        torch.testing.assert_close(asyncio.run(engine.wait("after"))["logits"], want)
+        os.kill(engine.service.pids[tp * pp - 1], signal.SIGKILL)
+        while engine.service.restarted == 0 or engine.service.state != "ready":
+            assert engine.service.state != "ended"
+        engine.submit("again", {"input_ids": IDS})
+        torch.testing.assert_close(engine.get("again")["logits"], want)
+    finally:
+        engine.shutdown()
+
+
+def test_the_queue_has_a_limit_and_a_dead_rank_fails_what_waits_for_it() -> None:
+    engine = started(1, 1, "localhost", 0, 0, Echo, queue_size=1)
+    try:
+        engine.submit(0, {"x": 1})
+        assert engine.get(0) == {"x": 1}
+        os.kill(engine.service.pids[0], signal.SIGSTOP)
+        engine.submit("sent", {"x": 1})
+        while engine._queue:
+            pass
+        engine.submit("queued", {"x": 2})
+        with pytest.raises(QueueFullError, match="size: 1"):
+            engine.submit("refused", {})
+        with pytest.raises(ValueError, match="already"):
+            engine.submit("queued", {})
+        with pytest.raises(KeyError, match="refused"):
+            engine.get("refused")
+        os.kill(engine.service.pids[0], signal.SIGKILL)
+        with pytest.raises(ServiceError, match="rank 0 died"):
+            engine.get("sent")
+    finally:
+        engine.shutdown()
+    with pytest.raises(ServiceError, match="shut down"):
+        engine.submit(1, {})
+
+
+def test_batches_reach_the_model_and_their_rows_come_back() -> None:
+    engine = started(1, 1, "localhost", 0, 0, Echo, batch_manager=Together())
+    try:
+        for i in range(4):
+            engine.submit(i, i)
+        assert sorted(engine.get(i) for i in range(4)) == [0, 1, 2, 3]
+    finally:
+        engine.shutdown()
+
+
+class Together(BatchManager):
+    def make_batch(self, q: deque[SubmitEntry]) -> tuple[TaskEntry, dict[str, Any]]:
+        entries = [q.popleft() for _ in range(len(q))]
+        return TaskEntry(tuple(e.uid for e in entries), {"rows": [e.data for e in entries]}), {}
+
+    def split_batch(self, task_entry: TaskEntry, **kwargs: Any) -> Any:
+        yield from zip(task_entry.uids, task_entry.batch["rows"], strict=True)
+
+
+def _entry(uid: int, ids: list[int], most: int, **sampling: Any) -> SubmitEntry:
+    return SubmitEntry(uid, {"input_ids": ids, "max_tokens": most, **sampling})
+
+
+def test_generation_batches_follow_the_documented_rules() -> None:
+    manager = BatchManagerForGeneration(max_batch_size=3, pad_token_id=9)
+    q = deque(
+        [
+            _entry(0, [1, 2], 5, top_k=4),
+            _entry(1, [1, 2, 3], 4, top_k=4),
+            _entry(2, [7], 5, top_k=4),
+            _entry(3, [7], 1, top_k=4),  # the batch is full
+            _entry(4, [7], 2, top_k=4),  # more tokens than the head of its batch
+            _entry(5, [7], 1, top_k=4, temperature=0.5),
+            _entry(6, [7], 1, top_k=4),
+        ]
+    )
+    task, info = manager.make_batch(q)
+    assert task.uids == (0, 1, 2)
+    assert task.batch["input_ids"].tolist() == [[9, 1, 2], [1, 2, 3], [9, 9, 7]]
+    assert task.batch["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
+    assert task.batch["max_tokens"] == 3 + 5
+    assert task.batch["top_k"] == 4
+    assert "top_p" not in task.batch
+    whole = torch.arange(24).view(3, 8)
+    rows = dict(manager.split_batch(TaskEntry(task.uids, whole), **info))
+    assert {uid: row.tolist() for uid, row in rows.items()} == {
+        0: [1, 2, 3, 4, 5, 6, 7],
+        1: [8, 9, 10, 11, 12, 13, 14],
+        2: [18, 19, 20, 21, 22, 23],
+    }
+    assert [manager.make_batch(q)[0].uids for _ in range(4)] == [(3,), (4,), (5,), (6,)]
+    with pytest.raises(ValueError, match="max_batch_size"):
+        BatchManagerForGeneration(0)
+
+
+def test_the_cache_hits_when_a_key_has_enough_results() -> None:
+    cache = ListCache(2, 2, fixed_keys=["fixed"])
+
+    def misses(key: str) -> bool:
+        try:
+            return cache.get(key) is None
+        except MissCacheError:
+            return True
+
+    cache.add("a", 1)
+    cache.add("a", 1)
+    assert misses("a")
+    cache.add("a", 2)
+    cache.add("a", 3)
+    assert {cache.get("a") for _ in range(50)} == {1, 2}
+    for value in (1, 2):
+        cache.add("b", value)
+        cache.add("fixed", value)
+    cache.get("a")
+    for value in (1, 2):
+        cache.add("c", value)  # b was used least recently
+    assert [misses(key) for key in ("a", "b", "c", "fixed")] == [False, True, False, False]
+    nothing = ListCache(0, 1)
+    nothing.add("a", 1)
+    with pytest.raises(MissCacheError):
+        nothing.get("a")
+
+
+def node(rank: int, master: int, rpc: int) -> None:
+    """A script on one of two nodes."""
+    engine = launch_engine(2, 1, "127.0.0.1", master, rpc, gpt, n_nodes=2, node_rank=rank)
+    if engine is not None:
+        engine.submit(0, {"input_ids": IDS})
+        torch.testing.assert_close(engine.get(0)["logits"], gpt().eval()(input_ids=IDS).logits.detach())
+        engine.shutdown()
+    print(f"node {rank} is done")
+
+
+def _two_nodes(secrets: tuple[str, str]) -> list[tuple[int, str]]:
+    ports = f"{free_port()}, {free_port()}"
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"from tests.serving.test_engine import node; node({rank}, {ports})"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"COLOSSALAI_SERVING_SECRET": secrets[rank]},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        if secrets[0] != secrets[1]:
+            output = nodes[1].communicate(timeout=100)[0]
+            return [(0, ""), (nodes[1].returncode, output)]
+        return [(one.wait(100), one.stdout.read()) for one in nodes]  # type: ignore[union-attr]
+    finally:
+        for one in nodes:
+            one.kill()
+            one.communicate()
+
+
+def test_two_nodes_that_share_a_secret() -> None:
+    done = _two_nodes(("a secret of the job",) * 2)
+    assert [code for code, _ in done] == [0, 0], done
+    assert "node 1 is done" in done[1][1]
+
+
+@pytest.mark.slow
+def test_a_node_with_another_secret_is_turned_away() -> None:
+    (_, (code, output)) = _two_nodes(("a secret of the job", "another secret, no good"))
+    assert code != 0
+    assert "secret of the job" in output

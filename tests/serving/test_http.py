@@ -1,0 +1,328 @@
+"""The routes, asked by the clients that people use."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving.servers import Here, Running, here, running, until_ready
+from tests.serving.stand_in import answer
+
+
+def text(prompt: str, count: int) -> str:
+    return bytes(answer(prompt.encode(), count)).decode()
+
+
+def client(of: Here | Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{of.url}/v1", api_key="none", max_retries=0)
+
+
+def test_generation_continues_the_prompt(server: Here) -> None:
+    for body in (
+        {"max_tokens": 5},
+        {"max_new_tokens": 5, "greedy": True},
+        {"max_tokens": 5, "top_k": 3, "top_p": 0.5},
+    ):
+        got = httpx.post(f"{server.url}/generation", json={"prompt": "Hello", **body})
+        assert (got.status_code, got.json()) == (200, {"text": "Hello" + text("Hello", 5)})
+
+
+def test_openai_completions(server: Here) -> None:
+    ask = client(server)
+    assert [model.id for model in ask.models.list()] == ["stand-in"]
+    assert ask.models.retrieve("stand-in").id == "stand-in"
+    done = ask.completions.create(model="stand-in", prompt=["ab", "c"], max_tokens=4, n=2, seed=3)
+    assert [c.text for c in done.choices] == [text("ab", 4)] * 2 + [text("c", 4)] * 2
+    assert [c.index for c in done.choices] == [0, 1, 2, 3]
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (3, 16, 19)
+    tokens = ask.completions.create(model="stand-in", prompt=[97, 98], max_tokens=4)
+    assert tokens.choices[0].text == text("ab", 4)
+    whole = text("ab", 8)
+    stopped = ask.completions.create(model="stand-in", prompt="ab", max_tokens=8, stop=whole[3])
+    assert stopped.choices[0].text == whole[: whole.index(whole[3])]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_log_probabilities_of_prompt_and_answer(server: Here) -> None:
+    ask = client(server)
+    done = ask.completions.create(model="stand-in", prompt="ab", max_tokens=3, logprobs=2, echo=True)
+    (choice,) = done.choices
+    assert choice.text == "ab" + text("ab", 3)
+    assert choice.logprobs is not None
+    assert "".join(choice.logprobs.tokens or []) == choice.text
+    assert choice.logprobs.token_logprobs == [None, -1.0, -0.5, -0.5, -0.5]
+    assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+    scored = ask.completions.create(model="stand-in", prompt="abc", max_tokens=0, logprobs=0, echo=True)
+    assert scored.choices[0].text == "abc"
+    chat = ask.chat.completions.create(
+        model="stand-in",
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=3,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert chat.choices[0].logprobs is not None
+    listed = chat.choices[0].logprobs.content or []
+    assert [one.logprob for one in listed] == [-0.5] * 3
+    assert all(len(one.top_logprobs) == 2 for one in listed)
+
+
+def test_openai_streams(server: Here) -> None:
+    ask = client(server)
+    usage: Any = {"include_usage": True}
+    events = list(
+        ask.completions.create(model="stand-in", prompt="ab", max_tokens=6, stream=True, stream_options=usage)
+    )
+    assert "".join(c.text for event in events for c in event.choices) == text("ab", 6)
+    assert events[-1].usage is not None
+    assert events[-1].usage.completion_tokens == 6
+    assert [c.finish_reason for event in events for c in event.choices][-1] == "length"
+
+
+def test_openai_chats(server: Here) -> None:
+    ask = client(server)
+    messages: Any = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    want = text("system: Be short.\nuser: Hi\nassistant:", 6)
+    done = ask.chat.completions.create(model="stand-in", messages=messages, max_completion_tokens=6)
+    assert done.choices[0].message.content == want
+    events = list(ask.chat.completions.create(model="stand-in", messages=messages, max_tokens=6, stream=True))
+    deltas = [event.choices[0].delta for event in events]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == want
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/generation", {"prompt": "", "max_tokens": 3}, 422, "at least 1 character"),
+        ("/generation", {"prompt": "x"}, 422, "give max_tokens"),
+        ("/generation", {"prompt": "x", "max_tokens": 257}, 422, "less than or equal to 256"),
+        ("/generation", {"prompt": "x", "max_tokens": 0}, 422, "greater than 0"),
+        ("/generation", {"prompt": "x", "max_tokens": 3, "top_p": 1.0}, 422, "less than 1"),
+        ("/generation", {"prompt": "x", "max_tokens": 3, "unknown": 1}, 422, "not permitted"),
+        (
+            "/generation",
+            {"prompt": "x", "max_tokens": 3, "greedy": True, "top_k": 4},
+            422,
+            "greedy draws nothing",
+        ),
+        ("/generation", {"prompt": "x" * 600, "max_tokens": 3}, 422, "context is 512 tokens"),
+        ("/v1/completions", {"prompt": "x", "model": "gpt-5"}, 404, "'gpt-5' does not exist"),
+        ("/v1/completions", {"prompt": "x" * 600}, 400, "context is 512 tokens"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 10**9}, 400, "context is 512 tokens"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "greater than or equal to 0"),
+        ("/v1/completions", {"prompt": [1, 300]}, 400, "from 0 to 255"),
+        ("/v1/completions", {"prompt": []}, 400, "prompt"),
+        ("/v1/completions", {"prompt": "x", "presence_penalty": 1.0}, 400, "presence_penalty"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of"),
+        ("/v1/completions", {"prompt": "x", "n": 17}, 400, "17 answers"),
+        ("/v1/completions", {"prompt": "x", "seed": -1}, 400, "seed"),
+        ("/v1/completions", {"prompt": "x", "temperature": 1e30}, 400, "temperature"),
+        ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
+        ("/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "role"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "tools": [{}]},
+            400,
+            "tools",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(server: Here, path: str, body: Any, status: int, message: str) -> None:
+    got = httpx.post(server.url + path, json=body)
+    assert (got.status_code, message in got.text) == (status, True), got.text
+    if path.startswith("/v1"):
+        assert got.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"prompt":"\xff","max_tokens":3}',
+        b'{"prompt":"x","max_tokens":3,"top_p":NaN}',
+        b'{"prompt":"x","max_tokens":Infinity}',
+        b'{"prompt":"\\ud800","max_tokens":3}',
+        b'{"prompt":"x","max_tokens":1e400}',
+        b'{"prompt":"x","max_tokens":' + b"9" * 5000 + b"}",
+        b"[" * 20_000,
+        b'{"prompt":' * 5_000,
+        b"null",
+        b"",
+        b"\0",
+    ],
+)
+@pytest.mark.parametrize("path", ["/generation", "/v1/completions", "/v1/chat/completions"])
+def test_bodies_that_are_none(server: Here, path: str, content: bytes) -> None:
+    got = httpx.post(server.url + path, content=content, headers={"content-type": "application/json"})
+    assert 400 <= got.status_code < 500
+    got.json()
+
+
+def test_a_body_over_the_limit_is_refused_also_without_a_length(server: Here) -> None:
+    def pieces() -> Any:
+        for _ in range(100):
+            yield b"x" * 1000
+
+    for content in (b"x" * 70_000, pieces()):
+        got = httpx.post(f"{server.url}/v1/completions", content=content)
+        assert got.status_code == 413
+        assert "limit of 65536 bytes" in got.json()["error"]["message"]
+
+
+def test_prometheus_reads_the_metrics(server: Here) -> None:
+    httpx.post(f"{server.url}/generation", json={"prompt": "Hello", "max_tokens": 5})
+    for path in ("a", "b", "c"):
+        httpx.get(f"{server.url}/{path}")
+    got = httpx.get(f"{server.url}/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(got.text)}
+    assert {s.labels["route"] for s in families["colossalai_http_requests"].samples} <= {
+        "/generation", "/v1/models", "/v1/models/{name:path}", "/v1/completions",
+        "/v1/chat/completions", "/metrics",
+        "/health", "/", "/docs", "/page.js", "/docs.js", "/openapi.json", "other",
+    }  # fmt: skip
+    (up,) = families["colossalai_up"].samples
+    assert up.value == 1
+    assert families["colossalai_output_tokens"].samples[0].value >= 5
+    assert "colossalai_generator_pages_free" in families
+    assert families["colossalai_time_to_first_token_seconds"].type == "histogram"
+
+
+def test_pages_load_nothing_from_elsewhere(server: Here) -> None:
+    for path in ("/", "/docs", "/page.js", "/docs.js"):
+        got = httpx.get(server.url + path)
+        assert got.status_code == 200
+        assert "//" not in got.text.replace("http://www.w3.org", "").replace("/* not JSON */", "").replace(
+            "// ", ""
+        )
+        assert "default-src 'none'" in got.headers["content-security-policy"]
+
+
+def test_a_key_lets_in_who_has_it() -> None:
+    with here(api_key="secret") as server:
+        body = {"prompt": "x", "max_tokens": 1}
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        for key in (None, b"Bearer wrong", b"secret", b"B\xe9"):
+            headers = [] if key is None else [(b"authorization", key)]
+            for path in ("/generation", "/v1/completions"):
+                assert httpx.post(server.url + path, json=body, headers=headers).status_code == 401
+            assert httpx.get(f"{server.url}/metrics", headers=headers).status_code == 401
+        with pytest.raises(openai.AuthenticationError, match="API key"):
+            client(server).models.list()
+        ask = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret")
+        assert ask.completions.create(model="stand-in", prompt="x", max_tokens=2).choices[0].text == text(
+            "x", 2
+        )
+
+
+def test_a_full_queue_a_slow_answer_and_clients_that_leave() -> None:
+    with here(limit=2, options={"delay": 0.05}, request_timeout=1.5) as server:
+        body = {"prompt": "x", "max_tokens": 400}
+        late: list[httpx.Response] = []
+        threads = [
+            threading.Thread(
+                target=lambda: late.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=30))
+            )
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        while httpx.get(f"{server.url}/metrics").text.count("colossalai_pending 2.0") == 0:
+            pass
+        full = httpx.post(f"{server.url}/generation", json={"prompt": "x", "max_tokens": 1})
+        assert (full.status_code, "queue full" in full.json()["detail"]) == (406, True)
+        with pytest.raises(openai.RateLimitError):
+            client(server).completions.create(model="stand-in", prompt="x")
+        with pytest.raises(openai.RateLimitError):
+            client(server).completions.create(model="stand-in", prompt="x", stream=True)
+        for thread in threads:
+            thread.join()
+        assert [one.status_code for one in late] == [408, 408]
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as stream:
+            lines = [json.loads(line[6:]) for line in stream.iter_lines() if line and line != "data: [DONE]"]
+        assert "longer than this server allows" in lines[-1]["error"]["message"]
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as stream:
+            next(stream.iter_lines())  # and leaves
+        until_idle(server)
+
+
+def until_idle(server: Here, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while "colossalai_pending 0.0" not in httpx.get(f"{server.url}/metrics").text:
+        assert time.monotonic() < deadline, "requests of clients that have left still run"
+
+
+def test_sigterm_lets_answers_finish_and_takes_no_more() -> None:
+    with running("--delay", "0.02") as server:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 60, "stream": True}
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2 if not rest[-1] else -1] == "data: [DONE]"
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{server.url}/health")
+        assert server.process.wait(20) == 0
+
+
+def test_a_dead_rank_is_a_503_and_then_health_returns() -> None:
+    with here(tp=2, options={"delay": 0.02}) as server:
+        asked: list[Any] = []
+
+        def ask(stream: bool) -> None:
+            try:
+                got = client(server).completions.create(
+                    model="stand-in", prompt="x", max_tokens=400, stream=stream
+                )
+                asked.append("".join(c.text for e in got for c in e.choices) if stream else got)  # type: ignore[union-attr]
+            except openai.APIError as error:
+                asked.append(str(error))
+
+        threads = [threading.Thread(target=ask, args=(i % 2 == 0,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        while "colossalai_pending 6.0" not in httpx.get(f"{server.url}/metrics").text:
+            pass
+        os.kill(server.service.pids[1], signal.SIGKILL)
+        for thread in threads:
+            thread.join(10)
+        assert len(asked) == 6
+        assert all("died: its process was ended by SIGKILL" in one for one in asked), asked
+        until_ready(server.url)
+        assert client(server).completions.create(model="stand-in", prompt="x", max_tokens=3).choices[
+            0
+        ].text == text("x", 3)
+
+
+def test_a_slow_head_and_a_slow_body_are_cut_off() -> None:
+    with here(body_timeout=0.5) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for sent in (
+            b"POST /generation HTTP/1.1\r\nhost: x\r\n",
+            b"POST /generation HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{",
+        ):
+            with socket.create_connection((host, int(port)), timeout=15) as sock:
+                sock.sendall(sent)
+                got = b""
+                while data := sock.recv(4096):
+                    got += data
+            assert got == b"" or b"408" in got.split(b"\r\n")[0]
+        assert httpx.get(f"{server.url}/health").status_code == 200
