@@ -131,6 +131,8 @@ class DecodeLoop:
         self._rows: dict[int, _Rows] = {}
         self._steps: dict[tuple[Any, ...], tuple[Callable[[], None], Tensor]] = {}
         self._weights: list[Tensor] = []  # in the order in which a step of one row reads them
+        # looked at in every step, so not by walking through the modules
+        self._held = [held for m in runner.model.modules() for held in (m._parameters, m._buffers) if held]
         self._places: list[int] = []
         self._pool: Any = None
         self._sampling: tuple[tuple[int, ...], SamplingRows] | None = None
@@ -195,8 +197,7 @@ class DecodeLoop:
 
     def _forget_moved(self) -> bool:
         """Drop what reads weights where they are no more."""
-        model = self._runner.model
-        places = [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
+        places = [t.data_ptr() for held in self._held for t in held.values() if t is not None]
         moved, self._places = places != self._places, places
         if moved:
             self._steps.clear()
