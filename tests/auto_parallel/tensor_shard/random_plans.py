@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from colossalai.auto_parallel.tensor_shard.options import SolverOptions
 from colossalai.auto_parallel.tensor_shard.runtime import serial_masks, transform
 from colossalai.auto_parallel.tensor_shard.sharded_plan import ShardedPlan
 from colossalai.auto_parallel.tensor_shard.strategies.chosen import sharded_plan
@@ -19,7 +21,8 @@ from colossalai.device import DeviceMesh
 from colossalai.device.presets import DEVICES
 from colossalai.fx import trace_model
 from colossalai.fx.op_graph import OpGraph
-from colossalai.mesh import AxisLink, count_communication, serial_tensor
+from colossalai.mesh import AxisLink, Mesh, count_communication, grad_norm, serial_tensor
+from colossalai.mesh.parameter import own_mesh
 from colossalai.testing.parity import Problem, Tolerance
 
 EXACT = Tolerance(loss=1e-9, gradient=1e-9, weight=1e-9)
@@ -91,10 +94,7 @@ class PlannedTraining:
         self.plan = sharded_plan(found, make(found))
         if change is not None:
             change(self.plan)
-        size = 1
-        for n in shape:
-            size *= n
-        device_mesh = DeviceMesh(torch.arange(size), tuple(shape))
+        device_mesh = DeviceMesh(torch.arange(prod(shape)), tuple(shape))
         self.mesh = device_mesh.mesh
         self.model = transform(model, graph, self.plan, device_mesh)
         self.optimizer = problem.optimizer(model.parameters())
@@ -127,8 +127,6 @@ class PlannedTraining:
         }
 
     def gradient_norm(self) -> Tensor:
-        from colossalai.mesh import grad_norm
-
         return grad_norm(self.model.parameters(), self.mesh)
 
     def update(self) -> None:
@@ -141,3 +139,31 @@ def _bytes(transfers: Iterable[Any]) -> dict[tuple[str, str], int]:
     for t in transfers:
         found[t.kind, t.axis] = found.get((t.kind, t.axis), 0) + t.bytes
     return dict(sorted(found.items()))
+
+
+def planned(
+    model: nn.Module, shape: Sequence[int], seed: int, options: SolverOptions | None = None, **batch: Any
+) -> tuple[nn.Module, Mesh]:
+    """``model`` under a random plan for ``batch``."""
+    graph = trace_model(model, **batch)
+    problem = problem_of(graph, shape, options=options)
+    plan = sharded_plan(problem, random_choice(problem, seed))
+    mesh = DeviceMesh(torch.arange(prod(shape)), tuple(shape)).mesh
+    return transform(model, graph, plan, mesh), mesh
+
+
+def check_equal(
+    planned: nn.Module, serial: nn.Module, *, gradients: bool = False, rtol: float = 1e-9
+) -> None:
+    """The parameters and buffers of both, or the gradients, are the same."""
+    theirs = dict((*serial.named_parameters(), *serial.named_buffers()))
+    for name, mine in (*planned.named_parameters(), *planned.named_buffers()):
+        value, other = (mine.grad, theirs[name].grad) if gradients else (mine.detach(), theirs[name].detach())
+        if value is None or other is None:
+            assert value is None, name
+            assert other is None, name
+            continue
+        mesh = own_mesh(mine)
+        assert mesh is not None
+        whole = serial_tensor(value, mine, mesh)
+        torch.testing.assert_close(whole, other, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
