@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from colossalai.inference.decode_loop import DecodeLoop, Flight
 from colossalai.inference.discovery import Asked
 from colossalai.inference.inputs import StepInputs
 from colossalai.inference.messages import News
@@ -21,6 +23,7 @@ from colossalai.inference.runner import Runner, largest_difference, vocabulary_o
 from colossalai.inference.sampling import SamplingRows, choose
 from colossalai.inference.scheduler import Part, Request, Scheduler
 from colossalai.inference.stages import Team
+from colossalai.nn.exact import exact_mode
 from colossalai.nn.policies.sequences.probe import Refused
 
 _BAD = "the model gave scores that are no finite numbers (nan or infinite)"
@@ -56,6 +59,7 @@ class Core:
         exact: bool,
     ) -> None:
         self.model, self.team = model, team
+        self._mode: Callable[[], AbstractContextManager[None]] = exact_mode if exact else nullcontext
         self.max_length = _longest(model, max_length)
         self.runner = Runner(model, team)
         self._params = list(model.parameters())
@@ -88,7 +92,20 @@ class Core:
         self._seen: Tensor | None = None
         self._steps = 0
         self._versions: Any = None
+        self._flight: Flight | None = None
+        self._loop = self._make_loop(exact) if team.size == 1 and team.device.type == "cuda" else None
         self._verify()
+
+    def _make_loop(self, exact: bool, *, record: bool = True) -> DecodeLoop:
+        return DecodeLoop(
+            self.runner,
+            self.scheduler,
+            self.team.device,
+            max_requests=self._max_requests,
+            max_pages=-(-self.max_length // self.pool.page_size),
+            exact=exact,
+            record=record,
+        )
 
     # ---- trials ----
 
@@ -157,9 +174,12 @@ class Core:
 
     def step(self, news: News) -> list[Outcome]:
         """One step after ``news``."""
-        outcomes = []
-        if news.again:
-            self.scheduler.start_again()
+        with self._mode():
+            return self._step(news)
+
+    def _step(self, news: News) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        landed: list[Outcome] = []
         for request in news.arrivals:
             self._requests[request.serial] = request
             self.scheduler.add(request)
@@ -170,10 +190,31 @@ class Core:
                 self.scheduler.end(request, finish)
                 if finish == "cancelled":  # of one that stopped, all was said
                     outcomes.append(Outcome(request))
-        parts = self.scheduler.plan()
-        if parts:
-            outcomes += self._compute(parts)
+        if self._loop is not None and self._flight is not None:
+            flight, self._flight = self._flight, None
+            if not news.again:
+                self._flight = self._loop.ahead(flight)
+            landed = self._land(flight)
+            outcomes += landed
+        if news.again:
+            self.scheduler.start_again()
+        # a request has one outcome of a step, so that a stop string in it is seen before more is written
+        if self._flight is None and not landed:
+            parts = self.scheduler.plan()
+            if parts and self._loop is not None and self._loop.takes(parts):
+                self._flight = self._loop.begin(parts)
+            elif parts:
+                outcomes += self._compute(parts)
         self._steps += 1
+        return outcomes
+
+    def _land(self, flight: Flight) -> list[Outcome]:
+        """Take what a step gave that was started before; of requests that ended since, nothing."""
+        found = flight.wait()
+        tokens = flight.results.tokens(found)
+        left = [(p, t) for p, t in zip(flight.parts, tokens, strict=True) if p.request.finish is None]
+        outcomes = self._take([part for part, _ in left], flight.results, found, [token for _, token in left])
+        self.scheduler.note([part for part, _ in left])
         return outcomes
 
     def _compute(self, parts: Sequence[Part]) -> list[Outcome]:
@@ -184,7 +225,12 @@ class Core:
         found = self.team.from_last(
             torch.zeros(results.length, dtype=torch.int64) if numbers is None else numbers.cpu()
         )
-        tokens = results.tokens(found)
+        return self._take(parts, results, found, results.tokens(found))
+
+    def _take(
+        self, parts: Sequence[Part], results: Results, found: Tensor, tokens: Sequence[int]
+    ) -> list[Outcome]:
+        """Let requests have their ``tokens``, and the log-probabilities that were ``found`` with them."""
         before = [len(part.request.tokens) for part in parts]
         self.scheduler.apply(parts, tokens, _BAD)
         outcomes = []
@@ -243,6 +289,9 @@ class Core:
 
     def close(self) -> None:
         """Let go of the pages."""
+        self._flight = None
+        if self._loop is not None:
+            self._loop.close()
         self.runner.layers.clear()
 
 

@@ -13,7 +13,7 @@ from colossalai.inference.discovery import Asked, Watch
 from colossalai.inference.inputs import StepInputs
 from colossalai.inference.stages import Team
 from colossalai.mesh import redistribute
-from colossalai.nn.attention.pages import LayerPages, attending
+from colossalai.nn.attention.pages import LayerPages, Places, attending
 from colossalai.nn.logits import Logits
 from colossalai.nn.policies.wrap_forward import argument_names
 
@@ -33,6 +33,8 @@ class Runner:
         self._head = head_of(model) if team.is_last_stage else None
         self._names = set(argument_names(_native_forward(model)))
         self._rows: Tensor | None = None
+        self.vocabulary = 0
+        """How many scores a token has, as soon as the model has run."""
 
     # ---- what it attends to ----
 
@@ -70,6 +72,15 @@ class Runner:
                 inputs.tokens[None], inputs.positions[None], ("step", inputs.count), inputs.rows
             )
 
+    def decode(self, tokens: Tensor, positions: Tensor, places: Places) -> Tensor:
+        """The scores of one token of each sequence, all of them; for a model that is whole here."""
+        for layer in self.layers.values():
+            layer.places = places
+        with attending(self.layers, self._configs):
+            scores = self._pass(tokens[None], positions[None], ("step", len(tokens)), None)
+        assert scores is not None, "a whole model has its last stage"
+        return scores
+
     def alone(self, tokens: Tensor) -> Tensor | None:
         """The scores (tokens, vocabulary) of one sequence by the model's own attention, on the last stage."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -91,7 +102,9 @@ class Runner:
             team.send(out, form[1])
             return None
         scores = out if isinstance(out, Tensor) else out["logits"]
-        return self._whole(scores)[0]
+        scores = self._whole(scores)[0]
+        self.vocabulary = scores.shape[-1]
+        return scores
 
     @contextmanager
     def _ready(self) -> Iterator[None]:

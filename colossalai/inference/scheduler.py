@@ -156,6 +156,41 @@ class Scheduler:
             else:
                 self._append(request, token)
 
+    # ---- steps that are started before the tokens of the last one are known ----
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether another request could run."""
+        return bool(self._seats)
+
+    def ends_with_next(self, request: Request) -> bool:
+        """Whether ``request`` ends with its next token, whatever this is."""
+        length = len(request.tokens) + 1
+        return length - request.prompt >= request.sampling.max_tokens or length >= self.max_length
+
+    def extend(self, wanted: Sequence[tuple[Request, int]]) -> list[tuple[int, int, int]] | None:
+        """Give running requests pages for so many tokens, if there are enough pages for all.
+
+        Returns the pages that are new: the serial of their request, their place among its pages, and they.
+        """
+        missing = [(r, self._missing(r, length)) for r, length in wanted]
+        if sum(max(0, n) for _, n in missing) > self.pool.free:
+            return None
+        new = []
+        for request, number in missing:
+            for _ in range(number):
+                page = self.pool.take()
+                assert page is not None, "there are as many pages free as are missing"
+                new.append((request.serial, len(request.pages), page))
+                request.pages.append(page)
+        return new
+
+    def note(self, parts: Sequence[Part]) -> None:
+        """Let others find the pages that ``parts``, which were not planned here, have filled."""
+        for part in parts:
+            if part.request.finish is None:
+                self._note_pages(part)
+
     def _append(self, request: Request, token: int) -> None:
         request.tokens.append(token)
         self.output_tokens += 1

@@ -107,6 +107,19 @@ def _attend(
         from colossalai.kernel import triton_paged_attention
 
         return triton_paged_attention.paged_attention(*args, max_query, scale, alibi, seen, exact)
+    if exact:
+        from colossalai.kernel.exact import attention_to_pages
+
+        return attention_to_pages(
+            query,
+            (key_pages, value_pages),
+            page_table,
+            query_starts,
+            lengths,
+            scale=scale,
+            slopes=alibi,
+            window=seen,
+        )
     return plain_attention(*args, scale=scale, alibi=alibi, window=seen)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 CHUNK = 1024  # of the inner dim
 STEP = 64  # of it at a time
+WIDEST = 1 << 15  # row of a norm
 FEW = 128  # rows, up to which chunks are summed by programs of their own
 
 
@@ -148,30 +149,20 @@ def _normalize(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
-    mean = 0.0
+    inside = place < width
+    part = tl.load(x + row * width + place, mask=inside, other=0.0).to(tl.float32)
     if CENTERED:
-        total = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, width, BLOCK):
-            total += tl.load(x + row * width + start + place, mask=start + place < width, other=0.0).to(
-                tl.float32
-            )
-        mean = tl.sum(total, 0) / width
+        mean = tl.sum(part, 0) / width
         tl.store(means + row, mean)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, BLOCK):
-        inside = start + place < width
-        part = tl.load(x + row * width + start + place, mask=inside, other=0.0).to(tl.float32) - mean
-        squares += tl.where(inside, part * part, 0.0)
-    root = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / width + eps)
+        part = tl.where(inside, part - mean, 0.0)
+    root = 1.0 / tl.sqrt_rn(tl.sum(part * part, 0) / width + eps)
     tl.store(roots + row, root)
-    for start in range(0, width, BLOCK):
-        inside = start + place < width
-        part = (tl.load(x + row * width + start + place, mask=inside, other=0.0).to(tl.float32) - mean) * root
-        if WEIGHT:
-            part *= tl.load(weight + start + place, mask=inside, other=0.0).to(tl.float32)
-        if BIAS:
-            part += tl.load(bias + start + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * width + start + place, part, mask=inside)
+    part *= root
+    if WEIGHT:
+        part *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        part += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + place, part, mask=inside)
 
 
 def over_rows(x: Tensor, kind: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -194,11 +185,15 @@ def normalize(
     rows = x.numel() // max(width, 1)
     out = torch.empty_like(x)
     means, roots = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    if width > WIDEST:
+        raise NotImplementedError(f"norms over {width} numbers on a GPU; there are norms over up to {WIDEST}")
+    block = triton.next_power_of_2(max(width, 1))
     if rows and width:
         with torch.cuda.device(x.device):
             _normalize[(rows,)](
                 x, out if weight is None else weight, out if bias is None else bias, out, means, roots, width,
-                eps, CENTERED=centered, WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=_block(width),
+                eps, CENTERED=centered, WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=block,
+                num_warps=min(16, max(1, block // 512)),
             )  # fmt: skip
     return out, means, roots
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -114,6 +115,36 @@ def note_transfer(kind: Kind, axis: str, size: int, nbytes: int, leaving: int | 
         log.transfers.append(Transfer(kind, axis, size, nbytes, leaving))
 
 
+_in_rank_order: ContextVar[bool] = ContextVar("sums in the order of ranks", default=False)
+
+
+@contextmanager
+def sums_in_rank_order() -> Iterator[None]:
+    """Add up floating-point numbers of ranks in the order of the ranks in this block.
+
+    A backend begins every part of a tensor at another rank, so what a number is rounded to depends on its
+    place; here every rank gets all terms, which are more bytes.  All ranks enter the block alike.
+    """
+    token = _in_rank_order.set(True)
+    try:
+        yield
+    finally:
+        _in_rank_order.reset(token)
+
+
+def _ordered(x: Tensor) -> bool:
+    return x.is_floating_point() and _in_rank_order.get()
+
+
+def _sum_in_order(terms: Tensor) -> Tensor:
+    first, *rest = terms.unbind(0)
+    # 16 bits are rounded once
+    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+    for term in rest:
+        total += term
+    return total.to(first.dtype)
+
+
 def _record(kind: Kind, mesh: Mesh, axis: str, nbytes: int) -> None:
     note_transfer(kind, axis, mesh.size[axis], nbytes)
 
@@ -169,6 +200,11 @@ def start_reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int, *, uneven: 
     own = pieces[mesh.coord[axis]].size(dim)
     # torch.stack keeps the order of the dims in memory where all of them have the same
     stacked = torch.stack([_padded(t, dim, pieces[0].size(dim)) for t in pieces]).contiguous()
+    if _ordered(x):
+        terms = torch.empty_like(stacked)
+        work = dist.all_to_all_single(terms, stacked, group=mesh.group(axis), async_op=True)
+        _record("all_to_all", mesh, axis, _nbytes(stacked))
+        return _after(work, lambda: _sum_in_order(terms).narrow(dim, 0, own).contiguous(), stacked)
     out = torch.empty_like(stacked[0])
     work = reduce_scatter_single(out, stacked.flatten(0, 1), group=mesh.group(axis), async_op=True)
     _record("reduce_scatter", mesh, axis, _nbytes(stacked))
@@ -189,6 +225,9 @@ def start_all_reduce(
     if mesh.size[axis] == 1:
         return lambda: x
     x = x.contiguous()
+    if op == dist.ReduceOp.SUM and _ordered(x):
+        gathered = start_all_gather(x[None], mesh, axis, 0)
+        return lambda: x.copy_(_sum_in_order(gathered()))
     work = dist.all_reduce(x, op=op, group=mesh.group(axis), async_op=True)
     _record("all_reduce", mesh, axis, _nbytes(x))
     return _after(work, lambda: x)
@@ -312,6 +351,8 @@ def start_reduce(x: Tensor, mesh: Mesh, axis: str, target: int) -> Pending:
     if mesh.size[axis] == 1:
         return lambda: x
     x = x.contiguous()
+    if _ordered(x):
+        return start_all_reduce(x, mesh, axis)
     group = mesh.group(axis)
     work = dist.reduce(x, dst=dist.get_global_rank(group, target), group=group, async_op=True)
     _record("reduce", mesh, axis, _nbytes(x))

@@ -193,7 +193,7 @@ def transform_to_sharded_model(model: nn.Module, solution: Solution, device_mesh
     """``model`` with its parameters cut and its forward pass replaced, as ``solution`` says."""
     from colossalai.auto_parallel.tensor_shard.runtime import transform
 
-    return transform(model, solution.problem.graph.graph, solution.sharded, device_mesh.mesh)
+    return transform(model, solution.problem.graph.graph, solution.sharded, device_mesh)
 
 
 def extract_meta_args_from_dataloader(

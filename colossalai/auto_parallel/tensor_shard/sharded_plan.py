@@ -64,7 +64,9 @@ class ShardedPlan:
         inputs: where each placeholder comes in.
         outputs: where each result is handed out, by the name of the node that makes it.
         links: the costs of the axes, which choose the routes between layouts.
-        fingerprint: of the graph and of the mesh that the plan is for.
+        fingerprint: of the graph that the plan is for.
+        recomputed: groups of operations, by name and in order, whose tensors are not kept for the backward
+            pass: each group runs once more there, from what comes in, with the same random numbers.
     """
 
     axes: dict[str, int]
@@ -75,3 +77,4 @@ class ShardedPlan:
     links: Links
     predicted: PredictedStep = field(default_factory=PredictedStep)
     fingerprint: str = ""
+    recomputed: tuple[tuple[str, ...], ...] = ()
