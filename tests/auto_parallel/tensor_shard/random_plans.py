@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from colossalai.auto_parallel.tensor_shard.options import SolverOptions
 from colossalai.auto_parallel.tensor_shard.runtime import serial_masks, transform
 from colossalai.auto_parallel.tensor_shard.sharded_plan import ShardedPlan
+from colossalai.auto_parallel.tensor_shard.solver import InfeasibleBudgetError, solve_strategies
 from colossalai.auto_parallel.tensor_shard.strategies.chosen import sharded_plan
 from colossalai.auto_parallel.tensor_shard.strategies.costs import CostModel
 from colossalai.auto_parallel.tensor_shard.strategies.moves import MoveCosts
@@ -167,3 +169,15 @@ def check_equal(
         assert mesh is not None
         whole = serial_tensor(value, mine, mesh)
         torch.testing.assert_close(whole, other, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def solved_choice(problem: PlanProblem, budget: str) -> list[int]:
+    """The best plan within a budget: ``none``, ``medium``, or ``tight``, which is just above the least."""
+    free = solve_strategies(problem.solver_graph)
+    if budget == "none":
+        return list(free.choice)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        solve_strategies(problem.solver_graph.with_budget(1.0))
+    least = refused.value.minimum
+    limit = 1.02 * least if budget == "tight" else 0.5 * (least + free.memory)
+    return list(solve_strategies(problem.solver_graph.with_budget(limit)).choice)
