@@ -184,11 +184,14 @@ class Generator:
             self._take(exchange(self.team, None))
 
     def close(self) -> None:
-        """Let go of the pages, and of the ranks that follow; the model stays as it is."""
-        if not self._closed:
-            if self.team.is_first:
-                exchange(self.team, News(Kind.CLOSE))
+        """Let go of the pages, on all ranks that share the model, which call this or follow; the model stays
+        as it is.
+        """
+        if self.team.is_first and not self._closed:
+            exchange(self.team, News(Kind.CLOSE))
             self._end()
+        elif not self._closed:
+            self.follow()
 
     def _end(self) -> None:
         self._closed = True

@@ -33,10 +33,12 @@ from colossalai.checkpoint_io.files.stored_tensors import (
 )
 from colossalai.checkpoint_io.held_tensors import is_dtensor, is_piece, serial_shape
 from colossalai.checkpoint_io.model_state import ModelState, mesh_of
+from colossalai.checkpoint_io.room import fill_buffers, write
+from colossalai.checkpoint_io.runs.manifest import latest
+from colossalai.checkpoint_io.runs.weights import load_run_weights
 from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.mesh import Layout, Mesh, local_slices, placement, serial_form
-from colossalai.mesh.deferred import materialize, recording_of
-from colossalai.mesh.unfilled import become
+from colossalai.mesh.deferred import materialize
 from colossalai.nn.policies.cutting.adapters import base_of
 from colossalai.nn.policies.stages.stage import ModelStage, StageList, adapted_too_late
 from colossalai.nn.policies.stages.stand_ins import empty_copy
@@ -58,8 +60,9 @@ def load_pretrained(
 ) -> M:
     """Fill ``model`` with the weights in ``path`` and return it.
 
-    ``path`` is a safetensors file, or a folder as ``save_pretrained`` writes it: ``model.safetensors``, or
-    shards with an index.  Of a model with adapters of PEFT, a folder with adapters fills the active one.
+    ``path`` is a safetensors file, a folder as ``save_pretrained`` writes it (``model.safetensors``, or
+    shards with an index), or a checkpoint of ``booster.save``; of a folder of these it is the latest.  Of a
+    model with adapters of PEFT, a folder with adapters fills the active one.
     ``model`` may be what ``colossalai.pipeline.split_model`` returns.  What is on the meta device gets memory
     on ``device``, by default the current one.  With ``strict=False`` tensors that
     only one side has are passed over; those on the meta device must be there.  ``mesh`` is that on which the
@@ -69,6 +72,10 @@ def load_pretrained(
     """
     path = Path(path)
     stages = _stages(model)
+    if not _is_pretrained(path) and (run := latest(path)) is not None:
+        for stage in stages:
+            load_run_weights(stage, run, strict=strict, device=torch.device(device or get_current_device()))
+        return model
     own = {name: tensor for s in stages for name, tensor in s.state_dict(keep_vars=True).items()}
     stored = _stored(path, stages[0])
     adapters = _adapter_names(stages[0]) if path / ADAPTERS in stored.values() else {}
@@ -80,10 +87,10 @@ def load_pretrained(
     mesh = mesh or mesh_of(model)
     device = torch.device(device or get_current_device())
     for target, value in _pieces(own, sources, mesh):
-        _write(model, target, value, device)
+        write(model, target, value, device)
     for stage in stages:
         materialize(stage)
-        _fill_buffers(stage, device)
+        fill_buffers(stage, device)
     return model
 
 
@@ -108,6 +115,12 @@ def _stages(model: nn.Module) -> Sequence[nn.Module]:
     """The stages of one model that ``model`` is a list of; any other model itself."""
     inner = list(model) if isinstance(model, nn.ModuleList) else []
     return inner if inner and all(isinstance(stage, ModelStage) for stage in inner) else [model]
+
+
+def _is_pretrained(path: Path) -> bool:
+    """Whether ``path`` is a file, or a folder with weights in the layout of Hugging Face."""
+    names = (ADAPTERS, *get_base_filenames(use_safetensors=True))
+    return path.is_file() or any((path / name).is_file() for name in names)
 
 
 def _stored(path: Path, model: nn.Module) -> dict[str, Path]:
@@ -265,53 +278,6 @@ def _take(stored: Any, chosen: tuple[slice, ...], ranges: tuple[tuple[tuple[int,
         return stored[chosen]
     pieces = [_take(stored, (*chosen, slice(a, a + n)), ranges[1:]) for a, n in ranges[0]]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, len(chosen))
-
-
-def _write(model: nn.Module, target: Tensor, value: Tensor, device: torch.device) -> None:
-    if not target.is_meta and recording_of(target) is None:
-        with torch.no_grad():
-            target.copy_(value)
-        return
-    data = torch.empty(target.shape, dtype=target.dtype, device=device).copy_(value)
-    if not target.is_meta:
-        become(target, data)
-        return
-    new: Tensor = data
-    if isinstance(target, nn.Parameter):
-        new = type(target)(data, requires_grad=target.requires_grad)
-        new.__dict__.update(target.__dict__)
-    for module in model.modules():  # all that share it
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is target:
-                    held[name] = new  # type: ignore[assignment]
-
-
-def _fill_buffers(model: nn.Module, device: torch.device) -> None:
-    """Compute the buffers on meta that no file has (tables of positions), as transformers does."""
-    for path, module in model.named_modules():
-        lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        left = _computed(model, module, lost, device)
-        if left:
-            raise RuntimeError(
-                f"the buffer {f'{path}.{left[0]}'.lstrip('.')!r} is on the meta device, in no file, and"
-                " nothing computes it; "
-                "build the model with its buffers on a real device"
-            )
-
-
-def _computed(model: nn.Module, module: nn.Module, names: list[str], device: torch.device) -> list[str]:
-    """Fill the buffers ``names`` of ``module`` by the model's function; returns those that it left alone."""
-    compute = getattr(model, "_init_weights", None)
-    if not names or compute is None or list(module.parameters(recurse=False)):
-        return names
-    outcomes: list[list[Tensor]] = []
-    for start in (0, 1):  # what is computed does not depend on what was there
-        for name in names:
-            module._buffers[name] = torch.full_like(module.get_buffer(name), start, device=device)
-        compute(module)
-        outcomes.append([module.get_buffer(name) for name in names])
-    return [name for name, a, b in zip(names, *outcomes, strict=True) if not torch.equal(a, b)]
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:

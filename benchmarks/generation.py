@@ -1,0 +1,248 @@
+"""``Generator`` beside ``transformers.generate``: ``python -m benchmarks.generation [part ...]`` on a GPU.
+
+The model has the shape of OPT-6.7B and random weights in bfloat16, made on the GPU.  Parts:
+
+- ``speed``: 128 tokens after prompts of 128, for 1, 16 and 128 requests, beside ``generate``; and with
+  ``exact=True``;
+- ``mixed``: 1,024 requests of 32 to 1,024 tokens;
+- ``profile``: what a step of 1 and of 128 requests consists of;
+- ``exact``: 500 requests in three orders of arrival, and the forward pass of training, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.table import Row, show
+from colossalai.inference import Completion, Generator, Sampling
+
+BEGIN = time.perf_counter()
+WORDS, PROMPT, WRITTEN = 50272, 128, 128
+
+
+def say(*words: object) -> None:
+    print(f"[{time.perf_counter() - BEGIN:6.1f}]", *words, flush=True)
+
+
+def opt(layers: int = 32) -> Any:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        hidden_size=4096,
+        ffn_dim=16384,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        word_embed_proj_dim=4096,
+        vocab_size=WORDS,
+        max_position_embeddings=2048,
+        dropout=0.0,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return OPTForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def prompts(count: int, length: int = PROMPT) -> list[list[int]]:
+    return torch.randint(4, WORDS, (count, length)).tolist()
+
+
+def timed(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def generator(model: Any, count: int, **more: Any) -> Iterator[Generator]:
+    made = Generator(model, max_requests=count, prefix_reuse=False, **{"max_length": 512, **more})
+    try:
+        yield made
+    finally:
+        made.close()
+        del made
+        torch.cuda.empty_cache()
+
+
+ALL = Sampling(max_tokens=WRITTEN, temperature=0.0, ignore_eos=True)
+
+
+def rate_of_ours(model: Any, count: int, *, exact: bool = False) -> float:
+    """Tokens per second; what is compiled and recorded is so before."""
+    with generator(model, count, exact=exact) as ours:
+        ours.generate(prompts(count), Sampling(max_tokens=4, temperature=0.0, ignore_eos=True))
+        asked = prompts(count)
+        taken = timed(lambda: ours.generate(asked, ALL))
+        found = ours.generate(asked[:1], ALL)[0].tokens
+        assert len(found) == WRITTEN
+    return count * WRITTEN / taken
+
+
+def rate_of_generate(model: Any, count: int) -> float:
+    asked = torch.tensor(prompts(count)).cuda()
+    mask = torch.ones_like(asked)
+
+    def write(tokens: int) -> None:
+        out = model.generate(
+            asked, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+        )
+        assert out.shape[1] == PROMPT + tokens
+
+    write(4)
+    return count * WRITTEN / timed(lambda: write(WRITTEN))
+
+
+def speed(model: Any) -> list[Row]:
+    rows = []
+    for count in (1, 16, 128):
+        ours = rate_of_ours(model, count)
+        say(f"{count} requests, Generator: {ours:.0f} tokens/s")
+        theirs = rate_of_generate(model, count)
+        say(f"{count} requests, transformers.generate: {theirs:.0f} tokens/s")
+        rows.append(
+            Row(f"{count} requests of {PROMPT} + {WRITTEN}", ours, theirs, "transformers.generate", "tok/s")
+        )
+        exact = rate_of_ours(model, count, exact=True)
+        say(f"{count} requests, exact: {exact:.0f} tokens/s, {exact / ours:.2f} of the normal speed")
+        rows.append(Row(f"{count} requests, exact=True", exact, ours, "Generator", "tok/s"))
+    return rows
+
+
+def mixed(model: Any) -> list[Row]:
+    numbers = random.Random(0)
+    asked = []
+    for _ in range(1024):
+        whole = numbers.randrange(32, 1025)
+        prompt = numbers.randrange(8, whole - 7)
+        sampling = Sampling(max_tokens=whole - prompt, temperature=0.0, ignore_eos=True)
+        asked.append((prompts(1, prompt)[0], sampling))
+    with generator(model, 192, max_length=1024) as ours:
+        ours.generate(prompts(192, 8), Sampling(max_tokens=40, temperature=0.0, ignore_eos=True))
+        for prompt, sampling in asked:
+            ours.submit(prompt, sampling)
+        most = taken_steps = 0
+
+        def write() -> None:
+            nonlocal most, taken_steps
+            while not ours.idle:
+                ours.step()
+                taken_steps += 1
+                most = max(most, ours.stats().pages_used)
+
+        taken = timed(write)
+        written = sum(s.max_tokens for _, s in asked)
+        read = sum(len(p) for p, _ in asked)
+        stats = ours.stats()
+        say(
+            f"1,024 mixed requests of 32 to 1,024 tokens ({read} read, {written} written), 192 at a time:"
+            f" {taken:.1f} s, {written / taken:.0f} tokens/s written, {taken_steps} steps, at most {most} of"
+            f" {stats.pages_used + stats.pages_free} pages, {stats.preempted} preempted"
+        )
+    return []
+
+
+def steps(generator: Generator, count: int) -> None:
+    for _ in range(count):
+        generator.step()
+
+
+def profile(model: Any) -> list[Row]:
+    for count in (1, 128):
+        with generator(model, count) as ours:
+            for prompt in prompts(count):
+                ours.submit(prompt, Sampling(max_tokens=200, temperature=0.0, ignore_eos=True))
+            for _ in range(40):
+                ours.step()
+            plain = timed(partial(steps, ours, 20)) / 20
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as seen:
+                timed(partial(steps, ours, 20))
+            rows = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+            busy = sum(r.self_device_time_total for r in rows) / 20 / 1e3
+            say(f"a step of {count}: {plain * 1e3:.2f} ms, its kernels {busy:.2f} ms")
+            for row in rows[:12]:
+                each = row.self_device_time_total / 20
+                print(f"    {each:8.0f} us {row.count // 20:5d} x {row.key[:90]}", flush=True)
+    return []
+
+
+def exact(model: Any) -> list[Row]:
+    """Of a model of four layers, so that time is left for many requests."""
+    from colossalai.nn.exact import exact_mode
+
+    model = opt(4)
+    numbers = random.Random(1)
+    asked = [
+        (
+            prompts(1, numbers.randrange(1, 300))[0],
+            Sampling(max_tokens=8, seed=i, logprobs=0, ignore_eos=True),
+        )
+        for i in range(500)
+    ]
+    found = []
+    for seed in (1, 2, 3):
+        done: dict[Any, Completion] = {}
+        with generator(model, 40 + 60 * seed, exact=True, chunk=1024 * seed) as ours:
+            order = list(range(len(asked)))
+            random.Random(seed).shuffle(order)
+            while order or not ours.idle:
+                for _ in range(min(len(order), numbers.randrange(40))):
+                    uid = order.pop()
+                    ours.submit(*asked[uid], uid=uid)
+                    done[uid] = Completion(uid, asked[uid][0])
+                for event in ours.step():
+                    done[event.uid].add(event)
+        found.append({uid: (c.tokens, [t.logprob for t in c.logprobs or ()]) for uid, c in done.items()})
+    same = [sum(found[0][uid] == other[uid] for uid in found[0]) for other in found[1:]]
+    say(f"exact: of 500 requests in three orders of arrival, {same} have the bits of the first order")
+    worst = 0.0
+    for first in range(0, 64, 16):
+        texts = [asked[uid][0] + found[0][uid][0] for uid in range(first, first + 16)]
+        longest = max(map(len, texts))
+        batch = torch.tensor([t + [1] * (longest - len(t)) for t in texts]).cuda()
+        with exact_mode():
+            scores = model(batch).logits.float().log_softmax(-1)
+        own = scores[:, :-1].gather(-1, batch[:, 1:, None])[..., 0].double()
+        for row, text in enumerate(texts):
+            served = torch.tensor(found[0][first + row][1], dtype=torch.float64)
+            trained = own[row, len(text) - 1 - len(served) : len(text) - 1].detach().cpu()
+            worst = max(worst, (served - trained).abs().max().item())
+    say(f"exact: largest |served - trained| log-probability of 64 requests: {worst}")
+    return []
+
+
+PARTS = {part.__name__: part for part in (speed, profile, mixed, exact)}
+
+
+def main() -> None:
+    say(torch.__version__, torch.cuda.get_device_name())
+    model = opt()
+    say("the model is made")
+    rows = []
+    for name in sys.argv[1:] or PARTS:
+        try:
+            rows += PARTS[name](model)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+    if rows:
+        print(show(rows), flush=True)
+    say("done")
+
+
+if __name__ == "__main__":
+    main()
