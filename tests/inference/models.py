@@ -104,7 +104,7 @@ def log_probabilities(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 def trained() -> Any:
     """A small model that has read some of Python's standard library, byte by byte."""
-    text = torch.frombuffer(bytearray(stdlib_text(200_000).train.encode()), dtype=torch.uint8).long()
+    text = torch.frombuffer(bytearray(stdlib_text(200_000).train), dtype=torch.uint8).long()
     torch.manual_seed(3)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "pad_token_id": None}
     model = LlamaForCausalLM(LlamaConfig(**{**_LLAMA, **sizes, "num_key_value_heads": 4}))
