@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai.logging import get_dist_logger
+from colossalai.mesh.parameter import own_grad
 
 
 def tell_of_local_hooks(optimizer: Optimizer, params: Iterable[Tensor], who: str) -> None:
@@ -21,6 +22,30 @@ def tell_of_local_hooks(optimizer: Optimizer, params: Iterable[Tensor], who: str
     not.
     """
     optimizer.register_step_pre_hook(_Tell([weakref.ref(p) for p in params], who))
+
+
+def arrived_gradient(p: Tensor) -> Tensor | None:
+    """The gradient of ``p``, for a hook that autograd calls when it has added one to ``p.grad``; None if it
+    has not.
+
+    autograd calls these hooks without a gradient, too: behind a custom function that has returned None, or an
+    output of the model that has no part in the loss.  But if a hook of the script is there, it may have taken
+    the gradient away.
+    """
+    grad = own_grad(p)
+    if grad is None and any(
+        map(_is_foreign, (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
+    ):
+        raise used_up(p)
+    return grad
+
+
+def used_up(p: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"a hook of a parameter of shape {tuple(p.shape)} has used up its gradient in the backward pass,"
+        " before it was averaged over the replicas, which would drift apart; step and clear gradients after"
+        " the backward pass, not in it"
+    )
 
 
 class _Tell:

@@ -354,8 +354,9 @@ class _GradientHook:
     def __init__(self, watch: SameGradients, index: int) -> None:
         self.watch, self.index = watch, index
 
-    def __call__(self, grad: Tensor) -> None:
-        self.watch.see(self.index, grad)
+    def __call__(self, grad: Tensor | None) -> None:
+        if grad is not None:  # autograd came by without one
+            self.watch.see(self.index, grad)
 
 
 def project(grad: Tensor) -> tuple[float, float, float]:

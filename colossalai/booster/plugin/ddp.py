@@ -55,7 +55,12 @@ class TorchDDPModel(ModelWrapper):
         apart = [p for p in module.parameters() if is_cut_over_rows(p) and not is_ddp_ignored(p)]
         if any(p.requires_grad and not _is_left_alone(p) for p in module.parameters()):
             start_alike(apart, everyone)
+            alone = dist.get_world_size(process_group) == 1
+            if alone:
+                options = {**options, "static_graph": False}
             self.module = ddp = DistributedDataParallel(module, process_group=process_group, **options)
+            if alone:  # it averages nothing, and would wait for the gradients of parts that are unused
+                ddp.require_backward_grad_sync = False
         else:
             start_alike((*module.parameters(), *module.buffers()), everyone)
         if dist.get_world_size(process_group) > 1:

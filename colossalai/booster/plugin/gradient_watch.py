@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from colossalai.booster.plugin.dp import host_group
+from colossalai.interface.hooks import arrived_gradient, used_up
 from colossalai.interface.nest import tensors
 from colossalai.logging import get_dist_logger
 from colossalai.mesh.backward import before_backward
@@ -328,16 +329,16 @@ def _unfrozen(p: Tensor) -> Iterator[None]:
 _divisions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _divide_gradients(p: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
+def _divide_gradients(p: Tensor, hook: Callable[[Tensor | None], Tensor | None]) -> None:
     if p in _divisions:
         _divisions[p].remove()
     with _unfrozen(p):
         _divisions[p] = p.register_hook(hook)
 
 
-def _divided(watch: weakref.ref[GradientWatch], pieces: int, grad: Tensor) -> Tensor:
+def _divided(watch: weakref.ref[GradientWatch], pieces: int, grad: Tensor | None) -> Tensor | None:
     alive = watch()
-    return grad / pieces if alive is not None and alive.divides else grad
+    return grad / pieces if grad is not None and alive is not None and alive.divides else grad
 
 
 def _fill(params: Iterable[Tensor]) -> None:
@@ -348,18 +349,8 @@ def _fill(params: Iterable[Tensor]) -> None:
 
 
 def _came(watch: weakref.ref[GradientWatch], number: int, p: Tensor) -> None:
-    if (alive := watch()) is not None:
-        if p.grad is None:
-            raise used_up(p)
+    if (alive := watch()) is not None and arrived_gradient(p) is not None:
         alive.came(number)
-
-
-def used_up(p: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"a hook of a parameter of shape {tuple(p.shape)} has used up its gradient in the backward pass,"
-        " before it was averaged over the replicas, which would drift apart; step and clear gradients after"
-        " the backward pass, not in it"
-    )
 
 
 def _begins(watch: weakref.ref[GradientWatch], grad: Tensor) -> None:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.interface.hooks import arrived_gradient
 from colossalai.mesh import own_grad, set_own_grad
 from colossalai.utils.parallel import is_cut_over_rows
 from colossalai.zero.low_level.bucket import Bucket
@@ -123,9 +124,10 @@ class Reducer:
             self._expected = dict(self._got)
 
     def _arrive(self, param: Tensor) -> None:
-        """Called by autograd whenever ``param.grad`` has become more."""
-        grad = own_grad(param)
-        assert grad is not None
+        """Called by autograd whenever ``param.grad`` may have become more."""
+        grad = arrived_gradient(param)
+        if grad is None:
+            return
         if grad.layout != torch.strided:
             shape = tuple(param.shape)
             raise TypeError(
