@@ -28,7 +28,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     language = language_of(config)
     config.nav = sidebar.navigation(language, list(reference.pages()))
     config.extra["language"] = language
-    config.extra["alternate"] = [{"name": NAMES[lang], "lang": lang, "link": "./"} for lang in NAMES]
+    config.extra["alternate"] = True  # a list would make the theme ask for a sitemap, which a disk refuses
+    config.extra["languages"] = [{"name": NAMES[lang], "lang": lang} for lang in NAMES]
     config.extra["versions"] = sidebar.versions()
     config.extra["shown_version"] = sidebar.versions()[0]
     return config

@@ -9,14 +9,11 @@ def _all(module: str, names: str, issue: str, reason: str) -> dict[str, tuple[st
     return {f"{module}.{name}": (issue, reason) for name in names.split()}
 
 
-_AUTO = ("issue 24", "automatic parallelism")
 _CACHED = ("no issue", "tables of recommendation models, with a cache on the device; no page shows them")
 _OLDER = ("no issue", "moving parts of an older ZeRO-3; ours has the chunks of Gemini in their place")
 
 # name, or module with all that is in it -> (issue, reason)
 MISSING: dict[str, tuple[str, str]] = {
-    "colossalai.auto_parallel.tensor_shard.initialize": _AUTO,
-    **_all("colossalai.auto_parallel.tensor_shard.solver", "GraphAnalyser StrategiesConstructor", *_AUTO),
     **_all(
         "colossalai.nn.parallel.layers",
         "CachedEmbeddingBag ParallelCachedEmbeddingBag ParallelCachedEmbeddingBagTablewise"

@@ -32,11 +32,13 @@ from colossalai.auto_parallel.checkpoint.profile import (
     shared_out,
 )
 from colossalai.auto_parallel.checkpoint.search import Judged, Search
+from colossalai.auto_parallel.checkpoint.share import SharesModel
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
 from colossalai.device.presets import DEVICES, DevicePreset, device_preset
 from colossalai.utils.text import bytes_of, size_text
 
 _TRIES = 4
+_PARTS = 16
 Regions = tuple[tuple[str, ...], ...]
 
 
@@ -59,6 +61,7 @@ class CheckpointPlanner:
         blocks: Sequence[str] | None = None,
         stored: int = 1,
         regions: bool = True,
+        plugin: SharesModel | None = None,
     ) -> None:
         if stored < 1:
             raise ValueError(f"auto_checkpoint: at least 1 micro-batch is stored, got {stored=}")
@@ -72,13 +75,26 @@ class CheckpointPlanner:
             )
         preset = _device(device, place)
         self._beside = bytes_of(reserved)
+        self._plugin, share = plugin, None if plugin is None else plugin.share_of(model, optimizer)
         self.step = TrainingStep(
-            model, batch, criterion, optimizer, autocast, self._beside + preset.workspace, preset
+            model,
+            batch,
+            criterion,
+            optimizer if share is None else None,
+            autocast,
+            self._beside + preset.workspace,
+            preset,
+            share,
         )
         self.place = place
-        self._measures = place.type == "cuda" if measure is None else measure
+        self._measures = (place.type == "cuda" and plugin is None) if measure is None else measure
         if self._measures and place.type != "cuda":
             raise ValueError(f"auto_checkpoint: measure=True needs the model on a GPU, it lies on {place}")
+        if self._measures and plugin is not None:
+            raise ValueError(
+                "auto_checkpoint: measure=True runs the model as it is, and not as a plugin will hold it;"
+                " leave one of the two out"
+            )
         self.notes: list[str] = []
         self.played = self._play_all()
 
@@ -223,8 +239,9 @@ class CheckpointPlanner:
     def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
         """The fastest modes with which the step stays within ``memory``; every rank of a job calls it."""
         budget = bytes_of(memory)
+        resting = self._resting(budget)
         try:
-            judged, peak, seconds = self._find(budget, time_limit)
+            judged, peak, seconds = self._find(budget - resting, time_limit)
         except ValueError as error:
             self._agree(None, str(error))
             raise
@@ -232,8 +249,8 @@ class CheckpointPlanner:
         return CheckpointPlan(
             model=self.step.model,
             budget=budget,
-            peak=peak,
-            seconds=seconds,
+            peak=peak + resting,
+            seconds=seconds + self._travel(resting),
             gap=judged.choice.gap,
             modes=modes,
             timeline=judged.line,
@@ -241,7 +258,28 @@ class CheckpointPlanner:
             reserved=self.step.reserved + self.unseen,
             notes=tuple(self.notes),
             planner=self,
+            resting=resting,
         )
+
+    def _resting(self, budget: int) -> int:
+        """How many of the bytes that may rest on the host or on the device had best lie on the device: what
+        activations then must be computed again takes time, and so does what travels.
+        """
+        share = self.step.share
+        if share is None or not share.movable:
+            return 0
+        found = [(float("inf"), 0)]
+        for part in range(_PARTS + 1):
+            resting = share.movable * part // _PARTS
+            choice = self.search.predicted(budget - resting - self.unseen)
+            if choice is not None:
+                found.append((choice.seconds + self._travel(resting), resting))
+        return min(found)[1]
+
+    def _travel(self, resting: int) -> float:
+        """Seconds in which weights and gradients go to the host and come back, if so many bytes do not."""
+        share = self.step.share
+        return 0.0 if share is None else share.travels * (share.movable - resting) / self.step.device.host
 
     def _find(self, budget: int, time_limit: float) -> tuple[Judged, int, float]:
         """The best choice with which a step, also one that is run on the GPU, stays within ``budget``."""
@@ -316,8 +354,11 @@ class CheckpointPlanner:
         return next((one for whose, one, _ in every if whose == look and one is not None), ({}, ()))
 
     def apply(self, plan: CheckpointPlan) -> None:
-        """Give the blocks of the model the modes of ``plan``."""
+        """Give the blocks of the model the modes of ``plan``, and what these leave to the plugin."""
         set_modes(self.step.model, plan.modes, plan.regions)
+        share = self.step.share
+        if self._plugin is not None and share is not None and share.movable:
+            self._plugin.take_room(plan.budget - plan.peak + plan.resting + share.fixed)
 
     def predicted(self, modes: Sequence[str]) -> CurvePoint:
         """The peak and the seconds of a step whose calls have these modes, without playing it."""

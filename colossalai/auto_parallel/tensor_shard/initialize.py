@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +21,12 @@ from colossalai.auto_parallel.tensor_shard.cluster import (
 from colossalai.auto_parallel.tensor_shard.constructor import StrategiesConstructor
 from colossalai.auto_parallel.tensor_shard.options import DataloaderOption, SolverOptions
 from colossalai.auto_parallel.tensor_shard.ranks import MeshRanks
+from colossalai.auto_parallel.tensor_shard.recompute import plan_with_recomputation, segments_of_names
 from colossalai.auto_parallel.tensor_shard.solution import (
     Solution,
     choice_of_names,
     graph_fingerprint,
-    load_choice,
+    load_solution,
     plan_of_choice,
 )
 from colossalai.auto_parallel.tensor_shard.solver import solve_strategies
@@ -35,7 +35,7 @@ from colossalai.fx import OpGraph, trace_model
 
 MetaArgs = Mapping[str, Any] | Sequence[Any] | Tensor
 SearchOptions = Mapping[str, Any]
-"""Options of :func:`solve_strategies`: ``backend``, ``gap``, ``time_limit``, ``tie``."""
+"""Options of :func:`solve_solution`."""
 
 
 def autoparallelize(
@@ -76,7 +76,8 @@ def autoparallelize(
         return_solution: return the model and its solution, a list of lines ``"{node} {strategy}"``.
         memory_budget: bytes of a rank for parameters, gradients, states of the optimizer and activations;
             -1 for any.
-        search: options of ``solve_strategies`` (``time_limit``, ``gap``, ``tie``, ``backend``), and
+        search: options of ``solve_strategies`` (``time_limit``, ``gap``, ``tie``, ``backend``);
+            ``activation_checkpoint=True`` to also choose operations that run again in the backward pass;
             ``optimizer_states``, the number of states that an optimizer keeps of each parameter (2).
 
     Raises:
@@ -181,12 +182,23 @@ def build_strategy_constructor(
 
 
 def solve_solution(
-    strategy_constructor: StrategiesConstructor, memory_budget: float = -1.0, **search: Any
+    strategy_constructor: StrategiesConstructor,
+    memory_budget: float = -1.0,
+    *,
+    activation_checkpoint: bool = False,
+    **search: Any,
 ) -> Solution:
-    """The best plan of these strategies; see :func:`solve_strategies` for ``search``."""
+    """The best plan of these strategies; see :func:`solve_strategies` for ``search``.
+
+    Args:
+        activation_checkpoint: also choose operations that run again in the backward pass, instead of keeping
+            their tensors.
+    """
     problem = strategy_constructor.problem
-    graph = problem.solver_graph.with_budget(None if memory_budget == -1 else memory_budget)
-    return Solution(problem, solve_strategies(graph, **search))
+    budget = None if memory_budget == -1 else memory_budget
+    if activation_checkpoint:
+        return Solution(problem, *plan_with_recomputation(problem, budget, **search))
+    return Solution(problem, solve_strategies(problem.solver_graph.with_budget(budget), **search))
 
 
 def transform_to_sharded_model(model: nn.Module, solution: Solution, device_mesh: DeviceMesh) -> nn.Module:
@@ -259,18 +271,19 @@ def _answer(
 ) -> Solution:
     if path is None:
         return solve_solution(constructor, memory_budget, **search)
-    begin = time.perf_counter()
-    choice = load_choice(path, constructor.problem)
-    return Solution(
-        constructor.problem, plan_of_choice(constructor.problem, choice, time.perf_counter() - begin)
-    )
+    return load_solution(path, constructor.problem)
 
 
 def _as_message(solution: Solution) -> dict[str, Any]:
     """What other ranks must know of a solution."""
     plan = solution.plan
     certificate = {name: getattr(plan, name) for name in _CERTIFICATE}
-    return {"names": solution.strategies, "budget": plan.graph.memory_budget, "certificate": certificate}
+    return {
+        "names": solution.strategies,
+        "budget": plan.graph.memory_budget,
+        "certificate": certificate,
+        "recomputed": solution.sharded.recomputed,
+    }
 
 
 _CERTIFICATE = ("lower_bound", "memory_price", "backend", "tied", "seconds")
@@ -281,10 +294,23 @@ def _from_message(constructor: StrategiesConstructor, told: dict[str, Any]) -> S
     problem = constructor.problem
     plan = plan_of_choice(problem, choice_of_names(told["names"], problem, "the first rank"))
     graph = problem.solver_graph.with_budget(told["budget"])
-    return Solution(problem, replace(plan, graph=graph, **told["certificate"]))
+    plan = replace(plan, graph=graph, **told["certificate"])
+    return Solution(problem, plan, segments_of_names(problem, plan.choice, told["recomputed"]))
+
+
+class ModuleWrapper(nn.Module):
+    """Calls a module with further arguments, which are the same in every call."""
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.module, self.args, self.kwargs = module, args, kwargs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, *self.args, **{**self.kwargs, **kwargs})
 
 
 __all__ = [
+    "ModuleWrapper",
     "autoparallelize",
     "build_strategy_constructor",
     "extract_alpha_beta_for_device_mesh",

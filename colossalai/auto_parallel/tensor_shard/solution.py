@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from colossalai.auto_parallel.tensor_shard.sharded_plan import ShardedPlan
+from colossalai.auto_parallel.tensor_shard.recompute import Segment, peak_memory, segments_of_names
+from colossalai.auto_parallel.tensor_shard.sharded_plan import PredictedStep, ShardedPlan
 from colossalai.auto_parallel.tensor_shard.solver import ChoiceReason, StrategyPlan
 from colossalai.auto_parallel.tensor_shard.strategies.chosen import flow_transfers, sharded_plan
 from colossalai.auto_parallel.tensor_shard.strategies.problem import PlanProblem
@@ -60,12 +61,16 @@ class Solution(list[str]):
     Args:
         plan: the answer of the solver: its cost, bound and gap.
         sharded: the layouts of all tensors, and what a step is expected to take.
+        recomputed: the operations that run again in the backward pass.
     """
 
-    def __init__(self, problem: PlanProblem, plan: StrategyPlan) -> None:
-        self.problem, self.plan = problem, plan
+    def __init__(self, problem: PlanProblem, plan: StrategyPlan, recomputed: Sequence[Segment] = ()) -> None:
+        self.problem, self.plan, self.recomputed = problem, plan, tuple(recomputed)
         self.fingerprint = graph_fingerprint(problem.graph.graph)
         self.sharded: ShardedPlan = sharded_plan(problem, plan.choice, self.fingerprint)
+        if recomputed:
+            self.sharded.recomputed = tuple(segment.names for segment in recomputed)
+            self.sharded.predicted = _with_segments(self.sharded.predicted, recomputed)
         chosen = zip(problem.vertices, plan.choice, strict=True)
         super().__init__(f"{v.title} {v.placements[c].name}" for v, c in chosen if v.kind == "node")
 
@@ -130,30 +135,51 @@ class Solution(list[str]):
 
     def _summary(self) -> list[str]:
         step, mesh = self.sharded.predicted, " x ".join(map(str, self.sharded.axes.values()))
+        seconds = step.compute + step.communication
         lines = [
-            f"mesh {mesh}: {self.plan.cost * 1e3:.4g} ms a step ({step.compute * 1e3:.4g} computing,"
+            f"mesh {mesh}: {seconds * 1e3:.4g} ms a step ({step.compute * 1e3:.4g} computing,"
             f" {step.communication * 1e3:.4g} communicating), {step.memory / 2**30:.4g} GiB;"
             f" no plan costs less than {self.plan.lower_bound * 1e3:.4g} ms (gap {self.plan.gap:.1e})"
         ]
+        if self.recomputed:
+            taken = sum(segment.seconds for segment in self.recomputed) * 1e3
+            count = sum(len(segment.names) for segment in self.recomputed)
+            lines.append(
+                f"{count} operations in {len(self.recomputed)} segments run again in the backward pass,"
+                f" which takes {taken:.4g} ms of it; the bound is that of plans without recomputation"
+            )
         lines += [
             f"{name} runs whole on every rank: {why}" for name, why in self.problem.whole_operations.items()
         ]
         return lines
 
     def save(self, path: str | Path) -> None:
-        """Write the strategies to a file, which :func:`load_choice` reads."""
+        """Write the strategies to a file, which :func:`load_solution` reads."""
         content = {
             "format": _FORMAT,
             "model": self.fingerprint,
             "mesh": list(self.sharded.axes.values()),
             "seconds": self.plan.cost,
             "strategies": self.strategies,
+            "recomputed": self.sharded.recomputed,
         }
         Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def load_choice(path: str | Path, problem: PlanProblem) -> tuple[int, ...]:
-    """The strategies that a file holds; refuses a file of another model or another mesh."""
+def _with_segments(step: PredictedStep, recomputed: Sequence[Segment]) -> PredictedStep:
+    again = [t for segment in recomputed for t in segment.transfers]
+    compute = sum(segment.compute for segment in recomputed)
+    return replace(
+        step,
+        compute=step.compute + compute,
+        communication=step.communication + sum(s.seconds for s in recomputed) - compute,
+        memory=int(peak_memory(step.memory, recomputed)),
+        backward=(*step.backward, *again),
+    )
+
+
+def load_solution(path: str | Path, problem: PlanProblem) -> Solution:
+    """The solution that a file holds; refuses a file of another model or another mesh."""
     try:
         content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         model, mesh, names = content["model"], content["mesh"], content["strategies"]
@@ -171,7 +197,9 @@ def load_choice(path: str | Path, problem: PlanProblem) -> tuple[int, ...]:
             f"the solution in {str(path)!r} is that of another model, or of other inputs: its operations,"
             " shapes or parameters are not these; solve again, without load_solver_solution"
         )
-    return choice_of_names(names, problem, f"the solution in {str(path)!r}")
+    choice = choice_of_names(names, problem, f"the solution in {str(path)!r}")
+    groups = content.get("recomputed", ())
+    return Solution(problem, plan_of_choice(problem, choice), segments_of_names(problem, choice, groups))
 
 
 def choice_of_names(names: dict[str, str], problem: PlanProblem, what: str) -> tuple[int, ...]:
@@ -189,12 +217,10 @@ def choice_of_names(names: dict[str, str], problem: PlanProblem, what: str) -> t
     return tuple(choice)
 
 
-def plan_of_choice(problem: PlanProblem, choice: Sequence[int], seconds: float = 0.0) -> StrategyPlan:
+def plan_of_choice(problem: PlanProblem, choice: Sequence[int]) -> StrategyPlan:
     """A plan that was not searched for, so without a bound of its own."""
     graph = problem.solver_graph
     cost = graph.cost(choice)
     if not np.isfinite(cost):
         raise ValueError("this solution needs a conversion that is not possible under these options")
-    return StrategyPlan(
-        graph, tuple(choice), cost, graph.memory(choice), 0.0, "given", seconds={"given": seconds}
-    )
+    return StrategyPlan(graph, tuple(choice), cost, graph.memory(choice), 0.0, "given")

@@ -30,6 +30,7 @@ class StrategyCost:
             parameters.
         forward, backward: these collectives.
         memory: bytes; parameters are counted with their gradients and the states of the optimizer.
+        kept: the bytes of each activation among it that the operation is charged for.
     """
 
     compute: TrainCycleItem[float]
@@ -37,6 +38,7 @@ class StrategyCost:
     forward: tuple[Transfer, ...]
     backward: tuple[Transfer, ...]
     memory: MemoryCost
+    kept: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -71,12 +73,14 @@ class CostModel:
             tied: parameters that are counted elsewhere, since several operations take them.
         """
         forward, backward = self._collectives(node, placement, tied)
+        kept = self._kept(node, placement, charged)
         return StrategyCost(
             compute=self._compute(node, placement),
             communication=_item(self.moves.time(forward), self.moves.time(backward)),
             forward=tuple(forward),
             backward=tuple(backward),
-            memory=self._memory(node, placement, charged, tied),
+            memory=self._memory(node, placement, sum(kept), tied),
+            kept=kept,
         )
 
     def parameter_bytes(self, nbytes: int, learns: bool, layout: Layout) -> int:
@@ -124,7 +128,7 @@ class CostModel:
         return forward, [] if self.moves.forward_only else backward
 
     def _memory(
-        self, node: PlanNode, placement: Placement, charged: Sequence[str], tied: frozenset[str]
+        self, node: PlanNode, placement: Placement, activation: int, tied: frozenset[str]
     ) -> MemoryCost:
         parameters = buffers = 0
         for source, rest in dict(zip(node.operands, placement.resting, strict=True)).items():
@@ -134,22 +138,25 @@ class CostModel:
                     parameters + taken * source.learns,
                     buffers + taken * (not source.learns),
                 )
-        kept = {} if self.moves.forward_only else {name: node.op.saved[name] for name in charged}
+        temporary = sum(
+            info.nbytes // self.parts(layout)
+            for info, layout in zip(node.op.outputs, placement.computed, strict=True)
+        )
+        return MemoryCost(activation, parameters, temporary, buffers)
+
+    def _kept(self, node: PlanNode, placement: Placement, charged: Sequence[str]) -> tuple[int, ...]:
+        """What the backward pass needs, as it lies here."""
         layouts: dict[str, Layout] = {}
         for info, layout in zip(node.op.outputs, placement.outputs, strict=True):
             layouts[info.memory] = layout
         for source, layout in zip(node.operands, placement.inputs, strict=True):
             if source.info is not None:
                 layouts[source.info.memory] = layout
-        whole = Layout(
-            tuple((axis,) for axis in placement.working)
-        )  # what only autograd holds, falls with work
-        activation = sum(n // self.parts(layouts.get(name, whole)) for name, n in kept.items())
-        temporary = sum(
-            info.nbytes // self.parts(layout)
-            for info, layout in zip(node.op.outputs, placement.computed, strict=True)
-        )
-        return MemoryCost(activation, parameters, temporary, buffers)
+        # what only autograd holds falls with the work
+        whole = Layout(tuple((axis,) for axis in placement.working))
+        if self.moves.forward_only:
+            return (0,) * len(charged)
+        return tuple(node.op.saved[name] // self.parts(layouts.get(name, whole)) for name in charged)
 
 
 def _item(forward: float, backward: float) -> TrainCycleItem[float]:

@@ -177,15 +177,17 @@ def _written_memory(nodes: dict[str, PlanNode]) -> frozenset[str]:
 
 def _titles(graph: OpGraph) -> dict[str, str]:
     """What each operation is called in a solution: as its module, if it is what the module is there for."""
-    main: dict[str, str] = {}
+    main: dict[str, OpNode] = {}
     for op in graph:
-        has_weights = bool(op.parameters)
-        if op.module and (
-            op.module not in main or (has_weights and not graph.nodes[main[op.module]].parameters)
-        ):
-            main[op.module] = op.name
+        if op.module and (op.module not in main or _weight(op) > _weight(main[op.module])):
+            main[op.module] = op
     inner = {path.rsplit(".", 1)[0] for path in main if "." in path}
-    of = {name: module.replace(".", "_") for module, name in main.items() if module not in inner}
+    of = {op.name: module.replace(".", "_") for module, op in main.items() if module not in inner}
     found = {op.name: of.get(op.name, op.name) for op in graph}
     twice = {title for title, n in Counter(found.values()).items() if n > 1}
     return {name: name if title in twice else title for name, title in found.items()}
+
+
+def _weight(op: OpNode) -> tuple[int, int]:
+    """How likely it is that an operation is what its module is there for."""
+    return len(op.parameters), op.forward.operations + op.forward.read + op.forward.written

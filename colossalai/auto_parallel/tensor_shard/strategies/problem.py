@@ -37,6 +37,7 @@ class Vertex:
         title: what it is called in a solution.
         node: the operation; None for the others.
         placements, costs: its strategies, and what each costs by itself.
+        charged: the memory that it is the first to keep for the backward pass.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Vertex:
     node: PlanNode | None
     placements: list[Placement]
     costs: list[StrategyCost]
+    charged: tuple[str, ...] = ()
 
 
 @dataclass
@@ -120,8 +122,11 @@ class _Builder:
             layout = input_layout(name, info, self.graph, self.model.axes, self.options)
             self._add(name, "input", name, None, [self._lying(layout)], [FREE])
         for node in self.graph.nodes.values():
-            found, costs = self._strategies(node)
-            self._add(node.title, "node", node.name, node, found, costs)
+            charged = tuple(name for name in node.op.saved if name not in self._charged)
+            self._charged.update(charged)
+            found, costs = self._strategies(node, charged)
+            place = self._add(node.title, "node", node.name, node, found, costs)
+            self.vertices[place].charged = charged
         for name in sorted(self.tied):
             self._add_tied(name)
         for node in self.graph.nodes.values():
@@ -150,11 +155,11 @@ class _Builder:
     def _lying(layout: Layout) -> Placement:
         return Placement(layout_name(layout), (layout,), (layout,), (layout,))
 
-    def _strategies(self, node: PlanNode) -> tuple[list[Placement], list[StrategyCost]]:
+    def _strategies(
+        self, node: PlanNode, charged: Sequence[str]
+    ) -> tuple[list[Placement], list[StrategyCost]]:
         """Those of a node; nodes that are alike have the same."""
         tied = frozenset(s.name for s in node.operands if s.name in self.tied)
-        charged = [name for name in node.op.saved if name not in self._charged]
-        self._charged.update(charged)
         key = self._signature(node, charged, tied)
         if key not in self._known:
             blocks = self.blocks.get(node.name)

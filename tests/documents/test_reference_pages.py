@@ -1,0 +1,73 @@
+"""Pages that list something are complete: the reference, options, combinations, messages, pictures."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from functools import cache
+
+import pytest
+
+from colossalai.booster.plugin import GeminiPlugin
+from docs import combinations, reference
+from docs.pages import ENGLISH, ROOT
+from tests.documents.api_left import MISSING
+from tests.documents.test_api_names import PROMISES
+
+
+def test_every_documented_name_has_an_entry() -> None:
+    entries = {name for part in reference.names().values() for name in part}
+    others = {name for part in reference.names().values() for rest in part.values() for name in rest}
+    here = {promise for promise in PROMISES if len(promise.path) == 1 and promise.name not in MISSING}
+    here = {promise for promise in here if promise.module not in MISSING}
+    assert sorted({promise.name for promise in here} - entries - others) == []
+
+
+def test_an_entry_shows_the_arguments() -> None:
+    assert "placement_policy: 'str' = 'cpu'" in reference.described("colossalai.booster.plugin.GeminiPlugin")
+    assert reference.entry("colossalai.booster.Booster") == "::: colossalai.booster.Booster"
+    assert "placement_policy" not in reference.described("colossalai.constants.ALLOWED_MODES")
+
+
+def test_every_argument_of_gemini_is_in_the_tables() -> None:
+    page = (ENGLISH / "gemini_options.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, flags=re.MULTILINE))
+    real = inspect.signature(GeminiPlugin).parameters
+    assert {name: ast.literal_eval(shown) for name, shown in rows.items()} == {
+        name: parameter.default for name, parameter in real.items()
+    }
+
+
+@cache
+def _messages() -> str:
+    """All strings of the package, one per line; names in f-strings are left out."""
+    found = []
+    for path in (ROOT / "colossalai").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_every_message_of_the_page_is_one_of_the_code() -> None:
+    page = (ENGLISH / "troubleshooting.md").read_text()
+    shown = re.findall(r"^\| `(.*?)` \|", page, flags=re.MULTILINE)
+    ours = [message for message in shown if message not in ("CUDA out of memory", "OutOfCapacity")]
+    assert len(ours) > 15
+    assert [message for message in ours if message not in _messages()] == []
+    assert hasattr(importlib.import_module("colossalai.zero.gemini"), "OutOfCapacity")
+
+
+def test_the_tables_of_combinations_are_those_of_the_code() -> None:
+    pytest.importorskip("transformers", reason="needs `pip install transformers`")
+    page = combinations.PAGE.read_text()
+    assert combinations.written(page) == page, "run `python -m docs.combinations`"
+
+
+def test_pictures_are_small_and_used() -> None:
+    pages = "".join(path.read_text() for path in [*ENGLISH.rglob("*.md"), ROOT / "README.md"])
+    for path in (ENGLISH / "figures").glob("*.svg"):
+        assert path.stat().st_size < 150_000
+        assert path.name in pages or path.name == "icon.svg"
