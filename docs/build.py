@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import http.server
+import logging
 
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
@@ -44,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m docs.build", description=__doc__)
     parser.add_argument("--serve", type=int, metavar="PORT", help="show the site on this port; 0: a free one")
     options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     build_site()
     if options.serve is not None:
         serve(options.serve)
