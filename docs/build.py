@@ -6,6 +6,7 @@ import argparse
 import functools
 import http.server
 import logging
+from pathlib import Path
 
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
@@ -22,16 +23,16 @@ _FIRST = """<!doctype html>
 """
 
 
-def build_site(strict: bool = True) -> None:
+def build_site(site: Path = SITE, strict: bool = True) -> None:
     """Build every language of this version, and a first page that leads to the English one."""
     version = sidebar.versions()[0]
     for language in LANGUAGES:
         name = "mkdocs.yml" if language == "en" else f"mkdocs.{language}.yml"
-        config = load_config(str(ROOT / name), site_dir=str(SITE / version / language), strict=strict)
+        config = load_config(str(ROOT / name), site_dir=str(site / version / language), strict=strict)
         config.plugins.on_startup(command="build", dirty=False)
         build(config)
         config.plugins.on_shutdown()
-    (SITE / "index.html").write_text(_FIRST.format(target=f"{version}/en/index.html"))
+    (site / "index.html").write_text(_FIRST.format(target=f"{version}/en/index.html"))
 
 
 def serve(port: int) -> None:
