@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colossalai.auto_parallel.checkpoint import Arguments, CheckpointPlanner
+from colossalai.auto_parallel.checkpoint import Arguments, CheckpointPlanner, auto_checkpoint
 from colossalai.auto_parallel.checkpoint.blocks import set_modes
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
@@ -17,6 +17,7 @@ from colossalai.nn import parallelize
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.pipeline import split_model
 from colossalai.testing import assert_close, spawn
+from colossalai.utils.live_bytes import LiveBytes
 from tests.auto_parallel.models import IDS, gpt2
 
 PLUGINS: dict[str, Any] = {
@@ -64,6 +65,88 @@ def _plugins(rank: int, world_size: int, port: int) -> None:
         for losses in zip(*found, strict=True):
             for other in losses[1:]:
                 assert_close(losses[0], other, rtol=1e-5, atol=1e-6)
+
+
+SHARES: dict[str, Any] = {
+    "ddp": TorchDDPPlugin,
+    "zero 1": lambda: LowLevelZeroPlugin(stage=1, precision="bf16", reduce_bucket_size_in_m=0.01),
+    "zero 2": lambda: LowLevelZeroPlugin(stage=2, precision="bf16", reduce_bucket_size_in_m=0.01),
+}
+
+
+def _divided(rank: int, world_size: int, port: int) -> None:
+    """What a rank needs in a real step is what was planned: its part of gradients and states."""
+    launch_from_torch({}, backend="gloo")
+    for name, plugin in SHARES.items():
+        model, batch, optimizer = _trained(8)
+        booster = Booster(plugin=plugin())
+        planner = CheckpointPlanner(model, batch, optimizer=optimizer, plugin=booster.plugin, device="cpu")
+        plan = planner.plan((planner.least[2] + planner.whole) // 2)
+        assert plan.peak <= plan.budget
+        planner.apply(plan)
+        peak = 0
+        with LiveBytes() as memory:
+            memory.hold((*model.parameters(), *model.buffers(), *batch.values()))
+            boosted, optimizer, *_ = booster.boost(model, optimizer)
+            for _ in range(2):
+                memory.peak = memory.now
+                booster.backward(boosted(**batch).loss, optimizer)
+                peak = memory.peak
+                optimizer.step()
+                optimizer.zero_grad()
+        # buckets of ZeRO are counted as full all the time
+        assert 0.85 * plan.peak < peak < 1.005 * plan.peak, name
+
+
+def _trained(layers: int) -> tuple[nn.Module, dict[str, Tensor], Any]:
+    torch.manual_seed(0)
+    model = gpt2(layers, 96, dropout=0.0).train()
+    ids = IDS.repeat(4, 2)
+    return model, {"input_ids": ids, "labels": ids}, HybridAdam(model.parameters(), lr=1e-3)
+
+
+def test_divided_weights_gradients_and_states() -> None:
+    spawn(_divided, 2)
+
+
+def _gemini(rank: int, world_size: int, port: int) -> None:
+    """Chunks and activations share one budget: the more there is, the more chunks lie on the device, and
+    the less is computed again.
+    """
+    launch_from_torch({}, backend="gloo")
+    model, batch, optimizer = _trained(8)
+    chunks = {"min_chunk_size_mb": 0.2, "search_range_mb": 0.1, "precision": "bf16"}
+    ends = CheckpointPlanner(
+        model,
+        batch,
+        optimizer=optimizer,
+        plugin=GeminiPlugin(placement_policy="auto", **chunks),
+        device="h200",
+    )
+    assert ends.step.share is not None
+    low, high = ends.least[2], ends.whole + ends.step.share.movable
+    found = []
+    for memory in (low, high):
+        model, batch, optimizer = _trained(8)
+        plugin = GeminiPlugin(placement_policy="auto", **chunks)
+        plan = auto_checkpoint(model, batch, memory, optimizer=optimizer, plugin=plugin, device="h200")
+        assert plan.peak <= plan.budget
+        room = plugin.model_options["compute_capacity"]
+        booster = Booster(plugin=plugin)
+        boosted, optimizer, *_ = booster.boost(model, optimizer)
+        for _ in range(3):
+            booster.backward(boosted(**batch).loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        compute = boosted.chunk_manager.compute
+        assert compute.peak <= room
+        found.append((plan.resting, compute.peak, -plan.seconds))
+    assert found == sorted(found)
+    assert found[0][1] < found[-1][1]
+
+
+def test_gemini_shares_one_budget() -> None:
+    spawn(_gemini, 2)
 
 
 def test_with_booster() -> None:

@@ -20,6 +20,7 @@ from colossalai.auto_parallel.checkpoint.operation import (
 from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan, CurvePoint, plot_curve
 from colossalai.auto_parallel.checkpoint.planner import CheckpointPlanner
 from colossalai.auto_parallel.checkpoint.rotor import CheckpointSolverRotor
+from colossalai.auto_parallel.checkpoint.share import ModelShare
 from colossalai.auto_parallel.checkpoint.solver_base import CheckpointSolverBase
 from colossalai.auto_parallel.checkpoint.timeline import Arguments
 
@@ -43,6 +44,7 @@ __all__ = [
     "ModeCost",
     "ModeProblem",
     "ModeStage",
+    "ModelShare",
     "ReadMemory",
     "Sequence",
     "WriteMemory",

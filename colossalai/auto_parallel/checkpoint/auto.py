@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan
 from colossalai.auto_parallel.checkpoint.planner import CheckpointPlanner
+from colossalai.auto_parallel.checkpoint.share import SharesModel
 from colossalai.device.presets import DevicePreset
 
 
@@ -28,6 +29,7 @@ def auto_checkpoint(
     blocks: Sequence[str] | None = None,
     stored: int = 1,
     regions: bool = True,
+    plugin: SharesModel | None = None,
     time_limit: float = 10.0,
 ) -> CheckpointPlan:
     """Let each block of ``model`` keep, recompute or offload its activations, so that a training step needs
@@ -57,6 +59,8 @@ def auto_checkpoint(
             ``batch`` is one micro-batch.
         regions: let several blocks be computed again together, where that is the only or the faster way;
             ``False`` for a model that ``torch.compile`` compiles.
+        plugin: the plugin of the ``Booster`` that will train the model; what it divides over ranks or moves
+            to the host is counted as it will lie on this rank. Gemini's chunks get the room that is left.
         time_limit: seconds for each solution; after that, the best that was found, with its gap.
     """
     planner = CheckpointPlanner(
@@ -71,6 +75,7 @@ def auto_checkpoint(
         blocks=blocks,
         stored=stored,
         regions=regions,
+        plugin=plugin,
     )
     plan = planner.plan(memory, time_limit)
     planner.apply(plan)

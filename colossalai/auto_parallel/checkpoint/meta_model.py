@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map_only
 
 
 @contextmanager
-def on_meta(model: nn.Module) -> Iterator[None]:
-    """Inside the block, the tensors of ``model`` lie on the meta device and it is in training; afterwards
-    everything is as before, random numbers included.
+def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Inside the block, the tensors of ``model`` lie on the meta device, its weights in ``dtype``, and it is
+    in training; afterwards everything is as before, random numbers included.
     """
     modules = list(model.modules())
     before = [(m, dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in modules]
@@ -27,7 +27,7 @@ def on_meta(model: nn.Module) -> Iterator[None]:
 
     def meta(tensor: Tensor) -> Tensor:
         if id(tensor) not in swapped:
-            swapped[id(tensor)] = _meta_of(tensor)
+            swapped[id(tensor)] = _meta_of(tensor, dtype)
         return swapped[id(tensor)]
 
     numbers = random.getstate()
@@ -60,8 +60,8 @@ def _may_hold(value: Any) -> bool:
     return isinstance(value, (Tensor, list, tuple)) or type(value) is dict
 
 
-def _meta_of(tensor: Tensor) -> Tensor:
-    made = tensor.detach().to("meta")
+def _meta_of(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    made = tensor.detach().to("meta", dtype if tensor.is_floating_point() else None)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         made.__dict__.update(vars(tensor))  # such as its place on a mesh
@@ -69,9 +69,9 @@ def _meta_of(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def left_alone(module: nn.Module) -> Iterator[None]:
+def left_alone(module: nn.Module) -> Iterator[int]:
     """A module in training, whose buffers, gradients and modes are afterwards what they were, as are random
-    numbers.
+    numbers; gives the bytes of the copies on its device, and of gradients that wait meanwhile.
     """
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     gradients = [p.grad for p in module.parameters()]
@@ -80,7 +80,8 @@ def left_alone(module: nn.Module) -> Iterator[None]:
     try:
         module.train()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
+            held = [*buffers.values(), *(gradient for gradient in gradients if gradient is not None)]
+            yield sum(tensor.nbytes for tensor in held if tensor.device == device)
     finally:
         for part, flag in training:
             part.training = flag

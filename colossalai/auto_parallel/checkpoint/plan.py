@@ -41,6 +41,8 @@ class CheckpointPlan:
     regions: tuple[tuple[str, ...], ...] = ()
     """Blocks that are computed again together; their modes are those of their second run."""
     reserved: int = 0
+    resting: int = 0
+    """Bytes of weights, gradients and states that may lie on the host and will lie on the device."""
     notes: tuple[str, ...] = ()
     planner: CheckpointPlanner | None = field(default=None, repr=False)
 
@@ -72,6 +74,7 @@ class CheckpointPlan:
             ("  weights", size_text(line.weights)),
             ("  optimizer states", size_text(line.states)),
             ("  reserved", size_text(self.reserved)),
+            *([("  moved to the device", size_text(self.resting))] if self.resting else []),
             ("  kept by the forward pass", size_text(kept)),
             ("  gradients at the end", size_text(line.gradients)),
             (

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.checkpoint.blocks import block_modes, find_blocks, set_modes
-from colossalai.auto_parallel.checkpoint.measure import Whole, bytes_beside, measure_calls, measure_step
+from colossalai.auto_parallel.checkpoint.measure import Whole, measure_calls, measure_step, states_on
 from colossalai.auto_parallel.checkpoint.mode_solver import MODES, Choice, ModeProblem, peak_of, seconds_of
 from colossalai.auto_parallel.checkpoint.operation import Chain
 from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan, CurvePoint
@@ -32,11 +32,13 @@ from colossalai.auto_parallel.checkpoint.profile import (
     shared_out,
 )
 from colossalai.auto_parallel.checkpoint.search import Judged, Search
+from colossalai.auto_parallel.checkpoint.share import SharesModel
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
 from colossalai.device.presets import DEVICES, DevicePreset, device_preset
 from colossalai.utils.text import bytes_of, size_text
 
 _TRIES = 4
+_PARTS = 16
 Regions = tuple[tuple[str, ...], ...]
 
 
@@ -59,6 +61,7 @@ class CheckpointPlanner:
         blocks: Sequence[str] | None = None,
         stored: int = 1,
         regions: bool = True,
+        plugin: SharesModel | None = None,
     ) -> None:
         if stored < 1:
             raise ValueError(f"auto_checkpoint: at least 1 micro-batch is stored, got {stored=}")
@@ -72,13 +75,26 @@ class CheckpointPlanner:
             )
         preset = _device(device, place)
         self._beside = bytes_of(reserved)
+        self._plugin, share = plugin, None if plugin is None else plugin.share_of(model, optimizer)
         self.step = TrainingStep(
-            model, batch, criterion, optimizer, autocast, self._beside + preset.workspace, preset
+            model,
+            batch,
+            criterion,
+            optimizer if share is None else None,
+            autocast,
+            self._beside + preset.workspace,
+            preset,
+            share,
         )
         self.place = place
-        self._measures = place.type == "cuda" if measure is None else measure
+        self._measures = (place.type == "cuda" and plugin is None) if measure is None else measure
         if self._measures and place.type != "cuda":
             raise ValueError(f"auto_checkpoint: measure=True needs the model on a GPU, it lies on {place}")
+        if self._measures and plugin is not None:
+            raise ValueError(
+                "auto_checkpoint: measure=True runs the model as it is, and not as a plugin will hold it;"
+                " leave one of the two out"
+            )
         self.notes: list[str] = []
         self.played = self._play_all()
 
@@ -89,6 +105,8 @@ class CheckpointPlanner:
             if mode == "offload" and self.step.device is DEVICES["cpu"]:
                 continue  # the device is the host
             try:
+                if mode == "selective":  # the first step shows which products the second run does not need
+                    self._play_or_run(dict.fromkeys(self.blocks, mode))
                 line = self._play_or_run(dict.fromkeys(self.blocks, mode))
             except Exception as error:
                 if mode == "keep":
@@ -172,11 +190,12 @@ class CheckpointPlanner:
         return max(more, default=0)
 
     def _real_peak(self, whole: Whole) -> int:
-        """The bytes of a forward and a backward pass that was run: what is known to be there, or is there
-        besides, and what the passes need above it.
+        """The bytes of a forward and a backward pass that was run, with states that will be there and what is
+        reserved for others that are not there yet.
         """
-        line = self.played["keep"]
-        return line.weights + line.states + max(self._beside, bytes_beside(self.step)) + whole.above
+        present = states_on(self.step)
+        coming = max(0, self.played["keep"].states - present)
+        return whole.peak + coming + max(0, self._beside - (whole.beside - present))
 
     def _passes_played(self, mode: str) -> int:
         """The bytes of a forward and a backward pass, as they were played."""
@@ -223,8 +242,9 @@ class CheckpointPlanner:
     def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
         """The fastest modes with which the step stays within ``memory``; every rank of a job calls it."""
         budget = bytes_of(memory)
+        resting = self._resting(budget)
         try:
-            judged, peak, seconds = self._find(budget, time_limit)
+            judged, peak, seconds = self._find(budget - resting, time_limit)
         except ValueError as error:
             self._agree(None, str(error))
             raise
@@ -232,8 +252,8 @@ class CheckpointPlanner:
         return CheckpointPlan(
             model=self.step.model,
             budget=budget,
-            peak=peak,
-            seconds=seconds,
+            peak=peak + resting,
+            seconds=seconds + self._travel(resting),
             gap=judged.choice.gap,
             modes=modes,
             timeline=judged.line,
@@ -241,20 +261,45 @@ class CheckpointPlanner:
             reserved=self.step.reserved + self.unseen,
             notes=tuple(self.notes),
             planner=self,
+            resting=resting,
         )
+
+    def _resting(self, budget: int) -> int:
+        """How many of the bytes that may rest on the host or on the device had best lie on the device: what
+        activations then must be computed again takes time, and so does what travels.
+        """
+        share = self.step.share
+        if share is None or not share.movable:
+            return 0
+        found = [(float("inf"), 0)]
+        for part in range(_PARTS + 1):
+            resting = share.movable * part // _PARTS
+            choice = self.search.predicted(budget - resting - self.unseen)
+            if choice is not None:
+                found.append((choice.seconds + self._travel(resting), resting))
+        return min(found)[1]
+
+    def _travel(self, resting: int) -> float:
+        """Seconds in which weights and gradients go to the host and come back, if so many bytes do not."""
+        share = self.step.share
+        return 0.0 if share is None else share.travels * (share.movable - resting) / self.step.device.host
 
     def _find(self, budget: int, time_limit: float) -> tuple[Judged, int, float]:
         """The best choice with which a step, also one that is run on the GPU, stays within ``budget``."""
-        left = budget - self.unseen
+        left, best, before = budget - self.unseen, None, None
         for _ in range(_TRIES):
             judged = self.search.find(left, time_limit)
-            if judged is None:
+            if judged is None or judged.choice == before:
                 break
+            before = judged.choice
             tried = self._tried(judged)
-            if tried[1] <= budget:
-                return tried
-            left -= tried[1] - budget
-        return self._least_within(budget)
+            room = budget - tried[1]
+            if room >= 0 and (best is None or tried[2] < best[2]):
+                best = tried
+            if 0 <= room < budget // 50 or not self._wholes or (best is not None and room < 0):
+                break
+            left += room  # more than was needed, or less
+        return best or self._least_within(budget)
 
     def _tried(self, judged: Judged) -> tuple[Judged, int, float]:
         """A choice with the peak and the seconds of its step; those of a real one, where it can be run."""
@@ -316,8 +361,11 @@ class CheckpointPlanner:
         return next((one for whose, one, _ in every if whose == look and one is not None), ({}, ()))
 
     def apply(self, plan: CheckpointPlan) -> None:
-        """Give the blocks of the model the modes of ``plan``."""
+        """Give the blocks of the model the modes of ``plan``, and what these leave to the plugin."""
         set_modes(self.step.model, plan.modes, plan.regions)
+        share = self.step.share
+        if self._plugin is not None and share is not None and share.movable:
+            self._plugin.take_room(plan.budget - plan.peak + plan.resting + share.fixed)
 
     def predicted(self, modes: Sequence[str]) -> CurvePoint:
         """The peak and the seconds of a step whose calls have these modes, without playing it."""

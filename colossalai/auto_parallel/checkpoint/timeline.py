@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.interface.batch import call_with, loss_of, split_batch
 from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
 from colossalai.utils.throughput import OperationCounter
+
+if TYPE_CHECKING:
+    from colossalai.auto_parallel.checkpoint.share import ModelShare
 
 
 class Span(NamedTuple):
@@ -87,6 +90,8 @@ class TrainingStep:
     autocast: torch.dtype | None
     reserved: int
     device: DevicePreset
+    share: ModelShare | None = None
+    """What a plan keeps of the model instead of all of it."""
     is_played: bool = True
     """Whether it is played on the meta device; one whose way depends on values runs where the model is."""
 
@@ -94,7 +99,10 @@ class TrainingStep:
         """The loss of a batch; of a model that makes none, a number that depends on all that it returns."""
         if self.criterion is not None:
             data, label = split_batch(batch, None, True, "auto_checkpoint")
-            return loss_of(self.criterion, call_with(model, data), label)
+            output = call_with(model, data)
+            if self.dtype is not None:  # as models of such a plan do
+                output = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, output)
+            return loss_of(self.criterion, output, label)
         if isinstance(batch, Arguments):
             output = model(*batch.args, **batch.kwargs)
         else:
@@ -113,13 +121,18 @@ class TrainingStep:
         if not self.is_played:
             return self._run(blocks)
         kernels = gpu_kernels(is_cpu=self.device is DEVICES["cpu"])
-        with on_meta(self.model), kernels, TimelineRecorder(self.device) as recorder:
+        with on_meta(self.model, self.dtype), kernels, TimelineRecorder(self.device) as recorder:
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
-            batch = tree_map_only(Tensor, _like_on_meta, self.batch)
+            batch = tree_map_only(Tensor, self._like_on_meta, self.batch)
             recorder.hold(weights)
-            recorder.timeline.weights = recorder.now
-            optimizer = None if self.optimizer is None else _with_states(self.optimizer, self.model)
-            recorder.timeline.states = recorder.now - recorder.timeline.weights
+            optimizer = None
+            if self.share is not None:
+                recorder.now = self.share.fixed
+            elif self.optimizer is not None:
+                held = recorder.now
+                optimizer = with_states(self.optimizer, self.model)
+                recorder.timeline.states = recorder.now - held
+            recorder.timeline.weights = recorder.now - recorder.timeline.states
             recorder.hold(t for t in tree_leaves(batch) if isinstance(t, Tensor))
             recorder.now += self.reserved
             recorder.begin("before")
@@ -138,7 +151,9 @@ class TrainingStep:
             self.model.zero_grad(set_to_none=True)
             recorder.hold((*self.model.parameters(), *self.model.buffers()))
             recorder.timeline.weights = recorder.now
-            recorder.timeline.states = self._states()
+            recorder.timeline.states = 0 if self.share is not None else self._states()
+            if self.share is not None:
+                recorder.timeline.weights = recorder.now = self.share.fixed
             recorder.hold(t for t in tree_leaves(batch) if isinstance(t, Tensor))
             recorder.now += self.reserved + recorder.timeline.states
             recorder.begin("before")
@@ -149,29 +164,42 @@ class TrainingStep:
     def _passes(
         self, recorder: TimelineRecorder, blocks: Mapping[str, nn.Module], batch: Any, place: str
     ) -> None:
+        divided = self.share is not None and not self.share.gradients
+        trained = [p for p in self.model.parameters() if p.requires_grad and divided]
+        passing = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
         with recorder.watching(blocks):
             with self.autocasts(place):
                 loss = self.loss(self.model, batch)
             loss.backward()
         del loss
+        for hook in passing:
+            hook.remove()
         gradients = (p.grad for p in self.model.parameters())
         recorder.timeline.gradients = sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return None if self.share is None else self.share.dtype
+
+    def _like_on_meta(self, tensor: Tensor) -> Tensor:
+        dtype = self.dtype if tensor.is_floating_point() else None
+        return tensor.detach().to("meta", dtype).requires_grad_(tensor.requires_grad)
 
     def _states(self) -> int:
         """The bytes of the optimizer's states."""
         if self.optimizer is None:
             return 0
         with on_meta(self.model), MetaBytes() as memory:
-            made = _with_states(self.optimizer, self.model)
+            made = with_states(self.optimizer, self.model)
             del made.param_groups[:]
             return memory.now
 
 
-def _like_on_meta(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
-def _with_states(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+def with_states(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     """``optimizer`` for the parameters of ``model`` as they are now, with its states."""
     try:
         made = type(optimizer)(model.parameters(), **optimizer.defaults)

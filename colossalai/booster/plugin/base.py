@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from colossalai.auto_parallel.checkpoint.share import ModelShare
 from colossalai.booster.mixed_precision import MixedPrecision
 from colossalai.checkpoint_io import CheckpointIO
 
@@ -65,6 +66,21 @@ class Plugin(ABC):
     @abstractmethod
     def support_no_sync(self) -> bool:
         """Whether gradients can accumulate without being synchronized."""
+
+    def share_of(self, model: nn.Module, optimizer: Optimizer | None) -> ModelShare:
+        """What a rank will keep of ``model`` and of the states of ``optimizer``, for plans that are made
+        before ``configure`` (``auto_checkpoint``).
+        """
+        raise NotImplementedError(
+            f"auto_checkpoint: {type(self).__name__} does not say what it keeps of a model on a rank; leave"
+            " plugin out, and give its bytes as reserved"
+        )
+
+    def take_room(self, nbytes: int) -> None:
+        """Weights, gradients and states will have so many bytes of the device; asked of plans with movable
+        bytes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} moves nothing to the host")
 
     @abstractmethod
     def configure(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from colossalai.auto_parallel.checkpoint.share import ModelShare, gradient_bytes, state_bytes, weight_bytes
 from colossalai.booster.plugin.dp import DPPluginBase, check_backend
 from colossalai.booster.plugin.gradient_watch import GradientWatch
 from colossalai.interface import ModelWrapper, OptimizerWrapper, user_module
@@ -254,6 +255,12 @@ class TorchDDPPlugin(DPPluginBase):
             "static_graph": static_graph,
             "process_group": self._group,
         }
+
+    def share_of(self, model: nn.Module, optimizer: Optimizer | None) -> ModelShare:
+        held = weight_bytes(model) + state_bytes(model, optimizer)
+        # the buckets are there from the beginning; gradients beside them, unless they are views of these
+        are_views = bool(self.ddp_options["gradient_as_bucket_view"])
+        return ModelShare(held + gradient_bytes(model), gradients=not are_views)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         device = next((p.device for p in model.parameters()), None)

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai._numeric import ceil_div
 from colossalai.amp.loss_scale import LossScaleOptions
+from colossalai.auto_parallel.checkpoint.share import ModelShare, state_bytes, weight_bytes
 from colossalai.booster.plugin.dp import check_backend
 from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.interface import OptimizerWrapper
@@ -20,6 +22,8 @@ from colossalai.zero.gemini import GeminiDDP, GeminiOptimizer, MemStats, Placeme
 from colossalai.zero.gemini.chunk import default_device
 from colossalai.zero.gemini.chunk_filling import check_shares
 from colossalai.zero.gemini.chunk_manager import check_disk
+from colossalai.zero.gemini.chunk_search import search_chunk_configuration
+from colossalai.zero.gemini.placement import ConstPlacementPolicy
 from colossalai.zero.gemini.speculative import UNDO_RATIO
 from colossalai.zero.gemini.tiers import check_capacity
 
@@ -149,6 +153,40 @@ class GeminiPlugin(HalfWeightPlugin):
 
     def control_device(self) -> bool:
         return True
+
+    def share_of(self, model: nn.Module, optimizer: Optimizer | None) -> ModelShare:
+        options, size, ranks = self.model_options, self.dtype.itemsize, len(self.divided_over())
+        interval = options["hidden_dim"] or 1024
+        config, *_ = search_chunk_configuration(
+            model, options["search_range_mb"], interval, options["min_chunk_size_mb"], dtype=self.dtype
+        )
+        largest = max(p.numel() for p in model.parameters())
+        chunk = size * max(largest, *(found["chunk_size"] for found in config.values()))
+        weights = weight_bytes(model, self.dtype)
+        # of chunks that come and go, those in use and ahead; of gradients, what is filled and what travels
+        passing = min(weights, (options["prefetch"] + 2) * chunk) + min(weights, 2 * chunk)
+        states = state_bytes(model, optimizer, self.dtype)
+        pieces = ceil_div(2 * weights + states, ranks)
+        wholes = weights if options["strict_ddp_mode"] else 0
+        policy = options["placement_policy"]
+        if policy == "const":
+            passing += round(ConstPlacementPolicy._accessed_memory_boundary)
+        if policy == "cuda":
+            return ModelShare(weights + pieces + wholes, dtype=self.half)
+        movable = travels = 0
+        if (
+            policy == "auto"
+        ):  # wholes stay where there is room; what rests there is up to gpu_margin_mem_ratio
+            rests = self.optimizer_options["gpu_margin_mem_ratio"] > 0
+            movable = weights - wholes + (pieces if rests else 0)
+            travels = 3 * weights if rests else 2 * weights  # weights for each pass, gradients back
+        return ModelShare(
+            wholes + passing, movable=movable, travels=travels / max(1, movable), dtype=self.half
+        )
+
+    def take_room(self, nbytes: int) -> None:
+        given = self.model_options["compute_capacity"]
+        self.model_options["compute_capacity"] = nbytes if given is None else min(given, nbytes)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         check_backend(self.device)

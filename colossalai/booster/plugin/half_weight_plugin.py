@@ -45,6 +45,11 @@ class HalfWeightPlugin(DPPluginBase):
     def dtype(self) -> torch.dtype:
         return DTYPES[self.precision]
 
+    @property
+    def half(self) -> torch.dtype | None:
+        """The dtype that weights are cast to; None where they stay as they are."""
+        return None if self.dtype == torch.float32 else self.dtype
+
     def supported_precisions(self) -> list[str]:
         return list(DTYPES)
 

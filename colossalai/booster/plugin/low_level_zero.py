@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from colossalai._numeric import ceil_div
 from colossalai.amp.casting import CastModel, is_batch_norm
 from colossalai.amp.loss_scale import LossScaleOptions
+from colossalai.auto_parallel.checkpoint.share import ModelShare, gradient_bytes, state_bytes, weight_bytes
 from colossalai.booster.plugin.dp import check_backend
 from colossalai.booster.plugin.half_weight_plugin import HalfWeightPlugin
 from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
@@ -30,6 +32,8 @@ from colossalai.utils import is_using_pp
 from colossalai.utils.parallel import pieces_over_rows, start_alike
 from colossalai.zero import LowLevelZeroOptimizer
 from colossalai.zero.absent_tensors import KeptGradients
+
+IN_FLIGHT = 2  # buckets of gradients: one is filled while another travels
 
 
 class LowLevelZeroModel(CastModel):
@@ -167,6 +171,14 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
     def get_checkpoint_io(self) -> CheckpointIO:
         # not of the replicas: these may hold pieces of a model, which others complete
         return GatheredCheckpointIO(self._given_group)
+
+    def share_of(self, model: nn.Module, optimizer: Optimizer | None) -> ModelShare:
+        dtype, ranks = self.half, len(self.divided_over())
+        gradients = gradient_bytes(model, dtype)
+        states = 0 if self.options["cpu_offload"] else state_bytes(model, optimizer, dtype)
+        travelling = min(gradients, IN_FLIGHT * self.options["reduce_bucket_size"] * self.dtype.itemsize)
+        fixed = weight_bytes(model, dtype) + ceil_div(states + gradients, ranks) + travelling
+        return ModelShare(fixed, gradients=self.stage == 1, dtype=dtype)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         module, dtype = user_module(model), self.dtype
