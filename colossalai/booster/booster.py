@@ -162,8 +162,7 @@ class Booster:
         check_supported(wanted)
         warn_of_replicas(wanted)
         mesh = mesh_of_model(raw_model)
-        if model_mesh(raw_model) is not None and type(self.checkpoint_io) is GeneralCheckpointIO:
-            self.checkpoint_io = GatheredCheckpointIO()  # the ranks share it, whatever was launched
+        self._gather_if_shared(raw_model)
         if any(map(is_on_meta, user_module(model).parameters())) and self._draws_meta(model):
             defer_meta(user_module(model))
         if self.accelerator is not None:
@@ -189,6 +188,11 @@ class Booster:
         mark_boosted(raw_model, raw_optimizer)
         self._runs.add(model, optimizer, lr_scheduler, dataloader)
         return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    def _gather_if_shared(self, model: nn.Module) -> None:
+        """Let files be those of the serial model if the ranks share ``model``, whatever was launched."""
+        if model_mesh(user_module(model)) is not None and type(self.checkpoint_io) is GeneralCheckpointIO:
+            self.checkpoint_io = GatheredCheckpointIO()
 
     def _draws_meta(self, model: nn.Module) -> bool:
         """Whether a model on the meta device is drawn here: not in a dry run, and not what Gemini draws from
@@ -373,11 +377,13 @@ class Booster:
         options = by_name(args, kwargs)
         _check_type("save_model", "a model", model, nn.Module)
         self._watch.report()
+        self._gather_if_shared(model)
         self.checkpoint_io.save_model(model, checkpoint, **options)
 
     def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> None:
         """Load weights from a file, an index or a folder into a model, boosted or not."""
         _check_type("load_model", "a model", model, nn.Module)
+        self._gather_if_shared(model)
         self.checkpoint_io.load_model(model, checkpoint, strict)
 
     def save_optimizer(

@@ -55,7 +55,7 @@ def _run_regions(module: ColoGraphModule, *args: Any, **kwargs: Any) -> Any:
     for label, nodes in groupby(body, key=_label):
         region = list(nodes)
         if label is None:
-            interpreter.run(region)
+            interpreter.run(region, free=True)
         else:
             interpreter.recompute(region)
     result = module.graph.find_nodes(op="output")[0].args[0]
@@ -66,13 +66,21 @@ class _Values:
     """The values of the nodes of a graph in one of its runs."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        self._interpreter = fx.Interpreter(module, garbage_collect_values=False)
+        self._interpreter = fx.Interpreter(module)  # which finds out who uses a value last
         self.values: dict[fx.Node, Any] = {}
 
-    def run(self, nodes: list[fx.Node]) -> None:
+    def run(self, nodes: list[fx.Node], *, free: bool = False) -> None:
         for node in nodes:
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.values[n])
             self.values[node] = getattr(self._interpreter, node.op)(node.target, args, kwargs)
+            if free:
+                del args, kwargs
+                self._free(node)
+
+    def _free(self, node: fx.Node) -> None:
+        """Let go of the values that nothing after ``node`` uses."""
+        for used in self._interpreter.user_to_last_uses.get(node, ()):
+            self.values.pop(used, None)
 
     def recompute(self, nodes: list[fx.Node]) -> None:
         """Run ``nodes``, of which only what others use is kept."""
@@ -90,3 +98,5 @@ class _Values:
 
         results = checkpoint(function, False, *(self.values[n] for n in taken), use_reentrant=False)
         self.values.update(zip(given, results, strict=True))
+        for node in nodes:
+            self._free(node)

@@ -1,4 +1,4 @@
-"""The programs of the tutorial about activation checkpointing print what its page shows."""
+"""The programs of the tutorial about automatic parallelism print what its page shows."""
 
 from __future__ import annotations
 
@@ -29,3 +29,24 @@ def test_batch_sizes() -> None:
     assert "===============benchmark summary================\n" in text
     assert re.search(r"batch_size: 32, peak memory: \S+ MB, through put: \S+ images/s\n", text)
     assert re.search(r"batch_size: 4096, .* is below the least", text)
+
+
+def test_resnet() -> None:
+    """A line per operation, and what page 49 shows of epochs."""
+    options = ("-s", "--model", "resnet18", "--batch_size", 8, "--steps", 2, "--epochs", 2)
+    text = run_script("tutorial/auto_parallel/auto_parallel_with_resnet.py", *options, nprocs=4)
+    assert re.search(r"^layer1_0_conv1 \S+ = \S+ X \S+$", text, re.MULTILINE)
+    number = r"\d\S*"
+    line = rf"Epoch (\d) - train loss: {number}, test loss: {number}, acc: {number}, lr: {number}$"
+    assert re.findall(line, text, re.MULTILINE) == ["0", "1"]
+
+
+def test_gpt() -> None:
+    pytest.importorskip("transformers")
+    options = ("--tiny", "--layers", 1, "--steps", 3, "--mesh", 1, 2)
+    text = run_script("language/gpt/experiments/auto_parallel/auto_parallel_with_gpt.py", *options, nprocs=2)
+    assert re.search(r"^transformer_h_0_mlp_c_fc +\S+ = \S+ X \S+ ", text, re.MULTILINE)
+    assert "mesh 1 x 2: " in text
+    losses = [float(n) for n in re.findall(r"step \d: loss (\S+), gradient norm", text)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]

@@ -80,6 +80,7 @@ def check_evaluation(model: nn.Module, graph: OpGraph, args: Any, kwargs: Any) -
 def _operations(graph: OpGraph) -> Iterator[tuple[str, str, Any]]:
     """The operations that do something: name, kind, and arguments with numbers in place of tensors."""
     numbers: dict[fx.Node, Any] = {}
+    count = 0
     for node in graph.module.graph.nodes:
         name = operation_name(node) if node.op == "call_function" else str(node.target)
         given = _given(node)
@@ -94,7 +95,8 @@ def _operations(graph: OpGraph) -> Iterator[tuple[str, str, Any]]:
             continue
         number: Any = lambda n: _Number(numbers[n])  # noqa: E731
         arguments = fx.node.map_arg(given, number)
-        numbers[node] = len(numbers)
+        numbers[node] = count
+        count += 1
         if node.target not in (operator.getitem, getattr):
             yield node.name, name, repr(arguments)
 

@@ -51,6 +51,7 @@ class LocalCall:
             the plan.
         graph: this rank's graph.
         numbers: the random numbers of the model.
+        key: the node of the key that a forward pass draws them with.
     """
 
     node: fx.Node
@@ -61,6 +62,7 @@ class LocalCall:
     graph: fx.Graph
     mesh: Mesh
     numbers: RandomPieces
+    key: fx.Node
     given: dict[str, Any] = field(init=False)
     """All arguments by their names."""
 
@@ -131,7 +133,9 @@ def run_on_pieces(call: LocalCall) -> tuple[fx.Node, Finish | None]:
     if form is not None and (call.is_cut or call.name in _ALWAYS):
         made = form(call)
     if made is None and draws(call.node):
-        made = call.call(call.numbers.draw_alike, call.node.target, call.args, call.kwargs, call.node.name)
+        made = call.call(
+            call.numbers.draw_alike, call.key, call.node.target, call.args, call.kwargs, call.node.name
+        )
     if made is None:
         made = call.graph.create_node(call.node.op, call.node.target, call.args, call.kwargs)
     return made if isinstance(made, tuple) else (made, None)
@@ -259,8 +263,10 @@ def _dropout(call: LocalCall) -> fx.Node | None:
     place = call.whole_shape(), call.plan.computed[0]
     if call.name == "dropout":
         x, p = call.given["input"], call.given["p"]
-        return call.call(call.numbers.dropout, x, p, *place, call.node.name)
-    return call.call(call.numbers.draw, call.node.target, call.args, call.kwargs, *place, call.node.name)
+        return call.call(call.numbers.dropout, call.key, x, p, *place, call.node.name)
+    return call.call(
+        call.numbers.draw, call.key, call.node.target, call.args, call.kwargs, *place, call.node.name
+    )
 
 
 @runs_locally("scaled_dot_product_attention")
@@ -273,7 +279,7 @@ def _attention(call: LocalCall) -> fx.Node | None:
     place = scores, Layout((*lead, (), ()))
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = {name: call.given[name] for name in names}
-    return call.call(call.numbers.attention, given, *place, call.node.name)
+    return call.call(call.numbers.attention, call.key, given, *place, call.node.name)
 
 
 _ALWAYS = ("dropout", "scaled_dot_product_attention")

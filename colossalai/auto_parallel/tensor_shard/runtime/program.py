@@ -15,9 +15,11 @@ from colossalai.auto_parallel.tensor_shard.runtime.gradient_buckets import Gradi
 from colossalai.auto_parallel.tensor_shard.runtime.local_calls import LocalCall, run_on_pieces
 from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces
 from colossalai.auto_parallel.tensor_shard.sharded_plan import NodePlan, ShardedPlan
+from colossalai.fx.graph_module import ColoGraphModule
 from colossalai.fx.leaves import ROOT
 from colossalai.fx.nodes import named_state
 from colossalai.fx.op_graph import OpGraph
+from colossalai.fx.twin import RECOMPUTED
 from colossalai.mesh import Layout, Links, Mesh, move, redistribute, replicated, route
 from colossalai.tensor.letters.calls import operation_name
 
@@ -29,8 +31,8 @@ class Program:
     """What a rank executes.
 
     Args:
-        module: its graph, which takes the leaves of the inputs, then the tensors of ``state`` and the modules
-            of ``leaves``.
+        module: its graph, which takes the leaves of the inputs, the key of the random numbers, the tensors of
+            ``state`` and the modules of ``leaves``.
         state: the names of the parameters and buffers that it reads.
         leaves: the paths of the modules that it calls.
         outputs: where each result lies; None for what is no tensor.
@@ -101,15 +103,18 @@ class _Builder:
     def build(self) -> Program:
         nodes = list(self.traced.module.graph.nodes)
         self._inputs(nodes)
+        self.key = self.graph.placeholder("key")
+        labels = self._labels(nodes)
         state, leaves = self._state(nodes)
         outputs: list[Layout | None] = []
         for node in nodes:
             if node.op == "output":
                 outputs = self._output(node)
             elif node not in self.values:
+                before = next(iter(reversed(self.graph.nodes)))
                 self.values[node] = self._operation(node)
-                self.values[node].node.meta.update(_lasting(node.meta))
-        module = fx.GraphModule(self.root, self.graph, "Program")
+                self._note(node, before, labels.get(node.name))
+        module = ColoGraphModule(self.root, self.graph, "Program")
         return Program(module, state, leaves, outputs)
 
     # What the graph takes
@@ -153,6 +158,38 @@ class _Builder:
             setattr(self.root, name, value)
         layout = replicated(value.ndim) if isinstance(value, Tensor) else None
         self.values[node] = _Value(self.graph.get_attr(name), layout)
+
+    # What runs again in the backward pass
+
+    def _labels(self, nodes: list[fx.Node]) -> dict[str, int]:
+        """The numbers of the groups of operations that are recomputed, by name: those of the plan, and else
+        those that the model itself checkpoints.
+        """
+        named = {node.name: node for node in nodes}
+        groups = [list(group) for group in self.plan.recomputed]
+        if unknown := [name for group in groups for name in group if name not in named]:
+            raise PlanError(f"the plan recomputes {unknown[0]!r}, which the graph does not have")
+        if not groups:
+            own: dict[int, list[str]] = {}
+            for node in nodes:
+                if node.op not in ("placeholder", "get_attr", "output") and RECOMPUTED in node.meta:
+                    own.setdefault(node.meta[RECOMPUTED][0], []).append(node.name)
+            groups = [group for group in own.values() if not any(_changes(named[name]) for name in group)]
+        for group in groups:
+            if changing := next((name for name in group if _changes(named[name])), None):
+                raise PlanError(
+                    f"the plan recomputes {changing!r}, which changes a buffer and would change it twice"
+                )
+        return {name: number for number, group in enumerate(groups) for name in group}
+
+    def _note(self, node: fx.Node, before: fx.Node, label: int | None) -> None:
+        """Write on all nodes that ``node`` became where they come from."""
+        made = next(iter(reversed(self.graph.nodes)))
+        while made is not before:
+            made.meta["module"] = node.meta.get("module", "")
+            if label is not None:
+                made.meta[RECOMPUTED] = [label]
+            made = made.prev
 
     # Operations
 
@@ -202,10 +239,12 @@ class _Builder:
         finish: Callable[[fx.Node], fx.Node] | None = None
         if node.op == "call_module":
             arguments = (self._leaf[str(node.target)], *args)
-            made = bound_call(self.graph, self.numbers.draw_alike, call_leaf, arguments, kwargs, node.name)
+            made = bound_call(
+                self.graph, self.numbers.draw_alike, self.key, call_leaf, arguments, kwargs, node.name
+            )
         else:
             call = LocalCall(
-                node, operation_name(node), plan, args, kwargs, self.graph, self.mesh, self.numbers
+                node, operation_name(node), plan, args, kwargs, self.graph, self.mesh, self.numbers, self.key
             )
             made, finish = run_on_pieces(call)
         value, steps = node.meta.get("val"), list(zip(plan.computed, plan.outputs, strict=True))
@@ -288,6 +327,14 @@ def _check_move(src: Layout, dst: Layout) -> None:
     route(dst.dual(), src.dual())
 
 
+def _changes(node: fx.Node) -> bool:
+    """Whether an operation changes a buffer of the model."""
+    written = _written(node)
+    in_place = written is not None and written.op == "get_attr"
+    statistics = operation_name(node) in ("batch_norm", "instance_norm") and len(node.args) > 3
+    return in_place or (statistics and node.args[3] is not None)
+
+
 def _written(node: fx.Node) -> fx.Node | None:
     """The node whose tensor an operation writes to."""
     schema = getattr(node.target, "_schema", None)
@@ -301,10 +348,6 @@ def _tuple_of(*parts: Any) -> tuple[Any, ...]:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _lasting(meta: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in meta.items() if key in ("module", "activation_checkpoint")}
 
 
 def state_of(model: nn.Module, program: Program) -> list[Any]:

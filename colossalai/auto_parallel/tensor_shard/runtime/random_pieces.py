@@ -48,28 +48,28 @@ class RandomPieces:
 
     def __init__(self, number: int, mesh: Mesh) -> None:
         self.stream, self.mesh = RandomStream(number, "sharded model"), mesh
-        self._key = 0
 
-    def begin(self) -> None:
-        """A forward pass begins."""
-        self._key = self.stream.next_key()
+    def begin(self) -> int:
+        """A forward pass begins; the key that all of its draws take, also when some are repeated."""
+        return self.stream.next_key()
 
     @contextmanager
-    def _numbers(self, name: str, layout: Layout | None = None) -> Iterator[None]:
+    def _numbers(self, key: int, name: str, layout: Layout | None = None) -> Iterator[None]:
         cut = () if layout is None else self.mesh.in_order(layout.sharded)
         with forked():
-            seed(random_key(self._key, name, *(self.mesh.coord[axis] for axis in cut)))
+            seed(random_key(key, name, *(self.mesh.coord[axis] for axis in cut)))
             yield
 
-    def draw_alike(self, function: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
+    def draw_alike(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
         """Call ``function``, whose result every rank has whole."""
         if _serial:
             return function(*args, **kwargs)
-        with self._numbers(name):
+        with self._numbers(key, name):
             return function(*args, **kwargs)
 
     def draw(
         self,
+        key: int,
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
@@ -80,26 +80,28 @@ class RandomPieces:
         """Call ``function``, whose result lies in ``layout``."""
         if _serial:
             raise NotImplementedError(f"{name}: nothing is known of its numbers in the serial model")
-        with self._numbers(name, layout):
+        with self._numbers(key, name, layout):
             return function(*args, **kwargs)
 
-    def dropout(self, x: Tensor, p: float, shape: tuple[int, ...], layout: Layout, name: str) -> Tensor:
+    def dropout(
+        self, key: int, x: Tensor, p: float, shape: tuple[int, ...], layout: Layout, name: str
+    ) -> Tensor:
         """Dropout of the piece ``x``, in ``layout``, of a tensor of ``shape``."""
         if not _serial:
-            with self._numbers(name, layout):
+            with self._numbers(key, name, layout):
                 return F.dropout(x, p)
         mask = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p)
         return x * shard(mask, layout, self.mesh)
 
     def attention(
-        self, given: Mapping[str, Any], shape: tuple[int, ...], layout: Layout, name: str
+        self, key: int, given: Mapping[str, Any], shape: tuple[int, ...], layout: Layout, name: str
     ) -> Tensor:
         """Attention with dropout of its scores, which have ``shape`` and lie in ``layout``."""
-        query, key, value, mask, p, causal, scale, grouped = given.values()
+        query, keys, value, mask, p, causal, scale, grouped = given.values()
         if not _serial:
-            with self._numbers(name, layout):
+            with self._numbers(key, name, layout):
                 return F.scaled_dot_product_attention(
-                    query, key, value, mask, p, causal, scale=scale, enable_gqa=grouped
+                    query, keys, value, mask, p, causal, scale=scale, enable_gqa=grouped
                 )
         kept = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), p) != 0
         if causal:
@@ -109,7 +111,7 @@ class RandomPieces:
         weights: Any = torch._scaled_dot_product_attention_math  # takes a mask of what is kept
         result, _ = weights(
             query,
-            key,
+            keys,
             value,
             mask,
             p,

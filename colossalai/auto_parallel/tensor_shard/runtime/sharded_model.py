@@ -134,8 +134,7 @@ class PlannedRun:
         self._check_state(program, state)
         if not self.first_step.done:
             self.first_step.before(model, {**kwargs, **{f"argument {i}": a for i, a in enumerate(args)}})
-        self.numbers.begin()
-        results = program.module(*leaves, *state)
+        results = program.module(*leaves, self.numbers.begin(), *state)
         found = [self._handed_out(r, layout) for r, layout in zip(results, program.outputs, strict=True)]
         for place, value in self.graph.constants.items():
             found[place] = value

@@ -1,0 +1,356 @@
+"""What scripts do with a model that runs by a plan: evaluate, checkpoint, call parts, change shapes."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import colossalai
+from colossalai.auto_parallel.tensor_shard.options import DataloaderOption, SolverOptions
+from colossalai.auto_parallel.tensor_shard.runtime import transform
+from colossalai.auto_parallel.tensor_shard.strategies.chosen import sharded_plan
+from colossalai.booster import Booster
+from colossalai.device import DeviceMesh
+from colossalai.fx import trace_model
+from colossalai.lazy import LazyInitContext
+from colossalai.mesh import Layout
+from colossalai.nn import parallelize
+from colossalai.testing import spawn
+from tests.auto_parallel.tensor_shard.random_plans import check_equal, planned, problem_of, random_choice
+from tests.auto_parallel.tensor_shard.small_models import MLP, small_problem
+
+Batch = dict[str, Tensor]
+
+
+def _start(rank: int, world_size: int, port: int, config: Any = None) -> None:
+    torch.set_num_threads(1)
+    colossalai.launch(config or {}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+
+
+def _mlp() -> tuple[nn.Module, nn.Module, list[Batch]]:
+    """A model, its equal, and batches."""
+    problem = small_problem("mlp")
+    return problem.build(), problem.build(), list(problem.batches)
+
+
+# ---- evaluation ----
+
+
+class Moody(nn.Module):
+    """Computes something else in evaluation, by its own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(x)
+        return result if self.training else result * 2
+
+
+def _evaluation(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+    for seed in range(3):
+        model, serial, batches = _mlp()
+        model, _ = planned(model, (1, 2), seed, **batches[0])
+        model.eval()
+        serial.eval()
+        with torch.no_grad():
+            for batch in batches:  # dropout is off, and batch norms use what they have seen
+                torch.testing.assert_close(model(**batch)["loss"], serial(**batch)["loss"])
+        check_equal(model, serial)
+        model.train()
+        model(**batches[0])["loss"].backward()
+        assert model.norm.num_batches_tracked == 1  # type: ignore[union-attr]
+    model.drop.eval()  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="drop was in training when the plan was made, and is in"):
+        model(**batches[0])
+    model, serial, batches = _mlp()
+    model, _ = planned(model.eval(), (1, 2), 0, **batches[0])
+    torch.testing.assert_close(model(**batches[0])["loss"], serial.eval()(**batches[0])["loss"])
+    with pytest.raises(RuntimeError, match="the model was in evaluation when the plan was made"):
+        model.train()(**batches[0])
+    moody, _ = planned(Moody(), (1, 2), 0, x=torch.zeros(4, 8))
+    moody(torch.zeros(4, 8))
+    with pytest.raises(RuntimeError, match="in evaluation the model does not compute"):
+        moody.eval()(torch.zeros(4, 8))
+
+
+def test_a_plan_of_training_evaluates_without_dropout() -> None:
+    spawn(_evaluation, 2)
+
+
+# ---- random numbers ----
+
+
+def _masks(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+    for seed in range(4):
+        torch.manual_seed(100 * rank)  # each rank its own, as some scripts do
+        drop = nn.Sequential(nn.Dropout(0.5), nn.Identity())
+        model, _ = planned(drop, (1, 2), seed, input=torch.ones(64, 64))
+        first, second = model(torch.ones(64, 64)), model(torch.ones(64, 64))
+        assert 0.4 < (first == 0).float().mean() < 0.6
+        assert not torch.equal(first, second)
+        for half in (first.chunk(2, 0), first.chunk(2, 1)):
+            assert not torch.equal(*half)  # ranks with other elements draw other numbers
+        others = [torch.empty_like(first) for _ in range(2)]
+        torch.distributed.all_gather(others, first)
+        assert torch.equal(*others)  # the result is whole, and the same for all
+
+
+def test_masks_are_alike_for_copies_and_not_for_pieces() -> None:
+    spawn(_masks, 2)
+
+
+# ---- arguments and results ----
+
+
+class Scorer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor, scale: float = 1.0, bias: Tensor | None = None) -> Tensor:
+        y: Tensor = self.body(x) * scale
+        return y if bias is None else y + bias
+
+
+def _arguments(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+    torch.manual_seed(0)
+    model, x = Scorer(), torch.randn(4, 8)
+    serial = copy.deepcopy(model)
+    model, _ = planned(model, (1, 2), 1, x=torch.zeros(4, 8))
+    for given in (model(x), model(x=x), model(x, 1.0), model(x, bias=None)):
+        torch.testing.assert_close(given, serial(x))
+    assert isinstance(model, Scorer)
+    assert list(model.state_dict()) == list(serial.state_dict())
+    with pytest.raises(ValueError, match=r"'x' is torch.float32 of shape \(3, 8\).*drop_last=True"):
+        model(x[:3])
+    with pytest.raises(ValueError, match=r"'x' is torch[.]float64"):
+        model(x.double())
+    with pytest.raises(ValueError, match=r"traced without 'scale', which this call gives \(2.0\)"):
+        model(x, scale=2.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+        model(x, y=x)
+    with pytest.raises(RuntimeError, match="was called by itself, but it holds pieces"):
+        model.body(x)
+    with pytest.raises(RuntimeError, match=r"was torch[.]float32 on cpu when the plan was made"):
+        copy.deepcopy(model).double()(x.float())
+    twin = copy.deepcopy(model)  # as moving averages of weights are kept
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    torch.testing.assert_close(twin(x), torch.zeros(4, 8))
+    torch.testing.assert_close(model(x), serial(x))
+    other = x if rank == 0 else x + 1
+    with pytest.raises(ValueError, match=r"were given different batches: .* has other values"):
+        planned(copy.deepcopy(serial), (1, 2), 1, x=torch.zeros(4, 8))[0](other)
+
+
+def test_arguments_are_those_of_the_trace() -> None:
+    spawn(_arguments, 2)
+
+
+def _results(rank: int, world_size: int, port: int) -> None:
+    """Scores beside the loss are whole for who looks at them, and may be part of another loss."""
+    _start(rank, world_size, port)
+    cut = 0
+    for seed in range(5):
+        model, serial, batches = _mlp()
+        model, _ = planned(model.eval(), (1, 2), seed, **batches[0])
+        ours, theirs = model(**batches[0]), serial.eval()(**batches[0])
+        cut += ours["scores"].shape != theirs["scores"].shape
+        for output in (ours, theirs):
+            (output["loss"] + output["scores"].square().mean()).backward()
+        torch.testing.assert_close(ours["scores"].argmax(-1), theirs["scores"].argmax(-1))
+        check_equal(model, serial, gradients=True)
+    assert cut
+
+
+def test_results_beside_the_loss_are_whole() -> None:
+    spawn(_results, 2)
+
+
+def _distributed(rank: int, world_size: int, port: int) -> None:
+    """Every rank loads its samples, and has its loss."""
+    _start(rank, world_size, port)
+    options = SolverOptions(dataloader_option=DataloaderOption.DISTRIBUTED)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+    for seed in range(3):
+        torch.manual_seed(0)
+        model = Scorer()
+        serial = copy.deepcopy(model)
+        model, _ = planned(model, (2, 2), seed, options=options, x=torch.zeros(8, 8))
+        model(x.chunk(4)[rank]).square().mean().backward()
+        serial(x).square().mean().backward()
+        check_equal(model, serial, gradients=True, rtol=1e-5)
+
+
+def test_ranks_may_load_their_own_samples() -> None:
+    spawn(_distributed, 4)
+
+
+# ---- checkpoints ----
+
+
+def _steps(booster: Booster, model: nn.Module, optimizer: Any, batches: list[Batch]) -> list[float]:
+    losses = []
+    for batch in batches:
+        loss = model(**batch)["loss"]
+        booster.backward(loss, optimizer)
+        optimizer.clip_grad_by_norm(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _checkpoints(rank: int, world_size: int, port: int, folder: str) -> None:
+    _start(rank, world_size, port)
+    runs: list[list[float]] = []
+    for seed, shape in ((None, ()), (0, (2, 2)), (1, (1, 4))):
+        model, _, batches = _mlp()
+        model.drop.p = 0.0  # type: ignore[union-attr]
+        if seed is not None:
+            model, _ = planned(model, shape, seed, **batches[0])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        booster = Booster(device="cpu")
+        boosted, optimizer, *_ = booster.boost(model, optimizer)
+        if seed == 1:  # written under another plan
+            booster.load(f"{folder}/run")
+        else:
+            runs.append(_steps(booster, boosted, optimizer, batches))
+        if seed == 0:
+            booster.save(f"{folder}/run")
+            booster.save_model(boosted, f"{folder}/model.pt")
+        runs.append(_steps(booster, boosted, optimizer, batches))
+    for one, other in zip(runs[:2] + runs[1:2], runs[2:], strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
+    plain, *_ = _mlp()
+    state = torch.load(f"{folder}/model.pt", weights_only=True)
+    plain.load_state_dict(state)
+    again, _, batches = _mlp()
+    again, _ = planned(again, (2, 2), 2, **batches[0])
+    Booster(device="cpu").load_model(again, f"{folder}/model.pt")
+    check_equal(again, plain)
+
+
+def test_checkpoints_go_from_plan_to_plan(tmp_path: Path) -> None:
+    spawn(_checkpoints, 4, folder=str(tmp_path), timeout=120)
+
+
+def _by_hand(rank: int, world_size: int, port: int, folder: str) -> None:
+    """From a plan to one of parallelize, and back."""
+    _start(rank, world_size, port, {"parallel": {"tensor": {"size": 2, "mode": "1d"}}})
+    problem = small_problem("gpt2")
+    booster = Booster(device="cpu")
+    serial = problem.build()
+    one, _ = planned(problem.build(), (1, 2), 0, **problem.batches[0])
+    with torch.no_grad():
+        for part in (one, serial):
+            for p in part.parameters():
+                p.mul_(1.5)
+    one, *_ = booster.boost(one)
+    booster.save(f"{folder}/run")
+    two, *_ = (hand := Booster(device="cpu")).boost(parallelize(problem.build()))
+    hand.load(f"{folder}/run")
+    with torch.no_grad():
+        two.eval()
+        torch.testing.assert_close(two(**problem.batches[0]).loss, serial.eval()(**problem.batches[0]).loss)
+        for p in two.parameters():
+            p.mul_(2.0)
+        for p in serial.parameters():
+            p.mul_(2.0)
+    hand.save(f"{folder}/back")
+    booster.load(f"{folder}/back")
+    check_equal(one.unwrap(), serial)
+    one.save_pretrained(f"{folder}/pretrained")
+    loaded = type(serial).from_pretrained(f"{folder}/pretrained", dtype=torch.float64)
+    for p, q in zip(loaded.parameters(), serial.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_checkpoints_go_to_plans_by_hand_and_back(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    spawn(_by_hand, 2, folder=str(tmp_path), timeout=120)
+
+
+def _lazy(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+    torch.manual_seed(7)
+    serial = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    torch.manual_seed(7)
+    with LazyInitContext():
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    model, _ = planned(model, (1, 2), 0, input=torch.zeros(4, 64))
+    check_equal(model, serial, rtol=0)
+    x = torch.randn(4, 64)
+    torch.testing.assert_close(model(x), serial(x))
+
+
+def test_models_without_memory_are_filled() -> None:
+    spawn(_lazy, 2)
+
+
+# ---- refusals ----
+
+
+def _refusals(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+    mesh = DeviceMesh(torch.arange(2), (1, 2)).mesh
+    model, serial, batches = _mlp()
+    graph = trace_model(model, **batches[0])
+    problem = problem_of(graph, (1, 2))
+
+    def refused(match: str, change: Any, tried: nn.Module = model, whole: bool = True) -> None:
+        plan = sharded_plan(problem, random_choice(problem, 1))
+        change(plan)
+        with pytest.raises(ValueError, match=match):
+            transform(tried, graph, plan, mesh)
+        if whole:
+            for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+                assert torch.equal(mine, theirs)  # nothing was changed
+            assert type(model) is MLP
+
+    odd = Layout((("1",), ()))
+    refused("the plan is for a mesh of {'0': 2, '1': 1}", lambda p: p.axes.update({"0": 2, "1": 1}))
+    refused("places 'other', which MLP does not have", lambda p: p.parameters.update(other=odd))
+    refused(
+        "rank 1 has another plan or another graph than rank 0",
+        lambda p: p.parameters.update({"up.bias": Layout(((("1",) if rank else ()),))}),
+    )
+    with torch.device("meta"):
+        empty = MLP()
+    refused(
+        "is on the meta device and nothing says which values it has",
+        lambda p: None,
+        empty.double(),
+        whole=False,
+    )
+    refused(r"wrong here \(rank 1\)", partial(_break, rank))
+    boosted, *_ = Booster(device="cpu").boost(MLP().double())
+    refused("was boosted already", lambda p: None, boosted.unwrap(), whole=False)
+    plan = sharded_plan(problem, random_choice(problem, 1))
+    done = transform(model, graph, plan, mesh)
+    refused("is cut already", lambda p: None, done, whole=False)
+
+
+def _break(rank: int, plan: Any) -> None:
+    if rank == 1:
+
+        def broken(*_: Any) -> Any:
+            raise ValueError("wrong here")
+
+        plan.nodes = type("Broken", (dict,), {"get": broken})(plan.nodes)
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
+    spawn(_refusals, 2)
