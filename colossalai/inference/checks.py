@@ -61,17 +61,10 @@ def check_model(model: nn.Module, mesh: Mesh | None) -> None:
 
 def _check_weights(who: str, model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if isinstance(param, Away):
+        if isinstance(param, (Away, DTensor)):
             raise ValueError(
-                f"{who}: the weight {name} lies in a chunk of Gemini, and Generator computes with weights"
-                " that are whole on their ranks; save_pretrained it and generate with the saved model, or"
-                " train under DDP, ZeRO-1 or 2, tensor parallelism or a pipeline"
-            )
-        if isinstance(param, DTensor):
-            raise ValueError(
-                f"{who}: the weight {name} is cut by FSDP, and Generator computes with weights that are whole"
-                " on their ranks; save_pretrained it and generate with the saved model, or train under DDP,"
-                " ZeRO-1 or 2, tensor parallelism or a pipeline"
+                f"{who}: the weight {name} lies in pieces (FSDP) or chunks (Gemini); give Generator the model"
+                " that boost returned, which brings them together"
             )
         if param.is_meta:
             raise ValueError(

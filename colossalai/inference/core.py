@@ -64,7 +64,7 @@ class Core:
         self.runner = Runner(model, team)
         self._params = list(model.parameters())
         self._vocabulary = vocabulary_of(model) or 0
-        self._trial = _trial_tokens(self._vocabulary, min(_TRIAL, self.max_length))
+        self._trial = _trial_tokens(self._vocabulary, min(_TRIAL, self.max_length)).to(team.device)
         asked = self._discover()
         wanted = max_requests * -(-self.max_length // page_size)
         count = pages or team.least(min(wanted, _room(asked, page_size, memory, team.device)))

@@ -7,6 +7,7 @@ import itertools
 import struct
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from colossalai.inference.checks import check_model, check_request, check_sizes
 from colossalai.inference.core import Core, Outcome
+from colossalai.inference.gathered import GatheredModel
 from colossalai.inference.messages import Kind, News, exchange
 from colossalai.inference.requests import Completion, Event, GeneratorStats, Sampling
 from colossalai.inference.scheduler import Request
@@ -41,6 +43,9 @@ class Generator:
     The first rank of those that share a model takes requests (``submit``); all call ``step``, or the others
     :meth:`follow`.  ``generate``, ``stream`` and ``score`` are called by all of them.  Ranks that differ in
     their data have different requests.
+
+    Under FSDP and Gemini weights are brought together for the time of a call of ``generate``, ``stream`` or
+    ``score``, and of this constructor; then all ranks of the job call these together.
 
     Args:
         tokenizer: with ``encode`` and ``decode``, for prompts and outputs that are text.
@@ -78,24 +83,26 @@ class Generator:
         )
         if memory is not None and not 0 < memory <= 1:
             raise ValueError(f"Generator(memory={memory!r}): it is a share of the free memory, above 0 to 1")
-        self.model: nn.Module = user_module(model)
+        self._gathered = GatheredModel.of(model)
+        self.model: nn.Module = user_module(model) if self._gathered is None else self._gathered.module
         if mesh is None:
             mesh = self.model.cut_as[1] if isinstance(self.model, WholeOutputs) else current().mesh
         check_model(self.model, mesh)
         self.tokenizer = tokenizer
         self.team = Team(mesh, next(self.model.parameters()).device)
-        self.core = Core(
-            self.model,
-            self.team,
-            max_requests=max_requests,
-            max_length=max_length,
-            page_size=page_size,
-            pages=pages,
-            memory=memory,
-            chunk=chunk,
-            prefix_reuse=prefix_reuse,
-            exact=exact,
-        )
+        with self._whole_weights():
+            self.core = Core(
+                self.model,
+                self.team,
+                max_requests=max_requests,
+                max_length=max_length,
+                page_size=page_size,
+                pages=pages,
+                memory=memory,
+                chunk=chunk,
+                prefix_reuse=prefix_reuse,
+                exact=exact,
+            )
         self._ends = _last_tokens(self.model)
         self._serials = itertools.count()
         self._arriving: deque[tuple[Hashable, Request]] = deque()
@@ -123,6 +130,7 @@ class Generator:
                 " follow() or step(), or all of them call generate()"
             )
         self._check_open()
+        self._check_whole()
         serial = next(self._serials)
         uid = f"request {serial}" if uid is None else uid
         if uid in self._serial_of:
@@ -173,6 +181,7 @@ class Generator:
         An event has at least a token, or says how its request ended.
         """
         self._check_open()
+        self._check_whole()
         waiting, self._undelivered = self._undelivered, []
         return [*waiting, *self._take(exchange(self.team, self._news() if self.team.is_first else None))]
 
@@ -197,9 +206,20 @@ class Generator:
         self._closed = True
         self.core.close()
 
+    def _whole_weights(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._gathered is None else self._gathered.whole()
+
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this Generator is closed; make another one of the model")
+
+    def _check_whole(self) -> None:
+        if self._gathered is not None and not self._gathered.is_whole:
+            raise RuntimeError(
+                f"the weights of this {type(self.model).__name__} lie in pieces (FSDP) or chunks (Gemini);"
+                " they are whole for the time of a call of generate, stream or score, which all ranks make"
+                " together: use these"
+            )
 
     def _news(self) -> News:
         """What came since the last step."""
@@ -273,8 +293,10 @@ class Generator:
         asked = self._asked(prompts, sampling)
         requests = [self._request(-1, prompt, own) for prompt, own in asked]  # refuses what is wrong
         self._compare(requests)
-        if not self.team.is_first:
-            return self._follow_call(requests)
+        with self._whole_weights():
+            return self._generate(requests) if self.team.is_first else self._follow_call(requests)
+
+    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         done: dict[Hashable, Completion] = {}
         for request in requests:
             uid = self.submit(request.tokens, request.sampling)
@@ -299,10 +321,14 @@ class Generator:
         self._check_open()
         request = self._request(-1, prompt, sampling)
         self._compare([request])
-        if not self.team.is_first:
-            self._follow_call([request])
-            return
-        uid = self.submit(request.tokens, sampling)
+        with self._whole_weights():
+            if self.team.is_first:
+                yield from self._stream(request)
+            else:
+                self._follow_call([request])
+
+    def _stream(self, request: Request) -> Iterator[Event]:
+        uid = self.submit(request.tokens, request.sampling)
         finished = False
         try:
             while not finished:

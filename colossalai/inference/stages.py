@@ -38,7 +38,8 @@ class Team:
         self.stages = 1 if mesh is None else pipeline_size(mesh)
         self.replica = 0 if mesh is None else mesh.coord.get(DATA_AXIS, 0)
         self._group = None if mesh is None or self.size == 1 else _host_group(mesh, axes)
-        self._described: dict[int, Description] = {}
+        self._sent: dict[int, Description] = {}
+        self._received: dict[int, Description] = {}
         self._source = self.ranks[0]
         if mesh is not None and self.stages > 1:  # the first rank of the last stage
             lines = mesh_groups(mesh.size, (PIPELINE_AXIS,))
@@ -54,9 +55,9 @@ class Team:
         """Give the next stage what this one made of a step; steps with the same ``form`` look alike."""
         description, tensors = Description.of(nest)
         group, target, wire = self._line(self.stage + 1)
-        if self._described.get(form) != description:
-            assert form not in self._described, "steps of one form look alike"
-            self._described[form] = description
+        if self._sent.get(form) != description:
+            assert form not in self._sent, "steps of one form look alike"
+            self._sent[form] = description
             text = torch.frombuffer(bytearray(description.to_bytes()), dtype=torch.uint8).to(wire)
             dist.send(torch.tensor([len(text)], device=wire), target, group)
             dist.send(text, target, group)
@@ -66,18 +67,18 @@ class Team:
     def receive(self, form: int) -> Any:
         """What the stage before made of a step."""
         group, source, wire = self._line(self.stage - 1)
-        if form not in self._described:
+        if form not in self._received:
             length = torch.zeros(1, dtype=torch.int64, device=wire)
             dist.recv(length, source, group)
             text = torch.empty(int(length), dtype=torch.uint8, device=wire)
             dist.recv(text, source, group)
-            self._described[form] = Description.from_bytes(bytes(text.cpu().tolist()))
+            self._received[form] = Description.from_bytes(bytes(text.cpu().tolist()))
         tensors = []
-        for leaf in self._described[form].leaves:
+        for leaf in self._received[form].leaves:
             tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=wire)
             dist.recv(as_bytes(tensor), source, group)
             tensors.append(tensor.to(self.device))
-        return self._described[form].rebuild(tensors)
+        return self._received[form].rebuild(tensors)
 
     def _line(self, stage: int) -> tuple[dist.ProcessGroup, int, torch.device]:
         assert self.mesh is not None

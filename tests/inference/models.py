@@ -24,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from titans.dataloader.text import stdlib_text
 from titans.model.gpt import GPT
 
 WORDS, POSITIONS = 131, 64  # a prime: no number of ranks divides it
@@ -52,7 +53,9 @@ _BUILD: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
             **more,
         )
     ),
-    "gpt2": lambda more: GPT2LMHeadModel(GPT2Config(n_embd=32, n_positions=POSITIONS, **_SMALL, **more)),
+    "gpt2": lambda more: GPT2LMHeadModel(
+        GPT2Config(**{"n_embd": 32, "n_positions": POSITIONS, **_SMALL, **more})
+    ),
     "bloom": lambda more: BloomForCausalLM(BloomConfig(hidden_size=32, **_SMALL, **more)),
     "llama": lambda more: LlamaForCausalLM(LlamaConfig(**{**_LLAMA, **more})),
     "qwen3": lambda more: Qwen3ForCausalLM(Qwen3Config(**{**_LLAMA, "head_dim": 8, **more})),
@@ -99,8 +102,34 @@ def log_probabilities(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     return logits[0].log_softmax(-1)
 
 
+def trained() -> Any:
+    """A small model that has read some of Python's standard library, byte by byte."""
+    text = torch.frombuffer(bytearray(stdlib_text(200_000).train), dtype=torch.uint8).long()
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "pad_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(**{**_LLAMA, **sizes, "num_key_value_heads": 4}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(60):
+        starts = torch.randint(len(text) - 64, (16,))
+        ids = torch.stack([text[start : start + 64] for start in starts.tolist()])
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+class Bytes:
+    """A tokenizer of bytes: a character may take several tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
 class Letters:
-    """A tokenizer of single characters, and of one that takes two tokens."""
+    """A tokenizer of single characters."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) - 30 for c in text]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colossalai.inference import Completion, Event, Generator, Sampling
-from tests.inference.models import WORDS, Letters, build, greedy, log_probabilities, prompts
+from tests.inference.models import WORDS, Bytes, Letters, build, greedy, log_probabilities, prompts
 
 GREEDY = Sampling(max_tokens=12, temperature=0)
 
@@ -91,16 +91,6 @@ def test_stop_tokens_and_the_last_token_of_the_model() -> None:
         sampling = Sampling(max_tokens=12, temperature=0, ignore_eos=ignore)
         (found,) = Generator(model).generate([[5, 6]], sampling)
         assert found.tokens == tokens[:length]
-
-
-class Bytes:
-    """A tokenizer of bytes: a character may take several tokens."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return bytes(tokens).decode(errors="replace")
 
 
 def test_no_half_characters_are_given() -> None:

@@ -13,7 +13,7 @@ from colossalai.booster import Booster
 from colossalai.inference import Generator, Sampling, load_model
 from colossalai.testing import spawn
 from colossalai.utils.live_bytes import LiveBytes
-from tests.inference.models import build, greedy, prompts
+from tests.inference.models import Bytes, build, greedy, prompts, trained
 
 COUNT = 6
 
@@ -52,6 +52,31 @@ def test_a_rank_never_holds_more_than_its_pieces_and_one_tensor(
         assert written == expected
         assert own < 0.75 * whole or tp * pp == 1
         assert own <= peak <= own + largest + 4096, "small numbers of the rotations come beside it"
+
+
+def write(rank: int, world_size: int, port: int, path: Path, pp: int) -> list[str]:
+    torch.set_num_threads(1)
+    parallel: dict[str, Any] = {"tensor": {"size": world_size // pp, "mode": "1d"}, "pipeline": pp}
+    colossalai.launch(
+        {"parallel": parallel}, rank, world_size, "localhost", port, backend="gloo", verbose=False
+    )
+    generator = Generator(load_model(path), Bytes(), page_size=4, chunk=7)
+    return [c.text for c in generator.generate(TEXTS, Sampling(max_tokens=24, temperature=0))]
+
+
+TEXTS = ["def ", "import os", "    return self.", "class Error(Exception):\n"]
+
+
+def test_a_model_that_has_learnt_something_writes_the_same_under_every_plan(tmp_path: Path) -> None:
+    model = trained()
+    model.save_pretrained(tmp_path)
+    expected = [Bytes().decode(greedy(model, Bytes().encode(text), 24)) for text in TEXTS]
+    assert len(set(expected)) > 1
+    assert any(" " in text for text in expected), "it has seen words"
+    alone = Generator(model, Bytes(), page_size=4, pages=20, max_length=60)
+    assert [c.text for c in alone.generate(TEXTS, Sampling(max_tokens=24, temperature=0))] == expected
+    for ranks, pp in ((2, 1), (4, 2)):
+        assert all(found == expected for found in spawn(write, ranks, path=tmp_path, pp=pp))
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ PLANS = [(tp, pp) for pp in (1, 2) for tp in (1, 2, 4) if tp * pp > 1]
 CASES = [(name, tp, pp) for name in (*NAMED, "mixtral", "titans") for tp, pp in PLANS]
 # each way of cutting, each of a different kind of attention
 SAMPLE = [("bloom", 2, 2), ("llama", 4, 1), ("titans", 2, 1), ("opt", 1, 2)]
+SAMPLE.append(("gpt2", 1, 4))
 CASES = [*SAMPLE, *(case for case in CASES if case not in SAMPLE and case != ("titans", 1, 2))]
 CASES = [case for case in CASES if case[0] != "titans" or case[2] == 1]
 
@@ -37,8 +38,12 @@ def cut(model: Any, pp: int) -> Any:
     return split_model(model, Placement(pp)) if pp > 1 else parallelize(model)
 
 
+def _built(name: str, pp: int) -> Any:
+    return build(name, n_layer=pp) if pp > 2 else build(name)
+
+
 def write(rank: int, world_size: int, port: int, name: str, tp: int, pp: int) -> list[Any]:
-    model = build(name)
+    model = _built(name, pp)
     whole = model.state_dict()
     launch(rank, world_size, port, tp, pp)
     if name == "titans":
@@ -59,7 +64,7 @@ def write(rank: int, world_size: int, port: int, name: str, tp: int, pp: int) ->
     ("name", "tp", "pp"), [pytest.param(*c, marks=() if c in SAMPLE else pytest.mark.slow) for c in CASES]
 )
 def test_a_plan_writes_what_the_whole_model_writes(name: str, tp: int, pp: int) -> None:
-    model = build(name)
+    model = _built(name, pp)
     expected = [greedy(model, prompt, COUNT) for prompt in prompts()]
     alone = Generator(model).generate(prompts(), DRAWN)
     for written, drawn, scores, stats in spawn(write, tp * pp, name=name, tp=tp, pp=pp):
