@@ -39,8 +39,10 @@ class BoosterRun:
         convert: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
         self.problem, self.booster, self.accumulate, self.clip = problem, booster, accumulate, clip
+        self.rank, self.replicas = data_parallel_place()
         model = convert(self.build())
-        self.rank, self.replicas = data_parallel_place() if model_mesh(model) is None else (0, 1)
+        if model_mesh(model) is not None:  # all ranks share it
+            self.rank, self.replicas = 0, 1
         self.model, self.optimizer, *_ = booster.boost(model, problem.optimizer(model.parameters()))
 
     def build(self) -> nn.Module:
