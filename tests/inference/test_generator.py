@@ -284,6 +284,7 @@ def test_a_text_ends_where_the_positions_end(model: Any) -> None:
     assert found.finish_reason == "length"
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # of transformers, by PEFT
 def test_a_model_with_adapters() -> None:
     peft = pytest.importorskip("peft")
     options = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
