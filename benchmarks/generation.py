@@ -165,7 +165,8 @@ def mixed() -> list[Row]:
         say(
             f"{stats.finished - before.finished} of 1,024 mixed requests of 32 to 1,024 tokens ({read} read,"
             f" {written} written), 192 at a time: {taken:.1f} s, {written / taken:.0f} tokens/s written,"
-            f" {taken_steps} steps, at most {most} of {stats.pages_used + stats.pages_free} pages, {stats.preempted} preempted"
+            f" {taken_steps} steps, at most {most} of {stats.pages_used + stats.pages_free} pages,"
+            f" {stats.preempted} preempted"
         )
     return []
 

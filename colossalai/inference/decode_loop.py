@@ -143,7 +143,7 @@ class DecodeLoop:
         for size in reversed(self._sizes):
             rows = self._rows_of(size)
             rows.stage([], [])
-            sampling = replace(rows.sampling, **dict.fromkeys(("keys", "top_k", "top_p", "min_p")))
+            sampling = replace(rows.sampling, keys=None, top_k=None, top_p=None, min_p=None)
             self._steps[_key(size, sampling)] = self._make(rows, sampling)
             if not self._record:
                 return
