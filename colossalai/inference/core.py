@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossalai.inference.decode_loop import DecodeLoop, Flight
 from colossalai.inference.checks import NO_HEAD
+from colossalai.inference.decode_loop import DecodeLoop, Flight
 from colossalai.inference.discovery import Asked
 from colossalai.inference.inputs import StepInputs
 from colossalai.inference.messages import News
