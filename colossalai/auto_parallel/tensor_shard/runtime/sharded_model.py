@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_unflatten
 
 from colossalai.auto_parallel.tensor_shard.runtime.call_form import CallForm
@@ -126,6 +128,8 @@ class PlannedRun:
     def _build(self, graph: OpGraph) -> Program:
         return build_program(graph, self.plan, self.mesh, self.numbers, self.buckets)
 
+    # the checks are not compiled, the program is
+    @partial(_disable_dynamo, recursive=False)
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``model(*args, **kwargs)`` returns."""
         leaves = self.form.leaves(args, kwargs)
