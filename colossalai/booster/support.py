@@ -196,7 +196,7 @@ def _nothing_to_train(wanted: Wanted) -> str | None:
     return _cannot_divide(
         plan,
         "there is an optimizer without parameters to train; in a pipeline, cut the model so that every stage"
-        " has some",
+        " has some, or use TorchDDPPlugin or TorchFSDPPlugin, whose stages may be frozen",
     )
 
 

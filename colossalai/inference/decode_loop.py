@@ -130,7 +130,8 @@ class DecodeLoop:
         self._sizes.append(max_requests)
         self._rows: dict[int, _Rows] = {}
         self._steps: dict[tuple[Any, ...], tuple[Callable[[], None], Tensor]] = {}
-        self._weights: list[Tensor] = []  # in the order in which a step of one row reads them
+        # looked at in every step, so not by walking through the modules
+        self._held = [held for m in runner.model.modules() for held in (m._parameters, m._buffers) if held]
         self._places: list[int] = []
         self._pool: Any = None
         self._sampling: tuple[tuple[int, ...], SamplingRows] | None = None
@@ -195,12 +196,10 @@ class DecodeLoop:
 
     def _forget_moved(self) -> bool:
         """Drop what reads weights where they are no more."""
-        model = self._runner.model
-        places = [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
+        places = [t.data_ptr() for held in self._held for t in held.values() if t is not None]
         moved, self._places = places != self._places, places
         if moved:
             self._steps.clear()
-            self._weights.clear()
         return moved
 
     def _start(self, parts: list[Part], kept: list[int], key: tuple[Any, ...]) -> Flight:
@@ -273,7 +272,7 @@ class DecodeLoop:
         slots = torch.where(active, pages * page_size + position % page_size, -1)
         lengths = torch.where(active, position + 1, 0).int()
         places = Places(slots, table, rows.starts, lengths, 1)
-        with nullcontext() if self._exact else ThinProducts(self._weights):
+        with nullcontext() if self._exact else ThinProducts():
             scores = self._runner.decode(rows.tokens, position, places)
         chosen = choose(scores, sampling, position + 1)
         rows.chosen.copy_(chosen)

@@ -1,9 +1,4 @@
-"""A mode for decode steps on a GPU: linear layers of one row read their weights at the memory's speed.
-
-Between two products a step does little that needs the memory.  So each product of one row brings the first
-part of the weights that come next into the cache of the GPU; what comes next was seen when the step ran the
-first time.
-"""
+"""A mode for decode steps on a GPU: linear layers of one row read their weights at the memory's speed."""
 
 from __future__ import annotations
 
@@ -17,22 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from colossalai.kernel.probe import triton_works
 
-AHEAD = 16 << 20
-"""Bytes that are fetched ahead of a product."""
-
 
 class ThinProducts(TorchFunctionMode):
-    """Linear layers of one row, and layer norms, by our kernels, without gradients; all else is torch's.
-
-    Args:
-        order: the weights in the order in which they are used, which is noted in it if it is empty.
-    """
-
-    def __init__(self, order: list[Tensor] | None = None) -> None:
-        super().__init__()
-        self._order = [] if order is None else order
-        self._notes = not self._order
-        self._turn = 0
+    """Linear layers of one row, and layer norms, by our kernels, without gradients; all else is torch's."""
 
     def __torch_function__(
         self,
@@ -42,25 +24,18 @@ class ThinProducts(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is F.linear:
-            return self._linear(*args, **kwargs or {})
+            return _linear(*args, **kwargs or {})
         if func is F.layer_norm:
             return _layer_norm(*args, **kwargs or {})
         return func(*args, **kwargs or {})
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if input.numel() != input.size(-1) or weight.dim() != 2 or not _takes(input, weight, bias):
-            return F.linear(input, weight, bias)
-        from colossalai.kernel import triton_rows
 
-        following, ahead = 0, 0
-        if self._notes:
-            self._order.append(weight)
-        elif self._order[self._turn % len(self._order)] is weight:
-            self._turn += 1
-            after = self._order[self._turn % len(self._order)]
-            following, ahead = after.data_ptr(), min(AHEAD, after.numel() * after.element_size())
-        row = input.reshape(1, -1)
-        return triton_rows.one_row(row, weight, bias, following, ahead).view(*input.shape[:-1], -1)
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if input.numel() != input.size(-1) or weight.dim() != 2 or not _takes(input, weight, bias):
+        return F.linear(input, weight, bias)
+    from colossalai.kernel import triton_rows
+
+    return triton_rows.one_row(input.reshape(1, -1), weight, bias).view(*input.shape[:-1], -1)
 
 
 def _layer_norm(

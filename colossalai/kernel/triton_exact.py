@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from colossalai.kernel.triton_early import early
+
 CHUNK = 1024  # of the inner dim
 STEP = 64  # of it at a time
 WIDEST = 1 << 15  # row of a norm
@@ -145,8 +147,10 @@ def _over_rows(x, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _normalize(
     x, weight, bias, out, means, roots, width, eps, CENTERED: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < width
@@ -193,7 +197,7 @@ def normalize(
             _normalize[(rows,)](
                 x, out if weight is None else weight, out if bias is None else bias, out, means, roots, width,
                 eps, CENTERED=centered, WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=block,
-                num_warps=min(16, max(1, block // 512)),
+                EARLY=early(x.device), num_warps=min(16, max(1, block // 512)),
             )  # fmt: skip
     return out, means, roots
 

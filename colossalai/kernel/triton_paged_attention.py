@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from colossalai.kernel.triton_early import early
+
 LOG2E = 1.4426950408889634
 PROGRAMS = 1024  # that keep the memory of a large GPU busy
-LEAST_KEYS = 64  # of a split
+LEAST_KEYS = 256  # of a split
 MOST_SPLITS = 16
 
 
@@ -53,60 +55,6 @@ def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Te
 
 
 @triton.jit
-def _decode(
-    query, key_pages, value_pages, table, lengths, out, sums, slopes, table_row, page_size, qt, qh, kt, kh,
-    heads, shared, width, scale, window, splits, ALIBI: tl.constexpr, SPLIT: tl.constexpr,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One query of each sequence, one head of queries: no tile, so a maximum and a sum of its own for each
-    of ``KEYS`` places, which meet at the end only; nothing in the loop waits for another warp.
-    """
-    batch, head, split = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
-    length = tl.load(lengths + batch)
-    share = tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS
-    least = tl.maximum(length - window, 0)
-    first = tl.maximum(split * share, least // KEYS * KEYS)
-    last = tl.minimum(split * share + share, length)
-    column = tl.arange(0, WIDTH)
-    narrow = column < width
-    q = tl.load(query + batch * qt + head * qh + column, mask=narrow, other=0.0).to(tl.float32) * scale
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes + head).to(tl.float32) * 1.4426950408889634
-    shared_head = (head // shared) * kh
-    top = tl.full((KEYS,), -1e30, tl.float32)
-    total = tl.zeros((KEYS,), tl.float32)
-    result = tl.zeros((KEYS, WIDTH), tl.float32)
-    for start in tl.range(first, last, KEYS, num_stages=STAGES):
-        place = start + tl.arange(0, KEYS)
-        inside = (place < last) & (place >= least)
-        page = tl.load(table + batch * table_row + place // page_size, mask=inside, other=0).to(tl.int64)
-        row = (page * page_size + place % page_size) * kt + shared_head
-        at = row[:, None] + column[None, :]
-        both = inside[:, None] & narrow[None, :]
-        key = tl.load(key_pages + at, mask=both, other=0.0).to(tl.float32)
-        value = tl.load(value_pages + at, mask=both, other=0.0).to(tl.float32)
-        score = tl.sum(key * q[None, :], 1)
-        if ALIBI:
-            score += slope * (place - (length - 1)).to(tl.float32)
-        score = tl.where(inside, score, -1e30)
-        new = tl.maximum(top, score)
-        old_share = tl.exp2(top - new)
-        p = tl.where(inside, tl.exp2(score - new), 0.0)
-        total = total * old_share + p
-        result = result * old_share[:, None] + p[:, None] * value
-        top = new
-    most = tl.max(top, 0)
-    weight = tl.where(total > 0, tl.exp2(top - most), 0.0)
-    whole = tl.sum(total * weight, 0)
-    answer = tl.sum(result * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    at = (batch * heads + head) * splits + split
-    if SPLIT:
-        tl.store(sums + at, tl.where(whole > 0, most + tl.log2(whole), -1e30))
-    tl.store(out + at * width + column, answer, mask=narrow)
-
-
-@triton.jit
 def _attend(
     query, key_pages, value_pages, table, starts, lengths, out, sums, slopes, table_row, page_size, qt, qh,
     kt, kh, heads, width, scale, window, splits, mask, ms, mh, mq, mk, MASKED: tl.constexpr,
@@ -114,7 +62,10 @@ def _attend(
     SHARED: tl.constexpr, ALIBI: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     batch, shared_head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths + batch)
     begin = tl.load(starts + batch)
@@ -193,7 +144,11 @@ def _attend(
 
 
 @triton.jit
-def _merge(parts, sums, out, splits, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+def _merge(
+    parts, sums, out, splits, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     lse = tl.load(sums + row * splits + split, mask=split < splits, other=-1e30)
@@ -232,7 +187,9 @@ def paged_attention(
     query = query if query.stride(2) == 1 else query.contiguous()
     shared, batch = heads // shared_heads, lengths.numel()
     padded = triton.next_power_of_2(width)
-    single = max_query == 1 and tokens == batch and not exact
+    full = query.dtype == torch.float32
+    rows, keys, warps, stages = _tiles(max_query * shared, padded, full, exact)
+    single = max_query == 1 and tokens == batch and shared <= rows and not exact
     splits = number_of_splits(batch * shared_heads, page_table.size(1) * page_size) if single else 1
     parts, sums = out, out
     if splits > 1:
@@ -241,26 +198,15 @@ def paged_attention(
     common = (page_table.stride(0), page_size, *query.stride()[:2], *key_pages.stride()[1:3])
     slopes = query if alibi is None else alibi
     far = 1 << 30 if window is None else window
-    options = {"ALIBI": alibi is not None, "SPLIT": splits > 1, "WIDTH": padded}
     with on_device_of(query):
-        if single and shared == 1:
-            keys = max(4, 2048 // padded)  # measured on an H200: with two warps and three stages the fastest
-            _decode[(splits, heads, batch)](
-                query, key_pages, value_pages, page_table, lengths, parts, sums, slopes, *common,
-                heads, shared, width, scale * LOG2E, far, splits, KEYS=keys, STAGES=3, num_warps=2, **options,
-            )  # fmt: skip
-        else:
-            full = query.dtype == torch.float32
-            rows, keys, warps, stages = _tiles(max_query * shared, padded, full, exact)
-            tiles = splits if single else triton.cdiv(max_query * shared, rows)
-            _attend[(tiles, shared_heads, batch)](
-                query, key_pages, value_pages, page_table, query_starts, lengths, parts, sums, slopes,
-                *common, heads, width, scale * LOG2E, far, splits, query if mask is None else mask,
-                *((0, 0, 0, 0) if mask is None else mask.stride()), MASKED=mask is not None, ORDER=order,
-                SHARED=shared, ROWS=rows, KEYS=keys,
-                IEEE=full,
-                STAGES=stages, num_warps=warps, **options,
-            )  # fmt: skip
+        tiles = splits if splits > 1 else triton.cdiv(max_query * shared, rows)
+        _attend[(tiles, shared_heads, batch)](
+            query, key_pages, value_pages, page_table, query_starts, lengths, parts, sums, slopes, *common,
+            heads, width, scale * LOG2E, far, splits, query if mask is None else mask,
+            *((0, 0, 0, 0) if mask is None else mask.stride()), MASKED=mask is not None, ORDER=order,
+            SHARED=shared, ALIBI=alibi is not None, SPLIT=splits > 1, ROWS=rows, KEYS=keys, WIDTH=padded,
+            IEEE=full, STAGES=stages, num_warps=warps, EARLY=early(query.device),
+        )  # fmt: skip
         if splits > 1:
             _merge[(tokens * heads,)](
                 parts,
@@ -270,6 +216,7 @@ def paged_attention(
                 width,
                 SPLITS=triton.next_power_of_2(splits),
                 WIDTH=padded,
+                EARLY=early(query.device),
                 num_warps=2,
             )
     return out

@@ -1,6 +1,7 @@
 """Parts of a model and its training: layers, losses, metrics, initializers, optimizers, schedulers."""
 
 from colossalai.nn import init, layer, loss, lr_scheduler, metric, modes, moe, optimizer, policies
+from colossalai.nn.exact import exact_mode
 from colossalai.nn.layer import (
     ACT2FN,
     AttnMaskType,
@@ -199,6 +200,7 @@ __all__ = [
     "build_ffn_experts",
     "chunk_causal_loss",
     "divide",
+    "exact_mode",
     "first_token",
     "get_tensor_parallel_mode",
     "init",

@@ -74,7 +74,10 @@ def checkpoint(
             raise ValueError(
                 "checkpoint: with keep_products=True no activation_offload; the results stay on the device"
             )
-        options = {"use_reentrant": False, "context_fn": _contexts_that_keep_products}
+        options = {
+            "use_reentrant": False,
+            "context_fn": partial(_contexts_that_keep_products, _owner(function)),
+        }
     if torch.compiler.is_compiling():  # the compiler repeats random numbers itself
         if keep_products:
             options["context_fn"] = _contexts_for_the_compiler
@@ -284,11 +287,18 @@ def _contexts_for_the_compiler() -> Any:
     return create_selective_checkpoint_contexts(_keep_products)
 
 
-def _contexts_that_keep_products() -> Any:
+def _contexts_that_keep_products(owner: tuple[torch.nn.Module | None, Any]) -> Any:
     # Not torch's: they want every operation of the second run to be one of the first, but between the two a
     # plan may have moved weights, which are fetched by other operations.
-    kept: list[_Kept] = []
-    return _KeepProducts(kept), _ReuseProducts(kept)
+    kept, (module, method) = _Products(), owner
+    needed = _needed.setdefault(module, {}) if module is not None else {}
+    return _KeepProducts(kept, needed.get(method)), _ReuseProducts(kept, needed, method)
+
+
+_needed: WeakKeyDictionary[torch.nn.Module, dict[Any, int]] = WeakKeyDictionary()
+"""How many of its products the second run of a method has asked for: it ends when all is there that the
+backward pass needs, so the last product of a block, which is only added to something, is not needed.
+"""
 
 
 _again: ContextVar[bool] = ContextVar("computed again", default=False)
@@ -314,12 +324,20 @@ class _Kept(NamedTuple):
     versions: list[int]
 
 
-class _KeepProducts(TorchDispatchMode):
-    """Keeps the results of products in the first run."""
+class _Products:
+    """The results of products of the first run, and how many products there were."""
 
-    def __init__(self, kept: list[_Kept]) -> None:
+    def __init__(self) -> None:
+        self.results: list[_Kept] = []
+        self.count = 0
+
+
+class _KeepProducts(TorchDispatchMode):
+    """Keeps the results of products in the first run, of the first ``needed`` ones if that is known."""
+
+    def __init__(self, kept: _Products, needed: int | None) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept, self.needed = kept, needed
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -328,20 +346,24 @@ class _KeepProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _products() and not _again.get():
+        if func not in _products() or _again.get():
+            return result
+        self.kept.count += 1
+        if self.needed is None or self.kept.count <= self.needed:
             # with the key that lets both count the same versions; below autograd it is excluded
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 detached = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-            self.kept.append(_Kept(func, detached, _versions(result)))
+            self.kept.results.append(_Kept(func, detached, _versions(result)))
         return result
 
 
 class _ReuseProducts(TorchDispatchMode):
     """Gives the second run the results of the first in the place of products."""
 
-    def __init__(self, kept: list[_Kept]) -> None:
+    def __init__(self, kept: _Products, needed: dict[Any, int], method: Any) -> None:
         super().__init__()
         self.kept, self.next = kept, 0
+        self._needed, self._method = needed, method
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -354,12 +376,17 @@ class _ReuseProducts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _products() or _again.get():
             return func(*args, **(kwargs or {}))
-        if self.next == len(self.kept) or self.kept[self.next].operation is not func:
+        results = self.kept.results
+        self._needed[self._method] = max(self._needed.get(self._method, 0), self.next + 1)
+        if len(results) <= self.next < self.kept.count:
+            self.next += 1
+            return func(*args, **(kwargs or {}))  # others have not needed it
+        if self.next == self.kept.count or results[self.next].operation is not func:
             raise RuntimeError(
                 f"checkpoint(keep_products=True): the second run computes {func}, which the first run did not"
                 " compute at this place; a function that is run again must take the same way both times"
             )
-        kept = self.kept[self.next]
+        kept = results[self.next]
         self.next += 1
         if _versions(kept.result) != kept.versions:
             raise RuntimeError(

@@ -126,11 +126,12 @@ class _Call(NamedTuple):
     given: list[Any]
     needs_grad: list[bool]
     spec: Any
-    kept: Any
+    kept: Tensor | None
     autocasts: list[dict[str, Any]]
 
     def again_with(self, found: dict[int, list[Any]]) -> Any:
-        outside = iter(self.kept.saved_tensors if self.kept is not None else ())
+        node: Any = None if self.kept is None else self.kept.grad_fn
+        outside = iter(() if node is None else node.saved_tensors)
         leaves = []
         for place, needs_grad in zip(self.given, self.needs_grad, strict=True):
             leaf = next(outside) if place is _OUTSIDE else place
@@ -202,11 +203,15 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("this is never differentiated")
 
 
-def _kept(tensors: list[Tensor]) -> Any:
-    """The node that keeps ``tensors``."""
-    if not tensors:
-        return None
-    return _Keep.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+def _kept(tensors: list[Tensor]) -> Tensor | None:
+    """A tensor whose node keeps ``tensors``.
+
+    Only a tensor keeps its node alive: the Python object of a node outlives what the node has saved.
+    """
+    found: Tensor | None = None
+    if tensors:
+        found = _Keep.apply(torch.empty(0, requires_grad=True), *tensors)
+    return found
 
 
 def _autocasts(tensors: list[Tensor]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colossalai.mesh import RandomStream
 from colossalai.utils import activation_checkpoint as module
 from colossalai.utils import checkpoint, get_current_device, register_random_state
+from colossalai.utils.live_bytes import LiveBytes
 
 BOTH = pytest.mark.parametrize("use_reentrant", [True, False])
 OFFLOAD = pytest.mark.parametrize("offload", [False, True])
@@ -432,3 +433,39 @@ def test_a_kept_product_that_is_changed_in_place_is_refused() -> None:
     expected = torch.autograd.grad((2 * x @ x).sin().sum(), x)[0]
     checkpoint(doubled, False, x, True, keep_products=True, use_reentrant=False).sum().backward()
     torch.testing.assert_close(x.grad, expected)
+
+
+class Residual(nn.Module):
+    """Two products, of which the backward pass does not need the result of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.drop = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.two(nn.functional.gelu(self.one(x)))
+        return x + nn.functional.dropout(y, self.drop, self.drop > 0)
+
+
+def test_products_that_the_second_run_does_not_need_are_not_kept() -> None:
+    torch.manual_seed(0)
+    block, x = Residual(), torch.randn(128, 64, requires_grad=True)
+
+    def kept() -> int:
+        with LiveBytes() as memory:
+            output = checkpoint(block, False, x, use_reentrant=False, keep_products=True)
+            found = memory.now - output.nbytes
+            block.zero_grad()
+            output.sum().backward()
+        again = [p.grad for p in block.parameters()]
+        block.zero_grad()
+        block(x).sum().backward()
+        assert all(torch.equal(a, p.grad) for a, p in zip(again, block.parameters(), strict=True))
+        return found
+
+    first, then = kept(), kept()
+    assert first - then == x.nbytes
+    block.drop = 1e-9  # now the second run needs it: it is computed again once, and kept from then on
+    with_masks = kept()
+    assert kept() - with_masks == x.nbytes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from colossalai.auto_parallel.checkpoint.profile import CallCost
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, Span, StepTimeline, TrainingStep
 
 _WARM, _REPEAT = 2, 8
+_STEPS = 4
 
 
 def measure_calls(
@@ -63,48 +65,57 @@ def _measure_call(
 
 
 class Whole(NamedTuple):
-    """A step of the whole model: its seconds, and the bytes above those that were alive before it."""
+    """A step of the whole model: its seconds, its peak on the GPU, and how much of that is neither weights
+    nor made by the step: the batch, workspaces of libraries, states of the optimizer, and whatever else the
+    script holds.
+    """
 
     seconds: float
-    above: int
+    peak: int
+    beside: int
 
 
 def measure_step(step: TrainingStep) -> Whole | None:
     """Run the step with the blocks as they are; None if the GPU has not enough memory for it."""
     device = next(p.device for p in step.model.parameters())
     batch = tree_map_only(Tensor, lambda t: t.to(device), step.batch)
-    above = 0
+    before = above = 0
 
     def once() -> None:
-        nonlocal above
+        nonlocal before, above
+        before = torch.cuda.memory_allocated(device)
         with _PeakAbove(device) as peak:
             with step.autocasts("cuda"):
                 loss = step.loss(step.model, batch)
             loss.backward()
         above = peak.nbytes
 
+    gc.collect()  # what is only waiting for it is not there in training
     try:
-        with left_alone(step.model):
-            return Whole(_seconds(once, step.model, device), above)
+        with left_alone(step.model) as copies:
+            seconds = _seconds(once, step.model, device, _STEPS)
+            before -= copies
+            return Whole(seconds, before + above, before - _weights_on(device, step.model))
     except torch.OutOfMemoryError:
         return None
     finally:
         torch.cuda.empty_cache()
 
 
-def bytes_beside(step: TrainingStep) -> int:
-    """Bytes on the GPU besides the weights, their gradients and the states of the optimizer: the batch (also
-    where it is not there yet), workspaces of libraries, and whatever else the script holds.
-    """
-    device = next(p.device for p in step.model.parameters())
-    parameters = list(step.model.parameters())
-    held = [*parameters, *step.model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+def _weights_on(device: torch.device, model: nn.Module) -> int:
+    return _bytes_on(device, [*model.parameters(), *model.buffers()])
+
+
+def states_on(step: TrainingStep) -> int:
+    """The bytes of the states that the optimizer has on the GPU already."""
     states = {} if step.optimizer is None else step.optimizer.state
-    held += [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t.is_cuda}
-    batch = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, Tensor)]
-    coming = sum(tensor.nbytes for tensor in batch if tensor.device != device)
-    return torch.cuda.memory_allocated(device) - sum(storages.values()) + coming
+    held = [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
+    return _bytes_on(next(p.device for p in step.model.parameters()), held)
+
+
+def _bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device == device}
+    return sum(storage.nbytes() for storage in found.values())
 
 
 class _PeakAbove:
@@ -122,10 +133,12 @@ class _PeakAbove:
         self.nbytes = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
-def _seconds(once: Callable[[], None], module: nn.Module, device: torch.device) -> float:
+def _seconds(
+    once: Callable[[], None], module: nn.Module, device: torch.device, repeat: int = _REPEAT
+) -> float:
     """The seconds of a run, of several one after the other, as in training."""
     start = 0.0
-    for number in range(_WARM + _REPEAT):
+    for number in range(_WARM + repeat):
         if number == _WARM:
             torch.cuda.synchronize(device)
             start = time.perf_counter()
@@ -133,7 +146,7 @@ def _seconds(once: Callable[[], None], module: nn.Module, device: torch.device) 
             p.grad = None
         once()
     torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / _REPEAT
+    return (time.perf_counter() - start) / repeat
 
 
 def _made(inputs: Any, device: torch.device) -> Any:

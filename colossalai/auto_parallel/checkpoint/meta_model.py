@@ -69,9 +69,9 @@ def _meta_of(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 @contextmanager
-def left_alone(module: nn.Module) -> Iterator[None]:
+def left_alone(module: nn.Module) -> Iterator[int]:
     """A module in training, whose buffers, gradients and modes are afterwards what they were, as are random
-    numbers.
+    numbers; gives the bytes of the copies on its device, and of gradients that wait meanwhile.
     """
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     gradients = [p.grad for p in module.parameters()]
@@ -80,7 +80,8 @@ def left_alone(module: nn.Module) -> Iterator[None]:
     try:
         module.train()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
+            held = [*buffers.values(), *(gradient for gradient in gradients if gradient is not None)]
+            yield sum(tensor.nbytes for tensor in held if tensor.device == device)
     finally:
         for part, flag in training:
             part.training = flag

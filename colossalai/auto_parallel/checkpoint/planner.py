@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.checkpoint.blocks import block_modes, find_blocks, set_modes
-from colossalai.auto_parallel.checkpoint.measure import Whole, bytes_beside, measure_calls, measure_step
+from colossalai.auto_parallel.checkpoint.measure import Whole, measure_calls, measure_step, states_on
 from colossalai.auto_parallel.checkpoint.mode_solver import MODES, Choice, ModeProblem, peak_of, seconds_of
 from colossalai.auto_parallel.checkpoint.operation import Chain
 from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan, CurvePoint
@@ -105,6 +105,8 @@ class CheckpointPlanner:
             if mode == "offload" and self.step.device is DEVICES["cpu"]:
                 continue  # the device is the host
             try:
+                if mode == "selective":  # the first step shows which products the second run does not need
+                    self._play_or_run(dict.fromkeys(self.blocks, mode))
                 line = self._play_or_run(dict.fromkeys(self.blocks, mode))
             except Exception as error:
                 if mode == "keep":
@@ -188,11 +190,12 @@ class CheckpointPlanner:
         return max(more, default=0)
 
     def _real_peak(self, whole: Whole) -> int:
-        """The bytes of a forward and a backward pass that was run: what is known to be there, or is there
-        besides, and what the passes need above it.
+        """The bytes of a forward and a backward pass that was run, with states that will be there and what is
+        reserved for others that are not there yet.
         """
-        line = self.played["keep"]
-        return line.weights + line.states + max(self._beside, bytes_beside(self.step)) + whole.above
+        present = states_on(self.step)
+        coming = max(0, self.played["keep"].states - present)
+        return whole.peak + coming + max(0, self._beside - (whole.beside - present))
 
     def _passes_played(self, mode: str) -> int:
         """The bytes of a forward and a backward pass, as they were played."""
@@ -283,16 +286,20 @@ class CheckpointPlanner:
 
     def _find(self, budget: int, time_limit: float) -> tuple[Judged, int, float]:
         """The best choice with which a step, also one that is run on the GPU, stays within ``budget``."""
-        left = budget - self.unseen
+        left, best, before = budget - self.unseen, None, None
         for _ in range(_TRIES):
             judged = self.search.find(left, time_limit)
-            if judged is None:
+            if judged is None or judged.choice == before:
                 break
+            before = judged.choice
             tried = self._tried(judged)
-            if tried[1] <= budget:
-                return tried
-            left -= tried[1] - budget
-        return self._least_within(budget)
+            room = budget - tried[1]
+            if room >= 0 and (best is None or tried[2] < best[2]):
+                best = tried
+            if 0 <= room < budget // 50 or not self._wholes or (best is not None and room < 0):
+                break
+            left += room  # more than was needed, or less
+        return best or self._least_within(budget)
 
     def _tried(self, judged: Judged) -> tuple[Judged, int, float]:
         """A choice with the peak and the seconds of its step; those of a real one, where it can be run."""

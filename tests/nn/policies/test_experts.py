@@ -170,6 +170,18 @@ def test_recomputation() -> None:
     spawn(partial(_checkpointed, serial("mixtral")), 4)
 
 
+def _hidden(**place: Any) -> None:
+    samples = launched({"moe": 2})
+    model = colossalai.nn.parallelize(build("mixtral"))
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.warns(UserWarning, match="balances the experts trains nothing.*use_reentrant"):
+        train(model, samples, steps=1)
+
+
+def test_balancing_losses_that_a_checkpoint_hides() -> None:
+    spawn(_hidden, 2)
+
+
 def _staged(name: str, parallel: dict[str, Any], **place: Any) -> None:
     torch.set_num_threads(1)
     config = {"parallel": parallel, "NUM_MICRO_BATCHES": 2}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -26,6 +27,12 @@ from colossalai.nn.policies.wrap_forward import Forward, ForwardWrapper, native_
 
 M = TypeVar("M", bound=nn.Module)
 NAME = "load_balancing_loss_func"
+_WITHOUT_GRADIENT = (
+    "the scores of routers have no gradient, so the loss that balances the experts trains nothing: layers are"
+    " in checkpoints with use_reentrant=True, which hide them, as in transformers alone; call"
+    " model.gradient_checkpointing_enable({'use_reentrant': False}). Or all routers are frozen, with what"
+    " comes before them; then set config.output_router_logits=False"
+)
 _mesh: ContextVar[Mesh | None] = ContextVar("the mesh whose ranks have the other tokens", default=None)
 
 
@@ -92,6 +99,8 @@ class _Balance:
                 f"{self.native.__module__}.{NAME} is not the loss that parallelize knows, so its value over"
                 " the tokens of all ranks cannot be told; set config.output_router_logits=False"
             )
+        if not any(layer.requires_grad for layer in logits):
+            warnings.warn(_WITHOUT_GRADIENT, stacklevel=2)
         return balance_loss(logits, num_experts, top_k, attention_mask, mesh)
 
     def _agrees(self) -> bool:
