@@ -273,6 +273,36 @@ def test_engine_booster_and_precisions() -> None:
     spawn(_doors, 2)
 
 
+def _plain_loop(rank: int, world_size: int, port: int) -> None:
+    """Clipping by torch sees whole gradients; what would see pieces is refused."""
+    _start(rank, world_size, port)
+    for seed in range(3):
+        model, serial, batches = _mlp()
+        model, _ = planned(model.eval(), (1, 2), seed, **batches[0])
+        norms = []
+        for one in (model, serial.eval()):
+            optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, eps=1e-3)
+            one(**batches[0])["loss"].backward()
+            norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.1))
+            optimizer.step()
+        torch.testing.assert_close(*norms)
+        check_equal(model, serial)
+    model(**batches[0])["loss"].backward()
+    for refused in (torch.optim.LBFGS(model.parameters()), torch.optim.Adafactor(model.parameters())):
+        with pytest.raises(ValueError, match="may look at whole parameters, but the plan"):
+            refused.step(lambda: model(**batches[0])["loss"])
+    with pytest.raises(RuntimeError, match="not needed when a module doesn't have any param"):
+        nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"given a norm of what p[.]grad shows"):
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norms[0])
+    with pytest.warns(UserWarning, match="has the pieces of this rank"):
+        model.state_dict()
+
+
+def test_a_loop_in_plain_pytorch() -> None:
+    spawn(_plain_loop, 2)
+
+
 # ---- checkpoints ----
 
 
