@@ -95,6 +95,9 @@ class Core:
         self._flight: Flight | None = None
         self._loop = self._make_loop(exact) if team.size == 1 and team.device.type == "cuda" else None
         self._verify()
+        if self._loop is not None:
+            with self._mode():
+                self._loop.prepare()
 
     def _make_loop(self, exact: bool, *, record: bool = True) -> DecodeLoop:
         return DecodeLoop(
