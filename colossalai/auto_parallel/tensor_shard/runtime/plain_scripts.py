@@ -57,7 +57,7 @@ def warn_of_pieces(model: nn.Module) -> None:
     """Warn of a ``state_dict`` of pieces."""
     warnings.warn(
         f"the state_dict of this {type(model).__name__} has the pieces of this rank; a file of the whole"
-        " model is written by colossalai.booster.Booster().save_model(model, path), or save_pretrained, which every"
-        " rank calls",
+        " model is written by colossalai.booster.Booster().save_model(model, path), or save_pretrained, which"
+        " every rank calls",
         stacklevel=3,
     )
