@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossalai.inference.checks import NO_HEAD
 from colossalai.inference.decode_loop import DecodeLoop, Flight
 from colossalai.inference.discovery import Asked
 from colossalai.inference.inputs import StepInputs
@@ -19,7 +20,7 @@ from colossalai.inference.messages import News
 from colossalai.inference.pages import PagePool
 from colossalai.inference.requests import GeneratorStats, Sampling, TokenLogprobs
 from colossalai.inference.results import Results
-from colossalai.inference.runner import Runner, largest_difference, vocabulary_of
+from colossalai.inference.runner import Runner, head_of, largest_difference, vocabulary_of
 from colossalai.inference.sampling import SamplingRows, choose
 from colossalai.inference.scheduler import Part, Request, Scheduler
 from colossalai.inference.stages import Team
@@ -126,7 +127,10 @@ class Core:
             problem = str(refusal)
         if not asked and not problem:
             problem = "none of its attention goes through transformers' AttentionInterface, or is known here"
-        self._raise_together(problem and f"{type(self.model).__name__} cannot generate here, as {problem}")
+        words = problem and f"cannot generate here, as {problem}"
+        if self.team.is_last_stage and head_of(self.model) is None:
+            words = NO_HEAD
+        self._raise_together(words and f"{type(self.model).__name__} {words}")
         return asked
 
     def _verify(self) -> None:
