@@ -94,6 +94,8 @@ def check_sizes(**sizes: int | None) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"Generator({name}={value!r}): it is a whole number of at least 1")
+    if sizes.get("max_length") == 1:
+        raise ValueError("Generator(max_length=1): a prompt and what follows it are two tokens at least")
 
 
 def check_request(

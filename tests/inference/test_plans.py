@@ -163,3 +163,15 @@ def test_replicas_write_for_their_own_requests() -> None:
     first, second = spawn(replicas, 2)
     assert first == [greedy(model, prompt, 4) for prompt in prompts()[:2]]
     assert second == [greedy(model, prompt, 5) for prompt in prompts()[:3]]
+
+
+def experts_elsewhere(rank: int, world_size: int, port: int) -> Any:
+    config = {"parallel": {"moe": {"size": 2}}}
+    colossalai.launch(config, rank, world_size, "localhost", port, backend="gloo", verbose=False)
+    generator = Generator(parallelize(build("mixtral")), page_size=4)
+    return [c.tokens for c in generator.generate(prompts(), Sampling(max_tokens=6, temperature=0))]
+
+
+def test_ranks_that_share_experts_write_together() -> None:
+    expected = [greedy(build("mixtral"), prompt, 6) for prompt in prompts()]
+    assert spawn(experts_elsewhere, 2) == [expected, expected]

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from colossalai.inference import Generator, Sampling
-from tests.inference.models import Letters, build
+from tests.inference.models import Letters, build, greedy
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,7 @@ def test_one_prompt_is_not_a_list_of_prompts(generator: Generator, call: str) ->
         ({"max_requests": 0}, "max_requests=0"),
         ({"page_size": 1.5}, "page_size=1.5"),
         ({"chunk": 0}, "chunk=0"),
+        ({"max_length": 1}, "max_length=1"),
         ({"pages": 0}, "pages=0"),
         ({"memory": 2}, "memory=2"),
         ({"max_length": 65}, r"max_length=65\): the model has 64 positions"),
@@ -148,6 +149,12 @@ def _rotations() -> Any:
     return model
 
 
+def _diverged() -> Any:
+    model = build("llama")
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    return model
+
+
 def _empty() -> Any:
     with torch.device("meta"):
         return build("llama")
@@ -163,6 +170,7 @@ def _empty() -> Any:
         (_rotations, r"its rotations \('dynamic'\) depend on the longest sequence"),
         (lambda: LlamaModel(build("llama").config), "has no head that scores words"),
         (_empty, "has no memory yet"),
+        (_diverged, "no finite numbers .* also with its own attention"),
         (lambda: torch.nn.Linear(3, 3), "has no head that scores words"),
     ],
     ids=lambda x: getattr(x, "__name__", "words").strip("_"),
@@ -170,3 +178,9 @@ def _empty() -> Any:
 def test_models(model: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Generator(model())
+
+
+@pytest.mark.parametrize("options", [{"pages": 1}, {"pages": 2, "page_size": 1}, {"max_length": 2}])
+def test_few_pages_serve_what_fits(options: dict[str, Any]) -> None:
+    (found,) = Generator(build("llama"), **options).generate([[5]], Sampling(max_tokens=1, temperature=0))
+    assert found.tokens == greedy(build("llama"), [5], 1)

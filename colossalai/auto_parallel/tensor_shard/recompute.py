@@ -9,15 +9,18 @@ recomputed, may beat the best plan that fits as it is.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
+from colossalai.auto_parallel.tensor_shard.runtime.program import changes_buffers
 from colossalai.auto_parallel.tensor_shard.solver import InfeasibleBudgetError, StrategyPlan, solve_strategies
 from colossalai.auto_parallel.tensor_shard.strategies.chosen import flow_transfers
 from colossalai.auto_parallel.tensor_shard.strategies.problem import PlanProblem
+from colossalai.fx.costs import SWITCHES
 from colossalai.mesh.collectives import Transfer
 
 _BUDGETS = 6
@@ -30,8 +33,8 @@ class Segment:
 
     Args:
         names: of the ``fx`` nodes, in order.
-        compute: seconds of their kernels in the forward pass.
-        transfers: the collectives of their forward pass.
+        compute: seconds of the kernels that run again: those up to the last that keeps something.
+        transfers: the collectives that run again.
         seconds: of both.
         freed: bytes that are not kept.
     """
@@ -98,48 +101,70 @@ def segments(problem: PlanProblem, choice: Sequence[int]) -> list[Segment]:
 
 
 def _runs(problem: PlanProblem) -> list[list[str]]:
-    """The operations between places that one activation alone passes."""
-    order = {node: i for i, node in enumerate(problem.graph.graph.module.graph.nodes)}
-    learning = {
-        vertex.node.fx_node: vertex.node
+    """The operations between places that one activation alone passes, with what stands between them; runs
+    that change buffers or hand out results are left out.
+    """
+    nodes = list(problem.graph.graph.module.graph.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    learning = [
+        vertex.node.fx_node
         for vertex in problem.vertices
         if vertex.node is not None and any(o.requires_grad for o in vertex.node.op.outputs)
-    }
-    ends: dict[fx.Node, int] = {}
-    for node in learning:
-        users = [u for user in node.users for u in (user.users if _picks(user) else (user,))]
-        ends[node] = max((order[user] for user in users), default=order[node])
-    runs: list[list[str]] = [[]]
+    ]
+    outputs = set(problem.graph.graph.module.graph.find_nodes(op="output")[0].all_input_nodes)
+    runs: list[list[str]] = []
     alive: dict[fx.Node, int] = {}
+    begin, count = None, 0
     for node in learning:
+        begin, count = order[node] if begin is None else begin, count + 1
         alive = {n: end for n, end in alive.items() if end > order[node]}
-        alive[node] = ends[node]
-        runs[-1].append(node.name)
-        if len(alive) == 1 and len(runs[-1]) >= _SMALLEST:
-            runs.append([])
-    outputs = {
-        node.name for node in problem.graph.graph.module.graph.find_nodes(op="output")[0].all_input_nodes
-    }
-    return [run for run in runs if len(run) >= _SMALLEST and not outputs & set(run)]
+        alive[node] = _last_use(node, order)
+        if len(alive) == 1 and count >= _SMALLEST:
+            run = [n for n in nodes[begin : order[node] + 1] if n.op not in ("get_attr", "placeholder")]
+            if not outputs.intersection(run) and not any(_stays(n) for n in run):
+                runs.append([n.name for n in run])
+            begin, count = None, 0
+    return runs
+
+
+def _last_use(node: fx.Node, order: dict[fx.Node, int]) -> int:
+    users = [u for user in node.users for u in (user.users if _picks(user) else (user,))]
+    return max((order[user] for user in users), default=order[node])
 
 
 def _picks(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
+    return node.target is operator.getitem
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether an operation must run once: it changes a buffer, or a mode."""
+    return node.target in SWITCHES or changes_buffers(node)
 
 
 def _segment(problem: PlanProblem, choice: Sequence[int], names: Sequence[str]) -> Segment:
-    inside = set(names)
+    again, last = _run_again(problem, names)
     compute, transfers = 0.0, list[Transfer]()
     for vertex, number in zip(problem.vertices, choice, strict=True):
-        if vertex.kind == "node" and vertex.name in inside:
-            compute += vertex.costs[number].compute.fwd
-            transfers += vertex.costs[number].forward
+        if vertex.kind == "node" and vertex.name in again:
+            cost = vertex.costs[number]
+            compute += cost.compute.fwd
+            sums = cost.ending if vertex.name == last else 0
+            transfers += cost.forward[: len(cost.forward) - sums]
     for flow in problem.flows:
         target = problem.vertices[flow.target]
-        if target.kind == "node" and target.name in inside:
+        if target.kind == "node" and target.name in again:
             transfers += flow_transfers(problem, flow, choice)[0]
     seconds = compute + problem.model.moves.time(transfers)
-    return Segment(tuple(names), compute, tuple(transfers), seconds, _freed(problem, choice, inside))
+    return Segment(tuple(names), compute, tuple(transfers), seconds, _freed(problem, choice, set(names)))
+
+
+def _run_again(problem: PlanProblem, names: Sequence[str]) -> tuple[set[str], str]:
+    """The operations of a segment up to the last that keeps something, where torch stops, and this one."""
+    nodes = problem.graph.nodes
+    keep = [n for n in names if n in nodes and nodes[n].op.saved and any(nodes[n].learns)]
+    if not keep:
+        return set(), ""
+    return set(names[: names.index(keep[-1]) + 1]), keep[-1]
 
 
 def _freed(problem: PlanProblem, choice: Sequence[int], inside: set[str]) -> int:

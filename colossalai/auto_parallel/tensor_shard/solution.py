@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from colossalai.auto_parallel.tensor_shard.picture import draw_solution
 from colossalai.auto_parallel.tensor_shard.recompute import Segment, peak_memory, segments_of_names
 from colossalai.auto_parallel.tensor_shard.sharded_plan import PredictedStep, ShardedPlan
 from colossalai.auto_parallel.tensor_shard.solver import ChoiceReason, StrategyPlan
@@ -113,12 +114,11 @@ class Solution(list[str]):
         node = self.problem.vertices[i].node
         if reason.runner_up is None:
             return (node.why_whole if node is not None else "") or "no other cut is possible"
+        if reason.extra < -1e-6 * self.plan.cost:
+            return "the budget"  # the runner-up is faster, and needs more memory
         costs, chosen = self.plan.graph.nodes[i].cost, self.plan.choice[i]
         if costs[chosen] <= costs.min() * (1 + 1e-9):
             return "cheapest by itself"
-        memory = self.plan.graph.nodes[i].memory
-        if self.plan.memory_price > 0 and memory[chosen] < memory[int(np.argmin(costs))]:
-            return "saves memory"
         return "saves conversions"
 
     def __str__(self) -> str:
@@ -152,6 +152,10 @@ class Solution(list[str]):
             f"{name} runs whole on every rank: {why}" for name, why in self.problem.whole_operations.items()
         ]
         return lines
+
+    def draw(self, path: str | Path) -> None:
+        """Write a picture of the operations with their cuts, and of what each conversion costs, to a file."""
+        draw_solution(self, path)
 
     def save(self, path: str | Path) -> None:
         """Write the strategies to a file, which :func:`load_solution` reads."""

@@ -174,9 +174,11 @@ class _Builder:
             for node in nodes:
                 if node.op not in ("placeholder", "get_attr", "output") and RECOMPUTED in node.meta:
                     own.setdefault(node.meta[RECOMPUTED][0], []).append(node.name)
-            groups = [group for group in own.values() if not any(_changes(named[name]) for name in group)]
+            groups = [
+                group for group in own.values() if not any(changes_buffers(named[name]) for name in group)
+            ]
         for group in groups:
-            if changing := next((name for name in group if _changes(named[name])), None):
+            if changing := next((name for name in group if changes_buffers(named[name])), None):
                 raise PlanError(
                     f"the plan recomputes {changing!r}, which changes a buffer and would change it twice"
                 )
@@ -327,7 +329,7 @@ def _check_move(src: Layout, dst: Layout) -> None:
     route(dst.dual(), src.dual())
 
 
-def _changes(node: fx.Node) -> bool:
+def changes_buffers(node: fx.Node) -> bool:
     """Whether an operation changes a buffer of the model."""
     written = _written(node)
     in_place = written is not None and written.op == "get_attr"

@@ -30,6 +30,7 @@ class StrategyCost:
             parameters.
         forward, backward: these collectives.
         memory: bytes; parameters are counted with their gradients and the states of the optimizer.
+        ending: how many of the forward collectives are sums at its end.
         kept: the bytes of each activation among it that the operation is charged for.
     """
 
@@ -39,6 +40,7 @@ class StrategyCost:
     backward: tuple[Transfer, ...]
     memory: MemoryCost
     kept: tuple[int, ...] = ()
+    ending: int = 0
 
     @property
     def seconds(self) -> float:
@@ -72,7 +74,7 @@ class CostModel:
             charged: the memory that this operation is charged for: what it is the first to keep.
             tied: parameters that are counted elsewhere, since several operations take them.
         """
-        forward, backward = self._collectives(node, placement, tied)
+        forward, backward, ending = self._collectives(node, placement, tied)
         kept = self._kept(node, placement, charged)
         return StrategyCost(
             compute=self._compute(node, placement),
@@ -81,6 +83,7 @@ class CostModel:
             backward=tuple(backward),
             memory=self._memory(node, placement, sum(kept), tied),
             kept=kept,
+            ending=ending,
         )
 
     def parameter_bytes(self, nbytes: int, learns: bool, layout: Layout) -> int:
@@ -108,7 +111,9 @@ class CostModel:
         dtypes = [info.dtype for info in node.op.outputs] or [torch.float32]
         return self.device.seconds(work.operations // divided, int(nbytes * share), dtypes[0])
 
-    def _collectives(self, node: PlanNode, placement: Placement, tied: frozenset[str]) -> Passes:
+    def _collectives(
+        self, node: PlanNode, placement: Placement, tied: frozenset[str]
+    ) -> tuple[list[Transfer], list[Transfer], int]:
         forward, backward = own_collectives(node, placement, self.axes)
         for source, use, rest in zip(node.operands, placement.inputs, placement.resting, strict=True):
             if source.kind == "parameter" and source.name not in tied and use != rest:
@@ -117,6 +122,7 @@ class CostModel:
                 back = self.moves.transfers(shape, item, rest, use, source.learns and node.reached, True)
                 forward += back[0]
                 backward += back[1]
+        begun = len(forward)
         for info, computed, handed in zip(
             node.op.outputs, placement.computed, placement.outputs, strict=True
         ):
@@ -125,7 +131,7 @@ class CostModel:
                 both = self.moves.transfers(info.shape, info.dtype.itemsize, computed, handed, learns)
                 forward += both[0]
                 backward += both[1]
-        return forward, [] if self.moves.forward_only else backward
+        return forward, [] if self.moves.forward_only else backward, len(forward) - begun
 
     def _memory(
         self, node: PlanNode, placement: Placement, activation: int, tied: frozenset[str]
