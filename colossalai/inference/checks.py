@@ -17,6 +17,11 @@ from colossalai.nn.policies.stages.stage import ModelStage
 from colossalai.nn.policies.wrap_forward import WholeOutputs
 from colossalai.zero.absent_tensors import Away
 
+NO_HEAD = (
+    "has no head that scores words (get_output_embeddings() is None); build it with one, such as"
+    " AutoModelForCausalLM"
+)
+
 # Rotations that depend on the longest sequence of a step.
 _STEP_ROTATIONS = ("dynamic", "longrope")
 
@@ -51,12 +56,8 @@ def check_model(model: nn.Module, mesh: Mesh | None) -> None:
             f"{who}: its rotations ({rotations!r}) depend on the longest sequence of a step, so a request"
             " would change others; set config.rope_parameters to another rope_type"
         )
-    stage = model if isinstance(model, ModelStage) else None
-    if (stage is None or stage.share.is_last) and head_of(model) is None:
-        raise ValueError(
-            f"{who} has no head that scores words (get_output_embeddings() is None); build it with one, such"
-            " as AutoModelForCausalLM"
-        )
+    if not isinstance(model, ModelStage) and head_of(model) is None:
+        raise ValueError(f"{who} {NO_HEAD}")
 
 
 def _check_weights(who: str, model: nn.Module) -> None:
