@@ -102,6 +102,7 @@ class Generator:
                 chunk=chunk,
                 prefix_reuse=prefix_reuse,
                 exact=exact,
+                stays=self._gathered is None,
             )
         self._ends = last_tokens(self.model)
         self._serials = itertools.count()
