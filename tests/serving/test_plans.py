@@ -61,7 +61,7 @@ def written(service: Service, sampling: dict[str, Any]) -> list[list[int]]:
 
 
 PLANS = [(1, 1), (2, 2)]
-MORE = [(2, 1), (4, 1), (1, 2)]
+MORE = [(2, 1), (4, 1), (1, 2), (1, 4)]
 
 
 @pytest.mark.parametrize(
