@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossalai.inference.checks import NO_HEAD
 from colossalai.inference.decode_loop import DecodeLoop, Flight
 from colossalai.inference.discovery import Asked
 from colossalai.inference.inputs import StepInputs
@@ -19,7 +20,7 @@ from colossalai.inference.messages import News
 from colossalai.inference.pages import PagePool
 from colossalai.inference.requests import GeneratorStats, Sampling, TokenLogprobs
 from colossalai.inference.results import Results
-from colossalai.inference.runner import Runner, largest_difference, vocabulary_of
+from colossalai.inference.runner import Runner, head_of, largest_difference, vocabulary_of
 from colossalai.inference.sampling import SamplingRows, choose
 from colossalai.inference.scheduler import Part, Request, Scheduler
 from colossalai.inference.stages import Team
@@ -42,7 +43,10 @@ class Outcome:
 
 
 class Core:
-    """Requests, pages and the model of this rank; see ``Generator`` for the arguments."""
+    """Requests, pages and the model of this rank; see ``Generator`` for the arguments.
+
+    ``stays`` says whether the weights lie where they are between calls, so that a step may be under way then.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class Core:
         chunk: int,
         prefix_reuse: bool,
         exact: bool,
+        stays: bool = True,
     ) -> None:
         self.model, self.team = model, team
         self._mode: Callable[[], AbstractContextManager[None]] = exact_mode if exact else nullcontext
@@ -93,8 +98,12 @@ class Core:
         self._steps = 0
         self._versions: Any = None
         self._flight: Flight | None = None
-        self._loop = self._make_loop(exact) if team.size == 1 and team.device.type == "cuda" else None
+        ahead = team.size == 1 and team.device.type == "cuda" and stays
+        self._loop = self._make_loop(exact) if ahead else None
         self._verify()
+        if self._loop is not None:
+            with self._mode():
+                self._loop.prepare()
 
     def _make_loop(self, exact: bool, *, record: bool = True) -> DecodeLoop:
         return DecodeLoop(
@@ -118,7 +127,10 @@ class Core:
             problem = str(refusal)
         if not asked and not problem:
             problem = "none of its attention goes through transformers' AttentionInterface, or is known here"
-        self._raise_together(problem and f"{type(self.model).__name__} cannot generate here, as {problem}")
+        words = problem and f"cannot generate here, as {problem}"
+        if self.team.is_last_stage and head_of(self.model) is None:
+            words = NO_HEAD
+        self._raise_together(words and f"{type(self.model).__name__} {words}")
         return asked
 
     def _verify(self) -> None:

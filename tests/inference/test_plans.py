@@ -165,6 +165,31 @@ def test_replicas_write_for_their_own_requests() -> None:
     assert second == [greedy(model, prompt, 5) for prompt in prompts()[:3]]
 
 
+def capped(rank: int, world_size: int, port: int) -> str:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    launch(rank, world_size, port, 1, 3)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "vocab_size": 50,
+    }
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    try:
+        Generator(cut(model, 3))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_refusal_reaches_all_stages() -> None:
+    for words in spawn(capped, 3):
+        assert "caps its scores" in words or "another rank of this model cannot generate" in words
+
+
 def experts_elsewhere(rank: int, world_size: int, port: int) -> Any:
     config = {"parallel": {"moe": {"size": 2}}}
     colossalai.launch(config, rank, world_size, "localhost", port, backend="gloo", verbose=False)

@@ -10,6 +10,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -127,6 +129,13 @@ def _gemma() -> Any:
     return Gemma2ForCausalLM(Gemma2Config(**sizes, **heads))
 
 
+def _chunks() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 50}
+    experts = {"num_local_experts": 2, "attention_chunk_size": 4, "pad_token_id": 0}
+    return Llama4ForCausalLM(Llama4TextConfig(**sizes, **heads, **experts))
+
+
 def _encoder_decoder() -> Any:
     return T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1))
 
@@ -164,6 +173,7 @@ def _empty() -> Any:
     ("model", "words"),
     [
         (_gemma, r"caps its scores \(softcap\)"),
+        (_chunks, "see their own part of a text alone"),
         (_encoder_decoder, "has an encoder and a decoder"),
         (_quantized, "has quantized weights"),
         (_linear, "have linear attention"),
