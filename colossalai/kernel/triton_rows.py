@@ -69,6 +69,7 @@ def one_row(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     with torch.cuda.device(x.device):
         _one_row[(sum(triton.cdiv(n, FEATURES) for n in features),)](
             x, *tables, *added, out, *features, *none, inner, weights[0].stride(0),
-            BIAS=biases[0] is not None, EARLY=soon, ROWS=FEATURES, STEP=STEP, num_warps=WARPS, launch_pdl=soon,
+            BIAS=biases[0] is not None, EARLY=soon, ROWS=FEATURES, STEP=STEP, num_warps=WARPS,
+            launch_pdl=soon,
         )  # fmt: skip
     return list(out.split(features, 1))
