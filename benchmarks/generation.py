@@ -135,7 +135,8 @@ def speed() -> list[Row]:
     return rows
 
 
-def mixed() -> list[Row]:
+def mixed(limit: float = 60) -> list[Row]:
+    """For at most ``limit`` seconds."""
     model = whole()
     numbers = random.Random(0)
     asked = []
@@ -150,7 +151,7 @@ def mixed() -> list[Row]:
         for prompt, sampling in asked:
             ours.submit(prompt, sampling)
         most = taken_steps = 0
-        stop = time.perf_counter() + 60
+        stop = time.perf_counter() + limit
 
         def write() -> None:
             nonlocal most, taken_steps
@@ -286,7 +287,7 @@ def last() -> list[Row]:
     say(f"1 request: {rate_of_ours(model, 1):.0f} tokens/s")
     say(f"128 requests, exact: {rate_of_ours(model, 128, exact=True):.0f} tokens/s")
     say(f"128 requests: {rate_of_ours(model, 128):.0f} tokens/s")
-    return mixed()
+    return mixed(20)
 
 
 PARTS = {part.__name__: part for part in (smoke, speed, profile, exact, mixed, last)}
