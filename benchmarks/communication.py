@@ -228,7 +228,7 @@ def tables() -> dict[str, str]:
     """The tables of the page by the names of the comments that stand around them."""
     return {
         "linear": _markdown(
-            f"plan | ranks | {_PAIRS} | bandwidth in the documents | collectives", [*map(_linear_row, PLANS)]
+            f"plan | ranks | {_PAIRS} | bandwidth in the papers | collectives", [*map(_linear_row, PLANS)]
         ),
         "mlp": _markdown(f"plan | ranks | {_PAIRS}", [*map(_mlp_row, PLANS)]),
     }

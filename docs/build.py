@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import functools
 import http.server
+import logging
+from pathlib import Path
 
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
@@ -21,16 +23,16 @@ _FIRST = """<!doctype html>
 """
 
 
-def build_site(strict: bool = True) -> None:
+def build_site(site: Path = SITE, strict: bool = True) -> None:
     """Build every language of this version, and a first page that leads to the English one."""
     version = sidebar.versions()[0]
     for language in LANGUAGES:
         name = "mkdocs.yml" if language == "en" else f"mkdocs.{language}.yml"
-        config = load_config(str(ROOT / name), site_dir=str(SITE / version / language), strict=strict)
+        config = load_config(str(ROOT / name), site_dir=str(site / version / language), strict=strict)
         config.plugins.on_startup(command="build", dirty=False)
         build(config)
         config.plugins.on_shutdown()
-    (SITE / "index.html").write_text(_FIRST.format(target=f"{version}/en/index.html"))
+    (site / "index.html").write_text(_FIRST.format(target=f"{version}/en/index.html"))
 
 
 def serve(port: int) -> None:
@@ -44,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m docs.build", description=__doc__)
     parser.add_argument("--serve", type=int, metavar="PORT", help="show the site on this port; 0: a free one")
     options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     build_site()
     if options.serve is not None:
         serve(options.serve)

@@ -15,6 +15,7 @@ from torch import Tensor
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import Mesh, placement
+from colossalai.mesh.parameter import own_mesh
 from colossalai.mesh.rows import expert_axes
 from colossalai.utils.parallel import launched_mesh, row_mode
 
@@ -38,13 +39,16 @@ def groups_of_pieces(
     params: Iterable[Tensor], mesh: Mesh | None, known: Sequence[dist.ProcessGroup]
 ) -> list[dist.ProcessGroup]:
     """The groups over which ``params`` are cut, as far as no group of ``known`` holds the same ranks."""
-    if mesh is None:
-        return []
-    cut = {axis for p in params for axis in placement(p).sharded}
+    cut: dict[Mesh, set[str]] = {}
+    for param in params:
+        if (lies_on := own_mesh(param) or mesh) is not None:
+            cut.setdefault(lies_on, set()).update(placement(param).sharded)
     covered = [set(dist.get_process_group_ranks(group)) for group in known]
-    axes = [axis for axis in mesh.in_order(tuple(cut)) if mesh.size[axis] > 1]
     return [
-        mesh.group(axis) for axis in axes if not any(ranks.issuperset(mesh.ranks(axis)) for ranks in covered)
+        lies_on.group(axis)
+        for lies_on, found in cut.items()
+        for axis in lies_on.in_order(tuple(found))
+        if lies_on.size[axis] > 1 and not any(ranks.issuperset(lies_on.ranks(axis)) for ranks in covered)
     ]
 
 

@@ -17,6 +17,11 @@ from colossalai.nn.policies.stages.stage import ModelStage
 from colossalai.nn.policies.wrap_forward import WholeOutputs
 from colossalai.zero.absent_tensors import Away
 
+NO_HEAD = (
+    "has no head that scores words (get_output_embeddings() is None); build it with one, such as"
+    " AutoModelForCausalLM"
+)
+
 # Rotations that depend on the longest sequence of a step.
 _STEP_ROTATIONS = ("dynamic", "longrope")
 
@@ -51,12 +56,8 @@ def check_model(model: nn.Module, mesh: Mesh | None) -> None:
             f"{who}: its rotations ({rotations!r}) depend on the longest sequence of a step, so a request"
             " would change others; set config.rope_parameters to another rope_type"
         )
-    stage = model if isinstance(model, ModelStage) else None
-    if (stage is None or stage.share.is_last) and head_of(model) is None:
-        raise ValueError(
-            f"{who} has no head that scores words (get_output_embeddings() is None); build it with one, such"
-            " as AutoModelForCausalLM"
-        )
+    if not isinstance(model, ModelStage) and head_of(model) is None:
+        raise ValueError(f"{who} {NO_HEAD}")
 
 
 def _check_weights(who: str, model: nn.Module) -> None:
@@ -94,6 +95,8 @@ def check_sizes(**sizes: int | None) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"Generator({name}={value!r}): it is a whole number of at least 1")
+    if sizes.get("max_length") == 1:
+        raise ValueError("Generator(max_length=1): a prompt and what follows it are two tokens at least")
 
 
 def check_request(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossalai.inference.checks import NO_HEAD
 from colossalai.inference.decode_loop import DecodeLoop, Flight
 from colossalai.inference.discovery import Asked
 from colossalai.inference.inputs import StepInputs
@@ -19,7 +20,7 @@ from colossalai.inference.messages import News
 from colossalai.inference.pages import PagePool
 from colossalai.inference.requests import GeneratorStats, Sampling, TokenLogprobs
 from colossalai.inference.results import Results
-from colossalai.inference.runner import Runner, largest_difference, vocabulary_of
+from colossalai.inference.runner import Runner, head_of, largest_difference, vocabulary_of
 from colossalai.inference.sampling import SamplingRows, choose
 from colossalai.inference.scheduler import Part, Request, Scheduler
 from colossalai.inference.stages import Team
@@ -95,6 +96,9 @@ class Core:
         self._flight: Flight | None = None
         self._loop = self._make_loop(exact) if team.size == 1 and team.device.type == "cuda" else None
         self._verify()
+        if self._loop is not None:
+            with self._mode():
+                self._loop.prepare()
 
     def _make_loop(self, exact: bool, *, record: bool = True) -> DecodeLoop:
         return DecodeLoop(
@@ -118,39 +122,41 @@ class Core:
             problem = str(refusal)
         if not asked and not problem:
             problem = "none of its attention goes through transformers' AttentionInterface, or is known here"
-        self._raise_together(problem and f"{type(self.model).__name__} cannot generate here, as {problem}")
+        words = problem and f"cannot generate here, as {problem}"
+        if self.team.is_last_stage and head_of(self.model) is None:
+            words = NO_HEAD
+        self._raise_together(words and f"{type(self.model).__name__} {words}")
         return asked
 
     def _verify(self) -> None:
         """Refuse a model that gives other scores when its tokens are packed and its keys lie in pages."""
-        first, second = self._trial[:-1], self._trial.flip(0)
-        texts = [t.tolist() for t in (first, second)]
-        expected = [self.runner.alone(t[None]) for t in (first, second)]
-        pool = self.pool
-        need = [-(-len(t) // pool.page_size) for t in texts]
-        if sum(need) > pool.count:
-            return
-        held = [[pool.take() or 0 for _ in range(n)] for n in need]
-        requests = []
-        for text, pages in zip(texts, held, strict=True):
-            requests.append(Request(-1, text, Sampling(), frozenset()))
-            requests[-1].pages = pages
-        cuts = [max(1, len(texts[0]) - 1), max(1, len(texts[1]) // 2)]
+        texts = self._trial_texts()
+        expected = [self.runner.alone(text[None]) for text in texts]
+        requests = [Request(-1, text.tolist(), Sampling(), frozenset()) for text in texts]
+        size = self.pool.page_size
+        for request in requests:
+            request.pages = [self.pool.take() or 0 for _ in range(-(-len(request.tokens) // size))]
+        cuts = [max(1, len(texts[0]) // 2), *(len(text) - 1 for text in texts[1:])]
         found: list[Any] = []
-        for step in range(2):
+        for step in range(2):  # the beginnings, then what is left: more than one token, and one
             parts = [
-                Part(r, cut if step else 0, (len(r.tokens) - cut) if step else cut, True)
+                Part(r, cut if step else 0, len(r.tokens) - cut if step else cut, True)
                 for r, cut in zip(requests, cuts, strict=True)
+                if step == 0 or len(r.tokens) > cut
             ]
-            parts = [part for part in parts if part.count]
-            self.inputs.fill(parts, pool.page_size)
+            self.inputs.fill(parts, size)
             found.append(self.runner.step(self.inputs))
-        for pages in held:
-            pool.release(pages)
-        problem = ""
-        if self.team.is_last_stage:
-            problem = _compare(found, expected, cuts)
+        for request in requests:
+            self.pool.release(request.pages)
+        problem = _compare(found, expected, cuts) if self.team.is_last_stage else ""
         self._raise_together(problem and f"{type(self.model).__name__} cannot generate here: {problem}")
+
+    def _trial_texts(self) -> list[Tensor]:
+        """Texts for which there are pages: two if possible, else one."""
+        both, size = [self._trial, self._trial.flip(0)[:-1]], self.pool.page_size
+        if len(both[1]) > 1 and sum(-(-len(text) // size) for text in both) <= self.pool.count:
+            return both
+        return [both[0][: self.capacity]]
 
     def _raise_together(self, problem: str) -> None:
         if not self.team.least(int(not problem)):
@@ -331,11 +337,13 @@ def _room(asked: dict[nn.Module, Asked], page_size: int, memory: float | None, d
 
 def _compare(found: Sequence[Tensor], expected: Sequence[Tensor | None], cuts: Sequence[int]) -> str:
     """What is wrong with the scores of a trial, in words."""
-    first, second = (e for e in expected if e is not None)
-    right = [first[cuts[0] - 1], second[cuts[1] - 1]]
-    later = [e[-1] for e, cut in ((first, cuts[0]), (second, cuts[1])) if len(e) > cut]
-    off = largest_difference([*found[0], *found[1]] if later else list(found[0]), [*right, *later])
-    most = {torch.float64: 1e-6, torch.float32: 1e-3}.get(first.dtype, 0.25)
+    whole = [scores for scores in expected if scores is not None]
+    right = [scores[cut - 1] for scores, cut in zip(whole, cuts, strict=True)]
+    right += [scores[-1] for scores, cut in zip(whole, cuts, strict=True) if len(scores) > cut]
+    if not all(bool(row.isfinite().all()) for row in right):
+        return f"{_BAD}, also with its own attention; its weights may be so"
+    off = largest_difference([row for rows in found for row in rows], right)
+    most = {torch.float64: 1e-6, torch.float32: 1e-3}.get(whole[0].dtype, 0.25)
     if off <= most:
         return ""
     return (

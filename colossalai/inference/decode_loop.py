@@ -24,8 +24,8 @@ from colossalai.inference.scheduler import Part, Scheduler
 from colossalai.kernel.thin_products import ThinProducts
 from colossalai.nn.attention.pages import Places
 
-_SMALL = (1, 2, 4, 8)
-_EVERY = 16  # rows, of which larger graphs have multiples
+_LADDER = sorted({1, 2, *(n for k in range(2, 16) for n in (2**k, 3 * 2 ** (k - 1)))})
+"""Numbers of rows for which steps are recorded."""
 
 
 @dataclass(eq=False)
@@ -125,8 +125,7 @@ class DecodeLoop:
     ) -> None:
         self._runner, self._scheduler, self._device = runner, scheduler, device
         self._max_pages, self._exact, self._record = max_pages, exact, record
-        self._sizes = [n for n in _SMALL if n < max_requests]
-        self._sizes += [n for n in range(_EVERY, max_requests, _EVERY) if n < max_requests]
+        self._sizes = [n for n in _LADDER if n < max_requests]
         self._sizes.append(max_requests)
         self._rows: dict[int, _Rows] = {}
         self._steps: dict[tuple[Any, ...], tuple[Callable[[], None], Tensor]] = {}
@@ -135,6 +134,19 @@ class DecodeLoop:
         self._places: list[int] = []
         self._pool: Any = None
         self._sampling: tuple[tuple[int, ...], SamplingRows] | None = None
+
+    def prepare(self) -> None:
+        """Record a step of each size, in which tokens are chosen greedily; other choices are recorded as they
+        come.
+        """
+        self._forget_moved()
+        for size in reversed(self._sizes):
+            rows = self._rows_of(size)
+            rows.stage([], [])
+            sampling = replace(rows.sampling, keys=None, top_k=None, top_p=None, min_p=None)
+            self._steps[_key(size, sampling)] = self._make(rows, sampling)
+            if not self._record:
+                return
 
     def takes(self, parts: Sequence[Part]) -> bool:
         """Whether a step of ``parts`` is of this kind."""
@@ -147,9 +159,7 @@ class DecodeLoop:
         """Start a step of requests whose tokens are known."""
         self._forget_moved()
         size = self._size(len(parts))
-        rows = self._rows.get(size)
-        if rows is None:
-            rows = self._rows[size] = _Rows(size, self._max_pages, self._device)
+        rows = self._rows_of(size)
         requests = [part.request for part in parts]
         serials = tuple(request.serial for request in requests)
         if self._sampling is None or self._sampling[0] != serials:
@@ -161,7 +171,7 @@ class DecodeLoop:
             )
         sampling = self._sampling[1]
         rows.fill(parts, sampling, self._runner.vocabulary)
-        key = (size, *(getattr(sampling, f.name) is not None for f in fields(SamplingRows)))
+        key = _key(size, sampling)
         if key not in self._steps:
             self._steps[key] = self._make(rows, sampling)
             rows.fill(parts, sampling, self._runner.vocabulary)  # a trial has moved on
@@ -177,7 +187,7 @@ class DecodeLoop:
             for part, row in zip(flight.parts, flight.rows, strict=True)
             if part.request.finish is None and not scheduler.ends_with_next(part.request)
         ]
-        if not pairs or self._size(len(pairs)) < flight.size:
+        if not pairs or 2 * self._size(len(pairs)) <= flight.size:  # rows that do nothing cost little
             return None
         parts, kept = [part for part, _ in pairs], [row for _, row in pairs]
         grown = scheduler.extend([(part.request, part.start + 1) for part in parts])
@@ -280,5 +290,15 @@ class DecodeLoop:
         rows.positions.add_(1)
         return scores
 
+    def _rows_of(self, size: int) -> _Rows:
+        if size not in self._rows:
+            self._rows[size] = _Rows(size, self._max_pages, self._device)
+        return self._rows[size]
+
     def _size(self, count: int) -> int:
         return next(size for size in self._sizes if size >= count)
+
+
+def _key(size: int, sampling: SamplingRows) -> tuple[Any, ...]:
+    """What tells apart steps that are recorded."""
+    return size, *(getattr(sampling, f.name) is not None for f in fields(SamplingRows))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from colossalai.nn.attention.pages import attends_itself
-from colossalai.nn.policies.sequences.probe import Refused, check_options, configs_of, mask_kind
+from colossalai.nn.policies.sequences.probe import AttentionWatch, Refused, sees
 
 WATCH = "colossalai_pages_watch"
 
@@ -39,15 +39,17 @@ class Asked:
         return self.kv_heads * (self.key_size + self.value_size) * self.dtype.itemsize
 
 
-class Watch:
-    """Attends in the place of every module of ``model`` to one sequence, and notes what they ask for."""
+class Watch(AttentionWatch):
+    """Attends in the place of every module of ``model`` to one sequence, and notes what they ask for.
+
+    What cannot be had is noted too, and the pass goes on: other stages of a pipeline wait for its end.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         self.found: dict[nn.Module, Asked] = {}
-        self.configs = configs_of(model)
-        self._names = {module: name for name, module in model.named_modules()}
-        self._masks: dict[int, tuple[Tensor, tuple[bool, int | None] | Refused]] = {}
-        self._own = [module for module in self._names if attends_itself(module)]
+        self.problems: list[str] = []
+        self._own = [module for module in model.modules() if attends_itself(module)]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -57,7 +59,7 @@ class Watch:
             from transformers import AttentionInterface, AttentionMaskInterface
 
             AttentionInterface.register(WATCH, self._called)
-            AttentionMaskInterface.register(WATCH, self._mask)
+            AttentionMaskInterface.register(WATCH, self.mask)
         try:
             for module in self._own:
                 module.__dict__["pages"] = self
@@ -70,16 +72,15 @@ class Watch:
             for config, name in zip(self.configs, before, strict=True):
                 config._attn_implementation_internal = name
 
-    def _mask(
-        self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **_: Any
-    ) -> Tensor:
+    def mask(self, *, mask_function: Callable[..., Any], **form: Any) -> Tensor:
         """A tensor of no use but to be recognized where it arrives."""
-        try:
-            kind: Any = mask_kind(mask_function)
-        except Refused as refusal:  # perhaps no layer uses it
-            kind = refusal
-        made = torch.empty(batch_size, 1, int(q_length), int(kv_length), dtype=torch.bool, device="meta")
-        self._masks[id(made)] = made, kind
+        made = super().mask(mask_function=mask_function, **form)
+        kind = self.masks[id(made)][1]
+        if not isinstance(kind, Refused) and kind[1] is not None and not sees(mask_function, kind[1], 1):
+            words = (
+                "its mask lets tokens see their own part of a text alone (chunks), which pages do not know"
+            )
+            self.masks[id(made)] = made, Refused(words)
         return made
 
     def _called(
@@ -96,24 +97,17 @@ class Watch:
         **options: Any,
     ) -> tuple[Tensor, None]:
         """As transformers calls an attention function."""
-        name = self._name(module)
-        check_options(name, options)
-        causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, None
-        if attention_mask is not None:
-            if id(attention_mask) not in self._masks:
-                raise Refused(
-                    f"{name} gets a mask that the model has changed, such as one with a bias of positions"
+        window = None
+        try:
+            causal, window = self.asked(module, attention_mask, is_causal, sliding_window, options)
+            if not causal:
+                self.problems.append(
+                    f"{self.name(module)} lets tokens see later ones, which have not been written yet"
                 )
-            kind = self._masks[id(attention_mask)][1]
-            if isinstance(kind, Refused):
-                raise kind
-            causal, window = kind
-        if not causal:
-            raise Refused(f"{name} lets tokens see later ones, which have not been written yet")
-        windows = [w for w in (window, sliding_window) if w is not None]
+        except Refused as refusal:
+            self.problems.append(str(refusal))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        smallest = min(windows) if windows else None
-        return self.attend(module, query, key, value, scale=scale, window=smallest), None
+        return self.attend(module, query, key, value, scale=scale, window=window), None
 
     def attend(
         self,
@@ -127,17 +121,12 @@ class Watch:
         bias: Tensor | None = None,
     ) -> Tensor:
         """The outputs (1, tokens, heads, head_dim), for one sequence."""
-        name, tokens = self._name(module), query.shape[2]
-        if len(query) != 1 or key.shape[2] != tokens:
-            raise Refused(f"{name} attends to another sequence than its own (cross-attention, or a prefix)")
-        if query.shape[1] % key.shape[1]:
-            raise Refused(f"{name} has {query.shape[1]} heads for {key.shape[1]} of keys")
-        if module in self.found:
-            raise Refused(f"{name} attends more than once in a pass")
-        slopes = None if bias is None else _slopes(name, bias)
-        self.found[module] = Asked(
-            query.shape[1], key.shape[1], key.shape[3], value.shape[3], key.dtype, window, slopes
-        )
+        tokens, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
+        if problem := self._problem(module, query, key):
+            self.problems.append(problem)
+            return query.new_zeros(len(query), tokens, heads, value.shape[3])
+        slopes = None if bias is None else self._slopes(module, bias)
+        self.found[module] = Asked(heads, kv_heads, key.shape[3], value.shape[3], key.dtype, window, slopes)
         places = torch.arange(tokens, device=query.device)
         back = places[:, None] - places
         mask = (back >= 0) & (back < (window or tokens))
@@ -146,17 +135,23 @@ class Watch:
         out = scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
 
-    def _name(self, module: nn.Module) -> str:
-        name = self._names.get(module)
-        if name is None:
-            raise Refused("its attention is computed outside of its modules")
-        return name
+    def _problem(self, module: nn.Module, query: Tensor, key: Tensor) -> str:
+        """What is wrong with a call, in words."""
+        if id(module) not in self.names:
+            return "its attention is computed outside of its modules"
+        name = self.name(module)
+        if len(query) != 1 or key.shape[2] != query.shape[2]:
+            return f"{name} attends to another sequence than its own (cross-attention, or a prefix)"
+        if query.shape[1] % key.shape[1]:
+            return f"{name} has {query.shape[1]} heads for {key.shape[1]} of keys"
+        return f"{name} attends more than once in a pass" if module in self.found else ""
 
-
-def _slopes(name: str, bias: Tensor) -> Tensor:
-    """What ``bias`` (heads, tokens) grows by from token to token."""
-    found = bias[:, 1].float()
-    line = found[:, None] * torch.arange(bias.shape[1], device=bias.device)
-    if not torch.allclose(line, bias.float(), rtol=0.02):
-        raise Refused(f"{name} adds a bias of positions to its scores that is no multiple of them")
-    return found
+    def _slopes(self, module: nn.Module, bias: Tensor) -> Tensor:
+        """What ``bias`` (heads, tokens) grows by from token to token."""
+        found = bias[:, 1].float()
+        line = found[:, None] * torch.arange(bias.shape[1], device=bias.device)
+        if not torch.allclose(line, bias.float(), rtol=0.02):
+            self.problems.append(
+                f"{self.name(module)} adds a bias of positions to its scores that is no multiple of them"
+            )
+        return found

@@ -57,7 +57,8 @@ class Generator:
             ``memory`` has room for.
         memory: the share of the device's free memory that pages may take, by default 0.8 on a GPU, and 0.25
             of the host's memory on a CPU.
-        chunk: how many tokens a step computes at most; longer prompts take several steps.
+        chunk: how many tokens a step computes at most, by default 2048, and 8192 on a GPU; longer
+            prompts take several steps.
         prefix_reuse: whether a request takes up the pages of an earlier one that begins alike.
         exact: whether results must not depend on the other requests, bit for bit.
         mesh: that on which the model was cut, by default that of the launched job.
@@ -73,11 +74,13 @@ class Generator:
         page_size: int = 16,
         pages: int | None = None,
         memory: float | None = None,
-        chunk: int = 2048,
+        chunk: int | None = None,
         prefix_reuse: bool = True,
         exact: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
+        if chunk is None:
+            chunk = 8192 if next(model.parameters()).is_cuda else 2048
         check_sizes(
             max_requests=max_requests, max_length=max_length, page_size=page_size, pages=pages, chunk=chunk
         )

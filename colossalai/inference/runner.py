@@ -15,6 +15,7 @@ from colossalai.inference.stages import Team
 from colossalai.mesh import redistribute
 from colossalai.nn.attention.pages import LayerPages, Places, attending
 from colossalai.nn.logits import Logits
+from colossalai.nn.policies.sequences.probe import Refused
 from colossalai.nn.policies.wrap_forward import argument_names
 
 
@@ -44,6 +45,8 @@ class Runner:
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         with watch.watching():
             self._pass(tokens, positions, ("watch", tokens.shape[1]), None)
+        if watch.problems:
+            raise Refused(watch.problems[0])
         self._configs = watch.configs
         return watch.found
 

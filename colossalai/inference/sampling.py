@@ -90,9 +90,10 @@ def _filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
             logits = logits.masked_fill(logits < least, lowest)
             ordered = ordered.masked_fill(ordered < least, lowest)
         if rows.top_p is not None:
-            shares = ordered.softmax(-1)
-            before = shares.cumsum(-1) - shares  # the most likely token always passes
-            passing = before < rows.top_p[:, None]
+            shares = _shares(ordered)
+            ends = shares.cumsum(-1)
+            before = (ends - shares).double()  # the most likely token always passes
+            passing = before < rows.top_p[:, None].double() * ends[:, -1:]
             least = ordered.masked_fill(~passing, float("inf")).amin(-1, keepdim=True)
             logits = logits.masked_fill(logits < least, lowest)
     if rows.min_p is not None:
@@ -103,9 +104,14 @@ def _filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 def _draw(logits: Tensor, number: Tensor) -> Tensor:
     """The token that ``number`` (rows,) in [0, 1) points at."""
-    ends = logits.double().softmax(-1).cumsum(-1)
-    target = number * ends[:, -1]
+    ends = _shares(logits).cumsum(-1)
+    target = (number * ends[:, -1]).long()
     return (ends <= target[:, None]).sum(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def _shares(logits: Tensor) -> Tensor:
+    """Probabilities as whole numbers, whose sums do not depend on the order in which a device adds them."""
+    return (logits.softmax(-1).double() * 2.0**50).long()
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from colossalai.interface._compat import replace_inside
+from colossalai.mesh import clip_grads, placement
+from colossalai.mesh.parameter import has_own_mesh
 
 if TYPE_CHECKING:
     from colossalai.interface.optimizer import OptimizerWrapper
@@ -30,6 +32,13 @@ def register(optimizer: OptimizerWrapper) -> None:
     """Let torch's functions ask ``optimizer`` when they are given its parameters."""
     _install()
     _optimizers.add(optimizer)
+
+
+def watch_clipping() -> None:
+    """Let torch's functions be right also for parameters on a mesh of their model's own, whoever trains
+    them.
+    """
+    _install()
 
 
 @functools.cache
@@ -49,6 +58,8 @@ def _clip_norm(
 ) -> Tensor:
     parameters = _listed(parameters)
     optimizer = _responsible(parameters, "clip_grad_norm_", elementwise=False)
+    if optimizer is None and any(map(_is_piece, parameters)):
+        return clip_grads(parameters, max_norm, None, norm_type, error_if_nonfinite=error_if_nonfinite)
     if optimizer is None:
         return native(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     return optimizer.clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
@@ -84,7 +95,17 @@ def _clip_with_norm(
             " torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) or"
             " optimizer.clip_grad_by_norm(max_norm)"
         )
+    if any(map(_is_piece, parameters)):
+        raise RuntimeError(
+            "clip_grads_with_norm_ is given a norm of what p.grad shows, which are pieces of gradients here;"
+            " use torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+        )
     native(parameters, max_norm, total_norm, foreach)
+
+
+def _is_piece(param: Tensor) -> bool:
+    """Whether the plan of a mesh of its model's own has cut ``param``."""
+    return has_own_mesh(param) and bool(placement(param).sharded)
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -12,9 +12,16 @@ from functools import cache
 
 import torch
 
+wanted = True
+"""Whether kernels begin early where they can."""
+
+
+def early(device: torch.device) -> bool:
+    """Whether kernels on ``device`` begin early."""
+    return wanted and _can(device)
+
 
 @cache
-def early(device: torch.device) -> bool:
-    """Whether the device can do that."""
+def _can(device: torch.device) -> bool:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return device.type == "cuda" and not interpreted and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -21,7 +21,7 @@ WIDEST = 1 << 15  # row of a norm
 FEW = 128  # rows, up to which chunks are summed by programs of their own
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "ab", "bb", "sb", "ob", "chunks"])
 def _product(
     a, b, bias, out, rows, columns, inner, ab, ar, ai, bb, bi, bc, sb, sr, sc, ob, chunks,
     BIAS: tl.constexpr, ALONE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -65,7 +65,7 @@ def _product(
         tl.store(out + batch * ob + row.to(tl.int64)[:, None] * columns + column[None, :], total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "sb", "chunks"])
 def _add_chunks(
     parts, bias, out, rows, columns, sb, sr, sc, chunks, BIAS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip

@@ -56,7 +56,7 @@ def test_the_training_script_ends_well(tmp_path: Path) -> None:
     assert result.code == 0, result
     assert "terminate called" not in result.err
     assert (tmp_path / "checkpoint" / "manifest.json").exists()
-    assert len(re.findall(r"(?m)^step \d+: loss \d+\.\d+$", result.out)) == 2  # of 8, by one rank
+    assert len(re.findall(r"(?m)^epoch \d+: loss \d+\.\d+$", result.out)) == 3  # by one rank
 
 
 def test_the_hybrid_script_has_the_losses_of_one_process(tmp_path: Path) -> None:

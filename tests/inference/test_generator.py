@@ -282,3 +282,14 @@ def test_a_text_ends_where_the_positions_end(model: Any) -> None:
     (found,) = Generator(model).generate([prompt], Sampling(max_tokens=50, temperature=0))
     assert len(found.tokens) == 4
     assert found.finish_reason == "length"
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # of transformers, by PEFT
+def test_a_model_with_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(build("llama"), options).eval()
+    found = Generator(adapted).generate(prompts(), GREEDY)
+    merged = copy.deepcopy(adapted).merge_and_unload()
+    assert [c.tokens for c in found] == [greedy(merged, prompt, 12) for prompt in prompts()]
+    assert [c.tokens for c in found] != [greedy(build("llama"), prompt, 12) for prompt in prompts()]

@@ -163,3 +163,40 @@ def test_replicas_write_for_their_own_requests() -> None:
     first, second = spawn(replicas, 2)
     assert first == [greedy(model, prompt, 4) for prompt in prompts()[:2]]
     assert second == [greedy(model, prompt, 5) for prompt in prompts()[:3]]
+
+
+def capped(rank: int, world_size: int, port: int) -> str:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    launch(rank, world_size, port, 1, 3)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "vocab_size": 50,
+    }
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    try:
+        Generator(cut(model, 3))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_refusal_reaches_all_stages() -> None:
+    for words in spawn(capped, 3):
+        assert "caps its scores" in words or "another rank of this model cannot generate" in words
+
+
+def experts_elsewhere(rank: int, world_size: int, port: int) -> Any:
+    config = {"parallel": {"moe": {"size": 2}}}
+    colossalai.launch(config, rank, world_size, "localhost", port, backend="gloo", verbose=False)
+    generator = Generator(parallelize(build("mixtral")), page_size=4)
+    return [c.tokens for c in generator.generate(prompts(), Sampling(max_tokens=6, temperature=0))]
+
+
+def test_ranks_that_share_experts_write_together() -> None:
+    expected = [greedy(build("mixtral"), prompt, 6) for prompt in prompts()]
+    assert spawn(experts_elsewhere, 2) == [expected, expected]

@@ -10,13 +10,15 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaModel,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from colossalai.inference import Generator, Sampling
-from tests.inference.models import Letters, build
+from tests.inference.models import Letters, build, greedy
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,7 @@ def test_one_prompt_is_not_a_list_of_prompts(generator: Generator, call: str) ->
         ({"max_requests": 0}, "max_requests=0"),
         ({"page_size": 1.5}, "page_size=1.5"),
         ({"chunk": 0}, "chunk=0"),
+        ({"max_length": 1}, "max_length=1"),
         ({"pages": 0}, "pages=0"),
         ({"memory": 2}, "memory=2"),
         ({"max_length": 65}, r"max_length=65\): the model has 64 positions"),
@@ -126,6 +129,13 @@ def _gemma() -> Any:
     return Gemma2ForCausalLM(Gemma2Config(**sizes, **heads))
 
 
+def _chunks() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 50}
+    experts = {"num_local_experts": 2, "attention_chunk_size": 4, "pad_token_id": 0}
+    return Llama4ForCausalLM(Llama4TextConfig(**sizes, **heads, **experts))
+
+
 def _encoder_decoder() -> Any:
     return T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1))
 
@@ -148,6 +158,12 @@ def _rotations() -> Any:
     return model
 
 
+def _diverged() -> Any:
+    model = build("llama")
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    return model
+
+
 def _empty() -> Any:
     with torch.device("meta"):
         return build("llama")
@@ -157,12 +173,14 @@ def _empty() -> Any:
     ("model", "words"),
     [
         (_gemma, r"caps its scores \(softcap\)"),
+        (_chunks, "see their own part of a text alone"),
         (_encoder_decoder, "has an encoder and a decoder"),
         (_quantized, "has quantized weights"),
         (_linear, "have linear attention"),
         (_rotations, r"its rotations \('dynamic'\) depend on the longest sequence"),
         (lambda: LlamaModel(build("llama").config), "has no head that scores words"),
         (_empty, "has no memory yet"),
+        (_diverged, "no finite numbers .* also with its own attention"),
         (lambda: torch.nn.Linear(3, 3), "has no head that scores words"),
     ],
     ids=lambda x: getattr(x, "__name__", "words").strip("_"),
@@ -170,3 +188,9 @@ def _empty() -> Any:
 def test_models(model: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Generator(model())
+
+
+@pytest.mark.parametrize("options", [{"pages": 1}, {"pages": 2, "page_size": 1}, {"max_length": 2}])
+def test_few_pages_serve_what_fits(options: dict[str, Any]) -> None:
+    (found,) = Generator(build("llama"), **options).generate([[5]], Sampling(max_tokens=1, temperature=0))
+    assert found.tokens == greedy(build("llama"), [5], 1)

@@ -90,7 +90,7 @@ def measure(case: Case, steps: int) -> list[int]:
 def table(predictions: dict[str, list[int]], measured: dict[str, list[int]]) -> str:
     """In Markdown; equal numbers of several GPUs are written once."""
     lines = [
-        "| config | GPUs | batch size | documented MiB of each GPU | predicted MiB | measured MiB |",
+        "| config | GPUs | batch size | published MiB of each GPU | predicted MiB | measured MiB |",
         "|---|---|---|---|---|---|",
     ]
     for case in CASES:

@@ -16,6 +16,7 @@ from colossalai.auto_parallel.tensor_shard.options import DataloaderOption, Solv
 from colossalai.auto_parallel.tensor_shard.runtime import transform
 from colossalai.auto_parallel.tensor_shard.strategies.chosen import sharded_plan
 from colossalai.booster import Booster
+from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.device import DeviceMesh
 from colossalai.fx import trace_model
 from colossalai.lazy import LazyInitContext
@@ -196,6 +197,110 @@ def _distributed(rank: int, world_size: int, port: int) -> None:
 
 def test_ranks_may_load_their_own_samples() -> None:
     spawn(_distributed, 4)
+
+
+# ---- gradients ----
+
+
+def _gradients(rank: int, world_size: int, port: int) -> None:
+    """Passes add up, hooks see each complete gradient once, and a pass that fails leaves nothing behind."""
+    _start(rank, world_size, port)
+    for seed in range(4):
+        model, serial, batches = _mlp()
+        model, _ = planned(model.eval(), (2, 2), seed, **batches[0])
+        serial.eval()
+        seen: list[Tensor] = []
+        weight = model.up.weight  # type: ignore[union-attr]
+        weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+        stepped: list[Tensor] = []
+        weight.register_post_accumulate_grad_hook(lambda p, stepped=stepped: stepped.append(p.grad.clone()))
+        broken = model(**batches[0])["loss"]
+        broken.register_hook(_fail)
+        with pytest.raises(ArithmeticError):
+            broken.backward()
+        for batch in batches:
+            model(**batch)["loss"].backward()
+            serial(**batch)["loss"].backward()
+        check_equal(model, serial, gradients=True)
+        assert len(seen) == len(stepped) == len(batches)
+        torch.testing.assert_close(torch.stack(seen).sum(0), stepped[-1])
+        serial.embed.weight.requires_grad_(False)  # type: ignore[union-attr]
+        model.embed.weight.requires_grad_(False)  # type: ignore[union-attr]
+        for one in (model, serial):
+            one.zero_grad()
+            one(**batches[0])["loss"].backward()
+        check_equal(model, serial, gradients=True)
+
+
+def _fail(_: Tensor) -> None:
+    raise ArithmeticError
+
+
+def test_gradients_are_those_of_any_backward_pass() -> None:
+    spawn(_gradients, 4)
+
+
+def _doors(rank: int, world_size: int, port: int) -> None:
+    """Engine, booster with DDP, autocast: each trains it as the serial model."""
+    _start(rank, world_size, port)
+    model, serial, batches = _mlp()
+    model, _ = planned(model.eval(), (1, 2), 1, **batches[0])
+    engine, *_ = colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
+    engine.backward(engine(**batches[0])["loss"])
+    serial.eval()(**batches[0])["loss"].backward()
+    check_equal(model, serial, gradients=True)
+    engine.step()
+    for precision in (None, "bf16", "fp16"):
+        problem = small_problem("mlp")
+        model, serial = problem.build().float().eval(), problem.build().float().eval()
+        model, _ = planned(model, (1, 2), 1, **batches[0])
+        booster = Booster(device="cpu", mixed_precision=precision, plugin=TorchDDPPlugin())
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert len(booster.plugin.prepare_dataloader(range(8), 4)) == 1  # type: ignore[arg-type, union-attr]
+        loss = boosted(**batches[0])["loss"]
+        booster.backward(loss, optimizer)
+        norm = optimizer.clip_grad_by_norm(1e9)
+        serial(**batches[0])["loss"].backward()
+        theirs = nn.utils.clip_grad_norm_(serial.parameters(), 1e9)
+        torch.testing.assert_close(norm.float(), theirs, rtol=1e-5 if precision is None else 3e-2, atol=0)
+        optimizer.step()
+        if precision is None:
+            torch.optim.SGD(serial.parameters(), lr=0.1).step()
+            check_equal(model, serial, rtol=1e-5)
+
+
+def test_engine_booster_and_precisions() -> None:
+    spawn(_doors, 2)
+
+
+def _plain_loop(rank: int, world_size: int, port: int) -> None:
+    """Clipping by torch sees whole gradients; what would see pieces is refused."""
+    _start(rank, world_size, port)
+    for seed in range(3):
+        model, serial, batches = _mlp()
+        model, _ = planned(model.eval(), (1, 2), seed, **batches[0])
+        norms = []
+        for one in (model, serial.eval()):
+            optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, eps=1e-3)
+            one(**batches[0])["loss"].backward()
+            norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.1))
+            optimizer.step()
+        torch.testing.assert_close(*norms)
+        check_equal(model, serial)
+    model(**batches[0])["loss"].backward()
+    for refused in (torch.optim.LBFGS(model.parameters()), torch.optim.Adafactor(model.parameters())):
+        with pytest.raises(ValueError, match="may look at whole parameters, but the plan"):
+            refused.step(lambda: model(**batches[0])["loss"])
+    with pytest.raises(RuntimeError, match="not needed when a module doesn't have any param"):
+        nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"given a norm of what p[.]grad shows"):
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norms[0])
+    with pytest.warns(UserWarning, match="has the pieces of this rank"):
+        model.state_dict()
+
+
+def test_a_loop_in_plain_pytorch() -> None:
+    spawn(_plain_loop, 2)
 
 
 # ---- checkpoints ----

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch._compile import _disable_dynamo
 from torch.fx.node import map_aggregate, map_arg
 
 
@@ -42,10 +43,12 @@ def bound_call(graph: fx.Graph, function: Callable[..., Any], *args: Any, **kwar
             now_args, now_kwargs = map_aggregate(template, fill)
             return function(*now_args, **now_kwargs)
 
+    # torch.compile takes the operations between these calls; communication is not its affair
+    called = _disable_dynamo(run)
     # names that tell in the printed code what is called
-    run.__name__ = run.__qualname__ = function.__name__
-    run.__module__ = function.__module__
-    return graph.call_function(run, tuple(nodes))
+    called.__name__ = called.__qualname__ = function.__name__
+    called.__module__ = function.__module__
+    return graph.call_function(called, tuple(nodes))
 
 
 def _has_nodes(tree: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ class Program:
     state: list[str]
     leaves: list[str]
     outputs: list[Layout | None]
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The graph, of which torch.compile takes the operations between moves."""
+        return torch.compile(self.module)
 
     # It holds nothing of a model, so copies of a model share it.
 

@@ -10,12 +10,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_unflatten
 
 from colossalai.auto_parallel.tensor_shard.runtime.call_form import CallForm
 from colossalai.auto_parallel.tensor_shard.runtime.evaluation import check_evaluation, evaluation_graph
 from colossalai.auto_parallel.tensor_shard.runtime.gradient_buckets import GradientBuckets
 from colossalai.auto_parallel.tensor_shard.runtime.placing import place_state, placing_problem
+from colossalai.auto_parallel.tensor_shard.runtime.plain_scripts import warn_of_pieces, watch_plain_scripts
 from colossalai.auto_parallel.tensor_shard.runtime.program import Program, build_program, state_of
 from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces
 from colossalai.auto_parallel.tensor_shard.sharded_plan import ShardedPlan
@@ -68,6 +70,7 @@ def transform(model: nn.Module, graph: OpGraph, plan: ShardedPlan, mesh: Mesh | 
             wrap_forward(part, PartOfPlan)
     runs: Any = wrap_forward(model, RunsPlan)
     runs.planned = run
+    watch_plain_scripts(model)
     return model
 
 
@@ -126,15 +129,19 @@ class PlannedRun:
     def _build(self, graph: OpGraph) -> Program:
         return build_program(graph, self.plan, self.mesh, self.numbers, self.buckets)
 
-    def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``model(*args, **kwargs)`` returns."""
+    @_disable_dynamo
+    def call(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiles: bool = False
+    ) -> Any:
+        """What ``model(*args, **kwargs)`` returns; of what happens here, torch.compile gets the program."""
         leaves = self.form.leaves(args, kwargs)
         program = self._program(model, args, kwargs)
         state = state_of(model, program)
         self._check_state(program, state)
         if not self.first_step.done:
             self.first_step.before(model, {**kwargs, **{f"argument {i}": a for i, a in enumerate(args)}})
-        results = program.module(*leaves, self.numbers.begin(), *state)
+        run = program.compiled if compiles else program.module
+        results = run(*leaves, self.numbers.begin(), *state)
         found = [self._handed_out(r, layout) for r, layout in zip(results, program.outputs, strict=True)]
         for place, value in self.graph.constants.items():
             found[place] = value
@@ -224,10 +231,18 @@ class RunsPlan(ForwardWrapper):
     """A model whose forward pass is that of its plan."""
 
     planned: PlannedRun
+    told_of_pieces: bool = False
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert isinstance(self, nn.Module)
-        return self.planned.call(self, args, kwargs)
+        return self.planned.call(self, args, kwargs, torch.compiler.is_compiling())
+
+    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
+        """As any module's, with the pieces of this rank, of which it warns once."""
+        if not keep_vars and not self.told_of_pieces and _is_cut(self):  # type: ignore[arg-type]
+            self.told_of_pieces = True
+            warn_of_pieces(self)  # type: ignore[arg-type]
+        return super().state_dict(*args, keep_vars=keep_vars, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
         """Write the whole model as transformers does; every rank must call it, and rank 0 writes."""

@@ -116,7 +116,7 @@ def _cuts(letters: Sequence[str], axes: Mapping[str, int]) -> Iterator[Cut]:
 
 
 def _named_apart(found: list[Placement]) -> list[Placement]:
-    """Placements of one name differ in blocks, or in tensors that names leave out; they are numbered."""
+    """Placements of one name differ in tensors that names leave out; they are numbered."""
     seen: dict[str, int] = {}
     result = []
     for placement in found:
@@ -234,4 +234,6 @@ class _Placed:
             parts.append(layout_name(Layout(tuple(inputs[i].dims[d] for d in kept))))
         kept = [d for d, letter in enumerate(self.letters.outputs[0]) if letter] if outputs else []
         result = layout_name(Layout(tuple(outputs[0].dims[d] for d in kept))) if outputs else "R"
-        return f"{result} = {' X '.join(parts) or 'R'}"
+        blocks = max((n for layout in (*inputs, *outputs) for n in layout.fused), default=1)
+        suffix = f" in {blocks} blocks" if blocks > 1 else ""
+        return f"{result} = {' X '.join(parts) or 'R'}{suffix}"

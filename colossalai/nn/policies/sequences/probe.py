@@ -97,14 +97,64 @@ def probe(body: nn.Module) -> Probe:
     )
 
 
-class _Run:
+class AttentionWatch:
+    """Sees which module asks for attention, under which mask, and with what else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.masks: dict[int, tuple[Tensor, tuple[bool, int | None] | Refused]] = {}
+        self.configs = configs_of(model)
+
+    def mask(
+        self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **_: Any
+    ) -> Tensor:
+        """A tensor of no use but to be recognized where it arrives; transformers calls this for a mask."""
+        try:
+            kind: Any = mask_kind(mask_function)
+        except Refused as refusal:  # Qwen2-MoE makes one of a window of no tokens, which no layer uses
+            kind = refusal
+        made = torch.empty(batch_size, 1, int(q_length), int(kv_length), dtype=torch.bool, device="meta")
+        self.masks[id(made)] = made, kind
+        return made
+
+    def name(self, module: nn.Module) -> str:
+        """The name of a module that attends."""
+        if id(module) not in self.names:
+            raise Refused("its attention is computed outside of its modules")
+        return self.names[id(module)]
+
+    def asked(
+        self,
+        module: nn.Module,
+        attention_mask: Tensor | None,
+        is_causal: bool | None,
+        sliding_window: int | None,
+        options: dict[str, Any],
+    ) -> tuple[bool, int | None]:
+        """Whether ``module`` attends causally, and how far back it sees; refuses what else it asks for."""
+        name = self.name(module)
+        check_options(name, options)
+        if attention_mask is None:
+            causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, None
+        elif id(attention_mask) in self.masks:
+            kind = self.masks[id(attention_mask)][1]
+            if isinstance(kind, Refused):
+                raise kind
+            causal, window = kind
+        else:
+            raise Refused(
+                f"{name} gets a mask that the model has changed, such as one with a bias of positions"
+            )
+        windows = [w for w in (window, sliding_window) if w is not None]
+        return bool(causal), min(windows) if windows else None
+
+
+class _Run(AttentionWatch):
     """One forward pass on the meta device, seen from the functions that transformers calls."""
 
     def __init__(self, twin: nn.Module) -> None:
+        super().__init__(twin)
         self.found = Probe()
-        self.names = {id(module): name for name, module in twin.named_modules()}
-        self.masks: dict[int, tuple[Tensor, tuple[bool, int | None] | Refused]] = {}
-        self.configs = configs_of(twin)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -129,18 +179,6 @@ class _Run:
         finally:
             masking_utils.find_packed_sequence_indices = find_packed
 
-    def mask(
-        self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **_: Any
-    ) -> Tensor:
-        """A tensor of no use but to be recognized where it arrives."""
-        try:
-            kind: Any = mask_kind(mask_function)
-        except Refused as refusal:  # Qwen2-MoE makes one of a window of no tokens, which no layer uses
-            kind = refusal
-        made = torch.empty(batch_size, 1, int(q_length), int(kv_length), dtype=torch.bool, device="meta")
-        self.masks[id(made)] = made, kind
-        return made
-
     def attend(
         self,
         module: nn.Module,
@@ -153,25 +191,11 @@ class _Run:
         sliding_window: int | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        name = self.names.get(id(module))
-        if name is None:
-            raise Refused("its attention is computed outside of its modules")
-        check_options(name, options)
+        name = self.name(module)
         if query.size(2) != key.size(2):
             raise Refused(f"{name} attends to another sequence than its own (cross-attention, or a prefix)")
-        if attention_mask is None:
-            causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, None
-        elif id(attention_mask) in self.masks:
-            kind = self.masks[id(attention_mask)][1]
-            if isinstance(kind, Refused):
-                raise kind
-            causal, window = kind
-        else:
-            raise Refused(
-                f"{name} gets a mask that the model has changed, such as one with a bias of positions"
-            )
-        windows = [w for w in (window, sliding_window) if w is not None]
-        asked = Attention(bool(causal), query.size(1), min(windows) if windows else None)
+        causal, window = self.asked(module, attention_mask, is_causal, sliding_window, options)
+        asked = Attention(causal, query.size(1), window)
         if self.found.modules.setdefault(name, asked) != asked:
             raise Refused(f"{name} attends in two ways")
         return query.new_empty(len(query), query.size(2), query.size(1), value.size(3)), None
@@ -197,17 +221,19 @@ def check_options(name: str, options: dict[str, Any]) -> None:
             raise Refused(f"{name} gives its attention a tensor of its own, {option}")
 
 
-def mask_kind(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
-    """Whether a mask is causal, and its window."""
+def sees(mask_function: Callable[..., Any], query: int, key: int) -> bool:
+    """Whether a mask lets the token at ``query`` see that at ``key``."""
     with torch.device("cpu"):
+        zero = torch.tensor(0)
+        return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
 
-        def sees(query: int, key: int) -> bool:
-            zero = torch.tensor(0)
-            return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
 
+def mask_kind(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
+    """Whether a mask is causal, and how many tokens back the first ones can be seen."""
+    with torch.device("cpu"):
         try:
-            near = [[sees(i, j) for j in range(3)] for i in range(3)]
-            window = _first(lambda back: not sees(back, 0)) if sees(1, 0) else 1
+            near = [[sees(mask_function, i, j) for j in range(3)] for i in range(3)]
+            window = _first(lambda back: not sees(mask_function, back, 0)) if near[1][0] else 1
         except Exception as error:
             raise Refused(f"its mask could not be read ({type(error).__name__}: {error})") from None
     # a window of less than 3 tokens is none of the two patterns where it cuts off
