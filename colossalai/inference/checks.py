@@ -103,13 +103,29 @@ def check_request(
     tokens: Sequence[int], sampling: Sampling, *, model: nn.Module, max_length: int, capacity: int
 ) -> None:
     """Refuse a request that can never be served."""
+    _check_words(tokens, sampling, vocabulary_of(model))
+    room = 1 if sampling.max_tokens else 0
+    if len(tokens) + room > max_length:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens, and the model sees {max_length} with what it writes; give"
+            f" at most {max_length - room}"
+        )
+    needed = min(len(tokens) + sampling.max_tokens, max_length)
+    if needed > capacity:
+        raise ValueError(
+            f"the prompt and max_tokens={sampling.max_tokens} need pages for {needed} tokens, and there are"
+            f" pages for {capacity}; lower max_tokens, or make the Generator with more pages= or memory="
+        )
+
+
+def _check_words(tokens: Sequence[int], sampling: Sampling, words: int | None) -> None:
+    """Refuse tokens that the model does not know; it knows as many as ``words``, if it tells."""
     if not isinstance(sampling, Sampling):
         raise ValueError(f"a request takes a colossalai.inference.Sampling, got {sampling!r}")
     if not tokens:
         raise ValueError(
             "the prompt is empty; a model goes on from at least one token, such as its first one"
         )
-    words = vocabulary_of(model)
     wrong = next((t for t in tokens if t < 0 or (words is not None and t >= words)), None)
     if wrong is not None:
         raise ValueError(
@@ -125,15 +141,3 @@ def check_request(
     for name in ("logprobs", "prompt_logprobs"):
         if words is not None and (getattr(sampling, name) or 0) > words:
             raise ValueError(f"{name}={getattr(sampling, name)}: this model knows {words} tokens")
-    room = 1 if sampling.max_tokens else 0
-    if len(tokens) + room > max_length:
-        raise ValueError(
-            f"the prompt has {len(tokens)} tokens, and the model sees {max_length} with what it writes; give"
-            f" at most {max_length - room}"
-        )
-    needed = min(len(tokens) + sampling.max_tokens, max_length)
-    if needed > capacity:
-        raise ValueError(
-            f"the prompt and max_tokens={sampling.max_tokens} need pages for {needed} tokens, and there are"
-            f" pages for {capacity}; lower max_tokens, or make the Generator with more pages= or memory="
-        )

@@ -43,7 +43,10 @@ class Outcome:
 
 
 class Core:
-    """Requests, pages and the model of this rank; see ``Generator`` for the arguments."""
+    """Requests, pages and the model of this rank; see ``Generator`` for the arguments.
+
+    ``stays`` says whether the weights lie where they are between calls, so that a step may be under way then.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class Core:
         chunk: int,
         prefix_reuse: bool,
         exact: bool,
+        stays: bool = True,
     ) -> None:
         self.model, self.team = model, team
         self._mode: Callable[[], AbstractContextManager[None]] = exact_mode if exact else nullcontext
@@ -94,7 +98,8 @@ class Core:
         self._steps = 0
         self._versions: Any = None
         self._flight: Flight | None = None
-        self._loop = self._make_loop(exact) if team.size == 1 and team.device.type == "cuda" else None
+        ahead = team.size == 1 and team.device.type == "cuda" and stays
+        self._loop = self._make_loop(exact) if ahead else None
         self._verify()
         if self._loop is not None:
             with self._mode():

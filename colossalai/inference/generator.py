@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import struct
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +16,7 @@ from colossalai.inference.checks import check_model, check_request, check_sizes
 from colossalai.inference.core import Core, Outcome
 from colossalai.inference.gathered import GatheredModel
 from colossalai.inference.messages import Kind, News, exchange
+from colossalai.inference.prompts import Prompt, as_tokens, digest, last_tokens, pairs
 from colossalai.inference.requests import Completion, Event, GeneratorStats, Sampling
 from colossalai.inference.scheduler import Request
 from colossalai.inference.stages import Team
@@ -26,8 +25,6 @@ from colossalai.interface import user_module
 from colossalai.mesh import Mesh, random_key
 from colossalai.nn.modes import current
 from colossalai.nn.policies.wrap_forward import WholeOutputs
-
-Prompt = str | Sequence[int]
 
 _unseeded = itertools.count()  # requests of this process without a seed
 
@@ -105,8 +102,9 @@ class Generator:
                 chunk=chunk,
                 prefix_reuse=prefix_reuse,
                 exact=exact,
+                stays=self._gathered is None,
             )
-        self._ends = _last_tokens(self.model)
+        self._ends = last_tokens(self.model)
         self._serials = itertools.count()
         self._arriving: deque[tuple[Hashable, Request]] = deque()
         self._leaving: deque[Hashable] = deque()
@@ -159,7 +157,7 @@ class Generator:
         return replace(found, waiting=found.waiting + len(self._arriving))
 
     def _request(self, serial: int, prompt: Prompt, sampling: Sampling) -> Request:
-        tokens = encode(self.tokenizer, prompt) if isinstance(prompt, str) else _as_tokens(prompt)
+        tokens = encode(self.tokenizer, prompt) if isinstance(prompt, str) else as_tokens(prompt)
         core = self.core
         check_request(tokens, sampling, model=self.model, max_length=core.max_length, capacity=core.capacity)
         if sampling.stop and self.tokenizer is None:
@@ -293,7 +291,7 @@ class Generator:
         cannot be served is an error for all of them, and nothing is written.
         """
         self._check_open()
-        asked = self._asked(prompts, sampling)
+        asked = pairs(prompts, sampling)
         requests = [self._request(-1, prompt, own) for prompt, own in asked]  # refuses what is wrong
         self._compare(requests)
         with self._whole_weights():
@@ -352,22 +350,11 @@ class Generator:
             raise ValueError(wrong)
         return [[t.logprob for t in completion.prompt_logprobs or ()] for completion in found]
 
-    def _asked(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling]
-    ) -> list[tuple[Prompt, Sampling]]:
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            raise ValueError("generate and score take a list of prompts; write [prompt] for one")
-        rows: Sequence[Prompt] = prompts  # type: ignore[assignment]
-        each = [sampling] * len(rows) if isinstance(sampling, Sampling) else list(sampling)
-        if len(each) != len(rows):
-            raise ValueError(f"{len(rows)} prompts and {len(each)} samplings; give one for all, or one each")
-        return list(zip(rows, each, strict=True))
-
     def _compare(self, requests: Sequence[Request]) -> None:
         """Refuse a call for which the ranks were given different requests."""
         if self.team.size == 1:
             return
-        own = _digest(requests)
+        own = digest(requests)
         if self.team.is_first:
             exchange(self.team, News(Kind.COMPARE, digest=own))
             self._agree(own, own)
@@ -426,28 +413,3 @@ class Generator:
             self._step_for(uids)
         if self.team.size > 1:
             exchange(self.team, News(Kind.END))
-
-
-def _as_tokens(prompt: Sequence[int]) -> list[int]:
-    found: Any = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
-    if any(isinstance(t, bool) or not isinstance(t, int) for t in found):
-        raise ValueError(f"a prompt is a text or a list of whole numbers, got {str(found)[:60]}")
-    return [int(token) for token in found]
-
-
-def _last_tokens(model: Any) -> frozenset[int]:
-    """The tokens after which a text of the model is over."""
-    found: set[int] = set()
-    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-        ends = getattr(config, "eos_token_id", None)
-        found |= {ends} if isinstance(ends, int) else set(ends or ())
-        if found:
-            break
-    return frozenset(found)
-
-
-def _digest(requests: Sequence[Request]) -> int:
-    """A number by which ranks compare requests."""
-    text = repr([(request.tokens, request.sampling, sorted(request.ends)) for request in requests])
-    (found,) = struct.unpack("<q", hashlib.blake2b(text.encode(), digest_size=8).digest())
-    return int(found)

@@ -17,7 +17,7 @@ from colossalai.kernel.triton_early import early
 
 LOG2E = 1.4426950408889634
 PROGRAMS = 1024  # that keep the memory of a large GPU busy
-LEAST_KEYS = 256  # of a split
+LEAST_KEYS = 512  # of a split
 MOST_SPLITS = 16
 
 

@@ -215,10 +215,21 @@ def launch_engine(
     if node_rank != 0:
         _work_for_another_node(job)
         return None
+    return launch_job(job, batch_manager, pipe_size, queue_size)
+
+
+def launch_job(
+    job: Job,
+    batch_manager: BatchManager | None = None,
+    pipe_size: int = 1,
+    queue_size: int = 0,
+    verbose: bool = True,
+) -> AsyncEngine:
+    """The engine in front of ``job``, once its ranks are ready."""
     service = Service(job)
     service.start()
     try:
-        return AsyncEngine(service, batch_manager, pipe_size, queue_size)
+        return AsyncEngine(service, batch_manager, pipe_size, queue_size, verbose)
     except BaseException:
         service.close()
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +33,8 @@ class Generation:
         while self._take(link):
             events = self._generator.step()
             if events:
-                link.send(EVENTS, [_as_data(event) for event in events])
+                # one text: the frame's own search for tensors would cost more than a step of a small model
+                link.send(EVENTS, json.dumps([_as_data(event) for event in events]))
             if (now := time.monotonic()) - self._told >= _BEAT_EVERY or self._generator.idle:
                 self._told = now
                 link.send(BEAT, dataclasses.asdict(self._generator.stats()))

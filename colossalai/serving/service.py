@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import queue
 import sys
 import threading
@@ -217,8 +218,8 @@ class Service:
             if len(self._ready) == self.job.ranks:
                 self._become("ready", "")
 
-    def _answer(self, answers: list[Any]) -> None:
-        for uid, value, last in answers:
+    def _answer(self, answers: list[Any] | str) -> None:
+        for uid, value, last in json.loads(answers) if isinstance(answers, str) else answers:
             with self._lock:
                 deliver = self._pending.pop(uid, None) if last else self._pending.get(uid)
             if deliver is not None:

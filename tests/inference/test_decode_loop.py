@@ -91,6 +91,7 @@ def test_steps_are_really_ahead() -> None:
     generator = Generator(small_model(), max_requests=5, page_size=4)
     core = generator.core
     core._loop = loop = core._make_loop(False, record=False)
+    loop.prepare()
     ahead: list[bool] = []
     real = loop.ahead
     loop.ahead = lambda flight: ahead.append((found := real(flight)) is not None) or found

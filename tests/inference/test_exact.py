@@ -73,6 +73,13 @@ def write_on(rank: int, world_size: int, port: int, name: str, count: int, seeds
             generator.close()
         else:
             generator.follow()
+    texts = [prompt for prompt, _ in requests(6)]
+    generator = Generator(model, page_size=4, pages=90, exact=True)
+    served = generator.score(texts)
+    with exact_mode():
+        for text, row in zip(texts, served, strict=True):
+            scores = model(torch.tensor([text, text[::-1]])).logits[0].float().log_softmax(-1)
+            assert scores[:-1].gather(1, torch.tensor(text[1:])[:, None])[:, 0].double().tolist() == row
     return found
 
 

@@ -17,7 +17,7 @@ import httpx
 
 from colossalai.serving import Generation, Job, Service, TextModel
 from colossalai.serving.http import Settings
-from colossalai.serving.http.server import bind, make_server
+from colossalai.serving.http.server import app_of, bind, make_server
 from tests.serving.stand_in import stand_in
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -60,7 +60,7 @@ def here(
     ready = threading.Event()
     try:
         service.start()
-        server = make_server(model, made, announce=ready.set)
+        server = make_server(app_of(model, made), service, made, announce=ready.set)
         thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
         thread.start()
         try:

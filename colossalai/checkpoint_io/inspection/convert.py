@@ -35,6 +35,7 @@ from colossalai.checkpoint_io.files.state_file import (
     tensor_crc,
 )
 from colossalai.checkpoint_io.held_tensors import HeldBox, HeldTensor
+from colossalai.checkpoint_io.inspection.metaseq import as_hugging_face, is_metaseq
 from colossalai.checkpoint_io.inspection.views import Advance, Item, ShardsView, View
 from colossalai.checkpoint_io.runs.data_file import TensorToWrite, write_tensors
 from colossalai.checkpoint_io.runs.writing import Contents, Writer
@@ -73,6 +74,8 @@ def weights_of(view: View, dtype: torch.dtype | None = None, section: str = "mod
         _block(view, _finest(item, items, prefix, section, dtype), item.name.removeprefix(prefix), dtype)
         for item in chosen
     ]
+    if is_metaseq(block.key for block in blocks):
+        blocks = as_hugging_face(blocks)
     ties = {
         a.removeprefix(prefix): b.removeprefix(prefix) for a, b in view.ties.items() if a.startswith(prefix)
     }

@@ -6,4 +6,6 @@ runner.py      one configuration after the other, each on processes of its own; 
 measure.py     what each process does: build, warm up, time, count
 models.py      what is measured
 report.py      lines, table and picture
+serve.py       colossalai benchmark serve: a load for a server, its table and picture
+load.py        which requests, and when their tokens came
 """

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from colossalai.cli.benchmark.serve import serve
+
 if TYPE_CHECKING:
     from colossalai.cli.benchmark.measure import Request
 
@@ -17,12 +19,13 @@ _CPU_RANKS = 4  # the fewest on which a grid of two dims exists
 _NO_MATPLOTLIB = "matplotlib is not installed (pip install matplotlib)"
 
 
-@click.command(
+@click.group(
+    invoke_without_command=True,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "show_default": True,
         "token_normalize_func": lambda name: name.replace("-", "_"),  # --batch-size works too
-    }
+    },
 )
 @click.option(
     "-g",
@@ -60,7 +63,9 @@ _NO_MATPLOTLIB = "matplotlib is not installed (pip install matplotlib)"
 @click.option(
     "--timeout", type=click.FloatRange(min=1), default=3600.0, help="Seconds that one plan may take."
 )
+@click.pass_context
 def benchmark(
+    context: click.Context,
     *,
     gpus: int | None,
     batch_size: int,
@@ -74,7 +79,8 @@ def benchmark(
     output: Path | None,
     timeout: float,
 ) -> None:
-    """Compare all tensor-parallel plans of this machine on a small model.
+    """Compare all tensor-parallel plans of this machine on a small model; or, with the command serve, load a
+    server.
 
     Every mode (none, 1D, 2D, 2.5D with every depth, 3D) runs forward and backward on as many ranks as divide
     --gpus, one plan after the other; the other devices are idle meanwhile. Times are averages over
@@ -88,6 +94,8 @@ def benchmark(
     A plan that does not fit the sizes is reported with the reason, and the others go on. Only one machine is
     used.
     """
+    if context.invoked_subcommand is not None:
+        return
     target = _picture(output)
     from colossalai.cli.benchmark.measure import Request
     from colossalai.cli.benchmark.models import ModelSizes
@@ -101,6 +109,9 @@ def benchmark(
         device=device,
     )
     sys.exit(_run(gpus, request, target, timeout))
+
+
+benchmark.add_command(serve)
 
 
 def _run(gpus: int, request: Request, target: Path | None, timeout: float) -> int:

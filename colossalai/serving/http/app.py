@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -22,10 +22,13 @@ from colossalai.serving.http.answering import ApiError, ClientGone, Context, as_
 from colossalai.serving.http.guard import Guard, error_body
 from colossalai.serving.http.metrics import Metrics
 from colossalai.serving.http.settings import Settings
+from colossalai.serving.service import Service
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
+DOCS = {"/docs": "docs.html", "/docs.js": "docs.js"}
+PAGES = {"/": "page.html", "/page.js": "page.js", **DOCS}
 _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8"}
 
 
@@ -44,21 +47,40 @@ def make_app(
         on_start()
         yield
 
-    app = FastAPI(
+    app = bare_app(f"The model {model.name}.", lifespan)
+    app.state.context = Context(model, settings, metrics)
+    app.state.generate = generation.generate_text
+    app.include_router(openai.router)
+    finish(app, model.service, settings, metrics, draining, PAGES)
+    return app
+
+
+def bare_app(description: str, lifespan: Any) -> FastAPI:
+    return FastAPI(
         title="colossalai",
         version=__version__,
-        description=f"The model {model.name}.",
+        description=description,
         docs_url=None,  # FastAPI's own pages load scripts from another host
         redoc_url=None,
         lifespan=lifespan,
     )
-    app.state.context = Context(model, settings, metrics)
+
+
+def finish(
+    app: FastAPI,
+    service: Service,
+    settings: Settings,
+    metrics: Metrics,
+    draining: Callable[[], bool],
+    pages: Mapping[str, str],
+) -> None:
+    """Add what every app has: ``/generation``, status, pages, errors, limits."""
+    app.state.service, app.state.metrics = service, metrics
     app.state.started = int(time.time())
     app.state.draining = draining
     app.include_router(generation.router)
-    app.include_router(openai.router)
     _add_status(app)
-    _add_pages(app)
+    _add_pages(app, pages)
     _add_errors(app)
     if settings.allow_origins:
         app.add_middleware(
@@ -68,14 +90,13 @@ def make_app(
             allow_headers=["*"],
         )
     app.add_middleware(Guard, settings=settings, metrics=metrics, draining=draining)
-    return app
 
 
 def _add_status(app: FastAPI) -> None:
     @app.get("/health", tags=["Status"], responses={503: {"description": "It does not take requests now."}})
     async def health(request: Request) -> Response:
         """Whether requests are taken, for load balancers."""
-        service = request.app.state.context.model.service
+        service = request.app.state.service
         state = "draining" if request.app.state.draining() else service.state
         more = {"reason": service.reason} if service.reason else {}
         return JSONResponse({"status": state, **more}, 200 if state == "ready" else 503)
@@ -83,17 +104,11 @@ def _add_status(app: FastAPI) -> None:
     @app.get("/metrics", tags=["Status"], response_class=Response)
     async def metrics(request: Request) -> Response:
         """Counters in the text format of Prometheus."""
-        text = request.app.state.context.metrics.text()
+        text = request.app.state.metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_pages(app: FastAPI) -> None:
-    pages = {
-        "/": "page.html",
-        "/page.js": "page.js",
-        "/docs": "docs.html",
-        "/docs.js": "docs.js",
-    }
+def _add_pages(app: FastAPI, pages: Mapping[str, str]) -> None:
     for path, name in pages.items():
         content = (files("colossalai.serving.http") / "pages" / name).read_bytes()
         headers = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff"}

@@ -21,6 +21,11 @@ router = APIRouter(tags=["Energon-AI"])
 )
 async def generate(body: GenerationBody, request: Request) -> Any:
     """Continue a prompt."""
+    return {"text": await request.app.state.generate(body, request)}
+
+
+async def generate_text(body: GenerationBody, request: Request) -> str:
+    """By the model of the app."""
     context: Context = request.app.state.context
     try:
         tokens = await context.model.encode(body.prompt)
@@ -30,7 +35,7 @@ async def generate(body: GenerationBody, request: Request) -> Any:
         raise ApiError(422, str(error), error.code, error.param) from error
     except Exception as error:
         raise as_api_error(error, queue_full=406) from error
-    return {"text": body.prompt + choice.text}
+    return body.prompt + choice.text
 
 
 def sampling_of(body: GenerationBody) -> Sampling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -252,8 +253,8 @@ def _completion_logprobs(
     tops: list[dict[str, float] | None] = [None] if prompt else []
     for token, value, top in listed:
         tokens.append(model.piece(token))
-        values.append(value)
-        tops.append({model.piece(token): value, **{model.piece(t): v for t, v in top}})
+        values.append(_finite(value))
+        tops.append({model.piece(t): _finite(v) for t, v in [(token, value), *top]})
     starts = []
     for text in tokens:
         starts.append(offset)
@@ -261,10 +262,15 @@ def _completion_logprobs(
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": starts}
 
 
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; for what is impossible OpenAI says -9999."""
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
 def _chat_logprobs(model: TextModel, listed: Sequence[Any]) -> dict[str, Any]:
     def one(token: int, value: float) -> dict[str, Any]:
         text = model.piece(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace"))}
+        return {"token": text, "logprob": _finite(value), "bytes": list(text.encode(errors="replace"))}
 
     return {
         "content": [

@@ -17,6 +17,7 @@ from colossalai.serving.errors import StartError
 from colossalai.serving.front import TextModel
 from colossalai.serving.http.app import make_app
 from colossalai.serving.http.settings import Settings
+from colossalai.serving.service import Service
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -86,14 +87,16 @@ def patient(seconds: float) -> type[H11Protocol]:
     return Patient
 
 
+MakeApp = Callable[[Callable[[], bool], Callable[[], None]], Any]
+"""Makes an app of two functions: whether the server is draining, and what to call once it listens."""
+
+
 def make_server(
-    model: TextModel, settings: Settings, *, announce: Callable[[], None] = lambda: None
+    make: MakeApp, service: Service, settings: Settings, *, announce: Callable[[], None] = lambda: None
 ) -> uvicorn.Server:
     """A server that is not running yet: ``run(sockets=[...])`` runs it, ``should_exit = True`` ends it."""
     server: _Server | None = None
-    app = make_app(
-        model, settings, draining=lambda: server is not None and server.draining, on_start=announce
-    )
+    app = make(lambda: server is not None and server.draining, announce)
     server = _Server(
         uvicorn.Config(
             app,
@@ -107,8 +110,12 @@ def make_server(
             h11_max_incomplete_event_size=1 << 16,
         )
     )
-    model.service.on_end = lambda reason: setattr(server, "should_exit", True)
+    service.on_end = lambda reason: setattr(server, "should_exit", True)
     return server
+
+
+def app_of(model: TextModel, settings: Settings) -> MakeApp:
+    return lambda draining, on_start: make_app(model, settings, draining=draining, on_start=on_start)
 
 
 def serve(
@@ -119,7 +126,7 @@ def serve(
     announce: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer requests on ``sock`` until SIGTERM, SIGINT, or the end of the service."""
-    server = make_server(model, settings, announce=announce)
+    server = make_server(app_of(model, settings), model.service, settings, announce=announce)
     try:
         server.run(sockets=[sock])
     finally:

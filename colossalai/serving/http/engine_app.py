@@ -1,0 +1,119 @@
+"""``POST /generation`` in front of an ``AsyncEngine``, with the batches and the cache of the documents."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import AsyncIterator, Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio.to_thread
+from fastapi import FastAPI, Request
+
+from colossalai.serving.engine import AsyncEngine
+from colossalai.serving.errors import QueueFullError, ServiceError
+from colossalai.serving.http.answering import ApiError, as_api_error, unless_gone
+from colossalai.serving.http.app import DOCS, bare_app, finish
+from colossalai.serving.http.metrics import Metrics
+from colossalai.serving.http.schemas import GenerationBody
+from colossalai.serving.http.server import make_server
+from colossalai.serving.http.settings import Settings
+from colossalai.serving.list_cache import ListCache, MissCacheError
+
+MAX_PROMPT = 512
+"""Tokens of a prompt; longer ones are cut, as the documents have it."""
+
+
+class EngineText:
+    """Continues texts by an engine whose model generates.
+
+    A key of the cache is ``(prompt, max_tokens)``, as ``fixed_keys`` are; where a request says how tokens are
+    drawn, that belongs to its key, unless the pair is a fixed one.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, tokenizer: Any, cache: ListCache | None = None, fixed_keys: Any = ()
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self._cache = cache
+        self._fixed = set(fixed_keys)
+        self._uids = itertools.count()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    async def __call__(self, body: GenerationBody, request: Request) -> str:
+        key = self._key(body)
+        if self._cache is not None:
+            try:
+                return str(self._cache.get(key))
+            except MissCacheError:
+                pass
+        try:
+            text = await unless_gone(request.receive, self._generate(body))
+        except (ServiceError, QueueFullError) as error:
+            raise as_api_error(error, queue_full=406) from error
+        except (ValueError, TypeError) as error:
+            raise ApiError(422, str(error), "invalid_value") from error
+        if self._cache is not None:
+            self._cache.add(key, text)
+        return text
+
+    async def _generate(self, body: GenerationBody) -> str:
+        ids = await anyio.to_thread.run_sync(self._encode, body.prompt)
+        data: dict[str, Any] = {"input_ids": ids, "max_tokens": body.length}
+        data |= {"top_k": body.top_k, "top_p": body.top_p}
+        data["temperature"] = 0.0 if body.greedy else body.temperature
+        uid = next(self._uids)
+        self.engine.submit(uid, data)
+        output = await self.engine.wait(uid)
+        return str(self.tokenizer.decode(list(map(int, output)), skip_special_tokens=True))
+
+    def _encode(self, prompt: str) -> list[int]:
+        # in one thread, since tokenizers are not made to be used by several
+        ids = self._executor.submit(lambda: list(self.tokenizer(prompt)["input_ids"])).result()
+        return ids[:MAX_PROMPT]
+
+    def _key(self, body: GenerationBody) -> Hashable:
+        pair = (body.prompt, body.length)
+        drawn = (body.top_k, body.top_p, body.temperature, body.greedy)
+        return pair if pair in self._fixed or not any(drawn) else (*pair, *drawn)
+
+
+def make_engine_app(
+    text: EngineText,
+    settings: Settings,
+    *,
+    draining: Callable[[], bool] = lambda: False,
+    on_start: Callable[[], None] = lambda: None,
+) -> FastAPI:
+    """An app with ``/generation``, ``/docs``, ``/health`` and ``/metrics``."""
+    service = text.engine.service
+    metrics = Metrics(service)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        on_start()
+        yield
+
+    app = bare_app("A model that continues texts.", lifespan)
+    app.state.generate = text
+    finish(app, service, settings, metrics, draining, DOCS)
+    return app
+
+
+def serve_engine(
+    text: EngineText, settings: Settings, sock: socket.socket, *, announce: Callable[[], None] = lambda: None
+) -> None:
+    """Answer requests on ``sock`` until SIGTERM, SIGINT, or the end of the service; then the engine ends."""
+    server = make_server(
+        lambda draining, on_start: make_engine_app(text, settings, draining=draining, on_start=on_start),
+        text.engine.service,
+        settings,
+        announce=announce,
+    )
+    try:
+        server.run(sockets=[sock])
+    finally:
+        sock.close()
+        text.engine.shutdown()

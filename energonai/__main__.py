@@ -1,0 +1,5 @@
+"""``python -m energonai``."""
+
+from energonai.cli import main
+
+main()

@@ -1,0 +1,84 @@
+"""Steps are run before a plan is accepted; the counters of a GPU are played by those of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colossalai.auto_parallel.checkpoint import CheckpointPlanner, measure
+from colossalai.auto_parallel.checkpoint.blocks import set_modes
+from colossalai.auto_parallel.checkpoint.mode_solver import Choice
+from colossalai.utils.live_bytes import LiveBytes
+from tests.auto_parallel.models import IDS, gpt2
+
+
+class Counters(LiveBytes):
+    """``torch.cuda``, as far as it is asked."""
+
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return self.now
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        self.peak = self.now
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self.peak
+
+
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counters]:
+    with Counters(block=512) as found:
+        for name in (
+            "synchronize",
+            "empty_cache",
+            "memory_allocated",
+            "reset_peak_memory_stats",
+            "max_memory_allocated",
+        ):
+            monkeypatch.setattr(measure.torch.cuda, name, getattr(found, name))
+        yield found
+
+
+def test_steps_are_run_before_a_plan_is_accepted(counters: Counters) -> None:
+    """The peak that is told is the one that a step then has, other things in memory included."""
+    torch.manual_seed(0)
+    model = gpt2(10, 32)
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.0
+    ids = IDS.repeat(16, 2)
+    batch = {"input_ids": ids, "labels": ids}
+    counters.hold((*model.parameters(), *model.buffers(), ids))
+    other = torch.zeros(100_000)  # something else that lies there
+    planner = CheckpointPlanner(model, batch, device="h200", reserved="64 KiB")
+    planner._measures = True
+    low, high = planner.least[2], planner.whole
+    assert low < 0.8 * high
+    for budget in (low, (low + high) // 2):
+        plan = planner.plan(budget)
+        planner.apply(plan)
+        assert within(plan.peak, counters, model, batch) <= budget
+    choice = Choice(["keep", "full"] * 5, 0.0, 0, regions=[(0, 5), (1, 3)])
+    _, peak, seconds = planner._tried(planner.search.judge(choice))
+    assert seconds > 0
+    set_modes(model, *planner._by_block(choice))
+    within(peak, counters, model, batch)
+    del other
+
+
+def within(peak: int, counters: Counters, model: nn.Module, batch: dict[str, Tensor]) -> int:
+    """A step needs what was told."""
+    for _ in range(2):
+        model.zero_grad()
+        counters.reset_peak_memory_stats()
+        model(**batch).loss.backward()
+    model.zero_grad()
+    assert 0.98 * peak <= counters.peak <= peak
+    return peak
