@@ -269,13 +269,22 @@ def exact() -> list[Row]:
     return []
 
 
-PARTS = {part.__name__: part for part in (smoke, speed, profile, exact, mixed)}
+def last() -> list[Row]:
+    """A few rates by themselves."""
+    model = whole()
+    say(f"1 request: {rate_of_ours(model, 1):.0f} tokens/s")
+    say(f"128 requests, exact: {rate_of_ours(model, 128, exact=True):.0f} tokens/s")
+    say(f"128 requests: {rate_of_ours(model, 128):.0f} tokens/s")
+    return mixed()
+
+
+PARTS = {part.__name__: part for part in (smoke, speed, profile, exact, mixed, last)}
 
 
 def main() -> None:
     say(torch.__version__, torch.cuda.get_device_name())
     rows = []
-    for name in sys.argv[1:] or PARTS:
+    for name in sys.argv[1:] or [name for name in PARTS if name != "last"]:
         try:
             rows += PARTS[name]()
         except Exception:

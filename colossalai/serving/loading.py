@@ -130,7 +130,8 @@ def load_model(path: str | Path, dtype: torch.dtype | None = None) -> Any:
 
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if dtype is None:
-        dtype = getattr(config, "dtype", None) or torch.float32
+        stored = getattr(config, "dtype", None) or torch.float32
+        dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return filled(model, path)

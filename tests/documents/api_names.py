@@ -9,6 +9,27 @@ default that is not compared).  ``WI``, ``BI`` and ``PEI`` are the initializers 
 from __future__ import annotations
 
 SECTIONS: dict[str, str] = {
+    "4": """
+energonai
+    launch_engine(tp_world_size, pp_world_size, master_host, master_port, rpc_port, model_fn, n_nodes=1,
+        node_rank=0, batch_manager=None, pipe_size=1, queue_size=0, rpc_disable_shm=True)
+    AsyncEngine
+        submit(uid, data) wait(uid) get(uid, interval=0.05) shutdown()
+    QueueFullError SubmitEntry TaskEntry
+    BatchManager
+        make_batch(q) split_batch(task_entry)
+    BatchManagerForGeneration(max_batch_size=1, pad_token_id=0)
+    ListCache(cache_size, list_size, fixed_keys=...)
+    MissCacheError
+    InferenceEngine(model_class, model_config, model_type, max_batch_size=1, tp_init_size=-1, pp_init_size=-1,
+        auto_pp=False, host='localhost', port=29500, dtype=None)
+        run(inputs)
+    Executor(engine, pad_token_id=0, max_batch_size=1, max_queue_size=0)
+        start() submit(inputs, max_tokens, top_k, top_p, temperature) wait teardown()
+energonai.model
+    gpt2_small gpt2_large gpt2_8B gpt3 hf_gpt2 bert_small bert_large bert_8B bert_175B
+    opt_125M opt_6B opt_30B opt_66B opt_175B
+""",
     "1.1": """
 colossalai
     get_default_parser()
