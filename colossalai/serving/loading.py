@@ -131,6 +131,13 @@ def load_model(path: str | Path, dtype: torch.dtype | None = None) -> Any:
     return load(path, dtype=dtype)
 
 
+def filled(model: Any, path: str | Path) -> Any:
+    """A model on the meta device, cut as the job was launched, with the weights in ``path``."""
+    from colossalai.checkpoint_io import load_pretrained
+
+    return load_pretrained(cut(model), path).eval().requires_grad_(False)
+
+
 def cut(model: Any) -> Any:
     """This rank's part of ``model`` in the launched job: its stage, of which it has a piece."""
     from colossalai.context import ParallelMode
