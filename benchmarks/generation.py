@@ -135,7 +135,8 @@ def speed() -> list[Row]:
     return rows
 
 
-def mixed() -> list[Row]:
+def mixed(limit: float = 60) -> list[Row]:
+    """For at most ``limit`` seconds."""
     model = whole()
     numbers = random.Random(0)
     asked = []
@@ -150,7 +151,7 @@ def mixed() -> list[Row]:
         for prompt, sampling in asked:
             ours.submit(prompt, sampling)
         most = taken_steps = 0
-        stop = time.perf_counter() + 60
+        stop = time.perf_counter() + limit
 
         def write() -> None:
             nonlocal most, taken_steps
@@ -269,13 +270,32 @@ def exact() -> list[Row]:
     return []
 
 
-PARTS = {part.__name__: part for part in (smoke, speed, profile, exact, mixed)}
+def last() -> list[Row]:
+    """A few rates by themselves, after a look whether the product of one row is right."""
+    from colossalai.kernel import triton_rows
+
+    model = whole()
+    attention = model.model.decoder.layers[0].self_attn
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    with torch.no_grad():
+        x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16)
+        found = triton_rows.one_row(x, [m.weight for m in layers], [m.bias for m in layers])
+        off = max((f.float() - m(x).float()).abs().max().item() for f, m in zip(found, layers, strict=True))
+    most = found[0].abs().max().item()
+    say(f"the product of one row is off by {off:.1e}, of numbers up to {most:.1f}")
+    say(f"1 request: {rate_of_ours(model, 1):.0f} tokens/s")
+    say(f"128 requests, exact: {rate_of_ours(model, 128, exact=True):.0f} tokens/s")
+    say(f"128 requests: {rate_of_ours(model, 128):.0f} tokens/s")
+    return mixed(20)
+
+
+PARTS = {part.__name__: part for part in (smoke, speed, profile, exact, mixed, last)}
 
 
 def main() -> None:
     say(torch.__version__, torch.cuda.get_device_name())
     rows = []
-    for name in sys.argv[1:] or PARTS:
+    for name in sys.argv[1:] or [name for name in PARTS if name != "last"]:
         try:
             rows += PARTS[name]()
         except Exception:

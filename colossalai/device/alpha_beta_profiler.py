@@ -80,14 +80,7 @@ class AlphaBetaProfiler:
     def _given(self, table: Mapping[tuple[int, int], tuple[float, float]]) -> AlphaBeta:
         found: AlphaBeta = {}
         for one, other in itertools.combinations(self.physical_devices, 2):
-            value = table.get((one, other), table.get((other, one)))
-            if value is None:
-                raise ValueError(f"alpha_beta_dict has no entry for the ranks {one} and {other}")
-            if value[0] < 0 or value[1] <= 0:
-                raise ValueError(
-                    f"alpha_beta_dict[{one}, {other}] = {value}: alpha must be at least 0 and beta above 0"
-                )
-            found[one, other] = found[other, one] = value
+            found[one, other] = found[other, one] = _link(table, one, other)
         return found
 
     def search_best_logical_mesh(self) -> list[list[int]]:
@@ -107,13 +100,7 @@ class AlphaBetaProfiler:
 
     def extract_alpha_beta_for_device_mesh(self) -> tuple[list[float], list[float]]:
         """``mesh_alpha`` and ``mesh_beta`` of that grid: the slowest link along each of its axes."""
-        rows = self.search_best_logical_mesh()
-        worst = []
-        for lines in ([list(column) for column in zip(*rows, strict=True)], rows):
-            links = [self.alpha_beta_dict[pair] for line in lines for pair in itertools.combinations(line, 2)]
-            worst.append(tuple(max(column) for column in zip(*links, strict=True)) or (0.0, 0.0))
-        (alpha_0, beta_0), (alpha_1, beta_1) = worst
-        return [alpha_0, alpha_1], [beta_0, beta_1]
+        return slowest_links(self.alpha_beta_dict, torch.tensor(self.search_best_logical_mesh()))
 
     def _islands(self) -> list[list[int]]:
         """Groups of devices that links of about the best bandwidth connect."""
@@ -124,6 +111,30 @@ class AlphaBetaProfiler:
             near = [i for i in islands if any(self.alpha_beta_dict[device, m][1] <= limit for m in i)]
             islands = [i for i in islands if i not in near] + [sorted([*itertools.chain(*near), device])]
         return sorted(islands)
+
+
+def slowest_links(
+    table: Mapping[tuple[int, int], tuple[float, float]], grid: torch.Tensor
+) -> tuple[list[float], list[float]]:
+    """``mesh_alpha`` and ``mesh_beta`` of a grid of ranks: the slowest link along each of its axes."""
+    alpha, beta = [], []
+    for axis in range(grid.ndim):
+        lines = grid.movedim(axis, -1).reshape(-1, grid.shape[axis]).tolist()
+        links = [_link(table, *pair) for line in lines for pair in itertools.combinations(line, 2)]
+        alpha.append(max((link[0] for link in links), default=0.0))
+        beta.append(max((link[1] for link in links), default=0.0))
+    return alpha, beta
+
+
+def _link(table: Mapping[tuple[int, int], tuple[float, float]], one: int, other: int) -> tuple[float, float]:
+    value = table.get((one, other), table.get((other, one)))
+    if value is None:
+        raise ValueError(f"alpha_beta_dict has no entry for the ranks {one} and {other}")
+    if value[0] < 0 or value[1] <= 0:
+        raise ValueError(
+            f"alpha_beta_dict[{one}, {other}] = {value}: alpha must be at least 0 and beta above 0"
+        )
+    return value
 
 
 def _rounds(devices: Sequence[int]) -> list[list[tuple[int, ...]]]:

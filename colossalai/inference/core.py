@@ -125,6 +125,12 @@ class Core:
             asked = self.runner.discover(self._trial[None, : max(2, len(self._trial) // 2)])
         except Refused as refusal:
             problem = str(refusal)
+        except RuntimeError as error:  # code that computes with the mask, which has no values here
+            reason = str(error).splitlines()[0]
+            problem = (
+                "its attention does not go through transformers' AttentionInterface: its own code stopped at"
+                f" a mask of ours ({reason})"
+            )
         if not asked and not problem:
             problem = "none of its attention goes through transformers' AttentionInterface, or is known here"
         words = problem and f"cannot generate here, as {problem}"

@@ -21,7 +21,7 @@ from colossalai.inference.results import Results
 from colossalai.inference.runner import Runner
 from colossalai.inference.sampling import SamplingRows, choose
 from colossalai.inference.scheduler import Part, Scheduler
-from colossalai.kernel.thin_products import ThinProducts
+from colossalai.kernel.thin_products import Product, ThinProducts
 from colossalai.nn.attention.pages import Places
 
 _LADDER = sorted({1, 2, *(n for k in range(2, 16) for n in (2**k, 3 * 2 ** (k - 1)))})
@@ -132,6 +132,7 @@ class DecodeLoop:
         # looked at in every step, so not by walking through the modules
         self._held = [held for m in runner.model.modules() for held in (m._parameters, m._buffers) if held]
         self._places: list[int] = []
+        self._products: list[Product] = []  # of a step of one row
         self._pool: Any = None
         self._sampling: tuple[tuple[int, ...], SamplingRows] | None = None
 
@@ -210,6 +211,7 @@ class DecodeLoop:
         moved, self._places = places != self._places, places
         if moved:
             self._steps.clear()
+            self._products.clear()
         return moved
 
     def _start(self, parts: list[Part], kept: list[int], key: tuple[Any, ...]) -> Flight:
@@ -282,7 +284,7 @@ class DecodeLoop:
         slots = torch.where(active, pages * page_size + position % page_size, -1)
         lengths = torch.where(active, position + 1, 0).int()
         places = Places(slots, table, rows.starts, lengths, 1)
-        with nullcontext() if self._exact else ThinProducts():
+        with nullcontext() if self._exact else ThinProducts(self._products):
             scores = self._runner.decode(rows.tokens, position, places)
         chosen = choose(scores, sampling, position + 1)
         rows.chosen.copy_(chosen)

@@ -38,7 +38,7 @@ def load_model(
             f"there is no config.json in {folder}; give a folder that from_pretrained opens, or for a"
             " checkpoint of booster.save config=, a folder with the config.json of its model"
         )
-    found: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    found: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     chosen = dtype or getattr(found, "dtype", None) or torch.float32
     if isinstance(chosen, str):
         chosen = getattr(torch, chosen)

@@ -21,7 +21,7 @@ WIDEST = 1 << 15  # row of a norm
 FEW = 128  # rows, up to which chunks are summed by programs of their own
 
 
-@triton.jit(do_not_specialize=["rows", "ab", "bb", "sb", "ob", "chunks"])
+@triton.jit(do_not_specialize=["rows", "chunks"])
 def _product(
     a, b, bias, out, rows, columns, inner, ab, ar, ai, bb, bi, bc, sb, sr, sc, ob, chunks,
     BIAS: tl.constexpr, ALONE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -65,7 +65,7 @@ def _product(
         tl.store(out + batch * ob + row.to(tl.int64)[:, None] * columns + column[None, :], total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "sb", "chunks"])
+@triton.jit(do_not_specialize=["rows", "chunks"])
 def _add_chunks(
     parts, bias, out, rows, columns, sb, sr, sc, chunks, BIAS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
@@ -151,6 +151,7 @@ def _normalize(
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < width
@@ -197,7 +198,7 @@ def normalize(
             _normalize[(rows,)](
                 x, out if weight is None else weight, out if bias is None else bias, out, means, roots, width,
                 eps, CENTERED=centered, WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=block,
-                EARLY=early(x.device), num_warps=min(16, max(1, block // 512)),
+                EARLY=early(x.device), num_warps=min(16, max(1, block // 512)), launch_pdl=early(x.device),
             )  # fmt: skip
     return out, means, roots
 

@@ -23,8 +23,12 @@ MOST_SPLITS = 16
 
 @triton.jit
 def _write_pages(
-    keys, values, key_pages, value_pages, slots, key_row, value_row, width, BLOCK: tl.constexpr
+    keys, values, key_pages, value_pages, slots, key_row, value_row, width, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
@@ -51,6 +55,8 @@ def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Te
                 values.stride(0),
                 width,
                 BLOCK=block,
+                EARLY=early(keys.device),
+                launch_pdl=early(keys.device),
             )
 
 
@@ -66,6 +72,7 @@ def _attend(
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     batch, shared_head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths + batch)
     begin = tl.load(starts + batch)
@@ -149,6 +156,7 @@ def _merge(
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     lse = tl.load(sums + row * splits + split, mask=split < splits, other=-1e30)
@@ -198,6 +206,7 @@ def paged_attention(
     common = (page_table.stride(0), page_size, *query.stride()[:2], *key_pages.stride()[1:3])
     slopes = query if alibi is None else alibi
     far = 1 << 30 if window is None else window
+    soon = early(query.device)
     with on_device_of(query):
         tiles = splits if splits > 1 else triton.cdiv(max_query * shared, rows)
         _attend[(tiles, shared_heads, batch)](
@@ -205,7 +214,7 @@ def paged_attention(
             heads, width, scale * LOG2E, far, splits, query if mask is None else mask,
             *((0, 0, 0, 0) if mask is None else mask.stride()), MASKED=mask is not None, ORDER=order,
             SHARED=shared, ALIBI=alibi is not None, SPLIT=splits > 1, ROWS=rows, KEYS=keys, WIDTH=padded,
-            IEEE=full, STAGES=stages, num_warps=warps, EARLY=early(query.device),
+            IEEE=full, STAGES=stages, num_warps=warps, EARLY=soon, launch_pdl=soon,
         )  # fmt: skip
         if splits > 1:
             _merge[(tokens * heads,)](
@@ -216,8 +225,9 @@ def paged_attention(
                 width,
                 SPLITS=triton.next_power_of_2(splits),
                 WIDTH=padded,
-                EARLY=early(query.device),
+                EARLY=soon,
                 num_warps=2,
+                launch_pdl=soon,
             )
     return out
 

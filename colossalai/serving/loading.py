@@ -126,15 +126,9 @@ def _tokenizer(path: Path, config: Any) -> Any:
 
 def load_model(path: str | Path, dtype: torch.dtype | None = None) -> Any:
     """This rank's part of the model in ``path``, cut as the job was launched, ready to generate."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from colossalai.inference import load_model as load
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    if dtype is None:
-        stored = getattr(config, "dtype", None) or torch.float32
-        dtype = getattr(torch, stored) if isinstance(stored, str) else stored
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return filled(model, path)
+    return load(path, dtype=dtype)
 
 
 def filled(model: Any, path: str | Path) -> Any:

@@ -12,6 +12,7 @@ from colossalai.auto_parallel.checkpoint import CheckpointPlanner, auto_checkpoi
 from colossalai.auto_parallel.checkpoint import planner as planners
 from colossalai.auto_parallel.checkpoint.measure import Whole
 from colossalai.interface.batch import call_with, loss_of
+from colossalai.nn.optimizer import HybridAdam
 from colossalai.utils.live_bytes import LiveBytes
 from tests.auto_parallel.models import IDS, MODELS, gpt2
 
@@ -91,6 +92,9 @@ def test_autocast_and_optimizer_are_counted() -> None:
     states = adam.played["keep"].states
     assert 2 * weights <= states <= 2.2 * weights
     assert adam.least[2] >= plain.least[2] + states
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, HybridAdam):
+        other = CheckpointPlanner(model, batch, device="cpu", optimizer=kind(model.parameters(), lr=0.1))
+        assert (other.played["keep"].states > weights / 2) == (kind is not torch.optim.SGD)
     more = CheckpointPlanner(model, batch, device="cpu", reserved="1 MB")
     assert more.least[2] == plain.least[2] + 1_000_000
     plan = half.plan((half.least[2] + half.whole) // 2)

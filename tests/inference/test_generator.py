@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from typing import Any
 
 import pytest
@@ -220,6 +221,48 @@ def test_a_closed_generator_says_so(model: Any) -> None:
     generator.close()
     with pytest.raises(RuntimeError, match="closed"):
         generator.generate([[5]])
+
+
+@pytest.mark.parametrize("count", [120, pytest.param(1200, marks=pytest.mark.slow)])
+def test_whoever_comes_and_goes_a_request_gets_what_it_gets_alone(model: Any, count: int) -> None:
+    numbers = random.Random(1)
+    texts = [[numbers.randrange(2, 6) for _ in range(numbers.randrange(1, 30))] for _ in range(20)]
+    asked = [
+        Sampling(
+            max_tokens=numbers.randrange(1, 20),
+            temperature=i % 2,
+            seed=i,
+            logprobs=1 if i % 3 else None,
+            prompt_logprobs=None if i % 5 else 0,
+        )
+        for i in range(20)
+    ]
+    alone = [Generator(model).generate([text], own)[0] for text, own in zip(texts, asked, strict=True)]
+    generator = Generator(model, page_size=4, pages=30, chunk=16, max_requests=6, max_length=60)
+    written: dict[int, Completion] = {}
+    while len(written) < count or not generator.idle:
+        for _ in range(min(numbers.randrange(3), count - len(written))):
+            uid = len(written)
+            generator.submit(texts[uid % 20], asked[uid % 20], uid=uid)
+            written[uid] = Completion(uid, texts[uid % 20])
+        if numbers.random() < 0.15:
+            generator.cancel(numbers.randrange(len(written) + 1))
+        for event in generator.step():
+            written[event.uid].add(event)
+    for uid, found in written.items():
+        expected = alone[uid % 20]
+        if found.finish_reason == "cancelled":
+            assert found.tokens == expected.tokens[: len(found.tokens)]
+            continue
+        assert (found.tokens, found.finish_reason) == (expected.tokens, expected.finish_reason)
+        for name in ("logprobs", "prompt_logprobs"):
+            own, other = getattr(found, name) or [], getattr(expected, name) or []
+            assert [t.token for t in own] == [t.token for t in other]
+            assert [t.logprob for t in own] == pytest.approx([t.logprob for t in other], abs=1e-4)
+    stats = generator.stats()
+    assert stats.finished == count
+    assert stats.pages_used == 0
+    assert stats.preempted > 0
 
 
 # ---- the model stays as it is ----

@@ -10,6 +10,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaModel,
@@ -140,6 +142,12 @@ def _encoder_decoder() -> Any:
     return T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1))
 
 
+def _own_attention() -> Any:
+    return GPTJForCausalLM(
+        GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4, vocab_size=50, n_positions=16)
+    )
+
+
 def _quantized() -> Any:
     model = build("llama")
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
@@ -175,6 +183,7 @@ def _empty() -> Any:
         (_gemma, r"caps its scores \(softcap\)"),
         (_chunks, "see their own part of a text alone"),
         (_encoder_decoder, "has an encoder and a decoder"),
+        (_own_attention, "does not go through transformers' AttentionInterface: its own code stopped"),
         (_quantized, "has quantized weights"),
         (_linear, "have linear attention"),
         (_rotations, r"its rotations \('dynamic'\) depend on the longest sequence"),

@@ -149,8 +149,14 @@ def run_in_triton() -> None:
         found, *_ = triton_exact.normalize(x, w, w if centered else None, 1e-5, centered, 3000)
         torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-4)
     weight, bias = torch.randn(70, 300), torch.randn(70)
-    one = triton_rows.one_row(x[:1, :300].contiguous(), weight, bias)
-    torch.testing.assert_close(one, F.linear(x[:1, :300], weight, bias), atol=1e-3, rtol=1e-4)
+    row, weights, biases = x[:1, :300].contiguous(), weight.split([33, 20, 17]), bias.split([33, 20, 17])
+    truth = F.linear(row, weight, bias)
+    for first in range(3):
+        found = triton_rows.one_row(row, weights[first:], biases[first:])
+        assert [r.size(1) for r in found] == [33, 20, 17][first:]
+        torch.testing.assert_close(
+            torch.cat(found, 1), truth[:, -len(torch.cat(weights[first:])) :], atol=1e-3, rtol=1e-4
+        )
 
 
 def test_triton_in_its_interpreter() -> None:

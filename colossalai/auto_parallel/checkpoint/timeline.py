@@ -6,6 +6,7 @@ its backward pass with whatever is computed again in it.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -202,7 +203,11 @@ def _drop_gradient(parameter: Tensor) -> None:
 def with_states(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     """``optimizer`` for the parameters of ``model`` as they are now, with its states."""
     try:
-        made = type(optimizer)(model.parameters(), **optimizer.defaults)
+        # some have more defaults than arguments: torch's AdamW says of itself that its decay is decoupled
+        taken = inspect.signature(type(optimizer)).parameters
+        takes_any = any(option.kind is option.VAR_KEYWORD for option in taken.values())
+        options = {name: value for name, value in optimizer.defaults.items() if takes_any or name in taken}
+        made = type(optimizer)(model.parameters(), **options)
     except TypeError as error:
         raise ValueError(
             f"auto_checkpoint cannot build another {type(optimizer).__name__} to count its states ({error});"

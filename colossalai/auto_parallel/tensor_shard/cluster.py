@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from colossalai.device import AlphaBetaProfiler, DeviceMesh, Timing, measure_links
+from colossalai.device.alpha_beta_profiler import slowest_links
 from colossalai.device.presets import DEVICES, DevicePreset, device_preset
 
 AlphaBetaDict = Mapping[tuple[int, int], tuple[float, float]]
@@ -94,27 +94,9 @@ def extract_alpha_beta_for_device_mesh(
         logical_mesh: the global ranks as they lie on the grid; or its shape, which is filled row by row.
     """
     if isinstance(logical_mesh, torch.Tensor):
-        grid = logical_mesh
-    else:
-        ranks = sorted({rank for pair in alpha_beta_dict for rank in pair})
-        grid = torch.tensor(ranks).reshape(tuple(logical_mesh))
-    alpha, beta = [], []
-    for axis in range(grid.ndim):
-        lines = grid.movedim(axis, -1).flatten(0, -2).tolist() if grid.ndim > 1 else [grid.tolist()]
-        pairs = [pair for line in lines for pair in itertools.combinations(line, 2)]
-        links = [_link(alpha_beta_dict, pair) for pair in pairs]
-        alpha.append(max((link[0] for link in links), default=0.0))
-        beta.append(max((link[1] for link in links), default=0.0))
-    return alpha, beta
-
-
-def _link(table: AlphaBetaDict, pair: tuple[int, int]) -> tuple[float, float]:
-    found = table.get(pair, table.get((pair[1], pair[0])))
-    if found is None:
-        raise ValueError(f"alpha_beta_dict has no entry for the ranks {pair[0]} and {pair[1]}")
-    if found[0] < 0 or found[1] <= 0:
-        raise ValueError(f"alpha_beta_dict[{pair}] = {found}: alpha must be at least 0 and beta above 0")
-    return found
+        return slowest_links(alpha_beta_dict, logical_mesh)
+    ranks = sorted({rank for pair in alpha_beta_dict for rank in pair})
+    return slowest_links(alpha_beta_dict, torch.tensor(ranks).reshape(tuple(logical_mesh)))
 
 
 def device_of(model: torch.nn.Module) -> DevicePreset:

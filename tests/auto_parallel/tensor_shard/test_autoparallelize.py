@@ -209,3 +209,12 @@ def test_a_module_is_called_with_further_arguments() -> None:
             return a + 10 * b + 100 * c
 
     assert ModuleWrapper(Sum(), 2, c=3)(1) == 321
+
+
+def test_a_solution_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = constructor("mlp", grid(2, 2), shard_option="full_shard")
+    solution = solve_solution(found)
+    solution.draw(tmp_path / "plan.svg")
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert "conversions of operands" in drawn

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import colossalai
@@ -23,6 +24,7 @@ from colossalai.lazy import LazyInitContext
 from colossalai.mesh import Layout
 from colossalai.nn import parallelize
 from colossalai.testing import spawn
+from colossalai.utils import checkpoint
 from tests.auto_parallel.tensor_shard.random_plans import check_equal, planned, problem_of, random_choice
 from tests.auto_parallel.tensor_shard.small_models import MLP, small_problem
 
@@ -106,6 +108,26 @@ def _masks(rank: int, world_size: int, port: int) -> None:
         assert torch.equal(*others)  # the result is whole, and the same for all
 
 
+def _checkpointed(rank: int, world_size: int, port: int) -> None:
+    """A whole model inside a checkpoint draws the same numbers again, or is refused."""
+    _start(rank, world_size, port)
+    x = torch.ones(8, 8, requires_grad=True)
+    for seed in range(3):
+        model, _ = planned(
+            nn.Sequential(nn.Dropout(0.5), nn.Identity()), (1, 2), seed, input=torch.ones(8, 8)
+        )
+        y = checkpoint(model, False, x * 1.0, use_reentrant=False)
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        assert torch.equal(grad == 0, y == 0)
+        y = torch.utils.checkpoint.checkpoint(model, x * 1.0, use_reentrant=False)
+        with pytest.raises(RuntimeError, match="does not bring its random numbers back"):
+            y.square().sum().backward()
+
+
+def test_a_model_in_a_checkpoint() -> None:
+    spawn(_checkpointed, 2)
+
+
 def test_masks_are_alike_for_copies_and_not_for_pieces() -> None:
     spawn(_masks, 2)
 
@@ -151,6 +173,11 @@ def _arguments(rank: int, world_size: int, port: int) -> None:
             p.zero_()
     torch.testing.assert_close(twin(x), torch.zeros(4, 8))
     torch.testing.assert_close(model(x), serial(x))
+    whole = next(name for name, p in model.named_parameters() if p.placement.sharded)
+    path, _, attribute = whole.rpartition(".")
+    setattr(twin.get_submodule(path), attribute, nn.Parameter(serial.get_parameter(whole).detach()))
+    with pytest.raises(RuntimeError, match="another tensor has taken its place"):
+        twin(x)
     other = x if rank == 0 else x + 1
     with pytest.raises(ValueError, match=r"were given different batches: .* has other values"):
         planned(copy.deepcopy(serial), (1, 2), 1, x=torch.zeros(4, 8))[0](other)

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from colossalai.auto_parallel.tensor_shard.runtime.bound_calls import bound_call
 from colossalai.auto_parallel.tensor_shard.runtime.gradient_buckets import GradientBuckets
 from colossalai.auto_parallel.tensor_shard.runtime.local_calls import LocalCall, run_on_pieces
-from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces
+from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces, draws
 from colossalai.auto_parallel.tensor_shard.sharded_plan import NodePlan, ShardedPlan
 from colossalai.fx.graph_module import ColoGraphModule
 from colossalai.fx.leaves import ROOT
@@ -37,12 +37,14 @@ class Program:
         state: the names of the parameters and buffers that it reads.
         leaves: the paths of the modules that it calls.
         outputs: where each result lies; None for what is no tensor.
+        draws: whether it draws random numbers.
     """
 
     module: fx.GraphModule
     state: list[str]
     leaves: list[str]
     outputs: list[Layout | None]
+    draws: bool = False
 
     @cached_property
     def compiled(self) -> Any:
@@ -121,7 +123,7 @@ class _Builder:
                 self.values[node] = self._operation(node)
                 self._note(node, before, labels.get(node.name))
         module = ColoGraphModule(self.root, self.graph, "Program")
-        return Program(module, state, leaves, outputs)
+        return Program(module, state, leaves, outputs, any(map(draws, nodes)))
 
     # What the graph takes
 

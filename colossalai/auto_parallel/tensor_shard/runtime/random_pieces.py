@@ -48,10 +48,23 @@ class RandomPieces:
 
     def __init__(self, number: int, mesh: Mesh) -> None:
         self.stream, self.mesh = RandomStream(number, "sharded model"), mesh
+        self._furthest = 0
 
-    def begin(self) -> int:
-        """A forward pass begins; the key that all of its draws take, also when some are repeated."""
-        return self.stream.next_key()
+    def begin(self, *, draws: bool) -> int:
+        """A forward pass begins; the key that all of its draws take, also when some are repeated.
+
+        ``draws`` says whether there are any.
+        """
+        repeated = torch._C._current_graph_task_id() != -1  # in a backward pass
+        if draws and repeated and not _serial and self.stream.step == self._furthest:
+            raise RuntimeError(
+                "the model runs again in a backward pass, inside torch.utils.checkpoint, which does not bring"
+                " its random numbers back; use colossalai.utils.checkpoint, or let the plan recompute"
+                " (activation_checkpoint=True of autoparallelize)"
+            )
+        key = self.stream.next_key()
+        self._furthest = max(self._furthest, self.stream.step)
+        return key
 
     @contextmanager
     def _numbers(self, key: int, name: str, layout: Layout | None = None) -> Iterator[None]:

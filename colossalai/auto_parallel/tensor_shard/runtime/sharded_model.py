@@ -24,7 +24,7 @@ from colossalai.auto_parallel.tensor_shard.sharded_plan import ShardedPlan
 from colossalai.device import DeviceMesh
 from colossalai.fx.nodes import named_state
 from colossalai.fx.op_graph import OpGraph
-from colossalai.mesh import Layout, Mesh, placement
+from colossalai.mesh import Layout, Mesh, local_shape, placement, replicated
 from colossalai.mesh.agreement import FirstStep
 from colossalai.mesh.deferred import materialize
 from colossalai.nn.policies.wrap_forward import ForwardWrapper, save_whole_model, wrap_forward
@@ -118,13 +118,19 @@ class PlannedRun:
         self.program = self._build(graph)
         self._in_evaluation: Program | None = None
         self._modes = _modes(model)
-        self._tensors = {name: (t.dtype, t.device) for name, t in named_state(model).items()}
+        self._tensors = {
+            name: (t.dtype, t.device, local_shape(tuple(t.shape), self._rest(name, t), self.mesh))
+            for name, t in named_state(model).items()
+        }
         distributed = any(layout.sharded for layout in plan.inputs.values())
         axes = () if distributed else tuple(axis for axis, size in self.mesh.size.items() if size > 1)
         self.first_step = FirstStep(self.mesh, axes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedRun:
         return self  # it holds nothing of the model
+
+    def _rest(self, name: str, tensor: Tensor) -> Layout:
+        return self.plan.parameters.get(name, replicated(tensor.ndim))
 
     def _build(self, graph: OpGraph) -> Program:
         return build_program(graph, self.plan, self.mesh, self.numbers, self.buckets)
@@ -141,7 +147,7 @@ class PlannedRun:
         if not self.first_step.done:
             self.first_step.before(model, {**kwargs, **{f"argument {i}": a for i, a in enumerate(args)}})
         run = program.compiled if compiles else program.module
-        results = run(*leaves, self.numbers.begin(), *state)
+        results = run(*leaves, self.numbers.begin(draws=program.draws), *state)
         found = [self._handed_out(r, layout) for r, layout in zip(results, program.outputs, strict=True)]
         for place, value in self.graph.constants.items():
             found[place] = value
@@ -176,7 +182,12 @@ class PlannedRun:
 
     def _check_state(self, program: Program, state: list[Any]) -> None:
         for name, tensor in zip(program.state, state, strict=False):
-            dtype, device = self._tensors[name]
+            dtype, device, shape = self._tensors[name]
+            if tuple(tensor.shape) != shape:
+                raise RuntimeError(
+                    f"{name!r} has shape {tuple(tensor.shape)}, and its piece {shape} when the plan was made:"
+                    " another tensor has taken its place; change the model before autoparallelize"
+                )
             if tensor.dtype != dtype or tensor.device.type != device.type:
                 raise RuntimeError(
                     f"{name!r} is {tensor.dtype} on {tensor.device}, and was {dtype} on {device} when the"
