@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from colossalai.cli.benchmark.load import Load, Mix, run_load
 from tests.serving.servers import Here, Running, running
 
 ROUTES = [
@@ -128,17 +129,13 @@ def test_a_thousand_hostile_requests_do_not_make_it_grow(process: Running) -> No
 
 @pytest.mark.slow
 def test_ten_thousand_queued_requests_are_refused_beyond_the_limit(process: Running) -> None:
-    async def ask() -> list[int]:
-        limits = httpx.Limits(max_connections=500)
-        async with httpx.AsyncClient(limits=limits, timeout=300) as client:
-            request = {"prompt": "x", "max_tokens": 256}
-            url = f"{process.url}/generation"
-            tasks = [client.post(url, json=request) for _ in range(10_000)]
-            return [got.status_code for got in await asyncio.gather(*tasks)]
-
     before = memory(process.process.pid)
-    found = asyncio.run(ask())
-    assert set(found) == {200, 406}
+    mixes = {"prompts": Mix.parse("2"), "outputs": Mix.parse("256")}
+    found = asyncio.run(run_load(process.url, Load(requests=10_000, concurrency=500, **mixes)))
+    refused = [sample.error for sample in found if sample.error is not None]
+    assert {error.partition(":")[0] for error in refused} == {"429"}
+    assert len(refused) < 10_000
+    assert all(sample.tokens == 256 for sample in found if sample.error is None)
     assert memory(process.process.pid) - before < 64 << 20
 
 
