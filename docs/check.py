@@ -53,7 +53,9 @@ def untranslated() -> set[str]:
 
 def translated(language: str) -> Iterator[str]:
     have, waiting = {page.name: page for page in pages(language)}, untranslated()
-    english = {page.name: page for page in pages()}
+    english = {page.name: page for page in pages()} | {"README": Page.read(ROOT / "README.md")}
+    if (readme := ROOT / f"README-{language}.md").is_file():
+        have["README"] = Page.read(readme)
     for name, page in english.items():
         if name not in have:
             if f"{language}/{name}" not in waiting:

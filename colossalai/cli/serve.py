@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,26 +92,27 @@ def serve(model: Path, **options: Any) -> None:
     try:
         from colossalai.serving.errors import ServiceError
         from colossalai.serving.http import Settings
+        from colossalai.serving.http.server import bind
         from colossalai.serving.loading import FolderError
     except ModuleNotFoundError as error:
         raise click.ClickException(str(error)) from error
     picked = {name: options.pop(name) for name in list(options) if name in Settings.__dataclass_fields__}
     try:
-        failed = _serve(model, Settings(**picked), options)
+        settings = Settings(**picked)
+        with contextlib.closing(bind(settings)) as sock:
+            failed = _serve(model, settings, sock, options)
     except (ServiceError, FolderError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(1 if failed else 0)
 
 
-def _serve(path: Path, settings: Any, options: dict[str, Any]) -> bool:
+def _serve(path: Path, settings: Any, sock: socket.socket, options: dict[str, Any]) -> bool:
     """Whether the service ended by itself."""
     from colossalai.serving import Generation, Job, Service, TextModel
     from colossalai.serving.http import serve as serve_http
-    from colossalai.serving.http.server import bind
     from colossalai.serving.loading import inspect_folder
 
     template = None if options["chat_template"] is None else options["chat_template"].read_text()
-    sock = bind(settings)
     tokenizer = options["tokenizer"]
     folder = inspect_folder(
         path, tp=options["tp"], pp=options["pp"], tokenizer=tokenizer, max_length=options["max_length"]
@@ -130,7 +133,8 @@ def _serve(path: Path, settings: Any, options: dict[str, Any]) -> bool:
         patience=options["patience"],
     )
     name = options["name"] or path.resolve().name
-    click.echo(f"loading {path} on {service.job.ranks} ranks", err=True)
+    ranks = "1 rank" if service.job.ranks == 1 else f"{service.job.ranks} ranks"
+    click.echo(f"loading {path} on {ranks}", err=True)
     service.start()
     model = TextModel(
         service, folder.tokenizer, max_length=folder.max_length, name=name, chat_template=template

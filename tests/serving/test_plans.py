@@ -6,6 +6,7 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from colossalai.cli.app import cli
 from colossalai.serving import Answer, Generation, Job, Service
 from colossalai.serving.loading import FolderError, build_generator, inspect_folder
 from tests.serving.folders import write_opt
@@ -61,7 +64,7 @@ def written(service: Service, sampling: dict[str, Any]) -> list[list[int]]:
 
 
 PLANS = [(1, 1), (2, 2)]
-MORE = [(2, 1), (4, 1), (1, 2)]
+MORE = [(2, 1), (4, 1), (1, 2), (1, 4)]
 
 
 @pytest.mark.parametrize(
@@ -126,3 +129,19 @@ def test_folders_that_cannot_be_served(
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match="is not a folder"):
         inspect_folder(tmp_path / "missing")
+
+
+def test_the_command_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, message in (
+            ([str(tmp_path / "missing"), "--port", "0"], "is not a folder"),
+            ([str(folder), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
+            ([str(folder), "--port", "0", "--tp", "3"], "--tp 3 does not divide"),
+            ([str(folder), "--port", "0", "--chat-template", str(tmp_path / "missing")], "No such file"),
+            ([str(folder), "--port", "0", "--api-key", " "], "api_key must be"),
+        ):
+            done = CliRunner().invoke(cli, ["serve", *arguments])
+            assert done.exit_code == 1
+            assert len(done.output.splitlines()) == 1, done.output
+            assert message in done.output
