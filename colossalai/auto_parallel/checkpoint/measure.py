@@ -103,7 +103,7 @@ def measure_step(step: TrainingStep) -> Whole | None:
 
 
 def _with_gaps(peak: int) -> int:
-    """What the same step may need another time: the allocator of CUDA gives blocks of up to 1 MiB more than was
+    """What the same step may need another time: CUDA's allocator gives blocks of up to 1 MiB more than was
     asked for, as they happen to lie free.  Seen on an H200: 2 MiB of 650 MiB.
     """
     return peak + min(peak // 128, 64 << 20)
