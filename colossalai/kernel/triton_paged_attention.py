@@ -194,7 +194,7 @@ def paged_attention(
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
     shared, batch = heads // shared_heads, lengths.numel()
-    padded = triton.next_power_of_2(width)
+    padded = max(16, triton.next_power_of_2(width))  # tl.dot takes no fewer
     full = query.dtype == torch.float32
     rows, keys, warps, stages = _tiles(max_query * shared, padded, full, exact)
     single = max_query == 1 and tokens == batch and shared <= rows and not exact

@@ -9,7 +9,7 @@ import pytest
 
 import colossalai
 from colossalai.inference import Generator, Sampling, load_model
-from colossalai.testing import skip_if_not_enough_gpus, spawn
+from colossalai.testing import spawn
 from colossalai.utils import get_current_device
 from tests.inference.models import NAMED, build, greedy, prompts
 
@@ -23,7 +23,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@skip_if_not_enough_gpus(1)
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", [*NAMED, "mistral", "mixtral", "titans"])
 def test_a_gpu_writes_what_the_model_writes(name: str) -> None:
     model = build(name)
@@ -50,7 +50,7 @@ def write(rank: int, world_size: int, port: int, path: Path) -> Any:
     return [c.tokens for c in Generator(model, page_size=4).generate(prompts(), GREEDY)]
 
 
-@skip_if_not_enough_gpus(1)
+@pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_on_one_gpu_write_what_the_model_writes(ranks: int, tmp_path: Path) -> None:
     model = build("llama")

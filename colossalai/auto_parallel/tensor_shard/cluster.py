@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -104,8 +105,14 @@ def device_of(model: torch.nn.Module) -> DevicePreset:
     first: Any = next(model.parameters(), None)
     kind = "cpu" if first is None else first.device.type
     if kind == "cuda" or (kind == "meta" and torch.cuda.is_available()):
+        name = torch.cuda.get_device_name()
         try:
-            return device_preset(torch.cuda.get_device_name())
+            return device_preset(name)
         except ValueError:
+            warnings.warn(
+                f"the speed of {name!r} is not known: operations cost what they would on an A100, so a plan"
+                " may weigh them wrongly against communication",
+                stacklevel=2,
+            )
             return DEVICES["a100"]
     return DEVICES["cpu"]
