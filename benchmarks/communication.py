@@ -30,6 +30,7 @@ import colossalai.nn as col_nn
 from colossalai.mesh import Mesh, count_communication, local_shape
 from colossalai.nn.modes import TensorParallel, mode_1d, mode_2d, mode_2p5d, mode_3d
 from colossalai.testing import fake_world
+from docs.translated_tables import write_tables
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/source/en" / "tensor_parallel_costs.md"
 WORD = 4  # bytes of a float
@@ -247,6 +248,7 @@ def with_tables(page: str) -> str:
 if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
         PAGE.write_text(with_tables(PAGE.read_text()))
+        write_tables(PAGE.stem)
         print(f"wrote {PAGE}")
     else:
         print("\n\n".join(tables().values()))

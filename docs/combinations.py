@@ -1,7 +1,7 @@
 """``python -m docs.combinations``: which plugin works with which precision, tensor mode and pipeline.
 
 Every cell is tried: a small model takes two training steps on ranks of this machine's CPU.  What is refused
-has the words of the error.  The tables on the page ``combinations.md`` are written again.
+has the words of the error.  The tables on the pages ``combinations.md`` are written again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from colossalai.booster.plans import choose_plan
 from colossalai.pipeline.schedule import SCHEDULES
 from colossalai.testing import spawn
 from docs.pages import ENGLISH
+from docs.translated_tables import write_tables
 
 PAGE = ENGLISH / "combinations.md"
 PLUGINS = ("none", "ddp", "fsdp", "zero1", "zero2", "gemini", "gemini_cuda")
@@ -162,3 +163,4 @@ def written(text: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text()))
+    write_tables(PAGE.stem)

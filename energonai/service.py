@@ -67,9 +67,9 @@ def launch_config_engine(config: ServiceConfig, tokenizer: Any) -> AsyncEngine:
 
 
 def _forward() -> Any:
-    from colossalai.serving.forward import Forward
+    from colossalai.serving.forward import BatchForward
 
-    return Forward
+    return BatchForward
 
 
 def open_tokenizer(path: Any) -> Any:

@@ -39,7 +39,7 @@ class Asked:
         return self.kv_heads * (self.key_size + self.value_size) * self.dtype.itemsize
 
 
-class Watch(AttentionWatch):
+class AttentionProbe(AttentionWatch):
     """Attends in the place of every module of ``model`` to one sequence, and notes what they ask for.
 
     What cannot be had is noted too, and the pass goes on: other stages of a pipeline wait for its end.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossalai.inference.discovery import Asked, Watch
+from colossalai.inference.discovery import Asked, AttentionProbe
 from colossalai.inference.inputs import StepInputs
 from colossalai.inference.stages import Team
 from colossalai.mesh import redistribute
@@ -41,7 +41,7 @@ class Runner:
 
     def discover(self, tokens: Tensor) -> dict[nn.Module, Asked]:
         """Run the model on ``tokens`` (1, tokens), and see what its modules ask of attention."""
-        watch = Watch(self.model)
+        watch = AttentionProbe(self.model)
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         with watch.watching():
             self._pass(tokens, positions, ("watch", tokens.shape[1]), None)

@@ -14,8 +14,8 @@ from typing import Any
 
 from colossalai.serving.batching import BatchManager, SubmitEntry, TaskEntry
 from colossalai.serving.errors import QueueFullError, ServiceError
-from colossalai.serving.forward import Forward
-from colossalai.serving.ranks import Died, Message, Ranks
+from colossalai.serving.forward import BatchForward
+from colossalai.serving.ranks import Died, RankMessage, Ranks
 from colossalai.serving.service import Answer, Service, log
 from colossalai.serving.worker import FAILED, Job
 
@@ -201,7 +201,7 @@ def launch_engine(
     The script that calls it must do so under ``if __name__ == "__main__":``, as any that starts processes.
     """
     job = Job(
-        Forward,
+        BatchForward,
         {"model_fn": model_fn, "model_kwargs": model_kwargs},
         tp=tp_world_size,
         pp=pp_world_size,
@@ -239,10 +239,10 @@ def _work_for_another_node(job: Job) -> None:
     """Run the ranks of this node until the service, on the first node, has ended."""
     failed: list[str] = []
 
-    def note(message: Message | Died) -> None:
+    def note(message: RankMessage | Died) -> None:
         if isinstance(message, Died) and "exit code 0" not in message.how and "SIGKILL" not in message.how:
             failed.append(f"rank {message.rank}: {message.how}")
-        elif isinstance(message, Message) and message.kind == FAILED:
+        elif isinstance(message, RankMessage) and message.kind == FAILED:
             failed.append(f"rank {message.rank}: {message.value['summary']}")
 
     ranks = Ranks(job, note)

@@ -20,7 +20,7 @@ from colossalai.nn.policies.stages.stage import ModelStage
 from colossalai.serving.generation import HEARTBEAT
 from colossalai.serving.loading import cut
 from colossalai.serving.wire import pack, unpack
-from colossalai.serving.worker import EVENTS, STOP, Link
+from colossalai.serving.worker import EVENTS, STOP, ServiceLink
 from colossalai.utils import get_current_device
 
 _OF_THE_REQUEST = (
@@ -34,7 +34,7 @@ _OF_THE_REQUEST = (
 )
 
 
-class Forward:
+class BatchForward:
     """Run batches through this rank's part of a model.
 
     What ``model_fn(**model_kwargs)`` returns may be cut already, by the launched job; else it is cut here as
@@ -56,7 +56,7 @@ class Forward:
         self._first = gpc.is_first_rank(ParallelMode.PIPELINE) if gpc.pipeline_parallel_size > 1 else True
         self._last = gpc.is_last_rank(ParallelMode.PIPELINE) if gpc.pipeline_parallel_size > 1 else True
 
-    def run(self, link: Link) -> None:
+    def run(self, link: ServiceLink) -> None:
         with torch.inference_mode():
             while True:
                 for kind, value in link.take(HEARTBEAT):
@@ -65,7 +65,7 @@ class Forward:
                     if kind == "forward":
                         self._answer(link, *value)
 
-    def _answer(self, link: Link, uid: int, data: Any) -> None:
+    def _answer(self, link: ServiceLink, uid: int, data: Any) -> None:
         together = _generates(self._model, data)
         answers = link.rank == 0 if together else self._answers
         result = self._generate(data) if together else self._forward(data)

@@ -24,7 +24,7 @@ class RequestError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PromptProgress:
     """What has come for one of several prompts since the last part."""
 
     index: int
@@ -138,7 +138,9 @@ class TextModel:
                 code="context_length_exceeded",
             )
 
-    async def stream(self, requests: Sequence[tuple[Sequence[int], Sampling]]) -> AsyncGenerator[Part, None]:
+    async def stream(
+        self, requests: Sequence[tuple[Sequence[int], Sampling]]
+    ) -> AsyncGenerator[PromptProgress, None]:
         """Yield what comes for each of ``requests``, in the order in which it comes; close it to cancel.
 
         All requests are accepted, or none: ``QueueFullError`` and ``ServiceError`` come before the first
@@ -188,7 +190,7 @@ class TextModel:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _join(index: int, answers: Sequence[Answer]) -> Part:
+def _join(index: int, answers: Sequence[Answer]) -> PromptProgress:
     """One part of several answers; raises what went wrong."""
     values = []
     for answer in answers:
@@ -200,7 +202,7 @@ def _join(index: int, answers: Sequence[Answer]) -> Part:
         if value.get("error") is not None or value.get("finish_reason") == "error":
             raise ServiceError(value.get("error") or "the generator gave up this request")
         values.append(value)
-    return Part(
+    return PromptProgress(
         index,
         tuple(token for value in values for token in value.get("tokens", ())),
         "".join(value.get("text", "") for value in values),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from colossalai.inference import Event, Sampling
-from colossalai.serving.worker import BEAT, EVENTS, STOP, Link
+from colossalai.serving.worker import BEAT, EVENTS, STOP, ServiceLink
 
 HEARTBEAT = 5.0
 """Seconds after which an idle generator makes an empty step: ranks that follow wait in a collective, which
@@ -26,7 +26,7 @@ class Generation:
         self._generator = build(**options)
         self._told = 0.0
 
-    def run(self, link: Link) -> None:
+    def run(self, link: ServiceLink) -> None:
         if link.rank != 0:
             self._generator.follow()
             return
@@ -39,7 +39,7 @@ class Generation:
                 self._told = now
                 link.send(BEAT, dataclasses.asdict(self._generator.stats()))
 
-    def _take(self, link: Link) -> bool:
+    def _take(self, link: ServiceLink) -> bool:
         """All orders that have come; False at the end."""
         for kind, value in link.take(HEARTBEAT if self._generator.idle else 0.0):
             if kind == STOP:
@@ -51,7 +51,7 @@ class Generation:
                 self._generator.cancel(value)
         return True
 
-    def _submit(self, link: Link, uid: int, request: dict[str, Any]) -> None:
+    def _submit(self, link: ServiceLink, uid: int, request: dict[str, Any]) -> None:
         try:
             self._generator.submit(request["prompt"], Sampling(**request["sampling"]), uid=uid)
         except (ValueError, TypeError) as error:

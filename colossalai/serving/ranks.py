@@ -26,7 +26,7 @@ _REMOTE_START = 600.0  # seconds in which the ranks of other nodes must report
 
 
 @dataclass(frozen=True)
-class Message:
+class RankMessage:
     rank: int
     kind: str
     value: Any
@@ -44,7 +44,7 @@ class Ranks:
     What ranks say, and that one died, goes to ``report`` from threads of this object.
     """
 
-    def __init__(self, job: Job, report: Callable[[Message | Died], None]) -> None:
+    def __init__(self, job: Job, report: Callable[[RankMessage | Died], None]) -> None:
         self.job = job
         self._report = report
         self._channels: dict[int, Channel] = {}
@@ -173,7 +173,7 @@ class Ranks:
                 if kind == STACKS:
                     self._stacks[rank] = str(value)
                 else:
-                    self._report(Message(rank, kind, value))
+                    self._report(RankMessage(rank, kind, value))
         except (OSError, WireError) as error:
             self._lost(rank, str(error))
             return
@@ -272,5 +272,5 @@ def describe_exit(code: int | None) -> str:
     return f"its process was ended by {name}{more}"
 
 
-def is_failure(message: Message | Died) -> bool:
+def is_failure(message: RankMessage | Died) -> bool:
     return isinstance(message, Died) or message.kind == FAILED

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from colossalai.serving.errors import QueueFullError, ServiceError, StartError
-from colossalai.serving.ranks import Died, Message, Ranks
+from colossalai.serving.ranks import Died, RankMessage, Ranks
 from colossalai.serving.worker import BEAT, EVENTS, FAILED, READY, STOP, Job
 
 State = Literal["starting", "ready", "restarting", "ended"]
@@ -91,7 +91,7 @@ class Service:
         self._pending: dict[int, Deliver] = {}
         self._uids = itertools.count(1)
         self._ranks: Ranks | None = None
-        self._arrived: queue.SimpleQueue[tuple[Ranks | None, Message | Died]] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[Ranks | None, RankMessage | Died]] = queue.SimpleQueue()
         self._heard = time.monotonic()
         self._recent: deque[float] = deque()
         self._changed = threading.Condition(self._lock)
@@ -203,7 +203,7 @@ class Service:
             self._log(f"the ranks did not start:\n{ranks.where_they_are()}")
             self._fail(f"the ranks did not start within {self._start_timeout:g} s", ranks)
 
-    def _take(self, message: Message | Died) -> None:
+    def _take(self, message: RankMessage | Died) -> None:
         assert self._ranks is not None
         if isinstance(message, Died) or message.kind == FAILED:
             self._fail(self._cause(message, self._ranks), self._ranks)
@@ -225,7 +225,7 @@ class Service:
             if deliver is not None:
                 deliver(Answer(uid, value, last))
 
-    def _cause(self, first: Message | Died, ranks: Ranks) -> str:
+    def _cause(self, first: RankMessage | Died, ranks: Ranks) -> str:
         """The most telling of the failures that come together: a rank that died, then the first that
         raised.
         """

@@ -35,7 +35,7 @@ SNAPSHOT, STOP = "snapshot", "stop"
 READY, STACKS, FAILED, EVENTS, BEAT = "ready", "stacks", "failed", "events", "beat"
 
 
-class Link:
+class ServiceLink:
     """A rank's connection to its service, as its program sees it."""
 
     def __init__(self, channel: Channel, rank: int) -> None:
@@ -53,17 +53,17 @@ class Link:
             return
 
 
-class Program(Protocol):
+class RankProgram(Protocol):
     """What the ranks of a service do: built on each rank after the launch, then run until ``STOP`` comes."""
 
-    def run(self, link: Link) -> None: ...
+    def run(self, link: ServiceLink) -> None: ...
 
 
 @dataclass(frozen=True)
 class Job:
     """The ranks of a service and what they run.  It is given to processes by multiprocessing alone."""
 
-    program: Callable[..., Program]
+    program: Callable[..., RankProgram]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     tp: int = 1
     pp: int = 1
@@ -134,7 +134,7 @@ def run_worker(end: socket.socket | None, lifeline: Connection, post: Post) -> N
     if end is None:
         channel.authenticate(post.job.secret, accepts=False)
         channel.send("rank", post.rank)
-    link = Link(channel, post.rank)
+    link = ServiceLink(channel, post.rank)
     threading.Thread(target=_listen, args=(channel, link), name="service", daemon=True).start()
     try:
         _launch(post)
@@ -192,7 +192,7 @@ def _launch(post: Post) -> None:
     )
 
 
-def _listen(channel: Channel, link: Link) -> None:
+def _listen(channel: Channel, link: ServiceLink) -> None:
     """Read until the service is gone; then this process and its children end."""
     try:
         while (message := channel.receive()) is not None:
@@ -205,7 +205,7 @@ def _listen(channel: Channel, link: Link) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def _report(link: Link, error: BaseException) -> None:
+def _report(link: ServiceLink, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".strip().rstrip(":")
     try:

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from colossalai.cli.app import cli
 from colossalai.cli.benchmark import command, runner
-from colossalai.cli.benchmark.measure import Request
+from colossalai.cli.benchmark.measure import MeasureRequest
 from colossalai.cli.benchmark.models import MLP, BenchmarkBlock, ModelSizes
 from colossalai.cli.benchmark.plans import BenchmarkPlan, all_plans
 from colossalai.cli.spawned import progress
@@ -110,7 +110,7 @@ def test_no_plan_works(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", [BenchmarkPlan(1, None), BenchmarkPlan(4, "2d")], ids=["serial", "2d"])
 def test_models(model: str, plan: BenchmarkPlan) -> None:
     shape = ModelSizes(batch_size=4, seq_len=3, dimension=32, layers=1)
-    request = Request(model=model, shape=shape, warmup_steps=0, profile_steps=1, device="cpu")
+    request = MeasureRequest(model=model, shape=shape, warmup_steps=0, profile_steps=1, device="cpu")
     outcome = runner.run_plan(plan, request, timeout=60)
     assert outcome.error is None
     assert outcome.result is not None

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from colossalai.booster.plugin import GeminiPlugin
-from docs import combinations, reference
+from docs import combinations, reference, translated_tables
 from docs.pages import ENGLISH, ROOT
 from tests.documents.api_left import MISSING
 from tests.documents.test_api_names import PROMISES
@@ -64,6 +64,13 @@ def test_the_tables_of_combinations_are_those_of_the_code() -> None:
     pytest.importorskip("transformers", reason="needs `pip install transformers`")
     page = combinations.PAGE.read_text()
     assert combinations.written(page) == page, "run `python -m docs.combinations`"
+
+
+@pytest.mark.parametrize("name", translated_tables.WORDS)
+def test_tables_of_chinese_pages_are_those_of_the_english_ones(name: str) -> None:
+    page = (translated_tables.CHINESE / f"{name}.md").read_text()
+    assert translated_tables.with_tables(name) == page, "run `python -m docs.translated_tables`"
+    assert page.count("|") == (ENGLISH / f"{name}.md").read_text().count("|")
 
 
 def test_pictures_are_small_and_used() -> None:

@@ -9,7 +9,7 @@ import time
 
 from tests.habits.habit import all_habits
 from tests.habits.judge import GOOD
-from tests.habits.page import PAGE, read_table, render, write_table
+from tests.habits.page import read_table, write_pages, write_table
 from tests.habits.plans import PLANS
 from tests.habits.run import run_column
 
@@ -25,7 +25,7 @@ def main() -> None:
                 print(f"  {name}: {cell.outcome}: {cell.words[:300]}", flush=True)
         write_table(table)
     if all(plan in table for plan in PLANS):
-        PAGE.write_text(render(table))
+        write_pages(table)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """The table on paper: ``table.json`` holds the outcomes, ``habits.md`` is made of them and of the words
-of the rows.
+of the rows; ``zh-Hans.json`` has these words in Chinese.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -18,6 +19,7 @@ Table = dict[str, dict[str, Cell]]  # by plan and habit
 
 TABLE = Path(__file__).parent / "table.json"
 PAGE = Path(__file__).parents[2] / "docs/source/en" / "habits.md"
+CHINESE = PAGE.parents[1] / "zh-Hans" / PAGE.name
 _LONGEST = 240
 _WRAPPER = textwrap.TextWrapper(110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 _MORE = " ..."  # of words that were made short
@@ -44,6 +46,31 @@ policies `cpu`, `auto` and `cuda`, *tensor* is [`parallelize`](parallelize.md) i
 """
 
 
+@dataclass(frozen=True)
+class Words:
+    """What the page says in a language; errors stay in English."""
+
+    head: str
+    titles: Mapping[str, str] = field(default_factory=dict)  # of habits by name
+    words: Mapping[str, str] = field(default_factory=dict)  # by the English ones
+
+    def title(self, habit: Habit) -> str:
+        return _escaped(self.titles.get(habit.name, habit.title))
+
+    def __getitem__(self, english: str) -> str:
+        return self.words.get(english, english)
+
+
+def chinese() -> Words:
+    raw = json.loads(Path(__file__).with_name("zh-Hans.json").read_text())
+    return Words("\n".join([*raw["head"], ""]), raw["titles"], raw["words"])
+
+
+def write_pages(table: Table) -> None:
+    PAGE.write_text(render(table))
+    CHINESE.write_text(render(table, chinese()))
+
+
 def read_table() -> Table:
     raw = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     return {plan: {name: Cell(*cell) for name, cell in cells.items()} for plan, cells in raw.items()}
@@ -58,26 +85,27 @@ def write_table(table: Table) -> None:
     TABLE.write_text(json.dumps(plain, indent=1) + "\n")
 
 
-def render(table: Table) -> str:
-    """The page."""
-    parts = [HEAD]
+def render(table: Table, words: Words | None = None) -> str:
+    """The page, in English where no `words` are given."""
+    words = words or Words(HEAD)
+    parts = [words.head]
     for theme, rows in groupby(all_habits().values(), key=lambda habit: habit.theme):
-        parts.append("\n".join(_theme(theme, list(rows), table)))
+        parts.append("\n".join(_theme(theme, list(rows), table, words)))
     return "\n".join(parts)
 
 
-def _theme(theme: str, rows: list[Habit], table: Table) -> Iterator[str]:
-    yield f"## {theme}\n"
-    yield "| habit | " + " | ".join(plan.title for plan in PLANS.values()) + " |"
+def _theme(theme: str, rows: list[Habit], table: Table, words: Words) -> Iterator[str]:
+    yield f"## {words[theme]}\n"
+    yield f"| {words['habit']} | " + " | ".join(words[plan.title] for plan in PLANS.values()) + " |"
     yield "|---" * (len(PLANS) + 1) + "|"
     for row in rows:
-        cells = [_MARK[table[plan][row.name].outcome] for plan in PLANS]
-        yield f"| {_escaped(row.title)} | " + " | ".join(cells) + " |"
+        cells = [words[_MARK[table[plan][row.name].outcome]] for plan in PLANS]
+        yield f"| {words.title(row)} | " + " | ".join(cells) + " |"
     yield ""
     for row in rows:
-        instead = f" Instead: {row.instead}." if row.instead else ""
-        if said := list(_said({plan: table[plan][row.name] for plan in PLANS})):
-            text = f"- {_escaped(row.title)}: {'; '.join(said)}.{instead}"
+        instead = f" {words['Instead']}: {words[row.instead]}." if row.instead else ""
+        if said := list(_said({plan: table[plan][row.name] for plan in PLANS}, words)):
+            text = f"- {words.title(row)}: {'; '.join(said)}.{instead}"
             yield from textwrap.wrap(
                 text, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
             )
@@ -87,11 +115,11 @@ def _theme(theme: str, rows: list[Habit], table: Table) -> Iterator[str]:
 _MARK = {EQUAL: "equal", PIECE: "piece", REFUSED: "refused", UNWRITTEN: "-"}
 
 
-def _said(cells: Mapping[str, Cell]) -> Iterator[str]:
+def _said(cells: Mapping[str, Cell], language: Words) -> Iterator[str]:
     """Who refuses in which words."""
     refused = {plan: cell.words for plan, cell in cells.items() if cell.outcome == REFUSED}
     for words in dict.fromkeys(refused.values()):
-        who = ", ".join(PLANS[plan].title for plan in refused if refused[plan] == words)
+        who = ", ".join(language[PLANS[plan].title] for plan in refused if refused[plan] == words)
         yield f"{who}: “{_escaped(words)}”"
 
 

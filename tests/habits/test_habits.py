@@ -8,7 +8,7 @@ from torch.torch_version import TorchVersion
 
 from tests.habits.habit import all_habits
 from tests.habits.judge import CLEAR_WORDS_OF_TORCH, GOOD, REFUSED, Cell
-from tests.habits.page import PAGE, read_table, render, short
+from tests.habits.page import CHINESE, PAGE, chinese, read_table, render, short
 from tests.habits.plans import PLANS
 from tests.habits.run import run_column
 
@@ -31,6 +31,14 @@ def test_every_habit_has_an_answer_under_every_plan() -> None:
 
 def test_the_page_is_that_of_the_table() -> None:
     assert PAGE.read_text() == render(read_table()), AGAIN
+    assert CHINESE.read_text() == render(read_table(), chinese()), AGAIN
+
+
+def test_every_habit_is_translated() -> None:
+    words, habits = chinese(), all_habits().values()
+    assert list(words.titles) == [habit.name for habit in habits]
+    prose = {habit.theme for habit in habits} | {habit.instead for habit in habits if "` " in habit.instead}
+    assert sorted(prose - set(words.words)) == []
 
 
 @pytest.mark.parametrize(

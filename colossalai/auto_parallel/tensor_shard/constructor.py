@@ -18,7 +18,7 @@ from colossalai.auto_parallel.tensor_shard.sharding_strategy import (
 )
 from colossalai.auto_parallel.tensor_shard.strategies.costs import CostModel, StrategyCost
 from colossalai.auto_parallel.tensor_shard.strategies.moves import MoveCosts
-from colossalai.auto_parallel.tensor_shard.strategies.placements import Placement
+from colossalai.auto_parallel.tensor_shard.strategies.placements import CutOperation
 from colossalai.auto_parallel.tensor_shard.strategies.problem import PlanProblem, Vertex, plan_problem
 from colossalai.device import DeviceMesh
 from colossalai.device.presets import DEVICES, DevicePreset
@@ -89,7 +89,7 @@ class StrategiesConstructor:
             self.leaf_strategies.append(vector)
             self.strategy_map[vector.node] = vector
 
-    def _strategy(self, vertex: Vertex, placement: Placement, cost: StrategyCost) -> ShardingStrategy:
+    def _strategy(self, vertex: Vertex, placement: CutOperation, cost: StrategyCost) -> ShardingStrategy:
         specs: dict[OperationData, ShardingSpec] = {}
         node = vertex.node
         if node is not None:

@@ -12,7 +12,7 @@ import click
 from colossalai.cli.benchmark.serve import serve
 
 if TYPE_CHECKING:
-    from colossalai.cli.benchmark.measure import Request
+    from colossalai.cli.benchmark.measure import MeasureRequest
 
 _POSITIVE = click.IntRange(min=1)
 _CPU_RANKS = 4  # the fewest on which a grid of two dims exists
@@ -97,11 +97,11 @@ def benchmark(
     if context.invoked_subcommand is not None:
         return
     target = _picture(output)
-    from colossalai.cli.benchmark.measure import Request
+    from colossalai.cli.benchmark.measure import MeasureRequest
     from colossalai.cli.benchmark.models import ModelSizes
 
     device, gpus = _devices(device, gpus)
-    request = Request(
+    request = MeasureRequest(
         model=model,
         shape=ModelSizes(batch_size=batch_size, seq_len=seq_len, dimension=dimension, layers=layers),
         warmup_steps=warmup_steps,
@@ -114,7 +114,7 @@ def benchmark(
 benchmark.add_command(serve)
 
 
-def _run(gpus: int, request: Request, target: Path | None, timeout: float) -> int:
+def _run(gpus: int, request: MeasureRequest, target: Path | None, timeout: float) -> int:
     from colossalai.cli.benchmark import report
     from colossalai.cli.benchmark.plans import all_plans
     from colossalai.cli.benchmark.runner import run_plan

@@ -22,7 +22,7 @@ from colossalai.utils.live_bytes import LiveBytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class MeasureRequest:
     """The measurement to make under every plan."""
 
     model: str
@@ -51,7 +51,13 @@ class Measurement:
 
 
 def measure(
-    rank: int, world_size: int, port: int, *, plan: BenchmarkPlan, request: Request, ticks: str | None = None
+    rank: int,
+    world_size: int,
+    port: int,
+    *,
+    plan: BenchmarkPlan,
+    request: MeasureRequest,
+    ticks: str | None = None,
 ) -> Measurement:
     """Run ``request`` as one rank of ``plan``; rank 0 adds a byte to the file ``ticks`` after every step."""
     backend = "nccl" if request.device == "cuda" else "gloo"
@@ -60,7 +66,7 @@ def measure(
 
 
 class _Measurement:
-    def __init__(self, request: Request, ticks: str | None) -> None:
+    def __init__(self, request: MeasureRequest, ticks: str | None) -> None:
         self.request, self.ticks = request, Path(ticks) if ticks else None
         self.device = get_current_device()
         row = MODELS[request.model]

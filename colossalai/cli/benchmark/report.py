@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from colossalai.cli.benchmark.measure import Measurement, Request
+from colossalai.cli.benchmark.measure import Measurement, MeasureRequest
 from colossalai.cli.benchmark.runner import BenchmarkOutcome
 
 MB = 1024 * 1024
@@ -18,7 +18,7 @@ _COLUMNS: dict[str, Callable[[Measurement], float]] = {
 }
 
 
-def parameter_lines(devices: int, request: Request) -> list[str]:
+def parameter_lines(devices: int, request: MeasureRequest) -> list[str]:
     shape = request.shape
     given = {
         "gpus": devices,
@@ -70,7 +70,7 @@ def _step(result: Measurement) -> float:
     return result.forward + result.backward
 
 
-def plot(outcomes: Sequence[BenchmarkOutcome], path: Path, request: Request) -> Path:
+def plot(outcomes: Sequence[BenchmarkOutcome], path: Path, request: MeasureRequest) -> Path:
     """A bar per plan in four panels: forward, backward, memory, bytes."""
     import matplotlib as mpl
 

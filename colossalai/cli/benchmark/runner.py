@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from colossalai.cli.benchmark.measure import Measurement, Request, measure
+from colossalai.cli.benchmark.measure import Measurement, MeasureRequest, measure
 from colossalai.cli.benchmark.plans import BenchmarkPlan
 from colossalai.cli.spawned import gpus_hidden, progress
 from colossalai.testing import RankError, spawn
@@ -26,7 +26,7 @@ class BenchmarkOutcome:
     error: str | None = None
 
 
-def run_plan(plan: BenchmarkPlan, request: Request, timeout: float) -> BenchmarkOutcome:
+def run_plan(plan: BenchmarkPlan, request: MeasureRequest, timeout: float) -> BenchmarkOutcome:
     """Measure ``plan``; of several ranks the slowest and the fullest counts."""
     with tempfile.TemporaryDirectory(prefix="colossalai-benchmark-") as folder, gpus_hidden(request.device):
         ticks = Path(folder) / "ticks"

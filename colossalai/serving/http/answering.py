@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from colossalai.inference import Sampling
 from colossalai.serving.errors import QueueFullError, ServiceError
-from colossalai.serving.front import Part, RequestError, TextModel
+from colossalai.serving.front import PromptProgress, RequestError, TextModel
 from colossalai.serving.http.guard import Receive, Scope, Send, error_body
-from colossalai.serving.http.metrics import Metrics, Timer
+from colossalai.serving.http.metrics import GenerationTimer, Metrics
 from colossalai.serving.http.settings import Settings
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Context:
 
 
 @dataclass
-class Choice:
+class PromptAnswer:
     """All that has come for one prompt."""
 
     tokens: list[int] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Choice:
     prompt_logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def add(self, part: Part) -> None:
+    def add(self, part: PromptProgress) -> None:
         self.tokens += part.tokens
         self.text += part.text
         self.logprobs += part.logprobs
@@ -90,9 +90,9 @@ def as_api_error(error: Exception, queue_full: int = 429) -> ApiError:
     raise error
 
 
-async def timed(context: Context, requests: Requests) -> AsyncGenerator[Part, None]:
+async def timed(context: Context, requests: Requests) -> AsyncGenerator[PromptProgress, None]:
     """The parts of ``TextModel.stream``, counted, and within the time that the server allows."""
-    timers = [Timer(context.metrics, len(prompt)) for prompt, _ in requests]
+    timers = [GenerationTimer(context.metrics, len(prompt)) for prompt, _ in requests]
     reason = "cancelled"
     try:
         async with contextlib.aclosing(context.model.stream(requests)) as parts:
@@ -115,11 +115,11 @@ async def timed(context: Context, requests: Requests) -> AsyncGenerator[Part, No
             timer.end(reason)
 
 
-async def collect(context: Context, request: Request, requests: Requests) -> list[Choice]:
+async def collect(context: Context, request: Request, requests: Requests) -> list[PromptAnswer]:
     """The whole answers, unless the client leaves before."""
 
-    async def gather() -> list[Choice]:
-        choices = [Choice() for _ in requests]
+    async def gather() -> list[PromptAnswer]:
+        choices = [PromptAnswer() for _ in requests]
         async with contextlib.aclosing(timed(context, requests)) as parts:
             async for part in parts:
                 choices[part.index].add(part)

@@ -14,10 +14,11 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+import colossalai.serving.http.generation as generation
+import colossalai.serving.http.openai as openai
 from colossalai._version import __version__
 from colossalai.serving.errors import QueueFullError, ServiceError
 from colossalai.serving.front import RequestError, TextModel
-from colossalai.serving.http import generation, openai
 from colossalai.serving.http.answering import ApiError, ClientGone, Context, as_api_error
 from colossalai.serving.http.guard import Guard, error_body
 from colossalai.serving.http.metrics import Metrics

@@ -65,7 +65,7 @@ class _OfService(Collector):
             yield GaugeMetricFamily(f"colossalai_generator_{name}", "See GeneratorStats.", float(value))
 
 
-class Timer:
+class GenerationTimer:
     """Times one generation for the histograms."""
 
     def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from colossalai.inference import Sampling
 from colossalai.serving.front import RequestError, TextModel
-from colossalai.serving.http.answering import ApiError, Choice, Context, EventStream, collect, timed
+from colossalai.serving.http.answering import ApiError, Context, EventStream, PromptAnswer, collect, timed
 from colossalai.serving.http.schemas import ChatBody, Common, CompletionBody
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -83,7 +83,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         return await EventStream.begin(_completion_events(context, body, requests, frame), request)
     choices = await collect(context, request, requests)
     if length == 0:  # the generator makes at least one token
-        choices = [Choice(prompt_logprobs=c.prompt_logprobs, finish_reason="length") for c in choices]
+        choices = [PromptAnswer(prompt_logprobs=c.prompt_logprobs, finish_reason="length") for c in choices]
     rows = []
     for index, (choice, (tokens, _)) in enumerate(zip(choices, requests, strict=True)):
         echoed = context.model.decode(tokens) if body.echo else ""
@@ -173,7 +173,7 @@ class _Frame:
         return {"id": self.id, "object": self.kind + suffix, "created": self.created, "model": self.model}
 
 
-def _usage(requests: Sequence[Any], choices: Sequence[Choice], n: int) -> dict[str, int]:
+def _usage(requests: Sequence[Any], choices: Sequence[PromptAnswer], n: int) -> dict[str, int]:
     prompt = sum(len(tokens) for tokens, _ in requests[::n])
     output = sum(len(choice.tokens) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
@@ -188,7 +188,7 @@ async def _completion_events(
         listed = None
         if body.logprobs is not None:
             listed = _completion_logprobs(
-                context.model, Choice(logprobs=list(part.logprobs)), (), offsets[part.index]
+                context.model, PromptAnswer(logprobs=list(part.logprobs)), (), offsets[part.index]
             )
             offsets[part.index] += sum(map(len, listed["tokens"]))
         return _completion_row(part.index, part.text, part.finish_reason, listed)
@@ -229,7 +229,7 @@ async def _events(
     """Chunks with one choice each, then, if it is wanted, the usage."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     more = {"usage": None} if wants_usage else {}
-    choices = [Choice() for _ in requests]
+    choices = [PromptAnswer() for _ in requests]
     async with aclosing(timed(context, requests)) as parts:
         async for part in parts:
             choices[part.index].add(part)
@@ -244,7 +244,7 @@ def _completion_row(index: int, text: str, reason: str | None, logprobs: Any) ->
 
 
 def _completion_logprobs(
-    model: TextModel, choice: Choice, prompt: Sequence[int], offset: int = 0
+    model: TextModel, choice: PromptAnswer, prompt: Sequence[int], offset: int = 0
 ) -> dict[str, Any]:
     """Of the prompt, if it is echoed, the first token has no probability."""
     listed: list[Any] = [*choice.prompt_logprobs, *choice.logprobs] if prompt else choice.logprobs

@@ -16,7 +16,7 @@ from colossalai.booster import Booster
 from colossalai.checkpoint_io.files.training import load_checkpoint
 from colossalai.testing.fuzz.cases import Case
 from colossalai.testing.fuzz.plans import PlanSpec
-from colossalai.testing.fuzz.pool import Answer, RankPool, Task, TaskResult, load_text
+from colossalai.testing.fuzz.pool import RankAnswer, RankPool, Task, TaskResult, load_text
 from colossalai.testing.fuzz.script import case_text, cuts_of
 
 Log = list[tuple[str, int, Any]]
@@ -190,7 +190,7 @@ def _end_of(result: TaskResult, name: str, plan: PlanSpec) -> CaseVerdict | None
     return CaseVerdict(REFUSED, str(refusals[0].error), details)
 
 
-def _told(rank: int, answer: Answer | None) -> str:
+def _told(rank: int, answer: RankAnswer | None) -> str:
     if answer is None:
         return f"rank {rank} did not answer"
     return f"rank {rank}: {answer.error or 'done'}\n{answer.traceback}"

@@ -64,7 +64,7 @@ class Task:
 
 
 @dataclass
-class Answer:
+class RankAnswer:
     """The answer of one rank to a task: its log, and the exception that it raised."""
 
     log: list[tuple[str, int, Any]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Answer:
 class TaskResult:
     """The result of a task: the answers of all ranks, None where one is missing, and the reason."""
 
-    answers: list[Answer | None]
+    answers: list[RankAnswer | None]
     stuck: str = ""  # where the ranks were, if some did not answer
     output: str = ""
 
@@ -107,7 +107,7 @@ class RankPool:
         self._output.seek(0)
         self._output.truncate()
         self._store.set(f"task/{number}", pickle.dumps(task))  # type: ignore[arg-type]
-        answers: list[Answer | None] = [None] * self.ranks
+        answers: list[RankAnswer | None] = [None] * self.ranks
         watch = _Watch([handle._pid for handle in self._handles], limit)
         while None in answers and watch.patient:
             self._pump(_POLL)
@@ -119,7 +119,7 @@ class RankPool:
             for handle in self._handles:
                 if answers[handle.rank] is None and isinstance(handle.outcome, Raised):
                     failure = handle.failure
-                    answers[handle.rank] = Answer(error=failure.headline, traceback=failure.traceback)
+                    answers[handle.rank] = RankAnswer(error=failure.headline, traceback=failure.traceback)
                     watch.hurry()
         stuck = self._where() if None in answers else ""
         return TaskResult(answers, stuck, self._output.getvalue()[-4000:])
@@ -197,8 +197,8 @@ def _serve(rank: int, world_size: int, port: int, prepare: Callable[[], None] | 
         number += 1
 
 
-def _do(task: Task, rank: int, world_size: int, port: int) -> Answer:
-    answer = Answer()
+def _do(task: Task, rank: int, world_size: int, port: int) -> RankAnswer:
+    answer = RankAnswer()
 
     def log(name: str, step: int, value: Any) -> None:
         answer.log.append((name, step, value))

@@ -12,7 +12,7 @@ from torch import nn
 from colossalai.auto_parallel.tensor_shard.constructor import StrategiesConstructor
 from colossalai.auto_parallel.tensor_shard.initialize import build_strategy_constructor
 from colossalai.auto_parallel.tensor_shard.solver import StrategyGraph
-from colossalai.auto_parallel.tensor_shard.strategies.placements import Placement
+from colossalai.auto_parallel.tensor_shard.strategies.placements import CutOperation
 from colossalai.auto_parallel.tensor_shard.strategies.problem import PlanProblem, Vertex
 from colossalai.device import DeviceMesh
 from colossalai.device.presets import DEVICES
@@ -75,7 +75,7 @@ def large_problem(layers: int, mesh: DeviceMesh) -> PlanProblem:
     return StrategiesConstructor(large_gpt2(layers), mesh, device=DEVICES["h100"]).problem
 
 
-def restricted(problem: PlanProblem, keep: Callable[[Vertex, Placement], bool]) -> StrategyGraph:
+def restricted(problem: PlanProblem, keep: Callable[[Vertex, CutOperation], bool]) -> StrategyGraph:
     """The choices of a plan by hand; what it does not speak of keeps all of its strategies."""
     graph = StrategyGraph()
     kept = []
@@ -92,7 +92,7 @@ def restricted(problem: PlanProblem, keep: Callable[[Vertex, Placement], bool]) 
     return graph
 
 
-def data_parallel(vertex: Vertex, placement: Placement) -> bool:
+def data_parallel(vertex: Vertex, placement: CutOperation) -> bool:
     """Rows over the whole mesh, weights whole."""
     if vertex.kind == "parameter":
         return not placement.outputs[0].sharded
@@ -108,10 +108,12 @@ _COLUMNS = ("attn_c_attn", "mlp_c_fc")
 _ROWS = ("attn_c_proj", "mlp_c_proj")
 
 
-def tensor_parallel(axes: tuple[str, ...], rows: tuple[str, ...] = ()) -> Callable[[Vertex, Placement], bool]:
+def tensor_parallel(
+    axes: tuple[str, ...], rows: tuple[str, ...] = ()
+) -> Callable[[Vertex, CutOperation], bool]:
     """Megatron's cut of GPT-2 over ``axes``, and data parallelism over ``rows``."""
 
-    def keep(vertex: Vertex, placement: Placement) -> bool:
+    def keep(vertex: Vertex, placement: CutOperation) -> bool:
         if vertex.node is None or not vertex.title.endswith((*_COLUMNS, *_ROWS)):
             return True
         data, out = placement.inputs[_data(vertex)], placement.outputs[0]

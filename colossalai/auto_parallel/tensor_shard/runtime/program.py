@@ -63,7 +63,7 @@ class Program:
         )
 
 
-class PlanError(ValueError):
+class UnfitPlanError(ValueError):
     """A plan does not fit its graph."""
 
 
@@ -82,7 +82,7 @@ def call_leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def build_program(
     graph: OpGraph, plan: ShardedPlan, mesh: Mesh, numbers: RandomPieces, buckets: GradientBuckets
 ) -> Program:
-    """Write the graph of this rank; raises ``PlanError`` where ``plan`` does not fit."""
+    """Write the graph of this rank; raises ``UnfitPlanError`` where ``plan`` does not fit."""
     return _Builder(graph, plan, mesh, numbers, buckets).build()
 
 
@@ -176,7 +176,7 @@ class _Builder:
         named = {node.name: node for node in nodes}
         groups = [list(group) for group in self.plan.recomputed]
         if unknown := [name for group in groups for name in group if name not in named]:
-            raise PlanError(f"the plan recomputes {unknown[0]!r}, which the graph does not have")
+            raise UnfitPlanError(f"the plan recomputes {unknown[0]!r}, which the graph does not have")
         if not groups:
             own: dict[int, list[str]] = {}
             for node in nodes:
@@ -187,7 +187,7 @@ class _Builder:
             ]
         for group in groups:
             if changing := next((name for name in group if changes_buffers(named[name])), None):
-                raise PlanError(
+                raise UnfitPlanError(
                     f"the plan recomputes {changing!r}, which changes a buffer and would change it twice"
                 )
         return {name: number for number, group in enumerate(groups) for name in group}
@@ -220,7 +220,9 @@ class _Builder:
                 return value.node
             layout = next(operands, None)
             if layout is None:
-                raise PlanError(f"{node.name} takes more tensors than its plan ({plan.strategy}) has inputs")
+                raise UnfitPlanError(
+                    f"{node.name} takes more tensors than its plan ({plan.strategy}) has inputs"
+                )
             made = self._move(value, value.layouts, layout, argument.name)
             if made is not value.node and argument is written:
                 # what was moved may be a view of what it was
@@ -229,7 +231,9 @@ class _Builder:
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), taken)
         if next(operands, None) is not None:
-            raise PlanError(f"{node.name} takes fewer tensors than its plan ({plan.strategy}) has inputs")
+            raise UnfitPlanError(
+                f"{node.name} takes fewer tensors than its plan ({plan.strategy}) has inputs"
+            )
         return self._call(node, plan, args, kwargs)
 
     def _whole(self, node: fx.Node) -> NodePlan:
@@ -274,7 +278,9 @@ class _Builder:
             if isinstance(value, (list, tuple)):
                 layouts = [next(left, None) if isinstance(v, Tensor) else None for v in value]
             elif any(layout.sharded for _, layout in steps):
-                raise PlanError(f"{node.name} returns {type(value).__name__}, whose tensors cannot be cut")
+                raise UnfitPlanError(
+                    f"{node.name} returns {type(value).__name__}, whose tensors cannot be cut"
+                )
             else:
                 layouts = _WholeParts()
             return _Value(made, layouts)
@@ -300,7 +306,7 @@ class _Builder:
         try:
             _check_move(src, dst)
         except ValueError as error:
-            raise PlanError(f"{name}: {error}") from error
+            raise UnfitPlanError(f"{name}: {error}") from error
         return bound_call(self.graph, moved, value.node, src, dst, self.mesh, self.plan.links)
 
     # What it returns

@@ -12,14 +12,14 @@ from colossalai.auto_parallel.tensor_shard.options import (
     SolverPerference,
 )
 from colossalai.auto_parallel.tensor_shard.strategies.graph import PlanGraph, PlanNode
-from colossalai.auto_parallel.tensor_shard.strategies.placements import Placement
+from colossalai.auto_parallel.tensor_shard.strategies.placements import CutOperation
 from colossalai.fx.op_graph import TensorInfo
 from colossalai.mesh import Layout
 
 
 def allowed(
-    found: list[Placement], node: PlanNode, axes: Mapping[str, int], options: SolverOptions
-) -> list[Placement]:
+    found: list[CutOperation], node: PlanNode, axes: Mapping[str, int], options: SolverOptions
+) -> list[CutOperation]:
     """Those of ``found`` that the options allow.
 
     An operation that has none, such as a scalar that every rank computes, keeps the one that cuts nothing;
@@ -46,7 +46,7 @@ def _has_weight(node: PlanNode) -> bool:
     )
 
 
-def _is_preferred(placement: Placement, node: PlanNode, preference: SolverPerference) -> bool:
+def _is_preferred(placement: CutOperation, node: PlanNode, preference: SolverPerference) -> bool:
     if preference is SolverPerference.STANDARD:
         return True
     data = [
@@ -65,7 +65,7 @@ def _is_preferred(placement: Placement, node: PlanNode, preference: SolverPerfer
     return not any(a.dims[:1] != () and a.dims[0] for a in activations)  # the batch is never cut
 
 
-def _is_sharded(placement: Placement, axes: Mapping[str, int], option: ShardOption) -> bool:
+def _is_sharded(placement: CutOperation, axes: Mapping[str, int], option: ShardOption) -> bool:
     if option is ShardOption.STANDARD:
         return True
     used = {a for layout in (*placement.inputs, *placement.outputs) for a in layout.sharded}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from colossalai.auto_parallel.tensor_shard.sharded_plan import NodePlan, PredictedStep, ShardedPlan
 from colossalai.auto_parallel.tensor_shard.strategies.placements import layout_name
-from colossalai.auto_parallel.tensor_shard.strategies.problem import Flow, PlanProblem
+from colossalai.auto_parallel.tensor_shard.strategies.problem import OperandFlow, PlanProblem
 from colossalai.mesh import Layout
 from colossalai.mesh.collectives import Transfer
 
@@ -74,7 +74,7 @@ def predicted_step(problem: PlanProblem, choice: Sequence[int]) -> PredictedStep
 
 
 def flow_transfers(
-    problem: PlanProblem, flow: Flow, choice: Sequence[int]
+    problem: PlanProblem, flow: OperandFlow, choice: Sequence[int]
 ) -> tuple[list[Transfer], list[Transfer]]:
     """The collectives of a tensor on its way from one operation to the next."""
     source = problem.vertices[flow.source].placements[choice[flow.source]].outputs[flow.index]
@@ -85,7 +85,7 @@ def flow_transfers(
     )
 
 
-def describe_flow(problem: PlanProblem, flow: Flow, choice: Sequence[int]) -> str:
+def describe_flow(problem: PlanProblem, flow: OperandFlow, choice: Sequence[int]) -> str:
     """From which layout to which a tensor is brought: ``S0R -> RR over 1``."""
     source = problem.vertices[flow.source].placements[choice[flow.source]].outputs[flow.index]
     target = problem.vertices[flow.target].placements[choice[flow.target]].inputs[flow.operand]

@@ -11,7 +11,7 @@ import torch
 from colossalai.auto_parallel.tensor_shard.sharding_strategy import MemoryCost, TrainCycleItem
 from colossalai.auto_parallel.tensor_shard.strategies.graph import PlanNode
 from colossalai.auto_parallel.tensor_shard.strategies.moves import MoveCosts
-from colossalai.auto_parallel.tensor_shard.strategies.placements import Placement
+from colossalai.auto_parallel.tensor_shard.strategies.placements import CutOperation
 from colossalai.device.presets import DevicePreset
 from colossalai.fx import OpWork
 from colossalai.mesh import Layout
@@ -66,7 +66,7 @@ class CostModel:
         return prod(self.axes[axis] for axis in layout.sharded)
 
     def of(
-        self, node: PlanNode, placement: Placement, charged: Sequence[str], tied: frozenset[str]
+        self, node: PlanNode, placement: CutOperation, charged: Sequence[str], tied: frozenset[str]
     ) -> StrategyCost:
         """The cost of a placement.
 
@@ -91,7 +91,7 @@ class CostModel:
         copies = 2 + self.optimizer_states if learns and not self.moves.forward_only else 1
         return copies * nbytes // self.parts(layout)
 
-    def _compute(self, node: PlanNode, placement: Placement) -> TrainCycleItem[float]:
+    def _compute(self, node: PlanNode, placement: CutOperation) -> TrainCycleItem[float]:
         divided = prod(self.axes[axis] for axis in placement.working)
         sizes = [
             (prod(x.shape), layout) for x, layout in zip(node.call.operands, placement.inputs, strict=True)
@@ -112,7 +112,7 @@ class CostModel:
         return self.device.seconds(work.operations // divided, int(nbytes * share), dtypes[0])
 
     def _collectives(
-        self, node: PlanNode, placement: Placement, tied: frozenset[str]
+        self, node: PlanNode, placement: CutOperation, tied: frozenset[str]
     ) -> tuple[list[Transfer], list[Transfer], int]:
         forward, backward = own_collectives(node, placement, self.axes)
         for source, use, rest in zip(node.operands, placement.inputs, placement.resting, strict=True):
@@ -134,7 +134,7 @@ class CostModel:
         return forward, [] if self.moves.forward_only else backward, len(forward) - begun
 
     def _memory(
-        self, node: PlanNode, placement: Placement, activation: int, tied: frozenset[str]
+        self, node: PlanNode, placement: CutOperation, activation: int, tied: frozenset[str]
     ) -> MemoryCost:
         parameters = buffers = 0
         for source, rest in dict(zip(node.operands, placement.resting, strict=True)).items():
@@ -150,7 +150,7 @@ class CostModel:
         )
         return MemoryCost(activation, parameters, temporary, buffers)
 
-    def _kept(self, node: PlanNode, placement: Placement, charged: Sequence[str]) -> tuple[int, ...]:
+    def _kept(self, node: PlanNode, placement: CutOperation, charged: Sequence[str]) -> tuple[int, ...]:
         """What the backward pass needs, as it lies here."""
         layouts: dict[str, Layout] = {}
         for info, layout in zip(node.op.outputs, placement.outputs, strict=True):
@@ -169,11 +169,11 @@ def _item(forward: float, backward: float) -> TrainCycleItem[float]:
     return TrainCycleItem(forward, backward, forward + backward)
 
 
-OwnCollectives = Callable[[PlanNode, Placement, Mapping[str, int]], Passes]
+OwnCollectives = Callable[[PlanNode, CutOperation, Mapping[str, int]], Passes]
 _OWN: dict[str, OwnCollectives] = {}
 
 
-def own_collectives(node: PlanNode, placement: Placement, axes: Mapping[str, int]) -> Passes:
+def own_collectives(node: PlanNode, placement: CutOperation, axes: Mapping[str, int]) -> Passes:
     """The collectives that an operation issues itself, besides moves of its operands and results."""
     count = _OWN.get(node.call.name)
     return ([], []) if count is None else count(node, placement, axes)
@@ -190,7 +190,7 @@ def counts_collectives(*names: str) -> Callable[[OwnCollectives], OwnCollectives
 
 
 @counts_collectives("cross_entropy_loss", "nll_loss", "nll_loss_nd")
-def _cross_entropy(node: PlanNode, placement: Placement, axes: Mapping[str, int]) -> Passes:
+def _cross_entropy(node: PlanNode, placement: CutOperation, axes: Mapping[str, int]) -> Passes:
     """The mean is over the rows that count, whose number is summed."""
     if node.call["reduction"] != 1:
         return [], []
@@ -199,7 +199,7 @@ def _cross_entropy(node: PlanNode, placement: Placement, axes: Mapping[str, int]
 
 
 @counts_collectives("batch_norm")
-def _batch_norm(node: PlanNode, placement: Placement, axes: Mapping[str, int]) -> Passes:
+def _batch_norm(node: PlanNode, placement: CutOperation, axes: Mapping[str, int]) -> Passes:
     """Means and variances are gathered; of the gradient and its product with the input, sums are summed."""
     over = placement.inputs[0].dims[0]
     if not over or node.letters is None or not node.letters.sums_inside:

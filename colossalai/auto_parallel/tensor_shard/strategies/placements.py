@@ -22,7 +22,7 @@ Cut = dict[str, Axes]
 
 
 @dataclass(frozen=True)
-class Placement:
+class CutOperation:
     """One way to cut an operation: layouts as in ``NodePlan``, and the axes that share its work."""
 
     name: str
@@ -47,12 +47,12 @@ def at_rest(layout: Layout) -> Layout:
     return Layout(layout.dims, layout.partial, fused=layout.fused) if layout.spread else layout
 
 
-def whole_placement(call: OpCall) -> Placement:
+def whole_placement(call: OpCall) -> CutOperation:
     """Every rank does all of it."""
     inputs = tuple(Layout(((),) * x.ndim) for x in call.operands)
     outputs = tuple(Layout(((),) * len(shape)) for shape in call.outputs)
     names = [layout_name(layout) for layout in (*outputs[:1], *inputs)]
-    return Placement(
+    return CutOperation(
         f"{names[0] if outputs else 'R'} = {' X '.join(names[1:]) or 'R'}", inputs, outputs, outputs
     )
 
@@ -70,7 +70,7 @@ def placements(
     axes: Mapping[str, int],
     learns: Sequence[bool],
     blocks: Mapping[str, Sequence[int]] | None = None,
-) -> list[Placement]:
+) -> list[CutOperation]:
     """All placements of a call on ``axes``, the one that cuts nothing first.
 
     Args:
@@ -80,7 +80,7 @@ def placements(
     """
     if letters is None:
         return [whole_placement(call)]
-    found: dict[tuple[object, ...], Placement] = {}
+    found: dict[tuple[object, ...], CutOperation] = {}
     for cut in _cuts(letters.letters, axes):
         choices = [(blocks or {}).get(letter, (1,)) for letter in cut]
         for numbers in product(*choices):
@@ -91,7 +91,7 @@ def placements(
     return _named_apart(list(found.values()))
 
 
-def share_placements(found: Sequence[Placement], axes: Mapping[str, int]) -> list[Placement]:
+def share_placements(found: Sequence[CutOperation], axes: Mapping[str, int]) -> list[CutOperation]:
     """Those of an identity, which may also begin what ranks do differently: other axes in state R."""
     result = []
     for placement in found:
@@ -100,7 +100,7 @@ def share_placements(found: Sequence[Placement], axes: Mapping[str, int]) -> lis
             over = frozenset(a for a, taken in zip(left, chosen, strict=True) if taken)
             layout = replace(placement.inputs[0], spread=over)
             name = f"{layout_name(layout)} = {layout_name(layout)}"
-            result.append(Placement(name, (layout,), (layout,), (layout,), placement.working))
+            result.append(CutOperation(name, (layout,), (layout,), (layout,), placement.working))
     return result
 
 
@@ -115,7 +115,7 @@ def _cuts(letters: Sequence[str], axes: Mapping[str, int]) -> Iterator[Cut]:
         yield cut
 
 
-def _named_apart(found: list[Placement]) -> list[Placement]:
+def _named_apart(found: list[CutOperation]) -> list[CutOperation]:
     """Placements of one name differ in tensors that names leave out; they are numbered."""
     seen: dict[str, int] = {}
     result = []
@@ -123,7 +123,7 @@ def _named_apart(found: list[Placement]) -> list[Placement]:
         number = seen[placement.name] = seen.get(placement.name, 0) + 1
         name = placement.name if number == 1 else f"{placement.name} ({number})"
         result.append(
-            Placement(name, placement.inputs, placement.computed, placement.outputs, placement.working)
+            CutOperation(name, placement.inputs, placement.computed, placement.outputs, placement.working)
         )
     return result
 
@@ -139,7 +139,7 @@ class _Placed:
     cut: Cut
     blocks: Mapping[str, int]
 
-    def placements(self) -> Iterator[Placement]:
+    def placements(self) -> Iterator[CutOperation]:
         if not self._divides():
             return
         count = len(self.call.operands)
@@ -150,7 +150,7 @@ class _Placed:
             inputs = tuple(self._input(number, handed[0] if handed else None) for number in range(count))
             name = self._name(inputs, handed)
             working = tuple(a for axes in self.cut.values() for a in axes)
-            yield Placement(name, inputs, computed, handed, working)
+            yield CutOperation(name, inputs, computed, handed, working)
 
     def _divides(self) -> bool:
         shapes = [*(x.shape for x in self.call.operands), *self.call.outputs]

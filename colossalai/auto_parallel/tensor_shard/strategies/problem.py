@@ -16,7 +16,7 @@ from colossalai.auto_parallel.tensor_shard.strategies.choices import allowed, in
 from colossalai.auto_parallel.tensor_shard.strategies.costs import CostModel, StrategyCost
 from colossalai.auto_parallel.tensor_shard.strategies.graph import PlanGraph, PlanNode, Source, plan_graph
 from colossalai.auto_parallel.tensor_shard.strategies.placements import (
-    Placement,
+    CutOperation,
     layout_name,
     placements,
     share_placements,
@@ -44,13 +44,13 @@ class Vertex:
     kind: str
     name: str
     node: PlanNode | None
-    placements: list[Placement]
+    placements: list[CutOperation]
     costs: list[StrategyCost]
     charged: tuple[str, ...] = ()
 
 
 @dataclass
-class Flow:
+class OperandFlow:
     """A tensor on its way from one vertex to another: as output ``index`` of the first, and operand
     ``operand`` of the second.
     """
@@ -73,10 +73,10 @@ class PlanProblem:
     model: CostModel
     options: SolverOptions
     vertices: list[Vertex]
-    flows: list[Flow]
+    flows: list[OperandFlow]
     solver_graph: StrategyGraph = field(default_factory=StrategyGraph)
 
-    def table(self, flow: Flow) -> Floats:
+    def table(self, flow: OperandFlow) -> Floats:
         """Seconds of a flow, from every strategy of its source (rows) to every strategy of its target."""
         sources = tuple(p.outputs[flow.index] for p in self.vertices[flow.source].placements)
         targets = tuple(p.inputs[flow.operand] for p in self.vertices[flow.target].placements)
@@ -109,13 +109,13 @@ class _Builder:
     def __init__(self, graph: PlanGraph, model: CostModel, options: SolverOptions) -> None:
         self.graph, self.model, self.options = graph, model, options
         self.vertices: list[Vertex] = []
-        self.flows: list[Flow] = []
+        self.flows: list[OperandFlow] = []
         self.place: dict[tuple[str, str], int] = {}
         self.blocks = wanted_blocks(graph)
         uses = Counter(s.name for n in graph.nodes.values() for s in n.operands if s.kind == "parameter")
         self.tied = frozenset(name for name, n in uses.items() if n > 1)
         self._charged: set[str] = set()
-        self._known: dict[object, tuple[list[Placement], list[StrategyCost]]] = {}
+        self._known: dict[object, tuple[list[CutOperation], list[StrategyCost]]] = {}
 
     def build(self) -> PlanProblem:
         for name, info in self.graph.inputs.items():
@@ -144,7 +144,7 @@ class _Builder:
         kind: str,
         name: str,
         node: PlanNode | None,
-        found: list[Placement],
+        found: list[CutOperation],
         costs: list[StrategyCost],
     ) -> int:
         self.place[kind, name] = len(self.vertices)
@@ -152,12 +152,12 @@ class _Builder:
         return len(self.vertices) - 1
 
     @staticmethod
-    def _lying(layout: Layout) -> Placement:
-        return Placement(layout_name(layout), (layout,), (layout,), (layout,))
+    def _lying(layout: Layout) -> CutOperation:
+        return CutOperation(layout_name(layout), (layout,), (layout,), (layout,))
 
     def _strategies(
         self, node: PlanNode, charged: Sequence[str]
-    ) -> tuple[list[Placement], list[StrategyCost]]:
+    ) -> tuple[list[CutOperation], list[StrategyCost]]:
         """Those of a node; nodes that are alike have the same."""
         tied = frozenset(s.name for s in node.operands if s.name in self.tied)
         key = self._signature(node, charged, tied)
@@ -232,7 +232,7 @@ class _Builder:
         if source.kind == "node" and source.info.memory in self.graph.written:
             fixed = len(self.graph.nodes[source.name].fx_node.users) > 1
         index = source.index if source.kind == "node" else 0
-        self.flows.append(Flow(place, target, index, operand, source.info, learns, fixed))
+        self.flows.append(OperandFlow(place, target, index, operand, source.info, learns, fixed))
 
 
 def _fill(problem: PlanProblem) -> None:
