@@ -68,6 +68,9 @@ def _evaluation(rank: int, world_size: int, port: int) -> None:
             for batch in batches:  # dropout is off, and batch norms use what they have seen
                 torch.testing.assert_close(model(**batch)["loss"], serial(**batch)["loss"])
         check_equal(model, serial)
+        asking = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in batches[0].items()}
+        with pytest.raises(ValueError, match="requires a gradient, and a plan sums only those of parameters"):
+            model(**asking)
         model.train()
         model(**batches[0])["loss"].backward()
         assert model.norm.num_batches_tracked == 1  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -38,6 +39,7 @@ class CallForm:
             )
         ]
         self._names = [node.name for node in graph.module.graph.find_nodes(op="placeholder")]
+        self._has_parameters = any(info.requires_grad for info in graph.parameters.values())
         args, kwargs = tree_unflatten(list(range(len(graph.recorded))), graph.in_spec)
         self._traced = self._by_name(args, kwargs)
 
@@ -79,6 +81,8 @@ class CallForm:
             for place, value in zip(tree_leaves(places), values, strict=True):
                 found[place] = value
         self._check(found)
+        if self._has_parameters:
+            self._refuse_gradients(found)
         return found
 
     def _is_default(self, name: str, value: Any) -> bool:
@@ -86,6 +90,17 @@ class CallForm:
         if parameter is None:
             return value is None
         return not isinstance(value, Tensor) and (value is None or value == parameter.default)
+
+    def _refuse_gradients(self, leaves: list[Any]) -> None:
+        """Gradients of inputs would be this rank's share: a plan sums those of parameters alone."""
+        if not torch.is_grad_enabled():
+            return
+        for leaf, name in zip(leaves, self._names, strict=True):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise ValueError(
+                    f"{name!r} requires a gradient, and a plan sums only those of parameters over ranks: detach"
+                    " it, or let the module that computes it be a part of the model"
+                )
 
     def _check(self, leaves: list[Any]) -> None:
         for got, want, name in zip(recorded_leaves(leaves), self._expected, self._names, strict=True):
