@@ -98,8 +98,8 @@ class CallForm:
         for leaf, name in zip(leaves, self._names, strict=True):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ValueError(
-                    f"{name!r} requires a gradient, and a plan sums only those of parameters over ranks: detach"
-                    " it, or let the module that computes it be a part of the model"
+                    f"{name!r} requires a gradient, and a plan sums only those of parameters over ranks:"
+                    " detach it, or let the module that computes it be a part of the model"
                 )
 
     def _check(self, leaves: list[Any]) -> None:
