@@ -316,10 +316,26 @@ def _name_inputs(
         first = node
 
 
+def _copies_to_itself(node: fx.Node) -> bool:
+    """Whether a node copies a buffer to where it is, as export notes ``self.steps += 1`` after adding.
+
+    It would count as another write, after which autograd refuses what was computed with the first.
+    """
+    if node.target is not torch.ops.aten.copy_.default or node.users:
+        return False
+    target, source = node.args[:2]
+    while isinstance(source, fx.Node) and source is not target and source.op == "call_function":
+        in_place = getattr(source.target, "_schema", None)
+        if in_place is None or not in_place.name.endswith("_") or in_place.name.endswith("__"):
+            return False
+        source = source.args[0]
+    return source is target
+
+
 def _finish(graph: fx.Graph) -> None:
     """Take out what checks or is not used, and let the output be a flat list."""
     for node in reversed(list(graph.nodes)):
-        check = node.target is torch.ops.aten._assert_tensor_metadata.default
+        check = node.target is torch.ops.aten._assert_tensor_metadata.default or _copies_to_itself(node)
         if check or (node.op == "get_attr" and not node.users):
             graph.erase_node(node)
     output = graph.find_nodes(op="output")[0]

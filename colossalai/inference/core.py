@@ -97,6 +97,7 @@ class Core:
         self._seen: Tensor | None = None
         self._steps = 0
         self._versions: Any = None
+        self._sampled: Tensor | None = None
         self._flight: Flight | None = None
         ahead = team.size == 1 and team.device.type == "cuda" and stays
         self._loop = self._make_loop(exact) if ahead else None
@@ -184,10 +185,19 @@ class Core:
         """Whether the weights may be others than in the last step, so that pages have no use any more."""
         versions = [(p._version, p.data_ptr()) for p in self._params]
         changed = versions != self._versions
-        if not self.busy and self.model.training:  # optimizers may write without a trace
-            changed = True
+        if not self.busy:  # optimizers, and averages of weights, may write without a trace, to `p.data`
+            sample = self._sample()
+            same = self._sampled is not None and torch.equal(sample, self._sampled)
+            changed = changed or self.model.training or not same
+            self._sampled = sample
         self._versions = versions
         return changed
+
+    @torch.no_grad()
+    def _sample(self) -> Tensor:
+        """A few numbers of every weight."""
+        flat = [p.detach().flatten() for p in self._params if p.numel()]
+        return torch.cat([t[:: -(-len(t) // 16)].float() for t in flat])
 
     def step(self, news: News) -> list[Outcome]:
         """One step after ``news``."""

@@ -16,7 +16,7 @@ from colossalai.inference.checks import check_model, check_request, check_sizes
 from colossalai.inference.core import Core, Outcome
 from colossalai.inference.gathered import GatheredModel
 from colossalai.inference.messages import Kind, News, exchange
-from colossalai.inference.prompts import Prompt, as_tokens, digest, last_tokens, pairs
+from colossalai.inference.prompts import Prompt, Prompts, as_tokens, digest, last_tokens, pairs
 from colossalai.inference.requests import Completion, Event, GeneratorStats, Sampling
 from colossalai.inference.scheduler import Request
 from colossalai.inference.stages import Team
@@ -104,7 +104,6 @@ class Generator:
                 exact=exact,
                 stays=self._gathered is None,
             )
-        self._ends = last_tokens(self.model)
         self._serials = itertools.count()
         self._arriving: deque[tuple[Hashable, Request]] = deque()
         self._leaving: deque[Hashable] = deque()
@@ -165,7 +164,9 @@ class Generator:
                 f"stop={sampling.stop!r} are strings, and this Generator has no tokenizer; give it one, or"
                 " stop_tokens"
             )
-        ends = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self._ends)
+        ends = frozenset(sampling.stop_tokens) | (
+            frozenset() if sampling.ignore_eos else last_tokens(self.model)
+        )
         return Request(serial, tokens, sampling, ends)
 
     def _seeded(self, request: Request) -> Request:
@@ -282,16 +283,17 @@ class Generator:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008
     ) -> list[Completion]:
         """Write for all ``prompts``, with one ``sampling`` or one for each, and return what was written.
 
+        What a tokenizer returns (``input_ids`` with ``attention_mask``) is taken too, without its padding.
         All ranks that share the model call this with the same prompts, and get the same.  A prompt that
         cannot be served is an error for all of them, and nothing is written.
         """
         self._check_open()
-        asked = pairs(prompts, sampling)
+        asked = pairs(prompts, sampling, self.model, self.tokenizer)
         requests = [self._request(-1, prompt, own) for prompt, own in asked]  # refuses what is wrong
         self._compare(requests)
         with self._whole_weights():

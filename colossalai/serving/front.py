@@ -118,6 +118,10 @@ class TextModel:
             found = self._pieces[token] = f"token_id:{token}" if "\ufffd" in text else text
         return found
 
+    def is_part(self, token: int) -> bool:
+        """Whether a token is a part of a character, which has no text."""
+        return "\ufffd" in str(self.tokenizer.decode([token]))
+
     def check(self, prompt: Sequence[int], max_tokens: int, *, param: str = "prompt") -> None:
         """Refuse what the model cannot take."""
         if not prompt:

@@ -325,3 +325,27 @@ def test_nodes_that_gradients_do_not_reach() -> None:
     assert by_module["main"].backward.operations
     assert not by_module["side"].backward.operations
     assert not by_module["side"].saved
+
+
+class Counting(nn.Module):
+    """Divides by how often it ran."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.fc(x).square().mean() / self.steps
+
+
+def test_a_buffer_that_is_added_to_is_written_once() -> None:
+    """A second write, of itself, would let autograd refuse what was computed with the first."""
+    model, x = Counting(), torch.randn(2, 4)
+    graph = trace_model(model, x=x)
+    assert_same(step(model, graph, x=x), step(model, model, x=x))
+    graph(x=x)
+    assert model.steps == 1

@@ -7,6 +7,7 @@ import pickle
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,7 +88,10 @@ def test_stop_tokens_and_the_last_token_of_the_model() -> None:
         [[5, 6]], Sampling(max_tokens=12, temperature=0, stop_tokens=(stop,))
     )
     assert (found.tokens, found.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
+    before = Generator(model)
     model.generation_config.eos_token_id = [stop, next(t for t in range(WORDS) if t not in tokens)]
+    (found,) = before.generate([[5, 6]], GREEDY)
+    assert found.tokens == tokens[: tokens.index(stop) + 1]
     for ignore, length in ((False, tokens.index(stop) + 1), (True, 12)):
         sampling = Sampling(max_tokens=12, temperature=0, ignore_eos=ignore)
         (found,) = Generator(model).generate([[5, 6]], sampling)
@@ -307,6 +311,44 @@ def test_new_weights_are_used_at_once(training: bool) -> None:
     model.eval()
     assert [c.tokens for c in second] == [greedy(model, p, 12) for p in prompts()]
     assert [c.tokens for c in first] != [c.tokens for c in second]
+
+
+def test_weights_written_without_a_trace_are_used_at_once() -> None:
+    """Averages of weights, and older optimizers, write to ``param.data``, which torch does not count."""
+    model = build("opt")
+    generator = Generator(model, page_size=4)
+    first = generator.generate(prompts(), GREEDY)
+    torch.manual_seed(0)
+    for param in model.parameters():
+        param.data.add_(torch.randn_like(param), alpha=0.2)
+    second = generator.generate(prompts(), GREEDY)
+    assert [c.tokens for c in second] == [greedy(model, p, 12) for p in prompts()]
+    assert [c.tokens for c in first] != [c.tokens for c in second]
+    assert generator.stats().prefix_hits == (before := generator.stats().prefix_hits)
+    generator.generate(prompts(), GREEDY)
+    assert generator.stats().prefix_hits > before  # weights that stay keep their pages
+
+
+@pytest.mark.parametrize("pad", [1, 0], ids=["own token", "last token"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["list", "tensor", "array"])
+def test_padding_is_never_read_as_text(kind: str, side: str, pad: int) -> None:
+    model = build("llama")
+    model.generation_config.pad_token_id = model.config.pad_token_id = pad
+    generator, texts = Generator(model), [[5, 6, 7, 8], [9], [10, 11]]
+    rows = []
+    for text in texts:
+        fill = [pad] * (4 - len(text))
+        rows.append(fill + text if side == "left" else text + fill)
+    mask = [[int(token != pad) for token in row] for row in rows]
+    as_kind: Any = {"list": list, "tensor": torch.tensor, "array": np.array}[kind]
+    alone = [c.tokens for c in generator.generate(texts, GREEDY)]
+    batch = {"input_ids": as_kind(rows), "attention_mask": as_kind(mask)}
+    assert [c.tokens for c in generator.generate(batch, GREEDY)] == alone
+    with pytest.raises(ValueError, match=f"padded with the token {pad}"):
+        generator.generate(as_kind(rows), GREEDY)
+    same = as_kind([[5, 6], [7, 0]])  # of one length, and one of them has ended
+    assert not any(c.error for c in generator.generate(same, GREEDY))
 
 
 def test_two_generators_share_a_model(model: Any) -> None:

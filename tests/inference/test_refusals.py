@@ -93,11 +93,17 @@ def test_an_empty_text_is_an_empty_prompt() -> None:
 
 @pytest.mark.parametrize("call", ["generate", "score"])
 def test_one_prompt_is_not_a_list_of_prompts(generator: Generator, call: str) -> None:
-    for prompt in ("text", [5, 6]):
+    for prompt in ("text", [5, 6], torch.tensor([5, 6])):
         with pytest.raises(ValueError, match=r"write \[prompt\] for one"):
             getattr(generator, call)(prompt)
     with pytest.raises(ValueError, match="2 prompts and 1 samplings"):
         generator.generate([[5], [6]], [Sampling()])
+    with pytest.raises(TypeError, match="sampling is a Sampling"):
+        generator.generate([[5], [6]], {"max_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a mapping of prompts has input_ids"):
+        generator.generate({"ids": [[5]]})
+    with pytest.raises(ValueError, match="attention_mask has another shape"):
+        generator.generate({"input_ids": [[5, 6]], "attention_mask": [[1]]})
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,16 @@ import socket
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serving.servers import Here, Running, here, running, until_ready
+from colossalai.serving.front import TextModel
+from colossalai.serving.http.openai import _chat_logprobs
+from tests.serving.servers import Bytes, Here, Running, here, running, until_ready
 from tests.serving.stand_in import answer
 
 
@@ -76,6 +79,13 @@ def test_log_probabilities_of_prompt_and_answer(server: Here) -> None:
     listed = chat.choices[0].logprobs.content or []
     assert [one.logprob for one in listed] == [-0.5] * 3
     assert all(len(one.top_logprobs) == 2 for one in listed)
+
+
+def test_a_part_of_a_character_has_no_bytes_of_another_text() -> None:
+    model: Any = TextModel(Mock(), Bytes(), max_length=8)
+    part, letter = _chat_logprobs(model, [(0xE2, -0.5, []), (0x61, -0.5, [])])["content"]
+    assert (part["token"], part["bytes"]) == ("token_id:226", None)
+    assert (letter["token"], letter["bytes"]) == ("a", [0x61])
 
 
 def test_openai_streams(server: Here) -> None:

@@ -270,7 +270,8 @@ def _finite(logprob: float) -> float:
 def _chat_logprobs(model: TextModel, listed: Sequence[Any]) -> dict[str, Any]:
     def one(token: int, value: float) -> dict[str, Any]:
         text = model.piece(token)
-        return {"token": text, "logprob": _finite(value), "bytes": list(text.encode(errors="replace"))}
+        spelled = None if model.is_part(token) else list(text.encode(errors="replace"))
+        return {"token": text, "logprob": _finite(value), "bytes": spelled}
 
     return {
         "content": [
