@@ -185,9 +185,13 @@ def check_generation(rank: int, world_size: int, port: int) -> None:
 
 
 def check_generation_in_pieces(rank: int, world_size: int, port: int) -> None:
+    start = torch.tensor([[3, 1]])
+    expected = generate(build("gpt", 16), start, 3, temperature=0)  # type: ignore[arg-type]
     launch({"tensor": {"size": 2, "mode": "1d"}})
+    model: Any = build("gpt", 16)
+    assert torch.equal(generate(model, start, 3, temperature=0), expected)
     with pytest.raises(ValueError, match=r"scores of all 2053 words .* tensor parallelism cuts them"):
-        generate(build("gpt", 16), torch.tensor([[3, 1]]), 1)  # type: ignore[arg-type]
+        generate(model, torch.ones(1, 16, dtype=torch.long), 1)  # beyond the positions of the model
 
 
 def test_generation() -> None:
