@@ -46,7 +46,7 @@ def without_copies(
         if found is None:
             return tensor
         found.uses += 1
-        return _Saved(found, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Saved(found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     with saved_tensors_hooks(pack, _unpack):
         return function(*args, **kwargs)
