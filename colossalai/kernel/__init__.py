@@ -1,4 +1,4 @@
-"""Optimizer steps on many tensors at once, sums of rows of experts (``expert_rows``) and of blocks of
+"""Optimizer steps on many tensors at once (``optimizer``), sums of rows of experts (``expert_rows``) and of blocks of
 attention (``block_sums``), each with a fast way where there is one and plain PyTorch everywhere; and a few
 modules that are documented here (``LayerNorm``, ``FusedScaleMaskSoftmax``, ``MultiHeadAttention``), by
 PyTorch's fused operations.
