@@ -21,8 +21,8 @@ from colossalai.auto_parallel.tensor_shard.cluster import (
 from colossalai.auto_parallel.tensor_shard.constructor import StrategiesConstructor
 from colossalai.auto_parallel.tensor_shard.options import DataloaderOption, SolverOptions
 from colossalai.auto_parallel.tensor_shard.ranks import MeshRanks
-from colossalai.auto_parallel.tensor_shard.runtime.placing import not_serial
 from colossalai.auto_parallel.tensor_shard.recompute import plan_with_recomputation, segments_of_names
+from colossalai.auto_parallel.tensor_shard.runtime.placing import not_serial
 from colossalai.auto_parallel.tensor_shard.solution import (
     Solution,
     choice_of_names,
