@@ -60,7 +60,8 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
 @cache
 def _watch_scalers() -> None:
     """Let torch's ``GradScaler`` skip a step on all ranks if a gradient of any overflowed."""
-    native = torch.amp.GradScaler._unscale_grads_
+    scalers: Any = torch.amp.GradScaler
+    native = scalers._unscale_grads_  # torch's seam for scalers of gradients in pieces
 
     @wraps(native)
     def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any) -> dict[torch.device, Tensor]:
@@ -74,7 +75,7 @@ def _watch_scalers() -> None:
             found[device] = overflowed.clamp(max=1.0)
         return found
 
-    torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+    scalers._unscale_grads_ = unscale
 
 
 @cache
@@ -82,7 +83,8 @@ def _watch_backward() -> None:
     """Refuse to differentiate with respect to chosen parameters of a planned model: some of their gradients
     wait in buckets, past autograd, and others are pieces.
     """
-    native = torch.autograd._engine_run_backward  # what grad and backward call
+    autograd: Any = torch.autograd
+    native = autograd._engine_run_backward  # what grad and backward call
 
     @wraps(native)
     def run(outputs: Any, *args: Any, **options: Any) -> Any:
@@ -95,7 +97,7 @@ def _watch_backward() -> None:
             )
         return native(outputs, *args, **options)
 
-    torch.autograd._engine_run_backward = run
+    autograd._engine_run_backward = run
 
 
 def warn_of_pieces(model: nn.Module) -> None:
