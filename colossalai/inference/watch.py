@@ -25,9 +25,9 @@ class Watch:
         use.
         """
         self._form: Any = None
+        self._buffers_at: list[int] = []
         self._versions: list[int] = []
         self._sampled: Tensor | None = None
-        self._probes: list[Tensor] = []
         self._walk()
         self.look(idle=True)
 
@@ -43,17 +43,16 @@ class Watch:
             [t for held in kind for t in held.values() if t is not None]
             for kind in (self._params, self._buffers)
         )
-        places = [t.data_ptr() for t in (*params, *buffers)]
-        form = places, self._code, [_switched(module) for module in self._adapted]
+        form = [t.data_ptr() for t in params], self._code, [_switched(m) for m in self._adapted]
+        buffers_at = [t.data_ptr() for t in buffers]  # a forward may make them anew, so they say nothing more
         versions = [0 if t.is_inference() else t._version for t in params]
-        moved = form != self._form
-        changed = moved or versions != self._versions
-        self._form, self._versions = form, versions
-        if moved:
+        if (form, buffers_at) != (self._form, self._buffers_at):
             self.moves += 1
-            self._probes = [_few(t) for t in params if t.is_contiguous() and t.numel()]
+        changed = (form, versions) != (self._form, self._versions)
+        self._form, self._buffers_at, self._versions = form, buffers_at, versions
         if idle:
-            sample = self._sample(params)
+            few = [_few(t) for t in params]
+            sample = torch.cat(few) if few else torch.zeros(0)
             same = self._sampled is not None and torch.equal(sample, self._sampled)
             changed = changed or self._model.training or not same
             self._sampled = sample
@@ -69,16 +68,12 @@ class Watch:
             (id(m), *m._forward_pre_hooks, *m._forward_hooks, id(m.__dict__.get("forward"))) for m in modules
         ]
 
-    def _sample(self, params: list[Tensor]) -> Tensor:
-        rest = [_few(t) for t in params if not t.is_contiguous()]
-        few = [t if t.dtype in _FLOATS else t.float() for t in (*self._probes, *rest)]
-        return torch.cat(few) if few else torch.zeros(0)
-
 
 def _few(tensor: Tensor) -> Tensor:
-    """A few numbers of ``tensor``, in its memory if they lie one behind the other."""
+    """A few numbers of ``tensor``."""
     flat = tensor.detach().reshape(-1)
-    return flat[:: -(-len(flat) // _FEW) or 1]
+    few = flat[:: -(-len(flat) // _FEW) or 1]
+    return few if few.dtype in _FLOATS else few.float()
 
 
 def _switched(module: Any) -> tuple[Any, ...]:
