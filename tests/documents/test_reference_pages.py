@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from colossalai.booster.plugin import GeminiPlugin
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from docs import combinations, reference, translated_tables
 from docs.pages import ENGLISH, ROOT
 from tests.documents.api_left import MISSING
@@ -64,6 +64,18 @@ def test_every_argument_of_gemini_is_in_the_tables() -> None:
     assert {name: ast.literal_eval(shown) for name, shown in rows.items()} == {
         name: parameter.default for name, parameter in real.items()
     }
+
+
+def test_every_argument_of_zero_is_in_the_table() -> None:
+    page = (ENGLISH / "zero.md").read_text()
+    rows = re.findall(r"^\| (`[\w`, ]+`) \| (`.*?`) \| ", page, flags=re.MULTILINE)
+    shown = {
+        name: ast.literal_eval(default)
+        for names, defaults in rows
+        for name, default in zip(re.findall(r"`(\w+)`", names), re.findall(r"`(.*?)`", defaults), strict=True)
+    }
+    real = inspect.signature(LowLevelZeroPlugin).parameters
+    assert shown == {name: parameter.default for name, parameter in real.items()}
 
 
 @cache
