@@ -63,7 +63,7 @@ class Watch:
         self.modules = modules = list(self._model.modules())
         self._params = [m._parameters for m in modules if m._parameters]
         self._buffers = [m._buffers for m in modules if m._buffers]
-        self._adapted = [m for m in modules if hasattr(type(m), "_disable_adapters")]
+        self._adapted = [m for m in modules if hasattr(m, "_disable_adapters")]
         self._code = [
             (id(m), *m._forward_pre_hooks, *m._forward_hooks, id(m.__dict__.get("forward"))) for m in modules
         ]
