@@ -7,7 +7,7 @@ Every figure is printed as soon as it is there, with the seconds since the start
 visit, which has torch and transformers but no web server, the wheels of one come along in an ignored folder:
 
     pip download -d build/wheels --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
-        --platform manylinux2014_x86_64 fastapi uvicorn prometheus-client        # here, where there is a network
+        --platform manylinux2014_x86_64 fastapi uvicorn prometheus-client    # here
     pip install --no-index --find-links build/wheels fastapi uvicorn prometheus-client    # there
     python -m benchmarks.serving --seconds 240
 
