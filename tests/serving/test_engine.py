@@ -313,9 +313,9 @@ def _two_nodes(secrets: tuple[str, str]) -> list[tuple[int, str]]:
     ]
     try:
         if secrets[0] != secrets[1]:
-            output = nodes[1].communicate(timeout=100)[0]
+            output = nodes[1].communicate(timeout=300)[0]
             return [(0, ""), (nodes[1].returncode, output)]
-        return [(one.wait(100), one.stdout.read()) for one in nodes]  # type: ignore[union-attr]
+        return [(one.wait(300), one.stdout.read()) for one in nodes]  # type: ignore[union-attr]
     finally:
         for one in nodes:
             one.kill()

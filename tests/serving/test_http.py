@@ -274,13 +274,15 @@ def test_a_key_lets_in_who_has_it() -> None:
 
 
 def test_a_full_queue_and_clients_that_leave() -> None:
-    with here(limit=2, options={"delay": 0.05}) as server, contextlib.ExitStack() as asked:
+    with here(limit=2, options={"delay": 0.2}) as server, contextlib.ExitStack() as asked:
         body = {"prompt": "x", "max_tokens": 500, "stream": True}
         for _ in range(2):
             one = asked.enter_context(
                 httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60)
             )
-            next(one.iter_lines())
+            lines = one.iter_lines()  # it leaves when this is collected
+            asked.callback(lines.close)
+            next(lines)
         full = httpx.post(f"{server.url}/generation", json={"prompt": "x", "max_tokens": 1})
         assert (full.status_code, "queue full" in full.json()["detail"]) == (406, True)
         for stream in (False, True):
