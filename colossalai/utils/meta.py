@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 from colossalai.utils.meta_autocast import autocast_on_meta
 
 ALLOCATOR_BLOCK = 512  # what CUDA's caching allocator rounds sizes up to

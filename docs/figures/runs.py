@@ -72,6 +72,7 @@ def _gemini_step(rank: int, world_size: int, port: int) -> list[tuple[float, str
         min_chunk_size_mb=1,
         search_range_mb=1,
         hidden_dim=512,
+        update_in_backward=True,
     )
     booster = Booster(plugin=plugin)
     model = torch.nn.Sequential(*layers)
@@ -224,7 +225,15 @@ def experts(folder: Path) -> None:
         picture.words(610, 120 + rank * 132, f"rank {rank}", size=12)
     for expert in range(4):
         y = 56 + expert * 64 + (expert // 2) * 6
-        picture.box(444, y, 150, 56, COLOURS[expert], f"expert {expert}: {used[expert]} tokens", size=11)
+        picture.box(
+            444,
+            y,
+            150,
+            56,
+            COLOURS[expert],
+            f"expert {expert}: {used[expert]} token{'s' * (used[expert] != 1)}",
+            size=11,
+        )
     picture.save(folder, "experts")
 
 

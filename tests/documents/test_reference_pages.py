@@ -31,6 +31,32 @@ def test_an_entry_shows_the_arguments() -> None:
     assert "placement_policy" not in reference.described("colossalai.constants.ALLOWED_MODES")
 
 
+def test_the_overview_leads_to_every_entry() -> None:
+    overview = reference.pages()["reference/index.md"]
+    entries = {f"{part}.md#{name}" for part, names in reference.names().items() for name in names}
+    assert [entry for entry in entries if f"({entry})" not in overview and not entry.endswith("__")] == []
+
+
+def test_members_without_words_are_left_out() -> None:
+    griffe = pytest.importorskip("griffe", reason="needs `pip install -r docs/requirements-doc-test.txt`")
+    code = """
+class Plan:
+    size: int = 1
+    def __init__(self):
+        self.hidden = 2
+        self.told = 3
+        \"\"\"Words.\"\"\"
+    @property
+    def all(self): ...
+    def apply(self, model): ...
+"""
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "griffe_members.py"))
+    with griffe.temporary_visited_package(
+        "plans", {"__init__.py": code}, extensions=extensions, inits=False
+    ) as module:
+        assert sorted(module["Plan"].members) == ["__init__", "all", "apply", "size", "told"]
+
+
 def test_every_argument_of_gemini_is_in_the_tables() -> None:
     page = (ENGLISH / "gemini_options.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, flags=re.MULTILINE))

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from colossalai.fx.nodes import named_state
 from colossalai.mesh import Layout, Mesh, local_shape, place, placement, replicated, shard
-from colossalai.mesh.deferred import fill_deferred, recording_of
 from colossalai.mesh.parameter import has_own_mesh, overlapping
+from colossalai.mesh.weights.deferred import fill_deferred, recording_of
 
 
 def placing_problem(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> str | None:

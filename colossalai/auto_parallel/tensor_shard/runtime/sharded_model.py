@@ -26,7 +26,7 @@ from colossalai.fx.nodes import named_state
 from colossalai.fx.op_graph import OpGraph
 from colossalai.mesh import Layout, Mesh, local_shape, placement, replicated
 from colossalai.mesh.agreement import FirstStep
-from colossalai.mesh.deferred import materialize
+from colossalai.mesh.weights.deferred import materialize
 from colossalai.nn.policies.wrap_forward import ForwardWrapper, save_whole_model, wrap_forward
 from colossalai.tensor.d_tensor import DTensor
 from colossalai.tensor.d_tensor.layout import DeviceLayout

@@ -13,8 +13,8 @@ import numpy as np
 from colossalai.auto_parallel.tensor_shard.gradient_sums import sum_axes, sum_transfers
 from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import Floats
 from colossalai.mesh import Layout, Links, Prices, price_tensor, route, route_seconds, route_transfers
-from colossalai.mesh.cheapest import cheapest_seconds
 from colossalai.mesh.collectives import Transfer
+from colossalai.mesh.routes.cheapest import cheapest_seconds
 from colossalai.tensor.letters.table import Shape
 
 Layouts = tuple[Layout, ...]
