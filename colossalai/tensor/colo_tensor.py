@@ -308,7 +308,7 @@ def whole_result(value: Tensor, pg: ProcessGroup) -> ColoTensor:
     return wrap(as_whole(value), pg, cut_along(None, value.ndim))
 
 
-def check_may_gather(tensor: ColoTensor, func: Callable[..., Any]) -> None:
+def check_may_gather(tensor: Any, func: Callable[..., Any]) -> None:
     """Refuse to let ``func`` communicate for a tensor that is cut, see [Note: who may gather]."""
     if not (DistSpecManager.may_gather or func in LAYERS):
         name = getattr(func, "__name__", str(func))

@@ -9,7 +9,17 @@ from typing import Any
 from colossalai.tensor.letters.pointwise import dims_of
 from colossalai.tensor.letters.table import WHOLE, Letters, OpCall, OpLetters, Shape, register_letters
 
-_VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
+_VIEWS = (
+    "view",
+    "reshape",
+    "_reshape_alias",
+    "_unsafe_view",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "ravel",
+)
 
 
 @register_letters(*_VIEWS, "view_as", "reshape_as")

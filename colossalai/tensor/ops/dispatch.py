@@ -146,7 +146,7 @@ def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if not recording.calls and not any(isinstance(o, torch.fx.Node) for o in recording.outputs):
         with plain_torch():
             return func(*args, **kwargs)  # a fact about the memory of this rank
-    return recording.run(leaves, lambda *operation: _run(*operation, func))
+    return recording.run(leaves, lambda op, args, kwargs: _run(op, args, kwargs, func))
 
 
 def _shape(tensor: Tensor) -> Any:

@@ -77,7 +77,7 @@ def _plan(x: Layout, w: Layout, y: Layout) -> MatmulPlan:
 def _embedding(call: Call) -> Any:
     """A table that is cut along its rows or its features."""
     given = call.given
-    weight = given.get("weight", given.get("self"))
+    weight: Any = given["self" if call.name == "embedding_renorm_" else "weight"]
     if cut_dim(weight) is None:
         return NotImplemented
     if call.name == "embedding_renorm_" or given["scale_grad_by_freq"]:
@@ -85,11 +85,8 @@ def _embedding(call: Call) -> Any:
             f"an embedding table of shape {tuple(weight.full_shape)} that is cut as {weight.dist_spec} cannot"
             " be used with max_norm or scale_grad_by_freq, which look at whole rows; leave the table whole"
         )
-    ids, size, padding = (
-        as_piece(gathered(given["indices"], call.func)),
-        weight.size_global(0),
-        given["padding_idx"],
-    )
+    ids, size = as_piece(gathered(given["indices"], call.func)), weight.size_global(0)
+    padding = given["padding_idx"]
     padding = None if padding is None or padding == -1 else padding % size
     sparse, mesh = given["sparse"], call.pg.mesh
     if cut_dim(weight) == 0:
