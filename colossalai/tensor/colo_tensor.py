@@ -404,6 +404,11 @@ def _labelled(result: Any, pg: ProcessGroup, given: set[int], copies: Collection
         if id(result) not in given:
             is_copy = bool(copies) and _memory(result) in copies
             whole_result(result, pg).is_copy = is_copy
+    elif isinstance(result, ColoTensor):
+        with plain_torch():
+            turned = result.cut_dim is None and result.shape != result.full_shape
+        if turned:  # t_()
+            describe(result, result.process_group, cut_along(None, result.ndim), result.compute_spec)
     elif isinstance(result, (tuple, list)):  # also what ``max`` returns
         for inner in result:
             _labelled(inner, pg, given, copies)
