@@ -123,7 +123,7 @@ def gemini(folder: Path) -> None:
                     start = None
     picture.line([(120, 78 + 30 * len(chunks)), (120 + width, 78 + 30 * len(chunks))], arrow=True)
     picture.words(
-        120, 98 + 30 * len(chunks), "forward pass, then backward pass with the updates behind it", size=11
+        120, 98 + 30 * len(chunks), "forward pass, then backward pass; each chunk is updated while the pass goes on", size=11
     )
     picture.save(folder, "gemini")
 
@@ -193,7 +193,7 @@ def ring(folder: Path) -> None:
     picture.words(564, 198, "output", size=10, at="middle")
     picture.words(600, 60, "all tokens, some heads", size=10)
     picture.words(20, 290, "Each rank attends to the keys it holds, then hands them on:", size=11)
-    picture.words(20, 306, "n - 1 messages, hidden behind the products.", size=11)
+    picture.words(20, 306, "n - 1 messages, at the same time as the products.", size=11)
     picture.words(410, 290, "One all-to-all before attention, one after it:", size=11)
     picture.words(410, 306, "the number of heads must divide.", size=11)
     picture.save(folder, "ring", steps=ranks)

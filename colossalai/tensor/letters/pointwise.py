@@ -28,7 +28,7 @@ _POINTWISE = """
     erfinv i0 sinc logit signbit isposinf isneginf isreal isneginf isposinf clip subtract multiply divide
     float_power ldexp logaddexp logaddexp2 heaviside nextafter gcd lcm bitwise_left_shift
     bitwise_right_shift __lshift__ __rshift__ __ilshift__ __irshift__ __iand__ __ior__ __ixor__ greater
-    greater_equal less less_equal not_equal rrelu_with_noise arccos arcsin arctan arctan2 arccosh arcsinh
+    greater_equal less less_equal not_equal arccos arcsin arctan arctan2 arccosh arcsinh
     arctanh fix negative polygamma mvlgamma isclose softsign tanhshrink hardswish log_sigmoid special_expit
     special_erf special_erfc special_entr special_log1p special_expm1 special_xlog1py special_ndtr
     special_i0e special_i1 special_i1e double int long short bool half bfloat16 real
