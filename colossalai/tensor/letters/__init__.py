@@ -1,7 +1,7 @@
 """What each operation does with a tensor that is cut: a table of dim letters."""
 
 from colossalai.tensor.letters import norms, pointwise, products, shapes
-from colossalai.tensor.letters.calls import call_of, call_of_node
+from colossalai.tensor.letters.calls import call_of_node
 from colossalai.tensor.letters.table import (
     WHOLE,
     OpCall,
@@ -17,7 +17,6 @@ __all__ = [
     "OpCall",
     "OpLetters",
     "Operand",
-    "call_of",
     "call_of_node",
     "has_letters",
     "letters_of",

@@ -1,12 +1,11 @@
-"""Calls as nodes of a recorded graph have them, or as a dispatch mode sees them."""
+"""Calls as nodes of a recorded graph have them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from colossalai.tensor.letters.table import OpCall, Operand
 
@@ -45,27 +44,11 @@ def call_of_node(node: fx.Node) -> OpCall:
         return operands[-1]
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), number)
-    return _call(operation_name(node), node.target, args, kwargs, operands, node.meta.get("val"))
-
-
-def call_of(op: OpOverload, args: Any, kwargs: Any, result: Any) -> OpCall:
-    """The call of an operation on tensors, with its result."""
-    operands: list[Operand] = []
-
-    def number(tensor: Tensor) -> Operand:
-        operands.append(Operand(len(operands), tuple(tensor.shape)))
-        return operands[-1]
-
-    args, kwargs = tree_map_only(Tensor, number, (args, kwargs))
-    return _call(op._schema.name.removeprefix("aten::"), op, args, kwargs, operands, result)
-
-
-def _call(name: str, op: Any, args: Any, kwargs: Any, operands: list[Operand], result: Any) -> OpCall:
-    schema = getattr(op, "_schema", None)
+    schema = getattr(node.target, "_schema", None)
     if schema is None:
         arguments = {str(i): value for i, value in enumerate(args)} | dict(kwargs)
     else:
         arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         arguments |= {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-    outputs = tuple(tuple(t.shape) for t in tree_leaves(result) if isinstance(t, Tensor))
-    return OpCall(name, arguments, tuple(operands), outputs)
+    outputs = tuple(tuple(t.shape) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
+    return OpCall(operation_name(node), arguments, tuple(operands), outputs)

@@ -22,6 +22,7 @@ instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -50,7 +51,6 @@ from colossalai.nn.policies.cutting.rules import (
 from colossalai.nn.policies.trials.meta_inputs import BATCH, LENGTH, candidate_inputs, looking_at, meta_twin
 from colossalai.nn.policies.wrap_forward import UsedByPieces
 from colossalai.nn.random_streams import draws_own, switch_numbers
-from colossalai.tensor.letters import WHOLE, call_of, letters_of
 
 
 @dataclass
@@ -385,7 +385,7 @@ class Flow(TorchDispatchMode):
             self._draw(is_cut)
         joined = _join(marks, None)
         for output in outputs:
-            dim = _dim_after(func, args, kwargs, marks, output) if is_cut else None
+            dim = _dim_after(func, args, marks, output) if is_cut else None
             learns = joined.learns and output.is_floating_point() and torch.is_grad_enabled()
             mark = replace(joined, dim=dim, learns=learns and func is not aten.detach.default)
             if any(output is x for x in inputs):  # in place: views of the same memory see it
@@ -472,9 +472,7 @@ def _join(marks: list[Mark], dim: int | None) -> Mark:
     return Mark(cut, dim if cut else None, given, learns, frozenset() if cut else params)
 
 
-def _dim_after(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], marks: list[Mark], output: Tensor
-) -> int | None:
+def _dim_after(func: Any, args: tuple[Any, ...], marks: list[Mark], output: Tensor) -> int | None:
     """Which dim of ``output`` is cut, if that can be told."""
     name = func.overloadpacket.__name__
     x = next((a for a in args if isinstance(a, Tensor)), None)
@@ -482,22 +480,26 @@ def _dim_after(
     dim = dims.pop() if len(dims) == 1 else None
     if dim is None or x is None:
         return None
-    if name in _ARRANGED:
-        letters = letters_of(call_of(func, args, kwargs, output))
-        letter = letters.operands[0][x.ndim - dim] if letters is not None else WHOLE
-        if letters is None or letter == WHOLE:
-            return None  # beside a dim of size 1 it cannot be told
-        return output.ndim - letters.outputs[0].index(letter)
-    if name in _NOT_FOLLOWED:
+    if name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
+        return _through_view(tuple(x.shape), tuple(output.shape), dim)
+    if name in ("transpose", "t", "permute", "swapaxes"):
+        order = _order(name, args, x.ndim)
+        return x.ndim - order.index(x.ndim - dim)
+    if name in (
+        "unsqueeze",
+        "squeeze",
+        "select",
+        "expand",
+        "mm",
+        "bmm",
+        "addmm",
+        "stack",
+        "cat",
+        "index",
+        "gather",
+    ):
         return None
     return dim if output.ndim == x.ndim and len(_sizes(marks, dim, args, output)) else None
-
-
-_ARRANGED = ("view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "swapaxes")
-_NOT_FOLLOWED = (
-    *("unsqueeze", "squeeze", "select", "expand", "mm", "bmm", "addmm"),
-    *("stack", "cat", "index", "gather"),
-)
 
 
 def _sizes(marks: list[Mark], dim: int, args: tuple[Any, ...], output: Tensor) -> set[int]:
@@ -506,3 +508,19 @@ def _sizes(marks: list[Mark], dim: int, args: tuple[Any, ...], output: Tensor) -
     """
     found = {a.shape[-dim] for a in args if isinstance(a, Tensor) and a.ndim >= dim}
     return found & {output.shape[-dim]} if output.ndim >= dim else set()
+
+
+def _order(name: str, args: tuple[Any, ...], ndim: int) -> list[int]:
+    if name == "permute":
+        return [d % ndim for d in args[1]]
+    a, b = (args[1] % ndim, args[2] % ndim) if len(args) > 2 else (0, ndim - 1)
+    order = list(range(ndim))
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _through_view(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
+    """The outermost of the dims that the cut one becomes: pieces are made of whole inner dims."""
+    outside = math.prod(before[: len(before) - dim])
+    places = [place for place in range(len(after)) if math.prod(after[:place]) == outside]
+    return len(after) - places[0] if len(places) == 1 else None  # beside a dim of size 1 it cannot be told
