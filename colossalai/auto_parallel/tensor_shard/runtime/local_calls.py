@@ -17,11 +17,11 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.tensor_shard.runtime.bound_calls import bound_call
-from colossalai.auto_parallel.tensor_shard.runtime.cut_rows import lookup, mean_loss
 from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces, draws
 from colossalai.auto_parallel.tensor_shard.runtime.whole_statistics import batch_norm_of_whole
 from colossalai.auto_parallel.tensor_shard.sharded_plan import NodePlan
 from colossalai.mesh import Axes, Layout, Mesh, local_shape
+from colossalai.tensor.ops.rows import lookup, row_loss
 
 aten: Any = torch.ops.aten
 
@@ -240,7 +240,7 @@ def _cross_entropy(call: LocalCall) -> fx.Node | None:
         return None
     total = call.again(reduction=2)
     ignored = call.given["ignore_index"]
-    return call.call(mean_loss, total, call.given["target"], ignored, call.summed, call.mesh)
+    return call.call(row_loss, total, call.given["target"], ignored, call.summed, call.mesh)
 
 
 @runs_locally("batch_norm")
