@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from colossalai.booster.mixed_precision import (
     MixedPrecision,
 )
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
+from colossalai.logging import get_dist_logger
 from colossalai.testing import parameterize, spawn
 from tests.booster.plans import launch
 
@@ -41,7 +44,14 @@ def trained_dtype(plugin: Any, precision: Any) -> torch.dtype:
 def check(rank: int, world_size: int, port: int, kind: Any) -> None:
     if not torch.distributed.is_initialized():
         launch(rank, world_size, port)
-    assert trained_dtype(kind(), None) is torch.float16
+    told: list[str] = []
+    with patch.object(type(get_dist_logger()), "warning_once", lambda self, text, ranks: told.append(text)):
+        assert trained_dtype(kind(), None) is torch.float16
+        (text,) = told
+        assert re.fullmatch(rf"{kind.__name__} trains in fp16, since no precision was chosen; say .*", text)
+        for plugin, precision in ((kind(), "fp16"), (kind(precision="fp16"), None), (kind(), "bf16")):
+            trained_dtype(plugin, precision)
+        assert len(told) == 1  # what was chosen is not told
     for name, dtype in DTYPES.items():
         assert trained_dtype(kind(), name) is dtype
         assert trained_dtype(kind(precision=name), name) is dtype

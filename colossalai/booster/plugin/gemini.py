@@ -190,6 +190,7 @@ class GeminiPlugin(HalfWeightPlugin):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         check_backend(self.device)
+        self.tell_default()
         boosted = GeminiDDP(model, dtype=self.dtype, **self.model_options)
         if optimizer is not None:
             raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from colossalai.booster.mixed_precision import MixedPrecision, is_plain, precision_name
 from colossalai.booster.plugin.dp import DPPluginBase
+from colossalai.logging import get_dist_logger
 from colossalai.mesh.gradient_norm import check_clipping
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -49,6 +50,15 @@ class HalfWeightPlugin(DPPluginBase):
     def half(self) -> torch.dtype | None:
         """The dtype that weights are cast to; None where they stay as they are."""
         return None if self.dtype == torch.float32 else self.dtype
+
+    def tell_default(self) -> None:
+        """A precision that nobody chose is told: whoever comes from DDP or Accelerate expects fp32."""
+        if self._given is None:
+            get_dist_logger().warning_once(
+                f"{type(self).__name__} trains in {self.precision}, since no precision was chosen; say"
+                " Booster(mixed_precision='bf16'), 'fp16' or 'fp32'",
+                ranks=[0],
+            )
 
     def supported_precisions(self) -> list[str]:
         return list(DTYPES)

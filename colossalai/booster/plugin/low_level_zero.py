@@ -189,6 +189,7 @@ class LowLevelZeroPlugin(HalfWeightPlugin):
             )
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         check_backend(device)
+        self.tell_default()
         trained = set() if optimizer is None else {p for g in optimizer.param_groups for p in g["params"]}
         waiting = {p for p in trained if p.requires_grad and recording_of(p) is not None}
         rest = [p for p in module.parameters() if p not in waiting]  # of the others, the buckets take care
