@@ -40,7 +40,7 @@ from benchmarks.checkpointed_models import CASES, SMALL, Case
 from colossalai.auto_parallel.checkpoint import CheckpointPlan, CheckpointPlanner, CheckpointSolverChen
 from colossalai.auto_parallel.checkpoint.blocks import block_modes
 from colossalai.nn import chunk_causal_loss, skip_causal_mask
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 
 GIB = 2**30
 HALF_MINUTE = 30.0

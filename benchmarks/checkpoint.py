@@ -214,7 +214,7 @@ def background(subject: Subject, ours: Ours, root: Path, tries: int) -> Times:
 
 
 def one_copy(subject: Subject) -> float:
-    from colossalai.utils.host_memory import host_empty
+    from colossalai.utils.memory.host_memory import host_empty
 
     tensors = subject.tensors()
     room = host_empty(sum(t.numel() for t in tensors), torch.float32)

@@ -88,7 +88,7 @@ def links(page: Page) -> Iterator[str]:
         if path.startswith("reference/") or "/reference/" in path:
             continue  # made by docs/reference.py; mkdocs compares these links
         if not file.exists():
-            borrowed = _english(file)
+            borrowed = _english(file) if page.path.is_relative_to(SOURCE) else None
             if borrowed is None or not borrowed.exists():
                 yield f"the {'picture' if image else 'link'} {target} leads nowhere"
                 continue

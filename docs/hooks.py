@@ -56,6 +56,8 @@ def _borrowed(path: Path, name: str, config: MkDocsConfig) -> File:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     shown = _MARK.sub("", _HIDDEN.sub("", markdown))
+    if language_of(config) == "zh-Hans":
+        shown = shown.replace('title="Output"', 'title="输出"')  # the mark of `docs.pages`, as readers see it
     return _AUTODOC.sub(lambda found: reference.entry(found[1]), shown)
 
 

@@ -79,7 +79,21 @@ def _promised(text: str) -> Iterator[tuple[str, str]]:
 @functools.cache
 def pages() -> dict[str, str]:
     """The text of each page by its path."""
-    return {f"reference/{part}.md": _page(part, entries) for part, entries in sorted(names().items())}
+    parts = {f"reference/{part}.md": _page(part, entries) for part, entries in sorted(names().items())}
+    return {"reference/index.md": _overview(), **parts}
+
+
+def _overview() -> str:
+    """All names on one page, with a link to the entry of each."""
+    text = ["# Reference", "All public names, by the part of the package that has them."]
+    for part, entries in sorted(names().items()):
+        text.append(f"## [{part}]({part}.md) {{ #part-{part} }}")
+        text.append((inspect.getdoc(importlib.import_module(part)) or "").partition("\n\n")[0])
+        shown = sorted(
+            (f for f in entries if not f.endswith("__")), key=lambda f: f.rpartition(".")[2].lower()
+        )
+        text.append(" · ".join(f"[{full.rpartition('.')[2]}]({part}.md#{full})" for full in shown))
+    return "\n\n".join(filter(None, text)) + "\n"
 
 
 def _page(part: str, entries: Names) -> str:

@@ -42,9 +42,9 @@ from colossalai.interface import (
 from colossalai.interface.first_step import watch_first_step, watch_steps
 from colossalai.interface.foreign_parameters import strangers
 from colossalai.mesh import placement
-from colossalai.mesh.deferred import fill_beside_parameters, fill_deferred, materialize, states_of
-from colossalai.mesh.meta_models import defer_meta, draws_itself, is_cut_on_meta, is_on_meta
 from colossalai.mesh.parameter import model_mesh
+from colossalai.mesh.weights.deferred import fill_beside_parameters, fill_deferred, materialize, states_of
+from colossalai.mesh.weights.meta_models import defer_meta, draws_itself, is_cut_on_meta, is_on_meta
 from colossalai.nn.policies.stages.stage import ModelStage
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.boosted import is_boosted, mark_boosted

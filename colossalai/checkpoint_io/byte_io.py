@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.utils.host_memory import host_empty
+from colossalai.utils.memory.host_memory import host_empty
 
 STRIP = 1 << 22  # bytes
 AHEAD = 4 * STRIP  # what the disk is asked for before it is needed, and begins to write before all is there

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from colossalai.mesh.deferred import recording_of
-from colossalai.mesh.unfilled import become
+from colossalai.mesh.weights.deferred import recording_of
+from colossalai.mesh.weights.unfilled import become
 
 
 def has_room(target: Tensor) -> bool:

@@ -58,7 +58,7 @@ def measure_axis(mesh: Mesh, axis: str, kind: Kind, timing: Timing | None = None
 
 
 def measure_links(mesh: Mesh, timing: Timing | None = None) -> dict[str, AxisLink]:
-    """The links of all axes of a mesh, for :func:`colossalai.mesh.route`; every rank calls it."""
+    """The links of all axes of a mesh, for :func:`colossalai.mesh.routes.route`; every rank calls it."""
     found = {}
     for axis, ranks in mesh.size.items():
         alpha, beta = measure_axis(mesh, axis, "all_gather", timing)

@@ -28,8 +28,8 @@ from colossalai.engine.ophooks import BaseOpHook
 from colossalai.engine.schedule import BaseSchedule, InterleavedPipelineSchedule, PipelineSchedule
 from colossalai.engine.zero_section import zero_plugin
 from colossalai.logging import get_dist_logger
-from colossalai.mesh.deferred import materialize
 from colossalai.mesh.parameter import model_mesh
+from colossalai.mesh.weights.deferred import materialize
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.pipeline.options import PipelineOptions
 from colossalai.utils import get_current_device, is_using_moe, is_using_pp, is_using_sequence

@@ -115,6 +115,7 @@ class Nodes:
             without_rule=cost.without_rule,
             estimated=cost.estimated and learns,
             random=is_random(node),
+            saved_parameters=self._saved_parameters(cost, inputs) if learns else (),
         )
 
     def _operation(self, node: fx.Node) -> str:
@@ -148,6 +149,11 @@ class Nodes:
             if name not in state:
                 found[name] = self._size.get(name, kept.nbytes)
         return found
+
+    def _saved_parameters(self, cost: NodeCost, inputs: list[fx.Node]) -> tuple[str, ...]:
+        state = set(self._names.values())
+        kept = [self._memory[inputs[k.index]] for k in cost.kept if k.source == "input"]
+        return tuple(name for name in kept if name in state)
 
 
 def _writes_to(user: fx.Node, node: fx.Node) -> bool:

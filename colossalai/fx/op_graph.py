@@ -46,6 +46,7 @@ class OpNode:
         without_rule: kernels that no formula counts, so ``operations`` lacks theirs.
         estimated: whether the backward pass could not be run, and is taken for twice the forward pass.
         random: whether it draws random numbers.
+        saved_parameters: names of the parameters and buffers whose values its backward pass needs.
     """
 
     name: str
@@ -60,6 +61,7 @@ class OpNode:
     without_rule: tuple[str, ...] = ()
     estimated: bool = False
     random: bool = False
+    saved_parameters: tuple[str, ...] = ()
 
     @property
     def saved_bytes(self) -> int:

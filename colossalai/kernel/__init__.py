@@ -1,7 +1,7 @@
-"""Optimizer steps on many tensors at once, sums of rows of experts (``expert_rows``) and of blocks of
-attention (``block_sums``), each with a fast way where there is one and plain PyTorch everywhere; and a few
-modules that are documented here (``LayerNorm``, ``FusedScaleMaskSoftmax``, ``MultiHeadAttention``), by
-PyTorch's fused operations.
+"""Optimizer steps on many tensors at once (``optimizer``), sums of rows of experts (``expert_rows``) and of
+blocks of attention (``block_sums``), each with a fast way where there is one and plain PyTorch everywhere;
+and a few modules that are documented here (``LayerNorm``, ``FusedScaleMaskSoftmax``,
+``MultiHeadAttention``), by PyTorch's fused operations.
 
 Nothing is compiled, and Triton is not imported, before a kernel is used.
 """

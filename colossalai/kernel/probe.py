@@ -17,7 +17,7 @@ def triton_works() -> bool:
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return False
     try:
-        from colossalai.kernel import triton_adam
+        from colossalai.kernel.optimizer import triton_adam
 
         triton_adam.try_it()
     except Exception as error:  # a compiler, a driver, a version: whatever it is, there is plain PyTorch

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from colossalai.lazy.stored_weights import reading_later
-from colossalai.mesh.deferred import LARGE, Deferred, materialize
-from colossalai.mesh.unfilled import Unfilled
+from colossalai.mesh.weights.deferred import LARGE, Deferred, materialize
+from colossalai.mesh.weights.unfilled import Unfilled
 
 
 class LazyInitContext:

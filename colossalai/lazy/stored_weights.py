@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from colossalai.mesh.deferred import Deferred, paused
+from colossalai.mesh.weights.deferred import Deferred, paused
 
 _ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # a recording is of one thread
 

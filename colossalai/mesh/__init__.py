@@ -1,33 +1,17 @@
 """The mesh-and-layout core: who talks to whom, where every tensor lies, and what it costs to move it.
 
-Read in this order: ``mesh`` (named axes), ``layout`` (where a tensor lies), ``route`` (which
-steps lead from one layout to another; ``steps``, ``cost`` and ``cheapest`` are its parts), ``movement`` (the
-same with gradients), ``collectives`` (the counted primitives), ``plan``, ``matmul`` and ``summa`` (one
-product for all modes), ``parameter`` (placed parameters), ``norm`` (of their gradients), ``random`` and
-``initial`` (numbers that do not depend on the plan).
+Read in this order: ``mesh`` (named axes), ``layout`` (where a tensor lies), ``routes`` (which steps lead from
+one layout to another, and their costs), ``movement`` (the same with gradients), ``collectives`` (the counted
+primitives), ``products`` (one matrix product for all modes), ``parameter`` (placed parameters),
+``gradient_norm``, ``random`` and ``weights`` (numbers that do not depend on the plan; models without memory).
 
 This package imports nothing from the rest of ``colossalai``.
 """
 
 from colossalai.mesh.collectives import CommunicationLog, Transfer, count_communication
-from colossalai.mesh.cost import AxisLink, Links, Prices, price_tensor, route_seconds, route_transfers
 from colossalai.mesh.gradient_norm import clip_grads, grad_norm, grad_zeros
 from colossalai.mesh.group_mesh import GroupMesh
-from colossalai.mesh.initial import (
-    Constant,
-    Distribution,
-    Normal,
-    Transposed,
-    TruncatedNormal,
-    Uniform,
-    ZeroRow,
-    draw,
-    initialize,
-    place_parameters,
-    set_init,
-)
 from colossalai.mesh.layout import Layout, local_range, local_shape, local_slices, replicated, shard
-from colossalai.mesh.matmul import matmul
 from colossalai.mesh.mesh import (
     DATA_AXES,
     DATA_AXIS,
@@ -68,10 +52,25 @@ from colossalai.mesh.parameter import (
     set_own_grad,
     use,
 )
-from colossalai.mesh.plan import MatmulPlan, Order, Role
+from colossalai.mesh.products.matmul import matmul
+from colossalai.mesh.products.plan import MatmulPlan, Order, Role
 from colossalai.mesh.random import RandomStream, dropout_mask, random_key
-from colossalai.mesh.route import route
-from colossalai.mesh.steps import RouteStep, one_steps
+from colossalai.mesh.routes.cost import AxisLink, Links, Prices, price_tensor, route_seconds, route_transfers
+from colossalai.mesh.routes.route import route
+from colossalai.mesh.routes.steps import RouteStep, one_steps
+from colossalai.mesh.weights.initial import (
+    Constant,
+    Distribution,
+    Normal,
+    Transposed,
+    TruncatedNormal,
+    Uniform,
+    ZeroRow,
+    draw,
+    initialize,
+    place_parameters,
+    set_init,
+)
 
 __all__ = [
     "DATA_AXES",

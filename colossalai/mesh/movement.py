@@ -35,11 +35,11 @@ from torch.overrides import has_torch_function_unary
 
 import colossalai.mesh.collectives as collectives
 from colossalai.mesh._compat import plain_torch
-from colossalai.mesh.cost import Links, price_tensor
 from colossalai.mesh.layout import Layout, check_zigzag, local_range
 from colossalai.mesh.mesh import Axes, Mesh
-from colossalai.mesh.route import route
-from colossalai.mesh.steps import RouteStep
+from colossalai.mesh.routes.cost import Links, price_tensor
+from colossalai.mesh.routes.route import route
+from colossalai.mesh.routes.steps import RouteStep
 
 
 def move(

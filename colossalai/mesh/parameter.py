@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colossalai.mesh.layout import Layout, replicated, shard
 from colossalai.mesh.mesh import Mesh
 from colossalai.mesh.movement import redistribute, unshard
-from colossalai.mesh.unfilled import Unfilled
+from colossalai.mesh.weights.unfilled import Unfilled
 
 # The attribute of a parameter that several pipeline stages hold: the group of the ranks that hold the same
 # piece of it.

@@ -31,8 +31,8 @@ from colossalai.mesh import (
     placement,
     set_init,
 )
-from colossalai.mesh.deferred import recording_of
 from colossalai.mesh.random import fill_from
+from colossalai.mesh.weights.deferred import recording_of
 from colossalai.nn.modes import current
 
 Fan = int | None

@@ -1,6 +1,6 @@
 """Any model as pipeline stages, of which each rank builds its own and nothing else.
 
-Inside ``PipelinableContext`` a model is built without memory (see :mod:`colossalai.mesh.deferred`).
+Inside ``PipelinableContext`` a model is built without memory (see :mod:`colossalai.mesh.weights.deferred`).
 ``to_layer_list`` says in which order its layers run, ``partition`` chooses this rank's layers and gives just
 these memory and values.  The values are those of the serial model, bit for bit, and so are the names: the
 ``state_dict`` of a stage is a part of the serial one.
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from colossalai.logging import get_dist_logger
-from colossalai.mesh.deferred import LARGE, Deferred
+from colossalai.mesh.weights.deferred import LARGE, Deferred
 from colossalai.pipeline.calls import (
     Functions,
     build_kwargs_for_module,

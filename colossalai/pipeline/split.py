@@ -21,9 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.mesh.deferred import Deferred
-from colossalai.mesh.meta_models import before_cut, defer_meta, is_on_meta, note_cut
 from colossalai.mesh.rows import expert_axes
+from colossalai.mesh.weights.deferred import Deferred
+from colossalai.mesh.weights.meta_models import before_cut, defer_meta, is_on_meta, note_cut
 from colossalai.nn.modes import current
 from colossalai.nn.policies import POLICIES, Policy, parallelize
 from colossalai.nn.policies.stages.depth import Depth, ModelParts, carried_depth, find_parts

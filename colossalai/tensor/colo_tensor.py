@@ -8,8 +8,8 @@ tensor: ``size()``, ``view(...)``, indices and the results of functions are thos
 [Note: what a function does with a ColoTensor]
 ``__torch_function__`` looks at the function and takes the first that fits:
 
-1. an implementation in the table of ``op_wrapper``: products by the plan of :mod:`colossalai.mesh.matmul`,
-   embeddings, elementwise functions, changes of shape, random numbers;
+1. an implementation in the table of ``op_wrapper``: products by
+   :mod:`colossalai.mesh.products`, embeddings, elementwise functions, changes of shape, random numbers;
 2. functions about the memory of this rank (attributes, ``numel``, ``zeros_like``, lists of tensors in an
    optimizer) run on the piece;
 3. every other function gets whole tensors.

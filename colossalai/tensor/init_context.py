@@ -3,7 +3,7 @@
 They become so at the end of the block, from the values that the ordinary constructors gave them.  So a model
 begins with the weights of the serial model, bit for bit, whatever its process group, dist spec, device and
 dtype; constructors that change the weights of their children afterwards, tie them, or load them from a file
-need no care.  Inside the block large tensors have no memory (:mod:`colossalai.mesh.deferred`); at its end
+need no care.  Inside the block large tensors have no memory (``mesh.weights.deferred``); at its end
 each is computed, cut and forgotten before the next one.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.mesh import shard
-from colossalai.mesh.deferred import Deferred, fill_beside_parameters, paused, recording_of
+from colossalai.mesh.weights.deferred import Deferred, fill_beside_parameters, paused, recording_of
 from colossalai.tensor.colo_parameter import ColoParameter
 from colossalai.tensor.distspec import DistSpec, ReplicaSpec, layout_of
 from colossalai.tensor.process_group import JobProcessGroup, ProcessGroup

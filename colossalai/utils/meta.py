@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 from colossalai.utils.meta_autocast import autocast_on_meta
 
 ALLOCATOR_BLOCK = 512  # what CUDA's caching allocator rounds sizes up to
@@ -104,9 +104,10 @@ def _attention_of_cpu(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    alike = [None if t is None else _on_cpu(t) for t in (query, key, value, attn_mask)]
+    alike = [_on_cpu(t) for t in (query, key, value)]
+    mask = None if attn_mask is None else _on_cpu(attn_mask)
     grouped = {"enable_gqa": options.get("enable_gqa", False)}
-    kernel = torch._fused_sdp_choice(*alike, dropout_p, is_causal, **grouped)
+    kernel = torch._fused_sdp_choice(*alike, mask, dropout_p, is_causal, **grouped)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, query.new_zeros(()), query.new_full((), float("-inf")))
     if kernel != SDPBackend.FLASH_ATTENTION.value:

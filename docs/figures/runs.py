@@ -72,6 +72,7 @@ def _gemini_step(rank: int, world_size: int, port: int) -> list[tuple[float, str
         min_chunk_size_mb=1,
         search_range_mb=1,
         hidden_dim=512,
+        update_in_backward=True,
     )
     booster = Booster(plugin=plugin)
     model = torch.nn.Sequential(*layers)
@@ -122,7 +123,7 @@ def gemini(folder: Path) -> None:
                     start = None
     picture.line([(120, 78 + 30 * len(chunks)), (120 + width, 78 + 30 * len(chunks))], arrow=True)
     picture.words(
-        120, 98 + 30 * len(chunks), "forward pass, then backward pass with the updates behind it", size=11
+        120, 98 + 30 * len(chunks), "forward pass, then backward pass; each chunk is updated while the pass goes on", size=11
     )
     picture.save(folder, "gemini")
 
@@ -192,7 +193,7 @@ def ring(folder: Path) -> None:
     picture.words(564, 198, "output", size=10, at="middle")
     picture.words(600, 60, "all tokens, some heads", size=10)
     picture.words(20, 290, "Each rank attends to the keys it holds, then hands them on:", size=11)
-    picture.words(20, 306, "n - 1 messages, hidden behind the products.", size=11)
+    picture.words(20, 306, "n - 1 messages, at the same time as the products.", size=11)
     picture.words(410, 290, "One all-to-all before attention, one after it:", size=11)
     picture.words(410, 306, "the number of heads must divide.", size=11)
     picture.save(folder, "ring", steps=ranks)
@@ -224,7 +225,15 @@ def experts(folder: Path) -> None:
         picture.words(610, 120 + rank * 132, f"rank {rank}", size=12)
     for expert in range(4):
         y = 56 + expert * 64 + (expert // 2) * 6
-        picture.box(444, y, 150, 56, COLOURS[expert], f"expert {expert}: {used[expert]} tokens", size=11)
+        picture.box(
+            444,
+            y,
+            150,
+            56,
+            COLOURS[expert],
+            f"expert {expert}: {used[expert]} token{'s' * (used[expert] != 1)}",
+            size=11,
+        )
     picture.save(folder, "experts")
 
 

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
+_BRIGHT = ("#eeca3b", "#72b7b2")  # white words on these cannot be read
 GREY, LIGHT, DARK = "#9aa0a6", "#e8eaed", "#202124"
 
 
@@ -26,11 +27,11 @@ class Picture:
         fill: str,
         words: str = "",
         *,
-        ink: str = "#fff",
         size: float = 11,
         step: int | None = None,
     ) -> None:
         """A rectangle with words in its middle; with ``step`` it is lit in that step only."""
+        ink = DARK if fill in _BRIGHT else "#fff"
         style = f' class="s{step}"' if step is not None else ""
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="#fff"'

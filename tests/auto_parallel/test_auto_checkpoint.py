@@ -13,7 +13,7 @@ from colossalai.auto_parallel.checkpoint import planner as planners
 from colossalai.auto_parallel.checkpoint.measure import Whole
 from colossalai.interface.batch import call_with, loss_of
 from colossalai.nn.optimizer import HybridAdam
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.auto_parallel.models import IDS, MODELS, gpt2
 
 BATCH = {"input_ids": IDS.repeat(4, 2), "labels": IDS.repeat(4, 2)}

@@ -30,7 +30,7 @@ from colossalai.auto_parallel.checkpoint import (
 )
 from colossalai.auto_parallel.checkpoint.mode_solver import MODES, least_budget, peak_of, seconds_of
 from colossalai.fx import symbolic_trace
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 
 
 def random_chain(numbers: random.Random, stages: int) -> Chain:

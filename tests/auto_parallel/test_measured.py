@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from colossalai.auto_parallel.checkpoint import CheckpointPlanner, measure
 from colossalai.auto_parallel.checkpoint.blocks import set_modes
 from colossalai.auto_parallel.checkpoint.mode_solver import Choice
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.auto_parallel.models import IDS, gpt2
 
 

@@ -17,7 +17,7 @@ from colossalai.nn import parallelize
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.pipeline import split_model
 from colossalai.testing import assert_close, spawn
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.auto_parallel.models import IDS, gpt2
 
 PLUGINS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from colossalai.cli.benchmark.measure import MeasureRequest
 from colossalai.cli.benchmark.models import MLP, BenchmarkBlock, ModelSizes
 from colossalai.cli.benchmark.plans import BenchmarkPlan, all_plans
 from colossalai.cli.spawned import progress
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.cli.tools import Command, survivors, wait_until
 
 TINY = ("-s", "4", "-d", "32", "-w", "1", "-p", "2", "-l", "1", "--device", "cpu", "--timeout", "60")

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from colossalai.booster.plugin import GeminiPlugin
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from docs import combinations, reference, translated_tables
 from docs.pages import ENGLISH, ROOT
 from tests.documents.api_left import MISSING
@@ -31,6 +31,32 @@ def test_an_entry_shows_the_arguments() -> None:
     assert "placement_policy" not in reference.described("colossalai.constants.ALLOWED_MODES")
 
 
+def test_the_overview_leads_to_every_entry() -> None:
+    overview = reference.pages()["reference/index.md"]
+    entries = {f"{part}.md#{name}" for part, names in reference.names().items() for name in names}
+    assert [entry for entry in entries if f"({entry})" not in overview and not entry.endswith("__")] == []
+
+
+def test_members_without_words_are_left_out() -> None:
+    griffe = pytest.importorskip("griffe", reason="needs `pip install -r docs/requirements-doc-test.txt`")
+    code = """
+class Plan:
+    size: int = 1
+    def __init__(self):
+        self.hidden = 2
+        self.told = 3
+        \"\"\"Words.\"\"\"
+    @property
+    def all(self): ...
+    def apply(self, model): ...
+"""
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "griffe_members.py"))
+    with griffe.temporary_visited_package(
+        "plans", {"__init__.py": code}, extensions=extensions, inits=False
+    ) as module:
+        assert sorted(module["Plan"].members) == ["__init__", "all", "apply", "size", "told"]
+
+
 def test_every_argument_of_gemini_is_in_the_tables() -> None:
     page = (ENGLISH / "gemini_options.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, flags=re.MULTILINE))
@@ -38,6 +64,18 @@ def test_every_argument_of_gemini_is_in_the_tables() -> None:
     assert {name: ast.literal_eval(shown) for name, shown in rows.items()} == {
         name: parameter.default for name, parameter in real.items()
     }
+
+
+def test_every_argument_of_zero_is_in_the_table() -> None:
+    page = (ENGLISH / "zero.md").read_text()
+    rows = re.findall(r"^\| (`[\w`, ]+`) \| (`.*?`) \| ", page, flags=re.MULTILINE)
+    shown = {
+        name: ast.literal_eval(default)
+        for names, defaults in rows
+        for name, default in zip(re.findall(r"`(\w+)`", names), re.findall(r"`(.*?)`", defaults), strict=True)
+    }
+    real = inspect.signature(LowLevelZeroPlugin).parameters
+    assert shown == {name: parameter.default for name, parameter in real.items()}
 
 
 @cache
@@ -51,13 +89,29 @@ def _messages() -> str:
     return "\n".join(found)
 
 
-def test_every_message_of_the_page_is_one_of_the_code() -> None:
-    page = (ENGLISH / "troubleshooting.md").read_text()
-    shown = re.findall(r"^\| `(.*?)` \|", page, flags=re.MULTILINE)
-    ours = [message for message in shown if message not in ("CUDA out of memory", "OutOfCapacity")]
-    assert len(ours) > 15
+_SEEN = ("CUDA out of memory", "OutOfCapacity", "torch.cuda.is_available()", "ImportError: transformers")
+
+
+def test_every_message_of_the_pages_is_one_of_the_code() -> None:
+    shown = [row for page in ("troubleshooting", *_pages_of_faults()) for row in _faults(page)]
+    ours = [
+        part.strip() for message in shown if not message.startswith(_SEEN) for part in message.split("...")
+    ]
+    assert len(ours) > 30
     assert [message for message in ours if message not in _messages()] == []
     assert hasattr(importlib.import_module("colossalai.zero.gemini"), "OutOfCapacity")
+
+
+def _pages_of_faults() -> list[str]:
+    pages = {path.stem: path.read_text() for path in sorted(ENGLISH.rglob("*.md"))}
+    return [name for name, text in pages.items() if "| you see | " in text]
+
+
+def _faults(name: str) -> list[str]:
+    """What stands in the first column of the tables of faults, where it is a message."""
+    page = (ENGLISH / f"{name}.md").read_text()
+    tables = page if name == "troubleshooting" else page[page.index("| you see | ") :].partition("\n\n")[0]
+    return re.findall(r"^\| `([^`]*)` \|", tables, flags=re.MULTILINE)
 
 
 def test_the_tables_of_combinations_are_those_of_the_code() -> None:

@@ -1,21 +1,20 @@
-"""The site in a browser: no errors, nothing from outside, search from the disk, and a switch of languages."""
+"""The site in a browser: no errors, nothing from outside, search, and a switch of languages."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import http.server
 import re
-import shutil
-import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from docs import reference, sidebar
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-_FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    " --disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=8000"
-)
+from tests.documents.browser import CHROMIUM, browser
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +55,41 @@ def test_marks_are_not_shown(site: Path) -> None:
     assert [page.name for page in site.rglob("*.html") if "doc-test-" in page.read_text()] == []
 
 
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *words: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def places(site: Path) -> Iterator[dict[str, str]]:
+    """Where a browser finds the site: on the disk, and by HTTP."""
+    handler = functools.partial(_Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield {"disk": f"file://{site}", "http": f"http://127.0.0.1:{server.server_port}"}
+        server.shutdown()
+        thread.join()
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-@pytest.mark.parametrize("size", ["1400,900", "390,844"])
-@pytest.mark.parametrize(
-    ("words", "page"), [("zero bubble", "pipeline.html"), ("ColoTensor", "colotensor.html")]
-)
-def test_search_from_the_disk(site: Path, tmp_path: Path, words: str, page: str, size: str) -> None:
-    url = f"file://{site}/{sidebar.versions()[0]}/en/index.html?q={words.replace(' ', '+')}"
-    flags = [*_FLAGS.split(), f"--window-size={size}", f"--user-data-dir={tmp_path}", "--dump-dom"]
-    done = subprocess.run([str(CHROMIUM), *flags, url], capture_output=True, text=True, timeout=120)
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    results = re.findall(r'class="md-search-result__link" href="([^"]+)"', done.stdout)
-    results += re.findall(r'href="([^"]+)" class="md-search-result__link"', done.stdout)
-    assert any(page in result for result in results), done.stdout[-2000:]
+@pytest.mark.parametrize("size", [(1400, 900), (390, 844)], ids=["desk", "phone"])
+@pytest.mark.parametrize("place", ["disk", "http"])
+def test_in_a_browser(places: dict[str, str], tmp_path: Path, place: str, size: tuple[int, int]) -> None:
+    pytest.importorskip("tornado", reason="needs `pip install -r docs/requirements-doc-test.txt`")
+    asyncio.run(_visit(f"{places[place]}/{sidebar.versions()[0]}", tmp_path, size))
+
+
+async def _visit(root: str, folder: Path, size: tuple[int, int]) -> None:
+    """Search, look at a page, and change its language."""
+    async with browser(folder) as tab:
+        for words, page in (("zero bubble", "pipeline.html"), ("ColoTensor", "colotensor.html")):
+            await tab.open(f"{root}/en/index.html?q={quote(words)}", *size)
+            found = await tab.links(".md-search-result__link")
+            assert any(link.startswith(f"{root}/en/{page}") for link in found), (words, found)
+        await tab.open(f"{root}/en/concepts/cluster.html", *size)
+        assert await tab.value("document.documentElement.scrollWidth <= innerWidth")  # nothing hangs over
+        await tab.follow('.md-select__link[href*="zh-Hans"]')
+        assert await tab.value("location.href") == f"{root}/zh-Hans/concepts/cluster.html"
+        assert tab.complaints == []
+        assert [url for url in tab.requested if not url.startswith((f"{root}/", "data:", "blob:"))] == []

@@ -19,7 +19,7 @@ from colossalai.context.config import ConfigException
 from colossalai.context.fake_launch import fake_launch
 from colossalai.dry_run import MemoryEstimate, dry_run, estimate_memory, format_reports
 from colossalai.testing import parametrize_sample, spawn
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.dry_run.plans import PLANS, build
 
 PAGE = Path(__file__).parents[2] / "docs/source/en" / "gpt.md"

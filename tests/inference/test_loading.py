@@ -12,7 +12,7 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.inference import Generator, Sampling, load_model
 from colossalai.testing import spawn
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.inference.models import Bytes, build, greedy, prompts, trained
 
 COUNT = 6

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossalai.kernel import _compat, adam, implementations, lamb, lars, sgd, split
-from colossalai.kernel.lists import Lists, covers_its_memory
+from colossalai.kernel import _compat, implementations
 from colossalai.kernel.native import adam as native
+from colossalai.kernel.optimizer import adam, lamb, lars, sgd, split
+from colossalai.kernel.optimizer.lists import Lists, covers_its_memory
 
 SIZES = (1, 7, 1000, 40_000, 70_001)
 SHAPES = [(size,) for size in SIZES] + [(0,), (), (3, 5)]

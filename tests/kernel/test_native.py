@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from colossalai.kernel import adam
 from colossalai.kernel.native import adam as native
 from colossalai.kernel.native import build
-from colossalai.kernel.snapshot import copy_past_cache
+from colossalai.kernel.optimizer import adam
+from colossalai.kernel.optimizer.snapshot import copy_past_cache
 
 
 def lists(weights: torch.Tensor) -> adam.AdamLists:
@@ -81,7 +81,7 @@ def run_without_compiler(folder: Path, code: str) -> str:
 
 def test_without_a_compiler_torch_does_it(tmp_path: Path) -> None:
     code = (
-        "import torch, tests.kernel.test_native as t; from colossalai.kernel import adam\n"
+        "import torch, tests.kernel.test_native as t; from colossalai.kernel.optimizer import adam\n"
         "one = t.lists(torch.ones(5)); print(adam.choose(one)); adam.adam_(one, 1, t.OPTIONS)\n"
         "t.test_copies_past_the_cache(torch.float32, 0, 40_000)"
     )

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossalai.kernel import adam
 from colossalai.kernel.native import adam as native
-from colossalai.kernel.snapshot import TensorSnapshot, aligned
+from colossalai.kernel.optimizer import adam
+from colossalai.kernel.optimizer.snapshot import TensorSnapshot, aligned
 from colossalai.nn.optimizer import HybridAdam
 
 OPTIONS = adam.AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)

@@ -25,7 +25,7 @@ from colossalai.booster.plugin import (
 from colossalai.core import global_context as gpc
 from colossalai.interface import user_module
 from colossalai.lazy import LazyInitContext
-from colossalai.mesh.deferred import recording_in
+from colossalai.mesh.weights.deferred import recording_in
 from colossalai.nn import parallelize
 from colossalai.pipeline import split_model
 from tests.lazy import vision

@@ -14,7 +14,7 @@ from colossalai.core import global_context as gpc
 from colossalai.lazy import LazyInitContext
 from colossalai.nn import parallelize
 from colossalai.pipeline import split_model
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.lazy.families import LAUNCHES, PLUGINS, SEED, boosted
 
 HIDDEN, LAYERS, VOCABULARY = 32, 12, 96

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from colossalai.booster import Booster
 from colossalai.lazy import LazyInitContext, materialize
-from colossalai.mesh.deferred import recording_in, recording_of
+from colossalai.mesh.weights.deferred import recording_in, recording_of
 from colossalai.pipeline import split_model
 from colossalai.pipeline.stage import Placement
 

@@ -38,7 +38,7 @@ from colossalai.mesh import (
     shard,
     unshard,
 )
-from colossalai.mesh.steps import layout_after
+from colossalai.mesh.routes.steps import layout_after
 from colossalai.testing import spawn
 from tests.mesh.test_movement import allowed
 from tests.mesh.world import lay_out, represents, start

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colossalai.mesh.deferred import Deferred, _Scratch, recording_of
+from colossalai.mesh.weights.deferred import Deferred, _Scratch, recording_of
 from colossalai.nn import init
 from titans.model.gpt import GPT
 from titans.model.resnet import resnet18

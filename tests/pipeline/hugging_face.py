@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import colossalai
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.mesh.deferred import Deferred, recording_in
+from colossalai.mesh.weights.deferred import Deferred, recording_in
 from colossalai.pipeline import split_model
 from colossalai.testing.parity import ParityError, Problem
 from colossalai.testing.pipelined import PipelineRun

@@ -36,7 +36,7 @@ from colossalai.tensor import (
 )
 from colossalai.testing import RankError, spawn
 from colossalai.testing.parity import Problem, assert_equal_to_serial
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.tensor.gpt2 import ColoRun
 from tests.tensor.net import HIDDEN, PLANS, build, lay_out, loss, problem
 from tests.tensor.world import start, whole

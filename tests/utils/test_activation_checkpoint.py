@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colossalai.mesh import RandomStream
 from colossalai.utils import activation_checkpoint as module
 from colossalai.utils import checkpoint, get_current_device, register_random_state
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 
 BOTH = pytest.mark.parametrize("use_reentrant", [True, False])
 OFFLOAD = pytest.mark.parametrize("offload", [False, True])

@@ -9,7 +9,7 @@ from torch import nn
 
 from colossalai import utils
 from colossalai.logging import DistributedLogger
-from colossalai.utils import memory
+from colossalai.utils.memory import device as memory
 
 
 def test_the_current_device() -> None:

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from colossalai.utils.host_memory import HUGE, host_empty
+from colossalai.utils.memory.host_memory import HUGE, host_empty
 
 
 @pytest.mark.parametrize("shape", [7, (3, 5), (HUGE // 4 + 1,), 0, ()])

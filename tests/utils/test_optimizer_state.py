@@ -13,7 +13,7 @@ from torch import nn
 from colossalai.amp.naive_amp import ConstantGradScaler, FP16Optimizer
 from colossalai.booster import Booster
 from colossalai.interface import OptimizerWrapper
-from colossalai.kernel.adam import AdamLists
+from colossalai.kernel.optimizer.adam import AdamLists
 from colossalai.nn.optimizer import FusedAdam, FusedLAMB, FusedSGD, HybridAdam, Lars
 
 MAKE: dict[str, Callable[..., Any]] = {

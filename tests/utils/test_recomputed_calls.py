@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.nn.checkpoint_blocks import RecomputedBlock, checkpoint_blocks, group_blocks
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 
 
 class Block(nn.Module):

@@ -1,7 +1,7 @@
 """A transformer of this zoo as pipeline stages: a stage is a range of the blocks of the one model.
 
 The model is built without memory, and the layers of this rank's stages are filled with the serial model's
-values (:mod:`colossalai.mesh.deferred`).  A stage keeps the names of the model's layers, so its
+values (:mod:`colossalai.mesh.weights.deferred`).  A stage keeps the names of the model's layers, so its
 ``state_dict`` is a part of the model's, and runs them with the model's own ``run_layers``.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
-from colossalai.mesh.deferred import Deferred
+from colossalai.mesh.weights.deferred import Deferred
 from colossalai.nn.layer.wrapper import PipelineSharedModuleWrapper
 from colossalai.pipeline.partition import StageRanges, partition_uniform
 from colossalai.pipeline.stage import Placement, launched_shape

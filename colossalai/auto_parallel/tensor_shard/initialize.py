@@ -22,6 +22,7 @@ from colossalai.auto_parallel.tensor_shard.constructor import StrategiesConstruc
 from colossalai.auto_parallel.tensor_shard.options import DataloaderOption, SolverOptions
 from colossalai.auto_parallel.tensor_shard.ranks import MeshRanks
 from colossalai.auto_parallel.tensor_shard.recompute import plan_with_recomputation, segments_of_names
+from colossalai.auto_parallel.tensor_shard.runtime.placing import not_serial
 from colossalai.auto_parallel.tensor_shard.solution import (
     Solution,
     choice_of_names,
@@ -32,6 +33,7 @@ from colossalai.auto_parallel.tensor_shard.solution import (
 from colossalai.auto_parallel.tensor_shard.solver import solve_strategies
 from colossalai.device import DeviceMesh
 from colossalai.fx import OpGraph, trace_model
+from colossalai.utils.text import bytes_of
 
 MetaArgs = Mapping[str, Any] | Sequence[Any] | Tensor
 SearchOptions = Mapping[str, Any]
@@ -53,7 +55,7 @@ def autoparallelize(
     load_solver_solution: bool = False,
     solver_solution_path: str | Path | None = None,
     return_solution: bool = False,
-    memory_budget: float = -1.0,
+    memory_budget: float | str = -1.0,
     **search: Any,
 ) -> Any:
     """Make ``model`` parallel over all devices of the job; every rank calls this.
@@ -74,8 +76,8 @@ def autoparallelize(
         save_solver_solution, load_solver_solution: write the solution to ``solver_solution_path``, or take it
             from there instead of searching.
         return_solution: return the model and its solution, a list of lines ``"{node} {strategy}"``.
-        memory_budget: bytes of a rank for parameters, gradients, states of the optimizer and activations;
-            -1 for any.
+        memory_budget: bytes of a rank, or a text such as ``"20 GiB"``, for parameters, gradients, states of
+            the optimizer and activations; -1 for any.
         search: options of ``solve_strategies`` (``time_limit``, ``gap``, ``tie``, ``backend``);
             ``activation_checkpoint=True`` to also choose operations that run again in the backward pass;
             ``optimizer_states``, the number of states that an optimizer keeps of each parameter (2).
@@ -116,7 +118,7 @@ def initialize_model(
     model: nn.Module,
     meta_args: MetaArgs,
     device_mesh: DeviceMesh,
-    memory_budget: float = -1.0,
+    memory_budget: float | str = -1.0,
     overlap: bool = False,
     solver_preference: str = "standard",
     dataloader_option: str = "replicated",
@@ -183,7 +185,7 @@ def build_strategy_constructor(
 
 def solve_solution(
     strategy_constructor: StrategiesConstructor,
-    memory_budget: float = -1.0,
+    memory_budget: float | str = -1.0,
     *,
     activation_checkpoint: bool = False,
     **search: Any,
@@ -195,7 +197,7 @@ def solve_solution(
             their tensors.
     """
     problem = strategy_constructor.problem
-    budget = None if memory_budget == -1 else memory_budget
+    budget = _budget(memory_budget)
     if activation_checkpoint:
         return Solution(problem, *plan_with_recomputation(problem, budget, **search))
     return Solution(problem, solve_strategies(problem.solver_graph.with_budget(budget), **search))
@@ -241,9 +243,25 @@ def extract_meta_args_from_dataloader(
     return tree_map_only(Tensor, shape, made)
 
 
-def _check_arguments(memory_budget: float, save: bool, load: bool, path: str | Path | None) -> None:
-    if memory_budget != -1 and not memory_budget > 0:
-        raise ValueError(f"memory_budget={memory_budget}; expected bytes, or -1 for no budget")
+def _budget(memory_budget: float | str) -> float | None:
+    """The bytes that were asked for; None for any."""
+    if isinstance(memory_budget, str):
+        found: float = bytes_of(memory_budget)
+    elif isinstance(memory_budget, (int, float)) and not isinstance(memory_budget, bool):
+        found = memory_budget
+    else:
+        found = 0
+    if found == -1:
+        return None
+    if not 0 < found < float("inf"):
+        raise ValueError(
+            f"memory_budget={memory_budget!r}; expected bytes, a text such as '20 GiB', or -1 for no budget"
+        )
+    return found
+
+
+def _check_arguments(memory_budget: float | str, save: bool, load: bool, path: str | Path | None) -> None:
+    _budget(memory_budget)
     if (save or load) and path is None:
         raise ValueError(
             f"{'save' if save else 'load'}_solver_solution=True needs solver_solution_path, the name of a"
@@ -252,6 +270,8 @@ def _check_arguments(memory_budget: float, save: bool, load: bool, path: str | P
 
 
 def _trace(model: nn.Module, meta_args: MetaArgs) -> OpGraph:
+    if (problem := not_serial(model)) is not None:
+        raise ValueError(problem)
     if isinstance(meta_args, Mapping):
         known = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
@@ -267,7 +287,10 @@ def _trace(model: nn.Module, meta_args: MetaArgs) -> OpGraph:
 
 
 def _answer(
-    constructor: StrategiesConstructor, memory_budget: float, path: str | Path | None, search: SearchOptions
+    constructor: StrategiesConstructor,
+    memory_budget: float | str,
+    path: str | Path | None,
+    search: SearchOptions,
 ) -> Solution:
     if path is None:
         return solve_solution(constructor, memory_budget, **search)

@@ -152,7 +152,7 @@ def _segment(problem: PlanProblem, choice: Sequence[int], names: Sequence[str]) 
             transfers += cost.forward[: len(cost.forward) - sums]
     for flow in problem.flows:
         target = problem.vertices[flow.target]
-        if target.kind == "node" and target.name in again:
+        if target.kind == "node" and target.name in again and not flow.twice:  # which is moved again as it is
             transfers += flow_transfers(problem, flow, choice)[0]
     seconds = compute + problem.model.moves.time(transfers)
     return Segment(tuple(names), compute, tuple(transfers), seconds, _freed(problem, choice, set(names)))
@@ -161,7 +161,8 @@ def _segment(problem: PlanProblem, choice: Sequence[int], names: Sequence[str]) 
 def _run_again(problem: PlanProblem, names: Sequence[str]) -> tuple[set[str], str]:
     """The operations of a segment up to the last that keeps something, where torch stops, and this one."""
     nodes = problem.graph.nodes
-    keep = [n for n in names if n in nodes and nodes[n].op.saved and any(nodes[n].learns)]
+    saving = [n for n in names if n in nodes and (nodes[n].op.saved or nodes[n].op.saved_parameters)]
+    keep = [n for n in saving if any(nodes[n].learns)]
     if not keep:
         return set(), ""
     return set(names[: names.index(keep[-1]) + 1]), keep[-1]

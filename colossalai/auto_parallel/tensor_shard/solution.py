@@ -15,7 +15,11 @@ from colossalai.auto_parallel.tensor_shard.picture import draw_solution
 from colossalai.auto_parallel.tensor_shard.recompute import Segment, peak_memory, segments_of_names
 from colossalai.auto_parallel.tensor_shard.sharded_plan import PredictedStep, ShardedPlan
 from colossalai.auto_parallel.tensor_shard.solver import ChoiceReason, StrategyPlan
-from colossalai.auto_parallel.tensor_shard.strategies.chosen import flow_transfers, sharded_plan
+from colossalai.auto_parallel.tensor_shard.strategies.chosen import (
+    flow_transfers,
+    gathered_parameters,
+    sharded_plan,
+)
 from colossalai.auto_parallel.tensor_shard.strategies.problem import PlanProblem
 from colossalai.fx import OpGraph
 
@@ -147,6 +151,12 @@ class Solution(list[str]):
             lines.append(
                 f"{count} operations in {len(self.recomputed)} segments run again in the backward pass,"
                 f" which takes {taken:.4g} ms of it; the bound is that of plans without recomputation"
+            )
+        if gathered := gathered_parameters(self.problem, self.plan.choice):
+            first = ", ".join(f"{name} as {rest}" for name, rest in list(gathered.items())[:3])
+            lines.append(
+                f"{len(gathered)} parameters rest cut and are gathered when they are used: {first}"
+                + (", ..." if len(gathered) > 3 else "")
             )
         lines += [
             f"{name} runs whole on every rank: {why}" for name, why in self.problem.whole_operations.items()

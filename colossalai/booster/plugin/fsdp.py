@@ -36,8 +36,8 @@ from colossalai.checkpoint_io import CheckpointIO, GatheredCheckpointIO
 from colossalai.cluster import DistCoordinator
 from colossalai.interface import OptimizerWrapper, user_module
 from colossalai.mesh import placement
-from colossalai.mesh.deferred import fill_deferred, recording_of
-from colossalai.mesh.initial import give_storage
+from colossalai.mesh.weights.deferred import fill_deferred, recording_of
+from colossalai.mesh.weights.initial import give_storage
 from colossalai.utils import copy_tensor_parallel_attributes
 from colossalai.utils.parallel import broadcast_from_first
 

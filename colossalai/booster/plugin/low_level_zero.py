@@ -27,7 +27,7 @@ from colossalai.interface.holding import RestingPlace
 from colossalai.interface.nest import tensors
 from colossalai.mesh import own_grad, set_own_grad
 from colossalai.mesh.backward import before_backward
-from colossalai.mesh.deferred import fill_deferred, recording_of
+from colossalai.mesh.weights.deferred import fill_deferred, recording_of
 from colossalai.utils import is_using_pp
 from colossalai.utils.parallel import pieces_over_rows, start_alike
 from colossalai.zero import LowLevelZeroOptimizer

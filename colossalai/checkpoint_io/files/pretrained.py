@@ -38,7 +38,7 @@ from colossalai.checkpoint_io.runs.manifest import latest
 from colossalai.checkpoint_io.runs.weights import load_run_weights
 from colossalai.interface import ModelWrapper, below_compile, user_module
 from colossalai.mesh import Layout, Mesh, local_slices, placement, serial_form
-from colossalai.mesh.deferred import materialize
+from colossalai.mesh.weights.deferred import materialize
 from colossalai.nn.policies.cutting.adapters import base_of
 from colossalai.nn.policies.stages.stage import ModelStage, StageList, adapted_too_late
 from colossalai.nn.policies.stages.stand_ins import empty_copy

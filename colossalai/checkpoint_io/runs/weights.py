@@ -12,7 +12,7 @@ from colossalai.checkpoint_io.model_state import ModelState
 from colossalai.checkpoint_io.room import fill_buffers, give_room, has_room
 from colossalai.checkpoint_io.runs.manifest import read_manifest
 from colossalai.checkpoint_io.runs.reading import RunReader
-from colossalai.mesh.deferred import materialize
+from colossalai.mesh.weights.deferred import materialize
 
 
 def load_run_weights(model: nn.Module, folder: Path, *, strict: bool, device: torch.device) -> None:

@@ -44,7 +44,7 @@ from colossalai.checkpoint_io.runs.manifest import (
 )
 from colossalai.checkpoint_io.write_plan import TensorOutline, WritePlan, make_write_plan, outline
 from colossalai.logging import get_dist_logger
-from colossalai.utils.host_memory import host_empty
+from colossalai.utils.memory.host_memory import host_empty
 from colossalai.utils.text import size_text
 
 SLACK = 1 << 20  # bytes beside the tensors: headers, the manifest

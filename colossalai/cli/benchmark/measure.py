@@ -18,7 +18,7 @@ from colossalai.launchers import launch_from_torch
 from colossalai.mesh import count_communication, shard
 from colossalai.nn.modes import current
 from colossalai.utils import get_current_device, synchronize
-from colossalai.utils.live_bytes import LiveBytes
+from colossalai.utils.memory.live_bytes import LiveBytes
 
 
 @dataclass(frozen=True, kw_only=True)

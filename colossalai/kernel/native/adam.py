@@ -21,9 +21,9 @@ from torch import Tensor
 
 import colossalai.kernel.native.build as build
 from colossalai._numeric import round_up
-from colossalai.kernel.adam_lists import AdamLists, AdamOptions
-from colossalai.kernel.lists import row
-from colossalai.kernel.snapshot import TensorSnapshot
+from colossalai.kernel.optimizer.adam_lists import AdamLists, AdamOptions
+from colossalai.kernel.optimizer.lists import row
+from colossalai.kernel.optimizer.snapshot import TensorSnapshot
 
 # Elements of a block: 2^18 to 2^20 are equally fast on 16 cores.  Less work is cut finer, so that threads end
 # together.

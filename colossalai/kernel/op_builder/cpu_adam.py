@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from colossalai.kernel.adam import adam_
-from colossalai.kernel.adam_lists import AdamLists, AdamOptions
 from colossalai.kernel.op_builder.columns import update_
+from colossalai.kernel.optimizer.adam import adam_
+from colossalai.kernel.optimizer.adam_lists import AdamLists, AdamOptions
 
 
 class CPUAdamOptimizer:

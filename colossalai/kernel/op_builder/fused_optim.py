@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import colossalai.kernel._compat as _compat
-from colossalai.kernel.adam import adam_
-from colossalai.kernel.adam_lists import AdamLists, AdamOptions
-from colossalai.kernel.lamb import LambLists, LambOptions, lamb_
 from colossalai.kernel.op_builder.columns import Columns, update_
-from colossalai.kernel.sgd import SgdLists, SgdOptions, sgd_
+from colossalai.kernel.optimizer.adam import adam_
+from colossalai.kernel.optimizer.adam_lists import AdamLists, AdamOptions
+from colossalai.kernel.optimizer.lamb import LambLists, LambOptions, lamb_
+from colossalai.kernel.optimizer.sgd import SgdLists, SgdOptions, sgd_
 
 TensorLists = Sequence[Sequence[Tensor]]
 MOMENTS = ("grads", "weights", "exp_avgs", "exp_avg_sqs")

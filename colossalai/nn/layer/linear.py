@@ -1,8 +1,8 @@
 """The linear layer of all modes.
 
-``y = x A + b`` is one planned product (:mod:`colossalai.mesh.plan`).  A linear either *expands* the residual
-stream, from its hidden layout to the inner one, or *contracts* it back; which, is its role.  What 1D calls
-column and row, and 3D the exchange of input and output groups, are these two roles.
+``y = x A + b`` is one planned product (:mod:`colossalai.mesh.products.plan`).  A linear either *expands* the
+residual stream, from its hidden layout to the inner one, or *contracts* it back; which, is its role.  What 1D
+calls column and row, and 3D the exchange of input and output groups, are these two roles.
 
 The bias is cut like the features of y and added after the last sum, so it counts once.
 """

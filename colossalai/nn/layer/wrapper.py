@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.mesh import PIPELINE_AXIS, full_shape, mesh_groups, placement
-from colossalai.mesh.deferred import fill_deferred
 from colossalai.mesh.parameter import SHARED_GROUP, SHARED_MARK
+from colossalai.mesh.weights.deferred import fill_deferred
 from colossalai.utils.parallel import broadcast_from_first
 
 # All ranks of a job make the same wrappers, so they agree on their numbers.

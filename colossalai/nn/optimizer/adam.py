@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from colossalai.kernel.adam import adam_
-from colossalai.kernel.adam_lists import AdamLists, AdamOptions
-from colossalai.kernel.snapshot import TensorSnapshot
+from colossalai.kernel.optimizer.adam import adam_
+from colossalai.kernel.optimizer.adam_lists import AdamLists, AdamOptions
+from colossalai.kernel.optimizer.snapshot import TensorSnapshot
 from colossalai.nn.optimizer.base import KernelBatch
 from colossalai.nn.optimizer.moments import MomentsOptimizer
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer

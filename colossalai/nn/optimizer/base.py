@@ -4,7 +4,7 @@ A parameter in half precision has its weights in float32 as well: an update is o
 of half precision and would be lost.  The kernel writes the rounded weights into the parameter in the same
 pass.  Moments are float32 too.  The optimizer's state holds the float32 weights as ``master``, or, where the
 parameter is bfloat16 and the optimizer ``splits``, the 16 bits that the parameter lacks as ``tail`` (see
-``colossalai.kernel.split``).
+``colossalai.kernel.optimizer.split``).
 
 A script may write into a parameter between two steps, as loading a model does: see
 [Note: which weights count] in ``colossalai.nn.optimizer.refresh_masters``.
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
 from colossalai.kernel import _compat
-from colossalai.kernel.split import join, tail_of
+from colossalai.kernel.optimizer.split import join, tail_of
 from colossalai.mesh import placement
 from colossalai.nn.optimizer.refresh_masters import UncountedWrites, current_master
 from colossalai.tensor import ColoTensor

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from colossalai.kernel import _compat
-from colossalai.kernel.lamb import LambLists, LambOptions, lamb_
-from colossalai.kernel.lars import LarsLists, LarsOptions, lars_
+from colossalai.kernel.optimizer.lamb import LambLists, LambOptions, lamb_
+from colossalai.kernel.optimizer.lars import LarsLists, LarsOptions, lars_
 from colossalai.mesh import PIPELINE_AXIS, grad_norm
 from colossalai.nn.optimizer.base import KernelBatch, MultiTensorOptimizer, check_rates
 from colossalai.nn.optimizer.moments import INF, MomentsOptimizer

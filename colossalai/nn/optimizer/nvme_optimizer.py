@@ -24,8 +24,8 @@ from torch import Tensor
 
 from colossalai._numeric import HALF_DTYPES
 from colossalai.kernel import _compat
-from colossalai.kernel.lists import covers_its_memory, row
-from colossalai.kernel.split import join
+from colossalai.kernel.optimizer.lists import covers_its_memory, row
+from colossalai.kernel.optimizer.split import join
 from colossalai.nn.optimizer.base import KernelBatch, MultiTensorOptimizer, local, wide
 from colossalai.nn.optimizer.nvme_pipeline import Extent, Fields, Offload, Part, StateSlot, begin
 from colossalai.nn.optimizer.refresh_masters import current_master

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from colossalai._numeric import round_up
-from colossalai.kernel.split import tail_of
+from colossalai.kernel.optimizer.split import tail_of
 from colossalai.nn.optimizer.base import local
 from colossalai.utils.disk import Buffers, Pending, Shelf, aligned_empty
 

@@ -18,7 +18,7 @@ program may have written to the weight since the last step:
 What a plan writes itself is no change: a slice that an optimizer steps has a counter of its own
 (``zero.pieces``), apart from that of the buffer which it lies in, and which collectives write to.
 
-A tail (``colossalai.kernel.split``) means nothing without the very weight that it was cut from, so it cannot
+A tail (``kernel.optimizer.split``) means nothing without the very weight that it was cut from, so it cannot
 be compared: it is dropped where its weight has changed.  Checkpoints hold masters in its place.  A loaded
 master waits until the next step, because the model may be loaded after the optimizer.
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colossalai.kernel.sgd import SgdLists, SgdOptions, sgd_
+from colossalai.kernel.optimizer.sgd import SgdLists, SgdOptions, sgd_
 from colossalai.nn.optimizer.base import KernelBatch, MultiTensorOptimizer, check_rates
 from colossalai.registry import OPTIMIZERS
 

@@ -21,10 +21,10 @@ from colossalai.context.tensor_modes import tensor_mode
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, placement
 from colossalai.mesh.agreement import FirstStep
-from colossalai.mesh.deferred import resumed
-from colossalai.mesh.meta_models import before_cut, note_cut
 from colossalai.mesh.parameter import overlapping
 from colossalai.mesh.rows import expert_axes, sequence_axes
+from colossalai.mesh.weights.deferred import resumed
+from colossalai.mesh.weights.meta_models import before_cut, note_cut
 from colossalai.nn.layer.base import FOLLOW_CONFIG
 from colossalai.nn.logits import Logits
 from colossalai.nn.modes import TensorParallel, current, mode_serial, tensor_parallel

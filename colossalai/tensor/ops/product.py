@@ -1,4 +1,4 @@
-"""Products with a weight, by the plan of :mod:`colossalai.mesh.matmul`.
+"""Products with a weight, by the plan of :mod:`colossalai.mesh.products.matmul`.
 
 A weight with a ``ComputeSpec`` that is cut along its columns gives results that are cut along their last dim
 (role N); one that is cut along its rows takes inputs that are cut along their last dim and gives sums (role

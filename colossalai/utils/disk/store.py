@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from colossalai.utils.byte_count import ByteCount
 from colossalai.utils.disk.buffers import ALIGNMENT, padded
 from colossalai.utils.disk.scratch import Mover, Pending, ScratchFile
+from colossalai.utils.memory.byte_count import ByteCount
 
 THREADS = 8
 REQUEST = 2 << 20  # bytes; benchmarks/disk.py compares

@@ -1,6 +1,6 @@
 """The older documented place of ``LazyInitContext``, and of the class of tensors without memory."""
 
 from colossalai.lazy import LazyInitContext
-from colossalai.mesh.unfilled import Unfilled as LazyTensor
+from colossalai.mesh.weights.unfilled import Unfilled as LazyTensor
 
 __all__ = ["LazyInitContext", "LazyTensor"]

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from colossalai.amp._compat import changes
 from colossalai.amp.casting import is_batch_norm
-from colossalai.mesh.deferred import Deferred, fill_beside_parameters, recording_of
-from colossalai.mesh.initial import give_storage, initial_values
 from colossalai.mesh.mesh import Mesh
-from colossalai.mesh.unfilled import become
+from colossalai.mesh.weights.deferred import Deferred, fill_beside_parameters, recording_of
+from colossalai.mesh.weights.initial import give_storage, initial_values
+from colossalai.mesh.weights.unfilled import become
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.chunk_manager import ChunkManager, first_ranks
 from colossalai.zero.gemini.tiers import Tier

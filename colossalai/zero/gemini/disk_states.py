@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from colossalai.kernel.lists import row
-from colossalai.kernel.split import join, tail_of
+from colossalai.kernel.optimizer.lists import row
+from colossalai.kernel.optimizer.split import join, tail_of
 from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
 from colossalai.nn.optimizer.nvme_pipeline import (
     BUFFERS,

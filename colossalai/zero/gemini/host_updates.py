@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colossalai.kernel.lists import row
-from colossalai.kernel.snapshot import TensorSnapshot
+from colossalai.kernel.optimizer.lists import row
+from colossalai.kernel.optimizer.snapshot import TensorSnapshot
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.chunk_gradients import PendingGradients

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossalai.utils.memory_monitor import AsyncMemoryMonitor, SyncCudaMemoryMonitor
+from colossalai.utils.memory.monitor import AsyncMemoryMonitor, SyncCudaMemoryMonitor
 from colossalai.zero.gemini.ddp import GeminiDDP
 from colossalai.zero.gemini.placement import MemStats, MemStatsCollector
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colossalai.kernel.snapshot import TensorSnapshot
+from colossalai.kernel.optimizer.snapshot import TensorSnapshot
 from colossalai.mesh._compat import multiply_all
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.zero.pieces import Piece

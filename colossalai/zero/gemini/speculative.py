@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from colossalai._numeric import HALF_DTYPES
-from colossalai.kernel.snapshot import TensorSnapshot, aligned
+from colossalai.kernel.optimizer.snapshot import TensorSnapshot, aligned
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils.memory import available_host_memory, colo_get_cpu_memory_capacity
 from colossalai.zero.gemini.chunk import Chunk

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.utils.byte_count import ByteCount
-from colossalai.utils.host_memory import host_empty
+from colossalai.utils.memory.byte_count import ByteCount
+from colossalai.utils.memory.host_memory import host_empty
 
 UNLIMITED = 1 << 62
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
 from colossalai.mesh import own_grad, set_own_grad
-from colossalai.mesh.deferred import recording_of
+from colossalai.mesh.weights.deferred import recording_of
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
-from colossalai.utils.host_memory import HUGE, host_empty
+from colossalai.utils.memory.host_memory import HUGE, host_empty
 from colossalai.utils.parallel import by_averaging_group, is_cut_over_rows
 from colossalai.zero.pieces import (
     FlatLayout,

@@ -22,7 +22,7 @@ from colossalai.amp.naive_amp.grad_scaler import BaseGradScaler
 from colossalai.interface import OptimizerWrapper
 from colossalai.logging import get_dist_logger
 from colossalai.mesh import Mesh, own_grad
-from colossalai.mesh.deferred import fill_deferred, states_of
+from colossalai.mesh.weights.deferred import fill_deferred, states_of
 from colossalai.tensor.colo_tensor import cut_dim
 from colossalai.utils import is_ddp_ignored
 from colossalai.utils.parallel import averaging_group

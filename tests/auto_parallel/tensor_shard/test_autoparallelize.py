@@ -99,7 +99,10 @@ def _refusals(rank: int, world_size: int, port: int, file: str) -> None:
         r"memory_budget=100 bytes: the smallest plan needs \d+ bytes",
         memory_budget=100,
     )
-    refused(ValueError, "memory_budget=0; expected bytes", memory_budget=0)
+    for budget in (0, True, None, float("nan"), float("inf"), -2):
+        refused(ValueError, f"memory_budget={budget}; expected bytes, a text such as", memory_budget=budget)
+    refused(InfeasibleBudgetError, r"memory_budget=100 bytes: the smallest plan", memory_budget="100 B")
+    refused(ValueError, "a size is a number of bytes, or a text such as '20 GiB'", memory_budget="much")
     refused(ValueError, r"mesh_shape \(2, 2\) has 4 places", logical_mesh_shape=(2, 2))
     refused(ValueError, "meta_args names 'y'", {"y": torch.empty(8, 16)})
     refused(ValueError, "they do not fit the model.*reduction dim", {"x": torch.empty(8, 17)})
@@ -114,6 +117,9 @@ def _refusals(rank: int, world_size: int, port: int, file: str) -> None:
         Path(file).write_text("{}", encoding="utf-8")
     torch.distributed.barrier()
     refused(ValueError, "holds no solution", load_solver_solution=True, solver_solution_path=file)
+    planned = autoparallelize(model, meta, alpha_beta_dict=fast, memory_budget="1 GiB")
+    with pytest.raises(ValueError, match="autoparallelize was called on this model before"):
+        autoparallelize(planned, meta, alpha_beta_dict=fast)
 
 
 def test_what_does_not_fit_is_one_error_on_every_rank(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.device import DeviceMesh
 from colossalai.fx import trace_model
 from colossalai.lazy import LazyInitContext
-from colossalai.mesh import Layout
+from colossalai.mesh import Layout, place
 from colossalai.nn import parallelize
 from colossalai.testing import spawn
 from colossalai.utils import checkpoint
@@ -326,6 +326,34 @@ def _plain_loop(rank: int, world_size: int, port: int) -> None:
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norms[0])
     with pytest.warns(UserWarning, match="has the pieces of this rank"):
         model.state_dict()
+    loss = model(**batches[0])["loss"]
+    weight = model.up.weight  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"call loss[.]backward\(\) and read p[.]grad"):
+        torch.autograd.grad(loss, weight)
+    with pytest.raises(RuntimeError, match="cannot be asked for gradients of chosen parameters"):
+        loss.backward(inputs=[weight])
+    _scaled(rank)
+
+
+def _scaled(rank: int) -> None:
+    """A gradient that overflows on one rank makes all skip the step, and lower the scale."""
+    for fused in (False, True):
+        model, _, batches = _mlp()
+        model = model.float().eval()
+        model, _ = planned(model, (1, 2), 1, **batches[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for overflows in (False, True):
+            scaler.scale(model(**batches[0])["loss"]).backward()
+            first = next(p.grad for p in model.parameters() if p.grad is not None)
+            if overflows and rank == 1:
+                first.view(-1)[0] = float("inf")
+            before = [p.detach().clone() for p in model.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            changed = any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+            assert changed is not overflows
+        assert scaler.get_scale() == 2.0
 
 
 def test_a_loop_in_plain_pytorch() -> None:
@@ -474,7 +502,10 @@ def _refusals(rank: int, world_size: int, port: int) -> None:
     refused("was boosted already", lambda p: None, boosted.unwrap(), whole=False)
     plan = sharded_plan(problem, random_choice(problem, 1))
     done = transform(model, graph, plan, mesh)
-    refused("is cut already", lambda p: None, done, whole=False)
+    refused("autoparallelize was called on this model before", lambda p: None, done, whole=False)
+    cut = nn.Linear(4, 4)
+    place(cut.weight, odd, (4, 8), mesh=None)
+    refused("'weight' is cut already", lambda p: p.parameters.clear(), cut, whole=False)
 
 
 def _break(rank: int, plan: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 import colossalai
 from colossalai.auto_parallel.tensor_shard.runtime import gradient_buckets, program
 from colossalai.auto_parallel.tensor_shard.sharded_plan import ShardedPlan
+from colossalai.auto_parallel.tensor_shard.strategies.chosen import gathered_parameters
 from colossalai.mesh import Layout, serial_tensor
 from colossalai.testing import parametrize_sample, spawn
 from colossalai.testing.parity import ParityError, Problem, Tolerance, check_plan
@@ -108,6 +110,47 @@ def _recomputed(rank: int, world_size: int, port: int, seeds: list[int]) -> None
 
 def test_what_runs_again_in_the_backward_pass_draws_the_same() -> None:
     spawn(_recomputed, 2, seeds=[1, 2, 3])
+
+
+def _gathered(problem: Any) -> list[int]:
+    """Rows are cut, and matrices rest cut wherever they can."""
+    best = _data_parallel(problem)
+    for i, vertex in enumerate(problem.vertices):
+        if vertex.kind == "parameter":
+            best[i] = max(
+                range(len(vertex.placements)), key=lambda n, v=vertex: len(v.placements[n].outputs[0].sharded)
+            )
+    assert gathered_parameters(problem, best)
+    return best
+
+
+def _weights_gathered(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+    check_plan(small_problem("mlp"), partial(PlannedTraining, shape=(2, 2), make=_gathered), tolerance=EXACT)
+    torch.manual_seed(5)
+    problem = small_problem("mlp")
+    run = PlannedTraining(problem, (2, 2), _gathered)
+    assert run.model.up.weight.numel() == 32 * 16 // 4  # type: ignore[union-attr, operator]
+
+    def whole_weights() -> int:
+        gc.collect()
+        shapes = ((32, 16), (16, 32))
+        return sum(torch.is_tensor(o) and tuple(o.shape) in shapes for o in gc.get_objects())
+
+    before = whole_weights()
+    loss = run.problem.loss(run.model, problem.batches[0])
+    assert whole_weights() == before  # nothing gathered is kept until the backward pass
+    with torch.no_grad():
+        run.model.down.weight.add_(1.0)  # type: ignore[union-attr, operator]
+    with pytest.raises(RuntimeError, match="changed in place between the forward pass and the backward pass"):
+        loss.backward()
+    loss = run.problem.loss(run.model, problem.batches[0])
+    with pytest.raises(RuntimeError, match="cannot give gradients of gradients"):
+        loss.backward(create_graph=True)
+
+
+def test_weights_that_are_gathered_are_not_kept() -> None:
+    spawn(_weights_gathered, 4)
 
 
 def _without_a_sum(rank: int, world_size: int, port: int) -> None:

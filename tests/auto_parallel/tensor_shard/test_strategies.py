@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from colossalai.auto_parallel.tensor_shard.initialize import solve_solution
+from colossalai.auto_parallel.tensor_shard.initialize import build_strategy_constructor, solve_solution
 from colossalai.auto_parallel.tensor_shard.options import SolverOptions
 from colossalai.auto_parallel.tensor_shard.solver import InfeasibleBudgetError, Solver, solve_strategies
 from colossalai.auto_parallel.tensor_shard.solver.cost_graph import CostGraph
-from colossalai.auto_parallel.tensor_shard.strategies.chosen import predicted_step
+from colossalai.auto_parallel.tensor_shard.strategies.chosen import flow_transfers, predicted_step
 from colossalai.auto_parallel.tensor_shard.strategies.problem import PlanProblem
 from colossalai.fx import trace_model
 from colossalai.mesh import Layout
@@ -68,23 +68,81 @@ def test_strategies_are_called_as_documented() -> None:
 
 
 def test_work_memory_and_messages_of_a_linear_layer() -> None:
-    up = _nodes(constructor("mlp", grid(2, 2)).problem)["up"]
+    problem = constructor("mlp", grid(2, 2)).problem
+    up = _nodes(problem)["up"]
     costs = {p.name: c for p, c in zip(up.placements, up.costs, strict=True)}
     whole, data, column = costs["RR = RR X RR"], costs["S01R = S01R X RR"], costs["RS01 = RR X RS01"]
     weight, bias = 64 * 16 * 4, 64 * 4
-    assert whole.memory.parameter == 4 * (weight + bias)  # with its gradient and two states
+    assert whole.memory.parameter == 4 * bias  # with its gradient and two states
     assert data.memory.parameter == whole.memory.parameter
     assert column.memory.parameter == whole.memory.parameter / 4
+    rests = _rests(problem, "up.weight")
+    assert {n: c.memory.parameter for n, c in rests.items()} == {
+        name: 4 * weight / (4 if name in ("S01R", "RS01", "S0S1", "S1S0") else 1 if name == "RR" else 2)
+        for name in ("RR", "S0R", "S1R", "S01R", "RS0", "RS1", "RS01", "S0S1", "S1S0")
+    }
     assert not whole.forward
     assert not whole.backward
     assert not column.backward  # the gradient of a piece is a piece
     # gradients of weight and bias: pieces over the fast axis, which are summed over the slow one
-    sums = Counter((t.kind, t.axis, t.bytes) for t in data.backward)
+    moved = _moved(problem, "up", "RR", "S01R = S01R X RR")
+    assert not moved[0]
+    sums = Counter((t.kind, t.axis, t.bytes) for t in (*data.backward, *moved[1]))
     assert sums == {
         (kind, axis, size // part): 1
         for size in (weight, bias)
         for kind, axis, part in (("reduce_scatter", "1", 1), ("all_reduce", "0", 2), ("all_gather", "1", 1))
     }
+
+
+def _rests(problem: PlanProblem, name: str) -> dict[str, Any]:
+    vertex = next(v for v in problem.vertices if (v.kind, v.name) == ("parameter", name))
+    return {p.name: c for p, c in zip(vertex.placements, vertex.costs, strict=True)}
+
+
+def _moved(problem: PlanProblem, title: str, rest: str, strategy: str) -> tuple[list[Any], list[Any]]:
+    """The collectives of the weight of an operation."""
+    wanted = {f"{title}.weight": rest, title: strategy}
+    choice = [
+        next((i for i, p in enumerate(v.placements) if p.name == wanted.get(v.title)), 0)
+        for v in problem.vertices
+    ]
+    flow = next(f for f in problem.flows if problem.vertices[f.source].title == f"{title}.weight")
+    return flow_transfers(problem, flow, choice)
+
+
+def test_weights_that_rest_cut_are_gathered_and_their_gradients_scattered() -> None:
+    problem = constructor("mlp", grid(1, 4)).problem
+    weight = 64 * 16 * 4
+
+    def kinds(title: str) -> list[list[tuple[str, int]]]:
+        found = _moved(problem, title, "S1R", "S1R = S1R X RR")
+        return [[(t.kind, t.bytes) for t in one] for one in found]
+
+    # the input of the first layer has no gradient, which would need the weight
+    assert kinds("up") == [[("all_gather", weight)], [("reduce_scatter", weight)]]
+    assert kinds("down") == [
+        [("all_gather", weight)],
+        [("all_gather", weight), ("reduce_scatter", weight)],
+    ]
+    flow = next(f for f in problem.flows if problem.vertices[f.source].title == "down.weight")
+    sent = [problem.model.moves.time(t) for t in _moved(problem, "down", "S1R", "S1R = S1R X RR")]
+    source, target = problem.vertices[flow.source].placements, problem.vertices[flow.target].placements
+    row, column = [p.name for p in source].index("S1R"), [p.name for p in target].index("S1R = S1R X RR")
+    assert problem.table(flow)[row, column] == pytest.approx(sum(sent))
+
+
+def test_large_batches_under_a_budget_gather_their_weights() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    found = build_strategy_constructor(trace_model(model, torch.zeros(2**14, 64)), grid(1, 4))
+    free = solve_solution(found)
+    assert not any(layout.sharded for layout in free.sharded.parameters.values())
+    weights = 2 * 4 * 64 * 64 * 4
+    tight = solve_solution(found, free.plan.memory - weights / 2)
+    assert list(tight) == list(free)
+    assert all(tight.sharded.parameters[f"{i}.weight"].sharded == ("1",) for i in (0, 2))
+    assert "2 parameters rest cut and are gathered when they are used: 0.weight as S1R" in str(tight)
+    assert tight.sharded.predicted.memory == free.sharded.predicted.memory - weights * 3 / 4
 
 
 def test_fused_queries_keys_and_values_are_cut_one_by_one() -> None:
@@ -168,8 +226,6 @@ def test_shard_options() -> None:
 
 def test_an_option_that_no_size_allows_is_refused() -> None:
     graph = trace_model(nn.Linear(3, 5), torch.zeros(7, 3))
-    from colossalai.auto_parallel.tensor_shard.initialize import build_strategy_constructor
-
     with pytest.raises(ValueError, match=r"shard_option='full_shard'.*can be cut so over the mesh"):
         build_strategy_constructor(graph, grid(2, 2), shard_option="full_shard")
     whole = solve_solution(build_strategy_constructor(graph, grid(2, 2)))

@@ -13,7 +13,7 @@ THEME = "Gradients"
 
 @habit(
     THEME,
-    "the documented loop: `booster.backward(loss, optimizer)`, `optimizer.step()`, `optimizer.zero_grad()`",
+    "the usual loop: `booster.backward(loss, optimizer)`, `optimizer.step()`, `optimizer.zero_grad()`",
 )
 def documented_loop(s: Script) -> None:
     s.train(3)

@@ -20,6 +20,13 @@ class _Taken:
 
 def bound_call(graph: fx.Graph, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
     """Put a call of ``function`` into ``graph``; arguments that are no nodes are bound to the function."""
+    return graph.call_function(*bind(function, *args, **kwargs))
+
+
+def bind(
+    function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Callable[..., Any], tuple[fx.Node, ...]]:
+    """A function of the nodes among the arguments, to which the others are bound, and these nodes."""
     nodes: list[fx.Node] = []
 
     def take(node: fx.Node) -> Any:
@@ -48,7 +55,7 @@ def bound_call(graph: fx.Graph, function: Callable[..., Any], *args: Any, **kwar
     # names that tell in the printed code what is called
     called.__name__ = called.__qualname__ = function.__name__
     called.__module__ = function.__module__
-    return graph.call_function(called, tuple(nodes))
+    return called, tuple(nodes)
 
 
 def _has_nodes(tree: Any) -> bool:

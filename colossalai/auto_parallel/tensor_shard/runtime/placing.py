@@ -9,18 +9,34 @@ from torch import Tensor, nn
 
 from colossalai.fx.nodes import named_state
 from colossalai.mesh import Layout, Mesh, local_shape, place, placement, replicated, shard
-from colossalai.mesh.deferred import fill_deferred, recording_of
 from colossalai.mesh.parameter import has_own_mesh, overlapping
+from colossalai.mesh.weights.deferred import fill_deferred, recording_of
+from colossalai.utils.boosted import is_boosted
+
+
+def not_serial(model: nn.Module) -> str | None:
+    """Why ``model`` is not a serial model any more, of which a plan could be made; None if it is."""
+    if is_boosted(model):
+        return "the model was boosted already; autoparallelize takes the model before booster.boost"
+    for name, tensor in named_state(model).items():
+        if has_own_mesh(tensor):
+            return (
+                "autoparallelize was called on this model before, and its parameters lie as that plan says;"
+                " build the model anew, and load its weights with booster.load_model, for another plan"
+            )
+        if placement(tensor).sharded or hasattr(tensor, "process_group"):
+            return f"{name!r} is cut already, as {placement(tensor)}; autoparallelize takes a serial model"
+    return None
 
 
 def placing_problem(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> str | None:
     """Why the tensors of ``model`` cannot be cut as ``layouts`` say; None if they can."""
+    if (problem := not_serial(model)) is not None:
+        return problem
     state = named_state(model)
     if unknown := sorted(set(layouts) - set(state)):
         return f"the plan places {unknown[0]!r}, which {type(model).__name__} does not have"
     for name, tensor in state.items():
-        if has_own_mesh(tensor) or placement(tensor).sharded or hasattr(tensor, "process_group"):
-            return f"{name!r} is cut already, as {placement(tensor)}; autoparallelize takes a serial model"
         if tensor.is_meta and recording_of(tensor) is None:
             return (
                 f"{name!r} is on the meta device and nothing says which values it has; build the model in"

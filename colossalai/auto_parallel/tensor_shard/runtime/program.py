@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from colossalai.auto_parallel.tensor_shard.runtime.bound_calls import bound_call
+from colossalai.auto_parallel.tensor_shard.runtime.bound_calls import bind, bound_call
+from colossalai.auto_parallel.tensor_shard.runtime.dropped_copies import without_copies
 from colossalai.auto_parallel.tensor_shard.runtime.gradient_buckets import GradientBuckets
 from colossalai.auto_parallel.tensor_shard.runtime.local_calls import LocalCall, run_on_pieces
 from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces, draws
@@ -112,7 +113,7 @@ class _Builder:
         nodes = list(self.traced.module.graph.nodes)
         self._inputs(nodes)
         self.key = self.graph.placeholder("key")
-        labels = self._labels(nodes)
+        self.labels = self._labels(nodes)
         state, leaves = self._state(nodes)
         outputs: list[Layout | None] = []
         for node in nodes:
@@ -121,7 +122,7 @@ class _Builder:
             elif node not in self.values:
                 before = next(iter(reversed(self.graph.nodes)))
                 self.values[node] = self._operation(node)
-                self._note(node, before, labels.get(node.name))
+                self._note(node, before, self.labels.get(node.name))
         module = ColoGraphModule(self.root, self.graph, "Program")
         return Program(module, state, leaves, outputs, any(map(draws, nodes)))
 
@@ -213,6 +214,7 @@ class _Builder:
         if plan is None:
             plan = self._whole(node)
         operands, written = iter(plan.inputs), _written(node)
+        copies: dict[fx.Node, tuple[fx.Node, Layout, Layout]] = {}
 
         def taken(argument: fx.Node) -> fx.Node:
             value = self.values[argument]
@@ -224,6 +226,8 @@ class _Builder:
                     f"{node.name} takes more tensors than its plan ({plan.strategy}) has inputs"
                 )
             made = self._move(value, value.layouts, layout, argument.name)
+            if value.rests is not None and layout.dims != value.layouts.dims:
+                copies[made] = value.node, value.layouts, layout
             if made is not value.node and argument is written:
                 # what was moved may be a view of what it was
                 made = self.graph.call_function(torch.ops.aten.clone.default, (made,))
@@ -234,7 +238,22 @@ class _Builder:
             raise UnfitPlanError(
                 f"{node.name} takes fewer tensors than its plan ({plan.strategy}) has inputs"
             )
-        return self._call(node, plan, args, kwargs)
+        result = self._call(node, plan, args, kwargs)
+        if node.name not in self.labels:  # what runs again keeps nothing as it is
+            self._drop(copies)
+        return result
+
+    def _drop(self, copies: dict[fx.Node, tuple[fx.Node, Layout, Layout]]) -> None:
+        """Let the operations that take moved parameters keep the pieces for their backward pass."""
+        for user in dict.fromkeys(user for copy in copies for user in copy.users):
+            taken = [copy for copy in copies if copy in user.all_input_nodes]
+            pieces = [copies[copy][0] for copy in taken]
+            routes = [copies[copy][1:] for copy in taken]
+            own = user.target, user.args, user.kwargs
+            user.target, user.args = bind(
+                without_copies, *own, pieces, taken, routes, self.mesh, self.plan.links
+            )
+            user.kwargs = {}
 
     def _whole(self, node: fx.Node) -> NodePlan:
         """The plan of an operation that has none: all is whole."""

@@ -26,12 +26,11 @@ from colossalai.fx.nodes import named_state
 from colossalai.fx.op_graph import OpGraph
 from colossalai.mesh import Layout, Mesh, local_shape, placement, replicated
 from colossalai.mesh.agreement import FirstStep
-from colossalai.mesh.deferred import materialize
+from colossalai.mesh.weights.deferred import materialize
 from colossalai.nn.policies.wrap_forward import ForwardWrapper, save_whole_model, wrap_forward
 from colossalai.tensor.d_tensor import DTensor
 from colossalai.tensor.d_tensor.layout import DeviceLayout
 from colossalai.tensor.sharding_spec import ShardingSpec
-from colossalai.utils.boosted import is_boosted
 
 
 def transform(model: nn.Module, graph: OpGraph, plan: ShardedPlan, mesh: Mesh | DeviceMesh) -> nn.Module:
@@ -82,8 +81,6 @@ def _problem(model: nn.Module, plan: ShardedPlan, mesh: Mesh) -> str | None:
             f"the mesh has {mesh.group_size(*mesh.size)} places, and the job has {world} ranks; a plan runs"
             " on all of them"
         )
-    if is_boosted(model):
-        return "the model was boosted already; autoparallelize takes the model before booster.boost"
     return placing_problem(model, plan.parameters, mesh)
 
 

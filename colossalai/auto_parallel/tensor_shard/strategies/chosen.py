@@ -81,8 +81,18 @@ def flow_transfers(
     target = problem.vertices[flow.target].placements[choice[flow.target]].inputs[flow.operand]
     parameter = problem.vertices[flow.source].kind == "parameter"
     return problem.model.moves.transfers(
-        flow.info.shape, flow.info.dtype.itemsize, source, target, flow.learns, parameter
+        flow.info.shape, flow.info.dtype.itemsize, source, target, flow.learns, parameter, flow.twice
     )
+
+
+def gathered_parameters(problem: PlanProblem, choice: Sequence[int]) -> dict[str, str]:
+    """The parameters that rest cut and are gathered for an operation, with the names of their layouts."""
+    found = {}
+    for flow in problem.flows:
+        vertex = problem.vertices[flow.source]
+        if vertex.kind == "parameter" and flow_transfers(problem, flow, choice)[0]:
+            found[vertex.name] = vertex.placements[choice[flow.source]].name
+    return found
 
 
 def describe_flow(problem: PlanProblem, flow: OperandFlow, choice: Sequence[int]) -> str:

@@ -66,22 +66,22 @@ class CostModel:
         return prod(self.axes[axis] for axis in layout.sharded)
 
     def of(
-        self, node: PlanNode, placement: CutOperation, charged: Sequence[str], tied: frozenset[str]
+        self, node: PlanNode, placement: CutOperation, charged: Sequence[str], placed: frozenset[str]
     ) -> StrategyCost:
         """The cost of a placement.
 
         Args:
             charged: the memory that this operation is charged for: what it is the first to keep.
-            tied: parameters that are counted elsewhere, since several operations take them.
+            placed: parameters that are counted where they choose how they rest.
         """
-        forward, backward, ending = self._collectives(node, placement, tied)
+        forward, backward, ending = self._collectives(node, placement, placed)
         kept = self._kept(node, placement, charged)
         return StrategyCost(
             compute=self._compute(node, placement),
             communication=_item(self.moves.time(forward), self.moves.time(backward)),
             forward=tuple(forward),
             backward=tuple(backward),
-            memory=self._memory(node, placement, sum(kept), tied),
+            memory=self._memory(node, placement, sum(kept), placed),
             kept=kept,
             ending=ending,
         )
@@ -112,11 +112,11 @@ class CostModel:
         return self.device.seconds(work.operations // divided, int(nbytes * share), dtypes[0])
 
     def _collectives(
-        self, node: PlanNode, placement: CutOperation, tied: frozenset[str]
+        self, node: PlanNode, placement: CutOperation, placed: frozenset[str]
     ) -> tuple[list[Transfer], list[Transfer], int]:
         forward, backward = own_collectives(node, placement, self.axes)
         for source, use, rest in zip(node.operands, placement.inputs, placement.resting, strict=True):
-            if source.kind == "parameter" and source.name not in tied and use != rest:
+            if source.kind == "parameter" and source.name not in placed and use != rest:
                 assert source.info is not None
                 shape, item = source.info.shape, source.info.dtype.itemsize
                 back = self.moves.transfers(shape, item, rest, use, source.learns and node.reached, True)
@@ -134,11 +134,11 @@ class CostModel:
         return forward, [] if self.moves.forward_only else backward, len(forward) - begun
 
     def _memory(
-        self, node: PlanNode, placement: CutOperation, activation: int, tied: frozenset[str]
+        self, node: PlanNode, placement: CutOperation, activation: int, placed: frozenset[str]
     ) -> MemoryCost:
         parameters = buffers = 0
         for source, rest in dict(zip(node.operands, placement.resting, strict=True)).items():
-            if source.kind == "parameter" and source.name not in tied and source.info is not None:
+            if source.kind == "parameter" and source.name not in placed and source.info is not None:
                 taken = self.parameter_bytes(source.info.nbytes, source.learns, rest)
                 parameters, buffers = (
                     parameters + taken * source.learns,

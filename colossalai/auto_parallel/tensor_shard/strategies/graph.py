@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from colossalai.fx import OpGraph, OpNode
@@ -69,10 +69,6 @@ class PlanGraph:
     written: frozenset[str] = frozenset()
     """Memory that is written in place: its tensors keep one layout."""
 
-    def users(self, parameter: str) -> list[PlanNode]:
-        """The operations that take a parameter."""
-        return [n for n in self.nodes.values() if any(s.name == parameter for s in n.operands)]
-
 
 def plan_graph(graph: OpGraph) -> PlanGraph:
     """What a search must know of a traced model."""
@@ -112,6 +108,48 @@ def plan_graph(graph: OpGraph) -> PlanGraph:
         if any(o.memory in written and not o.requires_grad for o in made.op.outputs):
             made.letters, made.why_whole = None, "its memory is written in place"
     return PlanGraph(graph, nodes, dict(graph.inputs), result, written)
+
+
+@dataclass
+class ParameterUse:
+    """Who takes a parameter or buffer.
+
+    Args:
+        users: the operations, each as often as it takes it.
+        by_modules: whether modules that are one operation take it, and so need it whole.
+        may_be_moved: whether it may rest otherwise than it is used: a matrix, say, that is gathered for a
+            product.  Vectors are too small to be worth it; views of what was moved would keep it in memory.
+    """
+
+    users: list[PlanNode] = field(default_factory=list)
+    by_modules: bool = False
+    may_be_moved: bool = True
+
+
+def placed_parameters(graph: PlanGraph) -> dict[str, ParameterUse]:
+    """The parameters that choose how they rest; each of the others rests as its one operation uses it."""
+    found: dict[str, ParameterUse] = {}
+    for node in graph.nodes.values():
+        for source in node.operands:
+            if source.kind == "parameter":
+                found.setdefault(source.name, ParameterUse()).users.append(node)
+    for node in graph.nodes.values():
+        for name in node.op.parameters if node.fx_node.op == "call_module" else ():
+            if name in found:
+                found[name].by_modules = True
+    for name, use in found.items():
+        kept_views = any(o.memory == name for user in use.users for o in user.op.outputs)
+        shape = graph.graph.parameters[name].shape
+        use.may_be_moved = len(shape) > 1 and not kept_views and _is_parameter(graph.graph, name)
+    return {
+        name: use
+        for name, use in sorted(found.items())
+        if use.may_be_moved or use.by_modules or len(use.users) > 1
+    }
+
+
+def _is_parameter(graph: OpGraph, name: str) -> bool:
+    return isinstance(operator.attrgetter(name)(graph.module), nn.Parameter)
 
 
 def _node(

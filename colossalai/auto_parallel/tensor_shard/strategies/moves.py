@@ -13,8 +13,8 @@ import numpy as np
 from colossalai.auto_parallel.tensor_shard.gradient_sums import sum_axes, sum_transfers
 from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import Floats
 from colossalai.mesh import Layout, Links, Prices, price_tensor, route, route_seconds, route_transfers
-from colossalai.mesh.cheapest import cheapest_seconds
 from colossalai.mesh.collectives import Transfer
+from colossalai.mesh.routes.cheapest import cheapest_seconds
 from colossalai.tensor.letters.table import Shape
 
 Layouts = tuple[Layout, ...]
@@ -35,13 +35,17 @@ class MoveCosts:
         targets: Layouts,
         learns: bool,
         parameter: bool = False,
+        twice: bool = False,
     ) -> Floats:
         """Seconds from each of ``sources`` (rows) to each of ``targets`` (columns); inf where none leads.
 
-        ``learns`` says whether the gradient goes back.
+        Args:
+            learns: whether the gradient goes back.
+            parameter: whether it is a parameter, whose gradient may wait for others.
+            twice: whether the backward pass needs the moved tensor, which is not kept, but moved once more.
         """
-        learns = learns and not self.forward_only
-        key = shape, itemsize, sources, targets, learns, parameter
+        learns, twice = learns and not self.forward_only, twice and not self.forward_only
+        key = shape, itemsize, sources, targets, learns, parameter, twice
         if key not in self._tables:
             prices = price_tensor(self.links, shape, itemsize)
             rows, columns = tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(targets))
@@ -50,6 +54,8 @@ class MoveCosts:
                 for (i, s), (j, t) in product(enumerate(rows), enumerate(columns)):
                     if sum_axes(s, t) is not None:
                         few[i, j] = self.time(self._gradient(s, t, prices))
+            if twice:
+                few += np.array([[_seconds(s, t, prices, False) for t in columns] for s in rows])
             row, column = ({x: i for i, x in enumerate(side)} for side in (rows, columns))
             self._tables[key] = few[np.ix_([row[s] for s in sources], [column[t] for t in targets])]
         return self._tables[key]
@@ -66,16 +72,20 @@ class MoveCosts:
         target: Layout,
         learns: bool,
         parameter: bool = False,
+        twice: bool = False,
     ) -> tuple[list[Transfer], list[Transfer]]:
         """What ``count_communication`` will note for it: in the forward pass, and in the backward pass."""
         prices = price_tensor(self.links, shape, itemsize)
         forward = route_transfers(source, route(source, target, prices), prices)
-        if not learns or self.forward_only:
+        if self.forward_only:
             return forward, []
+        again = forward if twice else []
+        if not learns:
+            return forward, [*again]
         if parameter and sum_axes(source, target) is not None:
-            return forward, self._gradient(source, target, prices)
+            return forward, [*again, *self._gradient(source, target, prices)]
         begin, end = target.dual(), source.dual()
-        return forward, route_transfers(begin, route(begin, end, prices), prices)
+        return forward, [*again, *route_transfers(begin, route(begin, end, prices), prices)]
 
     def _gradient(self, rest: Layout, used: Layout, prices: Prices) -> list[Transfer]:
         """Of the gradient of a parameter that ranks use for other elements: it travels in a bucket."""

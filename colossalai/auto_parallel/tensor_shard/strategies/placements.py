@@ -7,10 +7,10 @@ it is handed on: to all ranks of the axis, or so that each keeps a piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import compress, product
 from math import prod
 
 from colossalai.mesh import Layout
@@ -45,6 +45,34 @@ class CutOperation:
 def at_rest(layout: Layout) -> Layout:
     """The same without state R."""
     return Layout(layout.dims, layout.partial, fused=layout.fused) if layout.spread else layout
+
+
+def resting_layouts(
+    uses: Iterable[Layout], shape: Sequence[int], axes: Mapping[str, int], *, further: bool
+) -> list[Layout]:
+    """Where a parameter of ``shape`` that is used in these layouts may rest: as it is used, or, if
+    ``further``, also cut over more axes, so that it is gathered for its use.
+    """
+    found = dict.fromkeys(map(at_rest, uses))
+    for layout in list(found) if further else ():
+        left = [axis for axis, size in axes.items() if size > 1 and axis not in layout.sharded]
+        for chosen in product((False, True), repeat=len(left)):
+            cut: Layout | None = layout
+            for axis in compress(left, chosen):
+                cut = cut and _cut_further(cut, axis, shape, axes)
+            if cut is not None:
+                found.setdefault(cut)
+    # first, among those that cost the same: pieces of the first dim, which are gathered without a copy
+    return sorted(found, key=lambda layout: [-len(axes) for axes in layout.dims])
+
+
+def _cut_further(layout: Layout, axis: str, shape: Sequence[int], axes: Mapping[str, int]) -> Layout | None:
+    """``layout`` cut over one more axis: along a dim that is whole if there is one; None if none divides."""
+    for d in sorted(range(len(shape)), key=lambda d: len(layout.dims[d])):
+        over = (*layout.dims[d], axis)
+        if shape[d] % (layout.blocks(d) * prod(axes[a] for a in over)) == 0:
+            return replace(layout, dims=(*layout.dims[:d], over, *layout.dims[d + 1 :]))
+    return None
 
 
 def whole_placement(call: OpCall) -> CutOperation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,11 +13,18 @@ from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import Floats, 
 from colossalai.auto_parallel.tensor_shard.strategies.blocks import wanted_blocks
 from colossalai.auto_parallel.tensor_shard.strategies.choices import allowed, input_layout
 from colossalai.auto_parallel.tensor_shard.strategies.costs import CostModel, StrategyCost
-from colossalai.auto_parallel.tensor_shard.strategies.graph import PlanGraph, PlanNode, Source, plan_graph
+from colossalai.auto_parallel.tensor_shard.strategies.graph import (
+    PlanGraph,
+    PlanNode,
+    Source,
+    placed_parameters,
+    plan_graph,
+)
 from colossalai.auto_parallel.tensor_shard.strategies.placements import (
     CutOperation,
     layout_name,
     placements,
+    resting_layouts,
     share_placements,
 )
 from colossalai.auto_parallel.tensor_shard.strategies.shares import SHARE, insert_shares
@@ -31,7 +37,7 @@ FREE = StrategyCost(TrainCycleItem(0.0, 0.0, 0.0), TrainCycleItem(0.0, 0.0, 0.0)
 
 @dataclass
 class Vertex:
-    """Something that chooses: an operation, or where an input, a tied parameter or a result lies.
+    """Something that chooses: an operation, or where an input, a parameter or a result lies.
 
     Args:
         title: what it is called in a solution.
@@ -63,6 +69,10 @@ class OperandFlow:
     learns: bool
     fixed: bool = False
     """Whether the tensor must keep its layout, since its memory is written in place."""
+    twice: bool = False
+    """Whether a parameter is moved once more for the backward pass, which needs it: what was moved is not
+    kept.
+    """
 
 
 @dataclass
@@ -82,7 +92,7 @@ class PlanProblem:
         targets = tuple(p.inputs[flow.operand] for p in self.vertices[flow.target].placements)
         parameter = self.vertices[flow.source].kind == "parameter"
         table = self.model.moves.table(
-            flow.info.shape, flow.info.dtype.itemsize, sources, targets, flow.learns, parameter
+            flow.info.shape, flow.info.dtype.itemsize, sources, targets, flow.learns, parameter, flow.twice
         )
         if flow.fixed:
             same = np.array([[s == t for t in targets] for s in sources])
@@ -112,8 +122,7 @@ class _Builder:
         self.flows: list[OperandFlow] = []
         self.place: dict[tuple[str, str], int] = {}
         self.blocks = wanted_blocks(graph)
-        uses = Counter(s.name for n in graph.nodes.values() for s in n.operands if s.kind == "parameter")
-        self.tied = frozenset(name for name, n in uses.items() if n > 1)
+        self.placed = placed_parameters(graph)
         self._charged: set[str] = set()
         self._known: dict[object, tuple[list[CutOperation], list[StrategyCost]]] = {}
 
@@ -127,8 +136,8 @@ class _Builder:
             found, costs = self._strategies(node, charged)
             place = self._add(node.title, "node", node.name, node, found, costs)
             self.vertices[place].charged = charged
-        for name in sorted(self.tied):
-            self._add_tied(name)
+        for name in self.placed:
+            self._add_parameter(name)
         for node in self.graph.nodes.values():
             for operand, source in enumerate(node.operands):
                 self._flow(source, self.place["node", node.name], operand, node.learns[operand])
@@ -153,29 +162,31 @@ class _Builder:
 
     @staticmethod
     def _lying(layout: Layout) -> CutOperation:
-        return CutOperation(layout_name(layout), (layout,), (layout,), (layout,))
+        blocks = max(layout.fused, default=1)
+        name = layout_name(layout) + (f" in {blocks} blocks" if blocks > 1 else "")
+        return CutOperation(name, (layout,), (layout,), (layout,))
 
     def _strategies(
         self, node: PlanNode, charged: Sequence[str]
     ) -> tuple[list[CutOperation], list[StrategyCost]]:
         """Those of a node; nodes that are alike have the same."""
-        tied = frozenset(s.name for s in node.operands if s.name in self.tied)
-        key = self._signature(node, charged, tied)
+        placed = frozenset(s.name for s in node.operands if s.name in self.placed)
+        key = self._signature(node, charged, placed)
         if key not in self._known:
             blocks = self.blocks.get(node.name)
             every = placements(node.call, node.letters, self.model.axes, node.learns, blocks)
             if SHARE in node.fx_node.meta and all(node.learns):
                 every = share_placements(every, self.model.axes)
             found = allowed(every, node, self.model.axes, self.options)
-            costs = [self.model.of(node, placement, charged, tied) for placement in found]
+            costs = [self.model.of(node, placement, charged, placed) for placement in found]
             self._known[key] = found, costs
         return self._known[key]
 
-    def _signature(self, node: PlanNode, charged: Sequence[str], tied: frozenset[str]) -> object:
+    def _signature(self, node: PlanNode, charged: Sequence[str], placed: frozenset[str]) -> object:
         memory = {s.info.memory: i for i, s in enumerate(node.operands) if s.info is not None}
         memory |= {info.memory: -1 - i for i, info in enumerate(node.op.outputs)}
         operands = tuple(
-            (s.kind == "parameter", s.name in tied, s.info and (s.info.dtype, s.info.nbytes), s.learns)
+            (s.kind == "parameter", s.name in placed, s.info and (s.info.dtype, s.info.nbytes), s.learns)
             for s in node.operands
         )
         kept = tuple((memory.get(name, "inner"), node.op.saved[name]) for name in charged)
@@ -192,22 +203,23 @@ class _Builder:
             letters, node.reached, node.call["reduction"], SHARE in node.fx_node.meta,
         )  # fmt: skip
 
-    def _add_tied(self, name: str) -> None:
-        """A parameter that several operations take chooses where it rests."""
-        users = self.graph.users(name)
-        source = next(s for s in users[0].operands if s.name == name)
-        assert source.info is not None
-        layouts = dict.fromkeys(
-            placement.resting[i]
-            for user in users
+    def _add_parameter(self, name: str) -> None:
+        """A parameter that chooses how it rests."""
+        info, use = self.graph.graph.parameters[name], self.placed[name]
+        uses = dict.fromkeys(
+            placement.inputs[i]
+            for user in use.users
             for placement in self.vertices[self.place["node", user.name]].placements
             for i, operand in enumerate(user.operands)
             if operand.name == name
         )
+        layouts = [Layout(((),) * len(info.shape))]
+        if not use.by_modules:
+            layouts = resting_layouts(uses, info.shape, self.model.axes, further=use.may_be_moved)
         costs = []
         for layout in layouts:
-            nbytes = self.model.parameter_bytes(source.info.nbytes, source.learns, layout)
-            memory = MemoryCost(parameter=nbytes) if source.learns else MemoryCost(buffer=nbytes)
+            nbytes = self.model.parameter_bytes(info.nbytes, info.requires_grad, layout)
+            memory = MemoryCost(parameter=nbytes) if info.requires_grad else MemoryCost(buffer=nbytes)
             costs.append(StrategyCost(FREE.compute, FREE.communication, (), (), memory))
         self._add(name, "parameter", name, None, [self._lying(layout) for layout in layouts], costs)
 
@@ -227,12 +239,14 @@ class _Builder:
 
     def _flow(self, source: Source, target: int, operand: int, learns: bool) -> None:
         if (place := self.place.get((source.kind, source.name))) is None or source.info is None:
-            return  # a parameter with one user, or a constant
+            return  # a parameter that rests as it is used, or a constant
         fixed = False
         if source.kind == "node" and source.info.memory in self.graph.written:
             fixed = len(self.graph.nodes[source.name].fx_node.users) > 1
         index = source.index if source.kind == "node" else 0
-        self.flows.append(OperandFlow(place, target, index, operand, source.info, learns, fixed))
+        node = self.vertices[target].node
+        twice = node is not None and source.kind == "parameter" and source.name in node.op.saved_parameters
+        self.flows.append(OperandFlow(place, target, index, operand, source.info, learns, fixed, twice))
 
 
 def _fill(problem: PlanProblem) -> None:

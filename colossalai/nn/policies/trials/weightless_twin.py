@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossalai.mesh.deferred import recording_of, tensors_of
+from colossalai.mesh.weights.deferred import recording_of, tensors_of
 from colossalai.nn.policies.trials.meta_inputs import detach_from_script
 
 SEED = 2468

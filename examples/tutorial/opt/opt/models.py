@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PretrainedConfig
 
-from colossalai.mesh.initial import Constant, Normal, ZeroRow, set_init
+from colossalai.mesh.weights.initial import Constant, Normal, ZeroRow, set_init
 
 # Layers, width, heads; the inner width of a block is four times the width.
 SIZES = {

@@ -12,10 +12,10 @@ import threading
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from colossalai.mesh.cost import Prices
 from colossalai.mesh.layout import Layout
 from colossalai.mesh.mesh import Axes
-from colossalai.mesh.steps import RouteStep, one_steps
+from colossalai.mesh.routes.cost import Prices
+from colossalai.mesh.routes.steps import RouteStep, one_steps
 
 Cuts = frozenset[tuple[int, Axes]]
 Dealt = frozenset[tuple[int, str]]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import colossalai.kernel._compat as _compat
-from colossalai.kernel.lists import Lists
+from colossalai.kernel.optimizer.lists import Lists
 from colossalai.kernel.probe import triton_works
 
 
@@ -112,7 +112,7 @@ def lamb_foreach_(lists: LambLists, step: int, options: LambOptions, divisor: Te
 
 
 def lamb_triton_(lists: LambLists, step: int, options: LambOptions, divisor: Tensor | None = None) -> None:
-    from colossalai.kernel import multi_tensor, triton_lamb
+    from colossalai.kernel.optimizer import multi_tensor, triton_lamb
 
     with multi_tensor.on(lists.device):
         triton_lamb.lamb_(lists, step, options, divisor)

@@ -28,11 +28,11 @@ from torch import Tensor
 
 import colossalai.kernel._compat as _compat
 import colossalai.kernel.native.adam as native
-from colossalai.kernel.adam_lists import AdamLists, AdamOptions
-from colossalai.kernel.lists import row
+from colossalai.kernel.optimizer.adam_lists import AdamLists, AdamOptions
+from colossalai.kernel.optimizer.lists import row
+from colossalai.kernel.optimizer.snapshot import TensorSnapshot
+from colossalai.kernel.optimizer.split import join, split_
 from colossalai.kernel.probe import triton_works
-from colossalai.kernel.snapshot import TensorSnapshot
-from colossalai.kernel.split import join, split_
 
 BLOCK = (
     1 << 18
@@ -154,7 +154,10 @@ def adam_foreach_(lists: AdamLists, step: int, options: AdamOptions) -> None:
 
 
 def adam_triton_(lists: AdamLists, step: int, options: AdamOptions) -> None:
-    from colossalai.kernel import multi_tensor, triton_adam  # Triton is imported only where it is used
+    from colossalai.kernel.optimizer import (  # Triton is imported only where it is used
+        multi_tensor,
+        triton_adam,
+    )
 
     with multi_tensor.on(lists.device):
         triton_adam.adam_(lists, step, options)

@@ -18,8 +18,8 @@ from colossalai.mesh.collectives import Pending
 from colossalai.mesh.first_order import check_first_order
 from colossalai.mesh.mesh import Mesh
 from colossalai.mesh.movement import move, start_move
-from colossalai.mesh.plan import MatmulPlan, Order, Stored
-from colossalai.mesh.summa import Panels, stream_product
+from colossalai.mesh.products.plan import MatmulPlan, Order, Stored
+from colossalai.mesh.products.summa import Panels, stream_product
 
 
 class _Matmul(torch.autograd.Function):

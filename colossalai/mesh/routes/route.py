@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from colossalai.mesh.cheapest import cheapest_steps
-from colossalai.mesh.cost import Prices
 from colossalai.mesh.layout import Layout
 from colossalai.mesh.mesh import Axes
-from colossalai.mesh.steps import RouteStep, with_blocks
+from colossalai.mesh.routes.cheapest import cheapest_steps
+from colossalai.mesh.routes.cost import Prices
+from colossalai.mesh.routes.steps import RouteStep, with_blocks
 
 _ALLOWED = {"S>S", "S>R", "S>I", "P>S", "P>I", "P>R", "P>P", "I>R", "I>S", "I>I", "R>R"}
 

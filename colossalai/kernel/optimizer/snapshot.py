@@ -11,7 +11,7 @@ from torch import Tensor
 
 import colossalai.kernel.native.build as build
 from colossalai._numeric import round_up
-from colossalai.kernel.lists import covers_its_memory
+from colossalai.kernel.optimizer.lists import covers_its_memory
 
 # Copies of host tensors that will not be read soon: past the cache, on many threads; half the time of a
 # plain copy.

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from colossalai.kernel.adam import adam_foreach_
-from colossalai.kernel.adam_lists import AdamLists, AdamOptions
-from colossalai.kernel.multi_tensor import (
+from colossalai.kernel.optimizer.adam import adam_foreach_
+from colossalai.kernel.optimizer.adam_lists import AdamLists, AdamOptions
+from colossalai.kernel.optimizer.multi_tensor import (
     BLOCK,
     CHUNK,
     load,

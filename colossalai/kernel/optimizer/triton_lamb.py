@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colossalai.kernel.lamb import LambLists, LambOptions
-from colossalai.kernel.lars import LarsLists, LarsOptions
-from colossalai.kernel.multi_tensor import BLOCK, CHUNK, load, pointer, store, table, type_of
+from colossalai.kernel.optimizer.lamb import LambLists, LambOptions
+from colossalai.kernel.optimizer.lars import LarsLists, LarsOptions
+from colossalai.kernel.optimizer.multi_tensor import BLOCK, CHUNK, load, pointer, store, table, type_of
 
 
 @triton.jit

@@ -271,8 +271,8 @@ def _reset_whole(owner: nn.Module, key: int, name: str) -> dict[str, Tensor]:
             )
         raise ValueError(
             f"nothing says how to draw the parameters of {name or 'the model'!r} ({type(owner).__name__}):"
-            " call set_init(param, ...), add its class to colossalai.mesh.initial.RECIPES, or give it a"
-            " reset_parameters()"
+            " call set_init(param, ...), add its class to colossalai.mesh.weights.initial.RECIPES, or give"
+            " it a reset_parameters()"
         )
     kept = dict(owner._parameters), dict(owner._buffers)
     try:

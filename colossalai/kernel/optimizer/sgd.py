@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from colossalai.kernel import _compat
-from colossalai.kernel.lists import Lists
+from colossalai.kernel.optimizer.lists import Lists
 
 
 @dataclass(frozen=True, kw_only=True)

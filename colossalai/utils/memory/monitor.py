@@ -12,7 +12,7 @@ import time
 import torch
 
 from colossalai.utils.device import get_current_device
-from colossalai.utils.memory import colo_device_memory_used
+from colossalai.utils.memory.device import colo_device_memory_used
 
 SHORTEST = 1e-3  # seconds between two looks: a thread that looks all the time would slow down what it watches
 

@@ -1,4 +1,4 @@
-"""The arguments of an Adam update: tensors, and numbers of its formula (see ``colossalai.kernel.adam``)."""
+"""The arguments of an Adam update: tensors, and numbers of its formula (see ``kernel.optimizer.adam``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from colossalai.kernel.lists import Lists
+from colossalai.kernel.optimizer.lists import Lists
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from functools import cached_property
 from colossalai._numeric import ceil_div, round_up
 from colossalai.mesh.collectives import Kind, Transfer
 from colossalai.mesh.layout import Layout
-from colossalai.mesh.steps import RouteStep, layout_after
+from colossalai.mesh.routes.steps import RouteStep, layout_after
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import colossalai.kernel._compat as _compat
-from colossalai.kernel.lamb import choose, scale_each_
-from colossalai.kernel.lists import Lists
+from colossalai.kernel.optimizer.lamb import choose, scale_each_
+from colossalai.kernel.optimizer.lists import Lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def lars_foreach_(lists: LarsLists, rates: Tensor, options: LarsOptions) -> None
 
 
 def lars_triton_(lists: LarsLists, rates: Tensor, options: LarsOptions) -> None:
-    from colossalai.kernel import multi_tensor, triton_lamb
+    from colossalai.kernel.optimizer import multi_tensor, triton_lamb
 
     with multi_tensor.on(lists.device):
         triton_lamb.lars_(lists, rates, options)

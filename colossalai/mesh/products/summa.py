@@ -30,7 +30,7 @@ from colossalai.mesh.first_order import check_first_order
 from colossalai.mesh.layout import Layout, piece
 from colossalai.mesh.mesh import Mesh
 from colossalai.mesh.movement import move
-from colossalai.mesh.plan import MatmulPlan, Stored
+from colossalai.mesh.products.plan import MatmulPlan, Stored
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colossalai.mesh.deferred import Deferred, recording_of
-from colossalai.mesh.unfilled import take_place
+from colossalai.mesh.weights.deferred import Deferred, recording_of
+from colossalai.mesh.weights.unfilled import take_place
 
 Draw = Callable[[nn.Module], Any]
 Cut = Callable[[nn.Module], nn.Module]

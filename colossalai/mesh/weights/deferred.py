@@ -12,7 +12,7 @@ So a rank that needs a part of a model never holds another part:
 - an initializer of ``colossalai.nn`` takes one number from the generator, and nothing else.
 
 What a script does to such tensors after the block is written down too: their class
-(:mod:`colossalai.mesh.unfilled`) brings each operation here.
+(:mod:`colossalai.mesh.weights.unfilled`) brings each operation here.
 
 [Note: views] Tensors are known by their storage: a view of a deferred tensor needs no entry, and writing
 through it is an entry for the storage.  Meta storages have no memory but an identity, and are kept so that no
@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from colossalai.mesh._compat import plain_torch
-from colossalai.mesh.unfilled import REFUSED, Unfilled, become, live_tensors, set_class, why_refused
+from colossalai.mesh.weights.unfilled import REFUSED, Unfilled, become, live_tensors, set_class, why_refused
 
 # Smaller tensors are made at once: counters, indices, rates that a constructor reads.
 LARGE = 4096

@@ -1,0 +1,1 @@
+"""Matrix products of tensors that are cut, for every tensor-parallel mode."""

@@ -1,0 +1,22 @@
+"""What griffe, which reads the sources for the reference, leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import griffe
+
+
+class LeaveOutPlainAttributes(griffe.Extension):
+    """Members without the attributes that methods merely assign, which have no words of their own."""
+
+    def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        for name, member in list(cls.members.items()):
+            if (
+                not member.is_alias
+                and member.is_attribute
+                and not member.has_docstring
+                and "class-attribute" not in member.labels
+                and "property" not in member.labels
+            ):
+                cls.del_member(name)
