@@ -104,10 +104,10 @@ def _attention_of_cpu(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    alike = [_on_cpu(t) for t in (query, key, value)]
+    like_q, like_k, like_v = (_on_cpu(t) for t in (query, key, value))
     mask = None if attn_mask is None else _on_cpu(attn_mask)
     grouped = {"enable_gqa": options.get("enable_gqa", False)}
-    kernel = torch._fused_sdp_choice(*alike, mask, dropout_p, is_causal, **grouped)
+    kernel = torch._fused_sdp_choice(like_q, like_k, like_v, mask, dropout_p, is_causal, **grouped)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, query.new_zeros(()), query.new_full((), float("-inf")))
     if kernel != SDPBackend.FLASH_ATTENTION.value:
