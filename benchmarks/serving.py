@@ -3,6 +3,14 @@
     python -m benchmarks.serving                       OPT-6.7B's shape with random weights, bf16, on a GPU
     python -m benchmarks.serving --tiny                a minute on a CPU
 
+Every figure is printed as soon as it is there, with the seconds since the start.  On the machine of a device
+visit, which has torch and transformers but no web server, the wheels of one come along in an ignored folder:
+
+    pip download -d build/wheels --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
+        --platform manylinux2014_x86_64 fastapi uvicorn prometheus-client    # here
+    pip install --no-index --find-links build/wheels fastapi uvicorn prometheus-client    # there
+    python -m benchmarks.serving --seconds 240
+
 Each prompt has as many random tokens as is stated, and each answer exactly as many more.  The server is
 ``colossalai serve`` in processes of its own, asked by ``colossalai benchmark serve``.
 """
@@ -75,6 +83,21 @@ def timed(work: Callable[[], int], device: str, repeats: int = 2) -> float:
     return best
 
 
+_BEGAN = time.monotonic()
+
+
+def say(text: str) -> None:
+    """A figure at once: a run that is cut short leaves those that it had."""
+    print(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}", flush=True)
+
+
+def in_time(args: argparse.Namespace, what: str) -> bool:
+    if time.monotonic() - _BEGAN < args.seconds:
+        return True
+    say(f"{what}: left out, {args.seconds:g} s are over")
+    return False
+
+
 def offline(folder: Path, args: argparse.Namespace) -> dict[int, float]:
     """Tokens per second of ``Generator.generate``, in this process."""
     from colossalai.inference import Generator, Sampling
@@ -92,6 +115,7 @@ def offline(folder: Path, args: argparse.Namespace) -> dict[int, float]:
             return sum(len(one.tokens) for one in generator.generate(prompts(count, args.length), sampling))
 
         found[count] = timed(work, args.device)
+        say(f"generator, {count} requests: {found[count]:.1f} tokens/s")
         generator.close()
         del generator
     return found
@@ -104,6 +128,8 @@ def transformers(folder: Path, args: argparse.Namespace) -> dict[int, float]:
     model = AutoModelForCausalLM.from_pretrained(folder).to(args.device).eval()
     found = {}
     for count in args.requests:
+        if not in_time(args, f"transformers, {count} requests"):
+            break
         ids = torch.tensor(prompts(count, args.length), device=args.device)
 
         def work(ids: Any = ids) -> int:
@@ -118,6 +144,7 @@ def transformers(folder: Path, args: argparse.Namespace) -> dict[int, float]:
             return (done.shape[1] - ids.shape[1]) * len(ids)
 
         found[count] = timed(work, args.device, repeats=1)
+        say(f"transformers, {count} requests: {found[count]:.1f} tokens/s")
     return found
 
 
@@ -139,7 +166,12 @@ def through_http(folder: Path, args: argparse.Namespace) -> dict[int, dict[str, 
         line = next((line for line in server.stdout if line.startswith("listening on ")), None)
         if line is None:
             raise RuntimeError(f"the server ended with exit code {server.wait()}")
-        return {count: _load(line.split()[-1], count, args) for count in args.requests}
+        say("the server is ready")
+        return {
+            count: _load(line.split()[-1], count, args)
+            for count in args.requests
+            if in_time(args, f"http, {count} requests")
+        }
     finally:
         server.terminate()
         server.wait(60)
@@ -171,7 +203,13 @@ def _load(url: str, count: int, args: argparse.Namespace) -> dict[str, float]:
                 "token p50": 1000 * percentile(each, 0.5),
                 "token p99": 1000 * percentile(each, 0.99),
             }
+        if repeat:
+            say(f"http, {count} requests: {speed:.1f} tokens/s; {_in_words(best)}")
     return best
+
+
+def _in_words(times: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in times.items())
 
 
 def main() -> None:
@@ -183,6 +221,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="where the model is written; default: memory, if there is room"
     )
+    parser.add_argument("--seconds", type=float, default=240.0, help="after these nothing more is begun")
     parser.add_argument("--without", nargs="*", default=[], choices=["transformers", "offline", "http"])
     args = parser.parse_args()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,18 +231,22 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(dir=args.folder or (shm if roomy else None)))
     try:
         write_model(folder, "tiny" if args.tiny else "6.7b", args.device, dtype)
+        say(f"the model is in {folder}")
         free()
-        runs = {"offline": offline, "transformers": transformers}
         speeds: dict[str, dict[int, float]] = {}
-        for name, run in runs.items():
-            if name not in args.without:
-                speeds[name] = run(folder, args)
-                print(name, {count: round(speed, 1) for count, speed in speeds[name].items()}, flush=True)
-                free()
-        http = {} if "http" in args.without else through_http(folder, args)
+        http: dict[int, dict[str, float]] = {}
+        # transformers comes last: what the bar needs is there even if the time is not
+        for name in ("offline", "http", "transformers"):
+            if name in args.without:
+                continue
+            if name == "http":
+                http = through_http(folder, args)
+            else:
+                speeds[name] = {"offline": offline, "transformers": transformers}[name](folder, args)
+            free()
+            _show(args, speeds, http)
     finally:
         shutil.rmtree(folder)
-    _show(args, speeds, http)
 
 
 def _show(
@@ -216,9 +259,9 @@ def _show(
     for count in args.requests:
         found = http.get(count, {})
         speed = found.get("tokens/s", float("nan"))
-        values = [count, speed, *(speed / one[count] for one in speeds.values())]
+        values = [count, speed, *(speed / one.get(count, float("nan")) for one in speeds.values())]
         values += [found.get(name, float("nan")) for name in names]
-        print("".join(f"{value:16.2f}" for value in values))
+        print("".join(f"{value:16.2f}" for value in values), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import colossalai
+import energonai
 import titans
 from tests.documents.api_names import SECTIONS
 
@@ -51,11 +52,15 @@ def _part(module: str) -> str:
 
 
 def _all_names() -> Iterator[tuple[str, str]]:
-    for package in (colossalai, titans):
+    for package in (colossalai, energonai, titans):
         yield from _exported(package)
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if found.ispkg and not any(part.startswith("_") for part in found.name.split(".")):
+            if any(part.startswith("_") for part in found.name.split(".")):
+                continue
+            if found.ispkg:
                 yield from _exported(importlib.import_module(found.name))
+            elif package is titans:
+                yield from _defined(importlib.import_module(found.name))
     for text in SECTIONS.values():
         yield from _promised(text)
 
@@ -63,6 +68,13 @@ def _all_names() -> Iterator[tuple[str, str]]:
 def _exported(module: ModuleType) -> Iterator[tuple[str, str]]:
     for name in getattr(module, "__all__", ()):
         yield module.__name__, name
+
+
+def _defined(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """The classes and functions of a module of titans, which scripts import from there."""
+    for name, value in vars(module).items():
+        if not name.startswith("_") and callable(value) and value.__module__ == module.__name__:
+            yield module.__name__, name
 
 
 def _promised(text: str) -> Iterator[tuple[str, str]]:
@@ -152,7 +164,7 @@ def _loader() -> Any:
     import griffe
 
     loader = griffe.GriffeLoader(search_paths=["."])
-    for package in ("colossalai", "titans"):
+    for package in ("colossalai", "energonai", "titans"):
         loader.load(package)
     loader.resolve_aliases(implicit=False, external=False)
     return loader

@@ -56,6 +56,7 @@ _POSITIVE = click.IntRange(min=1)
     "--chat-template", type=click.Path(path_type=Path), help="A file, in place of the tokenizer's own."
 )
 @click.option("--max-body", type=_POSITIVE, default=1 << 20, help="Bytes of a request.")
+@click.option("--max-choices", type=_POSITIVE, default=64, help="Answers to one request: prompts times n.")
 @click.option(
     "--body-timeout", type=click.FloatRange(min=0.1), default=20.0, help="Seconds for a request to arrive."
 )

@@ -26,6 +26,17 @@ NO_HEAD = (
 _STEP_ROTATIONS = ("dynamic", "longrope")
 
 
+def check_module(model: object) -> None:
+    """Refuse what is no model with weights."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"Generator takes a model, got {type(model).__name__} {model!r:.60};"
+            " colossalai.inference.load_model reads one from a folder"
+        )
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no weights, and so nothing to generate with")
+
+
 def check_model(model: nn.Module, mesh: Mesh | None) -> None:
     """Refuse a ``model`` that cannot generate, or not under its plan."""
     who = type(model).__name__
@@ -72,6 +83,13 @@ def _check_weights(who: str, model: nn.Module) -> None:
                 f"{who}: the weight {name} has no memory yet; fill the model first"
                 " (colossalai.checkpoint_io.load_pretrained, LazyInitContext.materialize, or boost)"
             )
+
+    places = sorted({str(param.device) for param in model.parameters()})
+    if len(places) > 1:
+        raise ValueError(
+            f"{who} has weights on {', '.join(places)} (a device_map of accelerate?); Generator wants those"
+            " of a rank on one device: load it without device_map, and cut it over ranks (tensor, pipeline)"
+        )
 
 
 def _check_plan(who: str, model: Any, mesh: Mesh | None) -> None:

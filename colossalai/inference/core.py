@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from colossalai.inference.runner import Runner, head_of, largest_difference, voc
 from colossalai.inference.sampling import SamplingRows, choose
 from colossalai.inference.scheduler import Part, Request, Scheduler
 from colossalai.inference.stages import Team
+from colossalai.inference.watch import Watch
 from colossalai.nn.exact import exact_mode
 from colossalai.nn.policies.sequences.probe import Refused
 
@@ -64,10 +65,13 @@ class Core:
         stays: bool = True,
     ) -> None:
         self.model, self.team = model, team
-        self._mode: Callable[[], AbstractContextManager[None]] = exact_mode if exact else nullcontext
+        self._exact = exact
+        kind = team.device.type
+        # pages and graphs have the precision of now, so every step has it
+        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self.max_length = _longest(model, max_length)
-        self.runner = Runner(model, team)
-        self._params = list(model.parameters())
+        self._watch = Watch(model)
+        self.runner = Runner(model, team, self._watch)
         self._vocabulary = vocabulary_of(model) or 0
         self._trial = _trial_tokens(self._vocabulary, min(_TRIAL, self.max_length)).to(team.device)
         asked = self._discover()
@@ -94,10 +98,8 @@ class Core:
         self._requests: dict[int, Request] = {}
         self._of_prompts: dict[int, list[TokenLogprobs]] = {}
         self._rows: tuple[tuple[int, ...], SamplingRows] | None = None
-        self._seen: Tensor | None = None
         self._steps = 0
-        self._versions: Any = None
-        self._sampled: Tensor | None = None
+        self._again = False  # whether what lies in pages may be of other weights, or was never computed
         self._flight: Flight | None = None
         ahead = team.size == 1 and team.device.type == "cuda" and stays
         self._loop = self._make_loop(exact) if ahead else None
@@ -106,10 +108,20 @@ class Core:
             with self._mode():
                 self._loop.prepare()
 
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
+        """How a step computes."""
+        enabled, dtype = self._autocast
+        # copies of weights that autocast keeps would be those of older weights, or lie in a graph
+        cast = torch.autocast(self.team.device.type, dtype, enabled, cache_enabled=False)
+        with cast, exact_mode() if self._exact else nullcontext():
+            yield
+
     def _make_loop(self, exact: bool, *, record: bool = True) -> DecodeLoop:
         return DecodeLoop(
             self.runner,
             self.scheduler,
+            self._watch,
             self.team.device,
             max_requests=self._max_requests,
             max_pages=-(-self.max_length // self.pool.page_size),
@@ -182,27 +194,17 @@ class Core:
         return bool(self._requests)
 
     def weights_changed(self) -> bool:
-        """Whether the weights may be others than in the last step, so that pages have no use any more."""
-        versions = [(p._version, p.data_ptr()) for p in self._params]
-        changed = versions != self._versions
-        if not self.busy:  # optimizers, and averages of weights, may write without a trace, to `p.data`
-            sample = self._sample()
-            same = self._sampled is not None and torch.equal(sample, self._sampled)
-            changed = changed or self.model.training or not same
-            self._sampled = sample
-        self._versions = versions
-        return changed
-
-    @torch.no_grad()
-    def _sample(self) -> Tensor:
-        """A few numbers of every weight."""
-        flat = [p.detach().flatten() for p in self._params if p.numel()]
-        return torch.cat([t[:: -(-len(t) // 16)].float() for t in flat])
+        """Whether the model may compute something else than in the last step, so that pages have no use."""
+        self._again |= self._watch.look(idle=not self.busy)
+        return self._again
 
     def step(self, news: News) -> list[Outcome]:
         """One step after ``news``."""
+        self._again = True  # unless it ends well: pages count as filled as soon as that is planned
         with self._mode():
-            return self._step(news)
+            outcomes = self._step(news)
+        self._again = False
+        return outcomes
 
     def _step(self, news: News) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -330,7 +332,7 @@ def _longest(model: Any, asked: int | None) -> int:
         getattr(holder, name, None)
         for holder, name in ((text, "max_position_embeddings"), (model, "max_position_embeddings"))
     ]
-    most = next((n for n in known if isinstance(n, int)), None)
+    most = next((n for n in known if isinstance(n, int) and n > 0), None)
     if asked is not None and most is not None and asked > most:
         raise ValueError(
             f"Generator(max_length={asked}): the model has {most} positions (max_position_embeddings)"

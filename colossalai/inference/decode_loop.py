@@ -21,6 +21,7 @@ from colossalai.inference.results import Results
 from colossalai.inference.runner import Runner
 from colossalai.inference.sampling import SamplingRows, choose
 from colossalai.inference.scheduler import Part, Scheduler
+from colossalai.inference.watch import Watch
 from colossalai.kernel.thin_products import Product, ThinProducts
 from colossalai.nn.attention.pages import Places
 
@@ -116,6 +117,7 @@ class DecodeLoop:
         self,
         runner: Runner,
         scheduler: Scheduler,
+        watch: Watch,
         device: torch.device,
         *,
         max_requests: int,
@@ -129,9 +131,7 @@ class DecodeLoop:
         self._sizes.append(max_requests)
         self._rows: dict[int, _Rows] = {}
         self._steps: dict[tuple[Any, ...], tuple[Callable[[], None], Tensor]] = {}
-        # looked at in every step, so not by walking through the modules
-        self._held = [held for m in runner.model.modules() for held in (m._parameters, m._buffers) if held]
-        self._places: list[int] = []
+        self._watch, self._moves = watch, watch.moves
         self._products: list[Product] = []  # of a step of one row
         self._pool: Any = None
         self._sampling: tuple[tuple[int, ...], SamplingRows] | None = None
@@ -140,7 +140,6 @@ class DecodeLoop:
         """Record a step of each size, in which tokens are chosen greedily; other choices are recorded as they
         come.
         """
-        self._forget_moved()
         for size in reversed(self._sizes):
             rows = self._rows_of(size)
             rows.stage([], [])
@@ -158,7 +157,10 @@ class DecodeLoop:
 
     def begin(self, parts: Sequence[Part]) -> Flight:
         """Start a step of requests whose tokens are known."""
-        self._forget_moved()
+        if self._moves != self._watch.moves:
+            self._moves = self._watch.moves
+            self._steps.clear()
+            self._products.clear()
         size = self._size(len(parts))
         rows = self._rows_of(size)
         requests = [part.request for part in parts]
@@ -181,7 +183,7 @@ class DecodeLoop:
     def ahead(self, flight: Flight) -> Flight | None:
         """Start the step after ``flight``, whose tokens are not known yet; None if it needs the host."""
         scheduler = self._scheduler
-        if (scheduler.waiting and scheduler.has_seat) or self._forget_moved():
+        if (scheduler.waiting and scheduler.has_seat) or self._moves != self._watch.moves:
             return None
         pairs = [
             (Part(part.request, part.start + 1, 1, True), row)
@@ -204,15 +206,6 @@ class DecodeLoop:
         self._rows.clear()
 
     # ---- a step ----
-
-    def _forget_moved(self) -> bool:
-        """Drop what reads weights where they are no more."""
-        places = [t.data_ptr() for held in self._held for t in held.values() if t is not None]
-        moved, self._places = places != self._places, places
-        if moved:
-            self._steps.clear()
-            self._products.clear()
-        return moved
 
     def _start(self, parts: list[Part], kept: list[int], key: tuple[Any, ...]) -> Flight:
         self._last = key

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from colossalai.inference.checks import check_model, check_request, check_sizes
+from colossalai.inference.checks import check_model, check_module, check_request, check_sizes
 from colossalai.inference.core import Core, Outcome
 from colossalai.inference.gathered import GatheredModel
 from colossalai.inference.messages import Kind, News, exchange
@@ -76,6 +76,7 @@ class Generator:
         exact: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
+        check_module(model)
         if chunk is None:
             chunk = 8192 if next(model.parameters()).is_cuda else 2048
         check_sizes(
@@ -111,7 +112,8 @@ class Generator:
         self._serial_of: dict[Hashable, int] = {}
         self._uids: dict[int, Hashable] = {}
         self._texts: dict[int, TextStream] = {}
-        self._undelivered: list[Event] = []  # of requests beside a call of generate or stream
+        self._undelivered: list[Event] = []  # until step, or the call that asked for the request, takes them
+        self._called: set[Hashable] = set()  # requests of calls of generate and stream
         self._closed = False
 
     # ---- requests, on the first rank ----
@@ -124,38 +126,38 @@ class Generator:
         uid: Hashable | None = None,
     ) -> Hashable:
         """Let a request wait for the next step, and return its ``uid``; another thread may call this."""
-        if not self.team.is_first:
-            raise RuntimeError(
-                "requests are submitted on the first rank of those that share a model; this one calls"
-                " follow() or step(), or all of them call generate()"
-            )
+        self._check_first()
         self._check_open()
         self._check_whole()
-        serial = next(self._serials)
-        uid = f"request {serial}" if uid is None else uid
-        if uid in self._serial_of:
+        if uid is not None and uid in self._serial_of:
             raise ValueError(f"a request {uid!r} is on its way already; give each its own uid")
-        request = self._request(serial, prompt, sampling)
-        self._serial_of[uid] = serial
+        return self._enqueue(self._request(prompt, sampling), uid)
+
+    def _enqueue(self, request: Request, uid: Hashable | None = None) -> Hashable:
+        request.serial = next(self._serials)
+        uid = f"request {request.serial}" if uid is None else uid
+        self._serial_of[uid] = request.serial
         self._arriving.append((uid, request))
         return uid
 
     def cancel(self, uid: Hashable) -> None:
         """End a request in the next step; one that has ended, or never was, is left alone."""
+        self._check_first()
         self._leaving.append(uid)
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
-        ours = self._arriving or self._leaving or self._stopped or self._undelivered
-        return not (ours or self.core.busy)
+        ours = self._arriving or self._leaving or self._stopped
+        undelivered = any(event.uid not in self._called for event in self._undelivered)
+        return not (ours or undelivered or self.core.busy)
 
     def stats(self) -> GeneratorStats:
         """What this generator holds, and what it has done."""
         found = self.core.stats()
         return replace(found, waiting=found.waiting + len(self._arriving))
 
-    def _request(self, serial: int, prompt: Prompt, sampling: Sampling) -> Request:
+    def _request(self, prompt: Prompt, sampling: Sampling, place: int = -1) -> Request:
         tokens = encode(self.tokenizer, prompt) if isinstance(prompt, str) else as_tokens(prompt)
         core = self.core
         check_request(tokens, sampling, model=self.model, max_length=core.max_length, capacity=core.capacity)
@@ -167,7 +169,7 @@ class Generator:
         ends = frozenset(sampling.stop_tokens) | (
             frozenset() if sampling.ignore_eos else last_tokens(self.model)
         )
-        return Request(serial, tokens, sampling, ends)
+        return Request(-1, tokens, sampling, ends, place=place)
 
     def _seeded(self, request: Request) -> Request:
         if request.sampling.seed is None and not request.sampling.greedy:
@@ -182,24 +184,22 @@ class Generator:
 
         An event has at least a token, or says how its request ended.
         """
-        self._check_open()
-        self._check_whole()
-        waiting, self._undelivered = self._undelivered, []
-        return [*waiting, *self._take(exchange(self.team, self._news() if self.team.is_first else None))]
+        self._advance()
+        return self._collect([event.uid for event in self._undelivered if event.uid not in self._called])
 
     def follow(self) -> None:
         """Take part in the steps of the first rank until it calls :meth:`close`."""
         if self.team.is_first:
             raise RuntimeError("the first rank leads: it calls step(); the others call follow()")
         while not self._closed:
-            self._take(exchange(self.team, None))
+            self._take(self._exchange(None))
 
     def close(self) -> None:
         """Let go of the pages, on all ranks that share the model, which call this or follow; the model stays
         as it is.
         """
         if self.team.is_first and not self._closed:
-            exchange(self.team, News(Kind.CLOSE))
+            self._exchange(News(Kind.CLOSE))
             self._end()
         elif not self._closed:
             self.follow()
@@ -223,11 +223,35 @@ class Generator:
                 " together: use these"
             )
 
+    def _check_first(self) -> None:
+        if not self.team.is_first:
+            raise RuntimeError(
+                "requests are submitted and cancelled on the first rank of those that share a model; this one"
+                " calls follow() or step(), or all of them call generate()"
+            )
+
+    def _exchange(self, news: News | None) -> News:
+        whole = self._gathered is None or self._gathered.is_whole
+        return exchange(self.team, news, again=whole and self.core.weights_changed())
+
+    def _advance(self) -> None:
+        """Do one step, and keep its events."""
+        self._check_open()
+        self._check_whole()
+        self._undelivered += self._take(self._exchange(self._news() if self.team.is_first else None))
+
+    def _collect(self, uids: Collection[Hashable]) -> list[Event]:
+        """The events of requests that have come, which are delivered with this."""
+        events, self._undelivered = self._undelivered, []
+        self._undelivered = [event for event in events if event.uid not in uids]
+        return [event for event in events if event.uid in uids]
+
     def _news(self) -> News:
         """What came since the last step."""
-        news = News(again=self.core.weights_changed())
-        news.ended = [(serial, "stop") for serial in self._stopped]
+        news = News(ended=[(serial, "stop") for serial in self._stopped])
         self._stopped.clear()
+        # before arrivals: whoever is cancelled from another thread in between has arrived then
+        leaving = [self._leaving.popleft() for _ in range(len(self._leaving))]
         while self._arriving:
             uid, request = self._arriving.popleft()
             self._uids[request.serial] = uid
@@ -235,10 +259,9 @@ class Generator:
                 stop = request.sampling.stop
                 self._texts[request.serial] = TextStream(self.tokenizer, request.tokens, stop)
             news.arrivals.append(self._seeded(request))
-        while self._leaving:
-            serial = self._serial_of.get(self._leaving.popleft())
-            if serial is not None and serial not in dict(news.ended):
-                news.ended.append((serial, "cancelled"))
+        cancelled = {self._serial_of.get(uid): None for uid in leaving}
+        cancelled.pop(None, None)
+        news.ended += [(serial, "cancelled") for serial in cancelled if serial is not None]
         return news
 
     def _take(self, news: News) -> list[Event]:
@@ -294,7 +317,7 @@ class Generator:
         """
         self._check_open()
         asked = pairs(prompts, sampling, self.model, self.tokenizer)
-        requests = [self._request(-1, prompt, own) for prompt, own in asked]  # refuses what is wrong
+        requests = [self._request(prompt, own, i) for i, (prompt, own) in enumerate(asked)]
         self._compare(requests)
         with self._whole_weights():
             return self._generate(requests) if self.team.is_first else self._follow_call(requests)
@@ -302,14 +325,13 @@ class Generator:
     def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         done: dict[Hashable, Completion] = {}
         for request in requests:
-            uid = self.submit(request.tokens, request.sampling)
+            uid = self._enqueue(request)
             done[uid] = Completion(uid, list(request.tokens))
-        left = set(done)
-        while left:
-            for event in self._step_for(done):
-                done[event.uid].add(event)
-                left -= {event.uid} if event.finish_reason is not None else set()
-        self._finish_call(done)
+        with self._call(done) as left:
+            while left:
+                for event in self._events_of(done):
+                    done[event.uid].add(event)
+                    left -= {event.uid} if event.finish_reason is not None else set()
         return list(done.values())
 
     def stream(
@@ -322,7 +344,7 @@ class Generator:
         On the other ranks it yields nothing, and is over when the first rank's is.
         """
         self._check_open()
-        request = self._request(-1, prompt, sampling)
+        request = self._request(prompt, sampling, 0)
         self._compare([request])
         with self._whole_weights():
             if self.team.is_first:
@@ -331,17 +353,12 @@ class Generator:
                 self._follow_call([request])
 
     def _stream(self, request: Request) -> Iterator[Event]:
-        uid = self.submit(request.tokens, request.sampling)
-        finished = False
-        try:
-            while not finished:
-                for event in self._step_for({uid}):
-                    finished = event.finish_reason is not None
+        uid = self._enqueue(request)
+        with self._call([uid]) as left:
+            while left:
+                for event in self._events_of([uid]):
+                    left -= {uid} if event.finish_reason is not None else set()
                     yield event
-        finally:
-            if not finished:
-                self.cancel(uid)
-            self._finish_call({uid})
 
     def score(self, sequences: Sequence[Prompt]) -> list[list[float]]:
         """The log-probability of each token of each sequence after its first, by the model."""
@@ -358,10 +375,10 @@ class Generator:
             return
         own = digest(requests)
         if self.team.is_first:
-            exchange(self.team, News(Kind.COMPARE, digest=own))
+            self._exchange(News(Kind.COMPARE, digest=own))
             self._agree(own, own)
             return
-        news = exchange(self.team, None)
+        news = self._exchange(None)
         if news.kind is not Kind.COMPARE:
             raise RuntimeError("this rank calls generate, and the first one something else")
         self._agree(own, news.digest)
@@ -370,18 +387,27 @@ class Generator:
         if not self.team.least(int(own == digest)):
             raise ValueError(
                 "the ranks that share a model were given different prompts or samplings; give all of them the"
-                " same, or different ones to ranks that differ in their data (parallel.data)"
+                " same, or different ones to ranks that differ in their data (parallel.data). Where all ranks"
+                " walk through a stream, the next call begins when it has ended, or was closed"
             )
 
     def _follow_call(self, requests: Sequence[Request]) -> list[Completion]:
         """Take part in a call of the first rank; returns what it wrote."""
         written: dict[int, Completion] = {}
         streams: dict[int, TextStream] = {}
-        while (news := exchange(self.team, None)).kind is not Kind.END:
+        while (news := self._exchange(None)).kind is not Kind.END:
+            if news.kind is Kind.COMPARE:  # a call inside of this one, which this rank cannot make
+                self.team.least(0)
+                continue
+            if news.kind is Kind.CLOSE:
+                self._end()
+                break
             for request in news.arrivals:
-                own = requests[len(written)] if len(written) < len(requests) else request
+                if request.place < 0:  # submitted on the first rank before this call
+                    continue
+                stop = requests[request.place].sampling.stop
                 written[request.serial] = Completion(f"request {request.serial}", list(request.tokens))
-                streams[request.serial] = TextStream(self.tokenizer, request.tokens, own.sampling.stop)
+                streams[request.serial] = TextStream(self.tokenizer, request.tokens, stop)
             for outcome in self.core.step(news):
                 request = outcome.request
                 if request.serial not in written:
@@ -403,15 +429,28 @@ class Generator:
                 written[request.serial].add(event)
         return list(written.values())
 
-    def _step_for(self, uids: Collection[Hashable]) -> list[Event]:
-        """The events of one step for ``uids``; the next :meth:`step` returns those of others."""
-        others, self._undelivered = self._undelivered, []
-        events = self.step()
-        self._undelivered = others + [event for event in events if event.uid not in uids]
-        return [event for event in events if event.uid in uids]
+    @contextmanager
+    def _call(self, uids: Collection[Hashable]) -> Iterator[set[Hashable]]:
+        """A call that takes the events of ``uids``; it yields those that have not ended, to be kept so."""
+        left = set(uids)
+        self._called |= left
+        try:
+            yield left
+        finally:
+            self._leaving += left
+            try:
+                while (self._stopped or self._leaving) and not self._closed:  # pages before the others leave
+                    self._advance()
+            finally:
+                self._collect(uids)
+                self._called -= set(uids)
+            if self.team.size > 1 and not self._closed:
+                self._exchange(News(Kind.END))
 
-    def _finish_call(self, uids: Collection[Hashable]) -> None:
-        while self._stopped or self._leaving:  # let go of pages before the others leave
-            self._step_for(uids)
-        if self.team.size > 1:
-            exchange(self.team, News(Kind.END))
+    def _events_of(self, uids: Collection[Hashable]) -> list[Event]:
+        """The events of ``uids``: those that came in steps of others' calls, or else those of a step."""
+        found = self._collect(uids)
+        if not found:
+            self._advance()
+            found = self._collect(uids)
+        return found

@@ -64,9 +64,12 @@ class StepInputs:
         self._in_table: list[list[int]] = [[] for _ in range(max_requests)]
         self.count = self.sequences = self.chosen = self.scored = 0
         self.max_query = 0
+        self._sent = torch.cuda.Event() if pinned else None
 
     def fill(self, parts: Sequence[Part], page_size: int) -> None:
         """Take what a step computes."""
+        if self._sent is not None:
+            self._sent.synchronize()  # the last copies have read what is written now
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -94,6 +97,8 @@ class StepInputs:
         self._fill_table(parts)
         self._long.send()
         self._short.send()
+        if self._sent is not None:
+            self._sent.record()
         self.count, self.sequences = len(tokens), len(parts)
         self.chosen, self.scored = len(rows), len(scored)
         self.max_query = max(part.count for part in parts)

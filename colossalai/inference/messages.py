@@ -45,20 +45,26 @@ class News:
     digest: int = 0
 
 
-def exchange(team: Team, news: News | None) -> News:
-    """The news of the first rank, on all ranks; the others give None."""
+def exchange(team: Team, news: News | None, again: bool = False) -> News:
+    """The news of the first rank, on all ranks; the others give None.
+
+    ``again`` of any rank is ``again`` of all: the weights of one stage may have changed alone.
+    """
     if team.size == 1:
         assert news is not None
+        news.again = again
         return news
     body = [] if news is None else _numbers(news)
     header = torch.tensor(
-        [0, 0, 0, 0] if news is None else [news.kind, len(body), int(news.again), news.digest]
+        [0, 0, int(again), 0] if news is None else [news.kind, len(body), int(again), news.digest]
     )
-    kind, length, again, digest = team.from_first(header).tolist()
+    kind, length, anew, digest = team.sum(header).tolist()
     if length:
         numbers = torch.tensor(body) if news is not None else torch.zeros(length, dtype=torch.int64)
         body = team.from_first(numbers).tolist()
-    return news or _read(Kind(kind), body, bool(again), digest)
+    news = news or _read(Kind(kind), body, digest)
+    news.again = anew > 0
+    return news
 
 
 def _numbers(news: News) -> list[int]:
@@ -70,8 +76,8 @@ def _numbers(news: News) -> list[int]:
     return found if len(found) > 1 else []
 
 
-def _read(kind: Kind, body: Sequence[int], again: bool, digest: int) -> News:
-    news, left = News(kind, again=again, digest=digest), iter(body)
+def _read(kind: Kind, body: Sequence[int], digest: int) -> News:
+    news, left = News(kind, digest=digest), iter(body)
     if body:
         news.ended = [(next(left), FINISHES[next(left)]) for _ in range(next(left))]
         while (serial := next(left, None)) is not None:
@@ -85,7 +91,8 @@ def _of_request(request: Request) -> list[int]:
     real = [_bits(x) for x in (s.temperature, s.top_p, s.min_p, s.repetition_penalty)]
     tokens, ends = request.tokens, sorted(request.ends)
     return [
-        request.serial, s.max_tokens, s.top_k, *optional, *real, len(ends), *ends, len(tokens), *tokens
+        request.serial, request.place, s.max_tokens, s.top_k, *optional, *real, len(ends), *ends,
+        len(tokens), *tokens,
     ]  # fmt: skip
 
 
@@ -93,7 +100,7 @@ def _request(serial: int, left: Iterator[int]) -> Request:
     def take(count: int) -> list[int]:
         return [next(left) for _ in range(count)]
 
-    max_tokens, top_k, *optional = take(5)
+    place, max_tokens, top_k, *optional = take(6)
     seed, logprobs, prompt_logprobs = (None if n == _NOTHING else n for n in optional)
     temperature, top_p, min_p, penalty = (_real(n) for n in take(4))
     ends = frozenset(take(next(left)))
@@ -108,7 +115,7 @@ def _request(serial: int, left: Iterator[int]) -> Request:
         min_p=min_p,
         repetition_penalty=penalty,
     )
-    return Request(serial, take(next(left)), sampling, ends)
+    return Request(serial, take(next(left)), sampling, ends, place=place)
 
 
 def _bits(number: float) -> int:

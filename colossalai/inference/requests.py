@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_SEED = 2**63
+ELSEWHERE = {
+    "max_new_tokens": "give max_tokens",
+    "max_length": "give max_tokens, which leaves out the prompt, or Generator(max_length=...)",
+    "do_sample": "give temperature=0 where it would be False",
+    "stop_token_ids": "give stop_tokens",
+    "eos_token_id": "give stop_tokens",
+    "stop_strings": "give stop",
+    **dict.fromkeys(("n", "best_of", "num_return_sequences"), "give the prompt so many times"),
+    **dict.fromkeys(("num_beams", "use_beam_search", "length_penalty"), "there are no beams"),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "there is repetition_penalty alone"),
+    **dict.fromkeys(("min_tokens", "min_new_tokens", "min_length"), "there is ignore_eos alone"),
+}
+"""What other libraries call it, and what is here instead."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,13 @@ class Sampling:
     penalties do not change them.
     """
 
+    def __new__(cls, *_: Any, **options: Any) -> Sampling:
+        unknown = {name: ELSEWHERE[name] for name in options if name in ELSEWHERE}
+        if unknown:
+            words = "; ".join(f"for {name} {instead}" for name, instead in unknown.items())
+            raise TypeError(f"Sampling has no {', '.join(unknown)}: {words}")
+        return super().__new__(cls)
+
     max_tokens: int = 16
     temperature: float = 1.0
     top_k: int = 0
@@ -47,8 +67,9 @@ class Sampling:
             raise ValueError(
                 f"Sampling(stop={self.stop!r}): it is a tuple of strings; write ({self.stop!r},)"
             )
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        for name in ("stop", "stop_tokens"):
+            self._check(name, isinstance(getattr(self, name), Iterable), "a tuple")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
             self._check_whole(name)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from colossalai.inference.discovery import Asked, AttentionProbe
 from colossalai.inference.inputs import StepInputs
 from colossalai.inference.stages import Team
+from colossalai.inference.watch import Watch
 from colossalai.mesh import redistribute
 from colossalai.nn.attention.pages import LayerPages, Places, attending
 from colossalai.nn.logits import Logits
@@ -26,11 +27,10 @@ class Runner:
     back after each.
     """
 
-    def __init__(self, model: nn.Module, team: Team) -> None:
-        self.model, self.team = model, team
+    def __init__(self, model: nn.Module, team: Team, watch: Watch) -> None:
+        self.model, self.team, self._watch = model, team, watch
         self.layers: dict[nn.Module, LayerPages] = {}
         self._configs: list[Any] = []
-        self._modules = list(model.modules())
         self._head = head_of(model) if team.is_last_stage else None
         self._names = set(argument_names(_native_forward(model)))
         self._rows: Tensor | None = None
@@ -112,7 +112,7 @@ class Runner:
     @contextmanager
     def _ready(self) -> Iterator[None]:
         """The model in evaluation, with a head that is given the wanted rows alone."""
-        training = [module for module in self._modules if module.training]
+        training = [module for module in self._watch.modules if module.training]
         hook = None if self._head is None else self._head.register_forward_pre_hook(self._select)
         try:
             for module in training:

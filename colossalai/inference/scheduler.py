@@ -38,6 +38,8 @@ class Request:
     seat: int = -1
     finish: FinishReason | None = None
     error: str | None = None
+    place: int = -1
+    """Which one it is of those of a call of ``generate``; -1 for one that was submitted."""
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)

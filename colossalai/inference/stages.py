@@ -88,6 +88,12 @@ class Team:
 
     # ---- among all ----
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """The sums of the ``numbers`` of all ranks; int64 on the CPU."""
+        if self._group is not None:
+            dist.all_reduce(numbers, group=self._group)
+        return numbers
+
     def from_first(self, numbers: Tensor) -> Tensor:
         """``numbers`` of the first rank, on all; int64 on the CPU, of the same length everywhere."""
         if self._group is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from colossalai.serving.batching import BatchManager, SubmitEntry, TaskEntry
@@ -20,6 +21,8 @@ from colossalai.serving.service import Answer, Service, log
 from colossalai.serving.worker import FAILED, Job
 
 SECRET_VARIABLE = "COLOSSALAI_SERVING_SECRET"
+_PATIENCE = 600.0  # seconds without a word of the ranks, which say nothing while a batch is computed
+_Results = dict[Hashable, Future[Any]]
 
 
 class AsyncEngine:
@@ -54,7 +57,10 @@ class AsyncEngine:
         atexit.register(self.shutdown)
 
     def submit(self, uid: Hashable, data: Any) -> None:
-        """Put a request into the queue; ``uid`` is a name of your choice for it, of which there is one."""
+        """Put a request into the queue; ``uid`` is a name of your choice for it, of which there is one.
+
+        ``data`` is not copied: leave its tensors as they are until the result is there.
+        """
         with self._changed:
             if not self._open:
                 raise ServiceError("the engine was shut down")
@@ -72,14 +78,15 @@ class AsyncEngine:
         try:
             return await asyncio.wrap_future(result)
         finally:
-            self._forget(uid)
+            self._forget(uid, result)
 
     def get(self, uid: Hashable, interval: float = 0.05) -> Any:
         """As ``wait``, for threads; ``interval`` is of no effect, since nothing is polled."""
+        result = self._result(uid)
         try:
-            return self._result(uid).result()
+            return result.result()
         finally:
-            self._forget(uid)
+            self._forget(uid, result)
 
     def shutdown(self) -> None:
         """End the ranks; what was not computed fails."""
@@ -91,8 +98,7 @@ class AsyncEngine:
         self.service.close()
         with self._changed:
             left = list(self._results.values())
-        for result in left:
-            _fail(result, ServiceError("the engine was shut down"))
+        _fail(left, ServiceError("the engine was shut down"))
 
     def _result(self, uid: Hashable) -> Future[Any]:
         with self._changed:
@@ -100,13 +106,15 @@ class AsyncEngine:
                 raise KeyError(f"no request {uid!r} was submitted, or its result was fetched already")
             return self._results[uid]
 
-    def _forget(self, uid: Hashable) -> None:
+    def _forget(self, uid: Hashable, result: Future[Any]) -> None:
+        result.cancel()  # if it is not there yet, nobody shall wait for it any more
         with self._changed:
-            self._results.pop(uid, None)
-            for entry in self._queue:
-                if entry.uid == uid:
-                    self._queue.remove(entry)
-                    break
+            if self._results.get(uid) is not result:
+                return
+            del self._results[uid]
+            index = next((i for i, entry in enumerate(self._queue) if entry.uid == uid), None)
+            if index is not None:
+                del self._queue[index]
 
     def _submit_loop(self) -> None:
         while True:
@@ -114,64 +122,74 @@ class AsyncEngine:
                 self._changed.wait_for(lambda: not self._open or (self._queue and self._free))
                 if not self._open:
                     return
-                entries = {entry.uid for entry in self._queue}
-                try:
-                    task, info = self._batches.make_batch(self._queue)
-                except Exception as error:  # of a batch manager, or of a request that it cannot read
-                    self._fail(entries - {entry.uid for entry in self._queue}, error)
+                made = self._make_batch()
+                if made is None:
                     continue
                 self._free -= 1
-            self._send(task, info)
+            self._send(*made)
 
-    def _send(self, task: TaskEntry, info: dict[str, Any]) -> None:
+    def _make_batch(self) -> tuple[TaskEntry, dict[str, Any], _Results] | None:
+        """The next batch, and where its results go: a name may be given anew while the batch is computed."""
+        before = {entry.uid: self._results[entry.uid] for entry in self._queue}
+        task, info = TaskEntry((), None), dict[str, Any]()
+        why: Exception = RuntimeError("make_batch of the batch manager put this request into no batch")
+        try:
+            task, info = self._batches.make_batch(self._queue)
+        except Exception as error:  # of a batch manager, or of a request that it cannot read
+            why = error
+        queued = {entry.uid for entry in self._queue}
+        taken = {uid: result for uid, result in before.items() if uid not in queued}
+        if not taken:  # it would do so for ever
+            self._queue.clear()
+            taken = before
+        _fail([result for uid, result in taken.items() if uid not in task.uids], why)
+        results = {uid: taken[uid] for uid in task.uids if uid in taken}
+        return (task, info, results) if results else None
+
+    def _send(self, task: TaskEntry, info: dict[str, Any], results: _Results) -> None:
         began = time.monotonic()
 
         def deliver(answer: Answer) -> None:
             with self._changed:
                 self._free += 1
                 self._changed.notify_all()
-            self._take(task, info, answer, time.monotonic() - began)
+            self._take(task, info, results, answer, time.monotonic() - began)
 
         try:
             self.service.ask("forward", task.batch, deliver, everyone=True)
-        except (ServiceError, QueueFullError) as error:
+        except Exception as error:  # the service has ended, or the batch holds what cannot be sent
             with self._changed:
                 self._free += 1
-            self._fail(set(task.uids), error)
+            _fail(results.values(), error)
 
-    def _take(self, task: TaskEntry, info: dict[str, Any], answer: Answer, seconds: float) -> None:
+    def _take(
+        self, task: TaskEntry, info: dict[str, Any], results: _Results, answer: Answer, seconds: float
+    ) -> None:
         if answer.failure is not None:
-            self._fail(set(task.uids), ServiceError(answer.failure))
+            _fail(results.values(), ServiceError(answer.failure))
             return
         if "error" in answer.value:
-            self._fail(set(task.uids), ValueError(answer.value["error"]))
+            _fail(results.values(), ValueError(answer.value["error"]))
             return
         if self._verbose:
             log(f"batch size: {len(task.uids)}, time: {seconds:.3f}")
-        left = set(task.uids)
+        why: Exception = RuntimeError("split_batch of the batch manager gave no result for this request")
         try:
-            for uid, output in self._batches.split_batch(
-                TaskEntry(task.uids, answer.value["output"]), **info
-            ):
-                left.discard(uid)
-                result = self._results.get(uid)
-                if result is not None and not result.done():
-                    result.set_result(output)
+            done = TaskEntry(task.uids, answer.value["output"])
+            for uid, output in self._batches.split_batch(done, **info):
+                if uid in results:
+                    with contextlib.suppress(InvalidStateError):  # it was given up
+                        results[uid].set_result(output)
         except Exception as error:
-            self._fail(left, error)
-        else:
-            self._fail(left, RuntimeError("split_batch of the batch manager gave no result for this request"))
-
-    def _fail(self, uids: set[Hashable], error: Exception) -> None:
-        for uid in uids:
-            result = self._results.get(uid)
-            if result is not None:
-                _fail(result, error)
+            why = error
+        _fail(results.values(), why)
 
 
-def _fail(result: Future[Any], error: Exception) -> None:
-    if not result.done():
-        result.set_exception(error)
+def _fail(results: Iterable[Future[Any]], error: Exception) -> None:
+    """End those of ``results`` that have not ended."""
+    for result in results:
+        with contextlib.suppress(InvalidStateError):
+            result.set_exception(error)
 
 
 def launch_engine(
@@ -226,7 +244,7 @@ def launch_job(
     verbose: bool = True,
 ) -> AsyncEngine:
     """The engine in front of ``job``, once its ranks are ready."""
-    service = Service(job)
+    service = Service(job, patience=_PATIENCE)
     service.start()
     try:
         return AsyncEngine(service, batch_manager, pipe_size, queue_size, verbose)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -139,16 +140,18 @@ class TextModel:
             )
 
     async def stream(
-        self, requests: Sequence[tuple[Sequence[int], Sampling]]
+        self, requests: Sequence[tuple[Sequence[int], Sampling]], *, seconds: float = math.inf
     ) -> AsyncGenerator[PromptProgress, None]:
         """Yield what comes for each of ``requests``, in the order in which it comes; close it to cancel.
 
         All requests are accepted, or none: ``QueueFullError`` and ``ServiceError`` come before the first
-        part.
+        part.  ``TimeoutError``: it took longer than ``seconds``.
         """
         queue: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         uids: dict[int, int] = {}
+        late = Answer(0)
+        timer = loop.call_later(seconds, queue.put_nowait, (-1, late)) if seconds < math.inf else None
         try:
             for index, (prompt, sampling) in enumerate(requests):
                 request = {"prompt": list(prompt), "sampling": dataclasses.asdict(sampling)}
@@ -157,12 +160,16 @@ class TextModel:
                 found = [await queue.get()]
                 while not queue.empty():
                     found.append(queue.get_nowait())
+                if any(answer is late for _, answer in found):
+                    raise TimeoutError(f"no whole answer within {seconds:g} s")
                 for index in dict.fromkeys(index for index, _ in found):
                     answers = [answer for i, answer in found if i == index]
                     if answers[-1].last:
                         uids.pop(index, None)
                     yield _join(index, answers)
         finally:
+            if timer is not None:
+                timer.cancel()
             for uid in uids.values():
                 self.service.cancel(uid)
 

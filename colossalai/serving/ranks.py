@@ -18,8 +18,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from colossalai.serving.errors import StartError
-from colossalai.serving.wire import Channel, WireError
-from colossalai.serving.worker import FAILED, SNAPSHOT, STACKS, Job, Post, run_worker
+from colossalai.serving.wire import Channel, Frame, WireError, pack_frame
+from colossalai.serving.worker import SNAPSHOT, STACKS, STOP, Job, Post, run_worker
 from colossalai.utils.local_ranks import fork_server, local_store
 
 _REMOTE_START = 600.0  # seconds in which the ranks of other nodes must report
@@ -48,7 +48,7 @@ class Ranks:
         self.job = job
         self._report = report
         self._channels: dict[int, Channel] = {}
-        self._outboxes: dict[int, queue.SimpleQueue[tuple[str, Any] | None]] = {}
+        self._outboxes: dict[int, queue.SimpleQueue[Frame | None]] = {}
         self._processes: dict[int, BaseProcess] = {}
         self._lifelines: list[connection.Connection] = []
         self._store: Any = None
@@ -153,18 +153,15 @@ class Ranks:
         for target in (self._read, self._write):
             threading.Thread(target=target, args=(rank, channel), name=f"rank {rank}", daemon=True).start()
 
-    def send(self, rank: int, kind: str, value: Any = None) -> None:
-        """Have a message sent; never waits, even if the rank does not read."""
-        self._outboxes[rank].put((kind, value))
-
-    def send_all(self, kind: str, value: Any = None) -> None:
-        for rank in self._outboxes:
-            self.send(rank, kind, value)
+    def send(self, frame: Frame, rank: int | None = None) -> None:
+        """Have a message sent to a rank, or to all; never waits, even if a rank does not read."""
+        for outbox in list(self._outboxes.values()) if rank is None else [self._outboxes[rank]]:
+            outbox.put(frame)
 
     def _write(self, rank: int, channel: Channel) -> None:
         with contextlib.suppress(OSError):
             while (message := self._outboxes[rank].get()) is not None:
-                channel.send(*message)
+                channel.send_frame(message)
 
     def _read(self, rank: int, channel: Channel) -> None:
         try:
@@ -206,11 +203,11 @@ class Ranks:
     def where_they_are(self, seconds: float = 2.0) -> str:
         """The stack of every rank that answers within ``seconds``."""
         self._stacks = {}
-        self.send_all(SNAPSHOT)
+        self.send(pack_frame(SNAPSHOT))
         deadline = time.monotonic() + seconds
         while len(self._stacks) < len(self._channels) and time.monotonic() < deadline:
             time.sleep(0.02)
-        mute = [rank for rank in self._channels if rank not in self._stacks]
+        mute = [rank for rank in list(self._channels) if rank not in self._stacks]
         texts = [self._stacks[rank] for rank in sorted(self._stacks)]
         texts += [
             f"rank {rank} does not answer: it is stopped, or a call into C never returns" for rank in mute
@@ -219,7 +216,7 @@ class Ranks:
 
     @property
     def pids(self) -> dict[int, int]:
-        return {rank: p.pid for rank, p in self._processes.items() if p.pid is not None}
+        return {rank: p.pid for rank, p in list(self._processes.items()) if p.pid is not None}
 
     def wait_all(self) -> None:
         for process in self._processes.values():
@@ -229,7 +226,7 @@ class Ranks:
     def stop(self, seconds: float) -> None:
         """Ask all ranks to end, and kill those that have not within ``seconds``."""
         self._ending = True
-        self.send_all("stop")
+        self.send(pack_frame(STOP))
         deadline = time.monotonic() + seconds
         for process in list(self._processes.values()):
             self._exit_code(process, max(0.0, deadline - time.monotonic()))
@@ -270,7 +267,3 @@ def describe_exit(code: int | None) -> str:
         name = f"signal {-code}"
     more = "; often the system is short of memory (see `dmesg`)" if name == "SIGKILL" else ""
     return f"its process was ended by {name}{more}"
-
-
-def is_failure(message: RankMessage | Died) -> bool:
-    return isinstance(message, Died) or message.kind == FAILED

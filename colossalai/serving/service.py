@@ -14,6 +14,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from typing import Any, Literal
 
 from colossalai.serving.errors import QueueFullError, ServiceError, StartError
 from colossalai.serving.ranks import Died, RankMessage, Ranks
-from colossalai.serving.worker import BEAT, EVENTS, FAILED, READY, STOP, Job
+from colossalai.serving.wire import pack_frame
+from colossalai.serving.worker import BEAT, EVENTS, FAILED, READY, Job
 
 State = Literal["starting", "ready", "restarting", "ended"]
 _GRACE = 0.5  # seconds in which the cause of a lost connection shows up
@@ -42,11 +44,6 @@ class Answer:
 
 
 Deliver = Callable[[Answer], None]
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """A look at the ranks: nothing arrived for some time."""
 
 
 def log(text: str) -> None:
@@ -127,19 +124,22 @@ class Service:
                 raise StartError(self._reason)
 
     def ask(self, kind: str, value: Any, deliver: Deliver, *, everyone: bool = False) -> int:
-        """Send a request to the first rank, or to all; ``deliver`` gets its answers, in a thread of ours."""
+        """Send a request to the first rank, or to all; ``deliver`` gets its answers, in a thread of ours.
+
+        What cannot be sent is a ``TypeError`` here, and no request.
+        """
+        uid = next(self._uids)
+        frame = pack_frame(kind, [uid, value])
         with self._lock:
             if self._state != "ready" or self._ranks is None:
                 raise ServiceError(self._reason or "the service has not started")
             if self._limit and len(self._pending) >= self._limit:
                 raise QueueFullError(f"Submit queue full, size: {self._limit}")
-            uid = next(self._uids)
             if not self._pending:
                 self._heard = time.monotonic()
             self._pending[uid] = deliver
             ranks = self._ranks
-        send = ranks.send_all if everyone else lambda kind, value: ranks.send(0, kind, value)
-        send(kind, [uid, value])
+        ranks.send(frame, None if everyone else 0)
         return uid
 
     def cancel(self, uid: int) -> None:
@@ -148,7 +148,7 @@ class Service:
             known = self._pending.pop(uid, None)
             ranks = self._ranks if self._state == "ready" else None
         if known is not None and ranks is not None:
-            ranks.send(0, "cancel", uid)
+            ranks.send(pack_frame("cancel", uid), 0)
 
     def close(self) -> None:
         """End the ranks.  What is pending fails."""
@@ -223,7 +223,13 @@ class Service:
             with self._lock:
                 deliver = self._pending.pop(uid, None) if last else self._pending.get(uid)
             if deliver is not None:
-                deliver(Answer(uid, value, last))
+                self._deliver(deliver, Answer(uid, value, last))
+
+    def _deliver(self, deliver: Deliver, answer: Answer) -> None:
+        try:
+            deliver(answer)
+        except Exception:  # of one who asked; all others depend on this thread
+            self._log(f"an answer could not be delivered:\n{traceback.format_exc()}")
 
     def _cause(self, first: RankMessage | Died, ranks: Ranks) -> str:
         """The most telling of the failures that come together: a rank that died, then the first that
@@ -291,7 +297,7 @@ class Service:
         with self._lock:
             failed, self._pending = self._pending, {}
         for uid, deliver in failed.items():
-            deliver(Answer(uid, failure=reason))
+            self._deliver(deliver, Answer(uid, failure=reason))
 
 
-__all__ = ["STOP", "Answer", "Deliver", "Service", "State", "log"]
+__all__ = ["Answer", "Deliver", "Service", "State", "log"]

@@ -28,6 +28,7 @@ from torch import Tensor
 
 MAX_FRAME = 1 << 31
 """Bytes; a longer frame is refused before memory is taken for it."""
+Frame = list[bytes | memoryview]
 _HEAD = struct.Struct(">QI")
 _MAC = 32
 _NONCE = 32
@@ -63,6 +64,15 @@ def pack(value: Any) -> list[bytes | memoryview]:
     buffers: list[bytes | memoryview] = []
     text = json.dumps(_flatten(value, buffers), separators=(",", ":")).encode()
     return [text, *buffers]
+
+
+def pack_frame(kind: str, value: Any = None) -> Frame:
+    """A message as it is sent.  What cannot be sent is refused here, in the thread of who sends it."""
+    text, *rest = pack([kind, value])
+    size = len(text) + sum(len(piece) for piece in rest)
+    if size > MAX_FRAME:
+        raise WireError(f"a message of {size:,} bytes is over the limit of {MAX_FRAME:,}")
+    return [_HEAD.pack(size, len(text)), text, *rest]
 
 
 def unpack(text: bytes | memoryview, rest: memoryview) -> Any:
@@ -181,16 +191,15 @@ class Channel:
 
     def send(self, kind: str, value: Any = None) -> None:
         """Send one message; waits while the peer does not read."""
-        text, *rest = pack([kind, value])
-        size = len(text) + sum(len(piece) for piece in rest)
-        if size > MAX_FRAME:
-            raise WireError(f"a message of {size:,} bytes is over the limit of {MAX_FRAME:,}")
-        frame: list[bytes | memoryview] = [_HEAD.pack(size, len(text)), text, *rest]
+        self.send_frame(pack_frame(kind, value))
+
+    def send_frame(self, frame: Frame) -> None:
+        """As ``send``, of what ``pack_frame`` made."""
         with self._lock:
             if self._keys is not None:
-                frame.append(self._code(self._keys[0], self._sent, frame))
+                frame = [*frame, self._code(self._keys[0], self._sent, frame)]
                 self._sent += 1
-            if size < 1 << 16:
+            if sum(map(len, frame)) < 1 << 16:
                 self._socket.sendall(b"".join(frame))
             else:
                 for piece in frame:

@@ -75,7 +75,7 @@ class Job:
     """Of that store; 0 is one of the system's choice."""
     control_port: int = 0
     """Where the ranks of other nodes report to the service."""
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     backend: str | None = None
     seed: int = 1024
 
@@ -116,7 +116,7 @@ class Post:
     job: Job
     host: str
     port: int
-    environment: dict[str, str]
+    environment: dict[str, str] = field(repr=False)
 
 
 def run_worker(end: socket.socket | None, lifeline: Connection, post: Post) -> None:

@@ -8,11 +8,14 @@ tensor: ``size()``, ``view(...)``, indices and the results of functions are thos
 [Note: what a function does with a ColoTensor]
 ``__torch_function__`` looks at the function and takes the first that fits:
 
-1. an implementation in the table of ``op_wrapper``: products by
-   :mod:`colossalai.mesh.products`, embeddings, elementwise functions, changes of shape, random numbers;
-2. functions about the memory of this rank (attributes, ``numel``, ``zeros_like``, lists of tensors in an
-   optimizer) run on the piece;
-3. every other function gets whole tensors.
+1. an implementation in the table of ``op_wrapper``: ``size``, ``zeros_like``, backward passes, those of
+   users;
+2. functions about the memory of this rank (attributes, ``numel``, lists of tensors in an optimizer) run on
+   the piece;
+3. of every other function, torch says of which operations it consists (:mod:`recorded` in ``ops``), and the
+   table of :mod:`colossalai.tensor.letters` says what each does with a cut.  Operations with a letter for it
+   run on pieces (:mod:`colossalai.tensor.ops.dispatch`);
+4. an operation without a rule, or that looks at a whole dim that is cut, gets whole tensors.
 
 The results are ColoTensors, cut or whole; only what is made like a parameter (``zeros_like``) is plain
 memory, for its optimizer.
@@ -21,22 +24,22 @@ memory, for its optimizer.
 would wait for ever, or take the next message of the others for its own.  So tensors that are cut are brought
 together where all ranks come by: by the layers of a model (products, and all of ``torch.nn.functional``), by
 the methods whose names say so (``to_replicate``), and inside ``DistSpecManager.implicit_gathers()``.  Any
-other function of group 3 refuses a tensor that is cut.
+other function that would have to gather, or to add up over the ranks, refuses a tensor that is cut.
 
 [Note: states] A whole tensor is in state I of :mod:`colossalai.mesh.layout`: all tp ranks go on to do the
-same with it.  Wherever a rank uses a whole tensor for its own piece of the result, an implementation moves it
-from I to R or cuts it, so that its gradient is the sum over the ranks.  Plain tensors that meet a ColoTensor
+same with it.  Wherever a rank uses a whole tensor for its own piece of the result, it is moved from I to R or
+cut, so that its gradient is the sum over the ranks.  Plain tensors that meet a ColoTensor
 count as whole.
 
-[Note: views of parameters that are cut] ``weight[3]`` of a weight that is cut along its rows is a view of a
-gathered copy, and whatever is written there is lost.  Optimizers and initializers that work so, without
-gradients, get a ColoTensor that can be read but not written to.
+[Note: views of tensors that are cut] ``weight[3]`` of a weight that is cut along its rows is a view of a
+gathered copy, and whatever is written there is lost.  So it is a ColoTensor that can be read but not written
+to.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -69,7 +72,7 @@ class ColoTensor(Tensor):
     compute_spec: ComputeSpec | None
     cut_dim: int | None
     """The dim along which it is cut into several pieces; None if it is whole, also as the only piece."""
-    is_copy = views_parameter = False  # [Note: views of parameters that are cut]
+    is_copy = False  # [Note: views of tensors that are cut]
 
     def __new__(cls, data: Tensor, spec: ColoTensorSpec | None = None) -> ColoTensor:
         if not isinstance(data, Tensor):
@@ -99,7 +102,7 @@ class ColoTensor(Tensor):
         if is_about_memory(func):
             with plain_torch():
                 return func(*args, **kwargs)
-        return on_wholes(func, args, kwargs)
+        return compute(func, args, kwargs)
 
     # what it knows
 
@@ -305,17 +308,23 @@ def whole_result(value: Tensor, pg: ProcessGroup) -> ColoTensor:
     return wrap(as_whole(value), pg, cut_along(None, value.ndim))
 
 
-def gathered(value: Any, func: Callable[..., Any]) -> Any:
-    """``as_whole`` for an argument of ``func``, see [Note: who may gather]."""
-    if cut_dim(value) is not None and not (DistSpecManager.may_gather or func in LAYERS):
+def check_may_gather(tensor: Any, func: Callable[..., Any]) -> None:
+    """Refuse to let ``func`` communicate for a tensor that is cut, see [Note: who may gather]."""
+    if not (DistSpecManager.may_gather or func in LAYERS):
         name = getattr(func, "__name__", str(func))
         raise RuntimeError(
-            f"{name} needs the whole of a tensor of shape {tuple(value.full_shape)}, of which this rank holds"
-            f" a piece ({value.dist_spec}), and gathering it would wait for the ranks"
-            f" {value.process_group.tp_rank_list()}. Call t.to_replicate() on all of them, outside of any 'if"
-            " rank == 0', and use what it returns; or look at the piece, t.data; or, if all ranks do the"
+            f"{name} needs the whole of a tensor of shape {tuple(tensor.full_shape)}, of which this rank"
+            f" holds a piece ({tensor.dist_spec}), and gathering it would wait for the ranks"
+            f" {tensor.process_group.tp_rank_list()}. Call t.to_replicate() on all of them, outside of any"
+            " 'if rank == 0', and use what it returns; or look at the piece, t.data; or, if all ranks do the"
             " same, run them inside `with DistSpecManager.implicit_gathers():`"
         )
+
+
+def gathered(value: Any, func: Callable[..., Any]) -> Any:
+    """``as_whole`` for an argument of ``func``."""
+    if cut_dim(value) is not None:
+        check_may_gather(value, func)
     return as_whole(value)
 
 
@@ -331,16 +340,6 @@ LAYERS = frozenset(_layers())
 """What the layers of a model call, see [Note: who may gather]: each under all of its names."""
 
 
-def on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``func`` of whole tensors: the same on every tp rank."""
-    group = _group_of_wholes(args, kwargs)
-    if group is None:
-        return _on_gathered(func, args, kwargs)
-    with plain_torch():
-        result = func(*args, **kwargs)
-    return _labelled(result, group, {id(value) for value in (*args, *kwargs.values())})
-
-
 def _group_of_wholes(args: Any, kwargs: Any) -> ProcessGroup | None:
     """The process group of the first ColoTensor, if all are whole and none is in a list: the usual case."""
     found = None
@@ -354,8 +353,27 @@ def _group_of_wholes(args: Any, kwargs: Any) -> ProcessGroup | None:
     return found
 
 
-def _on_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    _refuse_to_write_a_piece(func, args, kwargs)
+def compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``func`` by the table of letters if a tensor is cut; of whole tensors it is the same on every rank."""
+    group = _group_of_wholes(args, kwargs)
+    if group is None:
+        from colossalai.tensor.ops.dispatch import run  # which needs this module
+
+        return run(func, args, kwargs)
+    with plain_torch():
+        result = func(*args, **kwargs)
+    return _labelled(result, group, {id(value) for value in (*args, *kwargs.values())})
+
+
+def on_wholes(
+    func: Callable[..., Any], args: Any, kwargs: Any, asked: Callable[..., Any] | None = None
+) -> Any:
+    """``func`` of whole tensors: the same on every tp rank.
+
+    ``asked`` is the function that a script has called, if ``func`` is a part of it.
+    """
+    asked = asked or func
+    refuse_to_write_a_piece(func, _targets(func, args, kwargs))
     owners: list[ColoTensor] = []
     plain: set[int] = set()
     copies: set[int] = set()
@@ -364,8 +382,8 @@ def _on_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not isinstance(value, ColoTensor):
             plain.add(id(value))
             return value
-        new = gathered(value, func)
-        if value.is_copy or (new is not value and is_view_of_parameter(value)):
+        new = gathered(value, asked)
+        if value.is_copy or new is not value:
             copies.add(_memory(new))
         owners.append(value)
         return new
@@ -386,16 +404,26 @@ def _labelled(result: Any, pg: ProcessGroup, given: set[int], copies: Collection
         if id(result) not in given:
             is_copy = bool(copies) and _memory(result) in copies
             whole_result(result, pg).is_copy = is_copy
+    elif isinstance(result, ColoTensor):
+        with plain_torch():
+            turned = result.cut_dim is None and result.shape != result.full_shape
+        if turned:  # t_()
+            describe(result, result.process_group, cut_along(None, result.ndim), result.compute_spec)
     elif isinstance(result, (tuple, list)):  # also what ``max`` returns
         for inner in result:
             _labelled(inner, pg, given, copies)
     return result
 
 
-def _refuse_to_write_a_piece(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Whole tensors are gathered for ``func``, so what it writes would be lost."""
+def _targets(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+    """What ``func`` writes to, by its name."""
     written = [*args[:1], kwargs.get("tensor")] if is_in_place(func) else []
-    for tensor in (*written, kwargs.get("out")):
+    return [*written, kwargs.get("out")]
+
+
+def refuse_to_write_a_piece(func: Callable[..., Any], targets: Iterable[Any]) -> None:
+    """Whole tensors are gathered for ``func``, so what it writes would be lost."""
+    for tensor in targets:
         if isinstance(tensor, ColoTensor) and tensor.cut_dim is not None:
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} writes into a tensor of shape {tuple(tensor.full_shape)}"
@@ -404,24 +432,19 @@ def _refuse_to_write_a_piece(func: Callable[..., Any], args: Any, kwargs: Any) -
             )
 
 
-def is_view_of_parameter(tensor: ColoTensor) -> bool:
-    """Whether a script may write to a parameter through ``tensor``."""
-    return not torch.is_grad_enabled() and (tensor.is_model_data() or tensor.views_parameter)
-
-
 def _memory(tensor: Tensor) -> int:
     with plain_torch():
-        return tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage()._cdata
 
 
 def refuse_lost_writes(func: Callable[..., Any], args: Any) -> None:
-    """See [Note: views of parameters that are cut]."""
+    """See [Note: views of tensors that are cut]."""
     targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
     if any(isinstance(t, ColoTensor) and t.is_copy for t in targets):
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)} writes into a view of a parameter that is cut, which is a"
-            " view of a gathered copy: the parameter would not change; write to its piece, param.data, or"
-            " call param.to_replicate_() first"
+            f"{getattr(func, '__name__', func)} writes into a view of a tensor that is cut, which is a view"
+            " of a gathered copy: the tensor itself would not change; write to its piece, t.data, or call"
+            " t.to_replicate_() first"
         )
 
 
@@ -454,7 +477,13 @@ _ABOUT_MEMORY = frozenset(
 )
 
 
+_COMPUTED = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+"""Attributes that are results of functions."""
+
+
 @lru_cache(maxsize=4096)
 def is_about_memory(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
+    if name == "__get__" and func in _COMPUTED:
+        return False
     return name in _ABOUT_MEMORY or name.startswith(("_foreach_", "_fused_"))

@@ -18,7 +18,7 @@ from colossalai.tensor.process_group import TP, JobProcessGroup, ProcessGroup
 T = TypeVar("T", bound=Tensor)
 
 # What a ColoTensor keeps beside the tensor; anything else in its __dict__ is the user's.
-_OWN = ("process_group", "placement", "full_shape", "compute_spec", "cut_dim", "is_copy", "views_parameter")
+_OWN = ("process_group", "placement", "full_shape", "compute_spec", "cut_dim", "is_copy")
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:

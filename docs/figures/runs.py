@@ -123,7 +123,7 @@ def gemini(folder: Path) -> None:
                     start = None
     picture.line([(120, 78 + 30 * len(chunks)), (120 + width, 78 + 30 * len(chunks))], arrow=True)
     picture.words(
-        120, 98 + 30 * len(chunks), "forward pass, then backward pass; each chunk is updated while the pass goes on", size=11
+        120, 98 + 30 * len(chunks), "forward pass, then backward pass, in which chunks are updated", size=11
     )
     picture.save(folder, "gemini")
 

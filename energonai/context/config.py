@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "rpc_port": 0,
     "model_kwargs": {},
 }
+_HERE = ("localhost", "127.0.0.1", "0.0.0.0")
 _NEUTRAL = {"rm_padding": False, "trt_sample": None}
 """What is not offered; another value is refused."""
 
@@ -62,6 +63,16 @@ class ServiceConfig:
         if not callable(self.model_class):
             raise ConfigError(
                 f"{origin} needs model_class, a function that returns a model, such as opt_125M"
+            )
+        if "max_batch_size" in given and self.max_batch_size < self.executor_max_batch_size:
+            raise ConfigError(
+                f"{origin}: batches have up to executor_max_batch_size={self.executor_max_batch_size}"
+                f" prompts, more than max_batch_size={self.max_batch_size}; make the first one smaller"
+            )
+        if self.host not in _HERE:
+            raise ConfigError(
+                f"{origin}: host={self.host!r} is where the ranks meet, all on this machine: leave it out; an"
+                " address for clients is server_host"
             )
         if self.tokenizer_path is None:
             raise ConfigError(f"{origin} needs tokenizer_path, a folder with a tokenizer")

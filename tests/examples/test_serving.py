@@ -55,11 +55,13 @@ def test_opt_fastapi_has_the_documented_options(tmp_path: Path) -> None:
         process.stdout.close()
 
 
-def test_opt_fastapi_refuses_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "opt_fastapi.py", "opt-125m", "--tokenizer", str(tmp_path), "--http_port", "0"]
+@pytest.mark.parametrize("program", ["opt_fastapi.py", "opt_server.py"])
+def test_the_programs_refuse_in_one_line(tmp_path: Path, program: str) -> None:
+    command = [sys.executable, program, "opt-125m", "--tokenizer", str(tmp_path), "--http_port", "0"]
     done = subprocess.run(command, cwd=FOLDER, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert "holds no tokenizer that can be opened" in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].startswith(f"{program}: ")
     assert "Traceback" not in done.stderr
     assert done.stdout.splitlines()[1:4] == ["==> Args:", "model = opt-125m", "tp = 1"]
     assert {"master_port = 19990", "rpc_port = 19980", "max_batch_size = 8", "cache_list_size = 1"} <= set(

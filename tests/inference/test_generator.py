@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from colossalai.inference import Completion, Event, Generator, Sampling
+from colossalai.nn import exact_mode
 from tests.inference.models import WORDS, Bytes, Letters, build, greedy, log_probabilities, prompts
 
 GREEDY = Sampling(max_tokens=12, temperature=0)
@@ -377,4 +378,151 @@ def test_a_model_with_adapters() -> None:
     found = Generator(adapted).generate(prompts(), GREEDY)
     merged = copy.deepcopy(adapted).merge_and_unload()
     assert [c.tokens for c in found] == [greedy(merged, prompt, 12) for prompt in prompts()]
-    assert [c.tokens for c in found] != [greedy(build("llama"), prompt, 12) for prompt in prompts()]
+    plain = [greedy(build("llama"), prompt, 12) for prompt in prompts()]
+    assert [c.tokens for c in found] != plain
+    switched = Generator(adapted, page_size=4)  # as reinforcement learning gets the scores of a reference
+    for _ in range(2):
+        assert [c.tokens for c in switched.generate(prompts(), GREEDY)] == [c.tokens for c in found]
+        with adapted.disable_adapter():
+            assert [c.tokens for c in switched.generate(prompts(), GREEDY)] == plain
+    adapted.add_adapter("other", options)
+    for name, param in adapted.named_parameters():  # without a trace
+        param.data += torch.randn_like(param) * ("lora_B.other" in name)
+    adapted.set_adapter("other")
+    other = [c.tokens for c in switched.generate(prompts(), GREEDY)]
+    assert other == [c.tokens for c in Generator(adapted).generate(prompts(), GREEDY)]
+    assert other != [c.tokens for c in found]
+
+
+# ---- calls inside of calls ----
+
+
+def test_streams_that_are_read_in_turns_lose_nothing(model: Any) -> None:
+    generator = Generator(model)
+    texts = [[5, 6], [7, 8], [9]]
+    found: list[list[int]] = [[], [], []]
+    streams = [
+        generator.stream(text, Sampling(max_tokens=4 + 4 * i, temperature=0)) for i, text in enumerate(texts)
+    ]
+    left = dict(enumerate(streams))
+    while left:
+        for i, stream in list(left.items()):
+            event = next(stream, None)
+            if event is None:
+                del left[i]
+            else:
+                found[i] += event.tokens
+    assert found == [greedy(model, text, 4 + 4 * i) for i, text in enumerate(texts)]
+    assert generator.idle
+
+
+def test_calls_and_steps_inside_of_a_stream(model: Any) -> None:
+    generator = Generator(model, max_requests=2)
+    generator.submit([3, 4], GREEDY, uid="beside")
+    written: list[int] = []
+    beside: list[int] = []
+    for event in generator.stream([5, 6], GREEDY):
+        written += event.tokens
+        assert generator.generate([[9]], Sampling(max_tokens=2, temperature=0))[0].tokens == greedy(
+            model, [9], 2
+        )
+        for other in generator.step():
+            assert other.uid == "beside"
+            beside += other.tokens
+    assert written == greedy(model, [5, 6], 12)
+    assert beside == greedy(model, [3, 4], 12)
+    open_stream = generator.stream([5, 6], GREEDY)
+    next(open_stream)
+    assert drain(generator) == {}, "the events of a stream wait for who reads it"
+    assert [t for event in open_stream for t in event.tokens] == greedy(model, [5, 6], 12)[1:]
+    assert generator.stats().pages_used == 0
+    left = generator.stream([5, 6], GREEDY)
+    next(left)
+    generator.close()
+    left.close()
+
+
+def test_a_request_that_arrives_during_a_step_can_be_cancelled(model: Any) -> None:
+    """From another thread, after arrivals were read and before cancels are."""
+    generator = Generator(model)
+
+    class Late(type(generator._arriving)):  # type: ignore[misc]
+        def __bool__(self) -> bool:
+            if not len(self) and not seen:
+                seen.append(1)
+                generator.submit([5, 6], GREEDY, uid="late")
+                late = self.popleft()
+                generator.cancel("late")
+                waits.append(late)
+            return len(self) > 0
+
+    seen: list[int] = []
+    waits: list[Any] = []
+    generator._arriving = Late()
+    generator.step()
+    generator._arriving += waits
+    (event,) = generator.step()
+    assert (event.uid, event.finish_reason) == ("late", "cancelled")
+
+
+# ---- what goes wrong in the middle ----
+
+
+def test_a_step_that_was_broken_off_leaves_no_wrong_pages(model: Any) -> None:
+    """Pages are planned before they are filled: those of a step that failed were never written."""
+    generator = Generator(model, page_size=4)
+    head = model.get_output_embeddings()
+    for _ in range(2):
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        hook = model.model.layers[0].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generator.generate(prompts(), GREEDY)
+        hook.remove()
+        assert not head._forward_pre_hooks
+        assert [c.tokens for c in generator.generate(prompts(), GREEDY)] == [
+            greedy(model, prompt, 12) for prompt in prompts()
+        ]
+        assert generator.idle
+        assert generator.stats().pages_used == 0
+
+
+def test_hooks_and_modules_of_now_are_used() -> None:
+    model = build("llama")
+    generator = Generator(model, page_size=4)
+    first = [c.tokens for c in generator.generate(prompts(), GREEDY)]
+    torch.manual_seed(0)
+    push = torch.randn(32)
+    hook = model.model.layers[0].register_forward_hook(lambda _, __, out: out + push)
+    pushed = [c.tokens for c in generator.generate(prompts(), GREEDY)]
+    assert pushed == [greedy(model, prompt, 12) for prompt in prompts()] != first
+    hook.remove()
+    assert [c.tokens for c in generator.generate(prompts(), GREEDY)] == first
+    model.model.layers[1].mlp = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Dropout(0.5))
+    model.train()
+    found = [c.tokens for c in generator.generate(prompts(), GREEDY)]
+    assert model.model.layers[1].mlp[1].training
+    assert found == [greedy(model.eval(), prompt, 12) for prompt in prompts()]
+
+
+def test_the_precision_is_that_in_which_it_was_made(model: Any) -> None:
+    sampling = Sampling(max_tokens=6, temperature=0, logprobs=0)
+    generator = Generator(model)
+    plain = generator.generate(prompts(), sampling)
+    with torch.autocast("cpu", torch.bfloat16):
+        for found, same in zip(generator.generate(prompts(), sampling), plain, strict=True):
+            assert found.tokens == same.tokens
+            one, other = ([t.logprob for t in c.logprobs or ()] for c in (found, same))
+            assert one == pytest.approx(other, abs=1e-4)
+        low = Generator(model, exact=True)
+    (served,) = low.generate([[5, 6, 7]], sampling)
+    with exact_mode(), torch.autocast("cpu", torch.bfloat16):
+        scores = model(torch.tensor([[5, 6, 7, *served.tokens]])).logits
+    assert scores.dtype == torch.bfloat16
+    with exact_mode():
+        rows = scores[0, 2:].float().log_softmax(-1)
+    assert [t.logprob for t in served.logprobs or ()] == [
+        rows[i, token].item() for i, token in enumerate(served.tokens)
+    ]

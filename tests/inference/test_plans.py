@@ -14,7 +14,7 @@ from colossalai.nn import parallelize
 from colossalai.pipeline import split_model
 from colossalai.pipeline.stage import Placement
 from colossalai.testing import spawn
-from tests.inference.models import NAMED, build, greedy, log_probabilities, prompts
+from tests.inference.models import NAMED, Letters, build, greedy, log_probabilities, prompts
 
 COUNT = 12
 GREEDY = Sampling(max_tokens=COUNT, temperature=0, logprobs=2, prompt_logprobs=1)
@@ -146,6 +146,64 @@ def test_a_bad_call_is_an_error_on_all_ranks_and_the_next_one_works() -> None:
     assert "the prompt is empty" in first[1]
     assert "the prompt has the token 500, and this model knows 0 to 130" in first[2]
     assert first[3] == "2"
+
+
+def new_weights(rank: int, world_size: int, port: int) -> Any:
+    """The second stage alone is trained, without a trace in the first one."""
+    launch(rank, world_size, port, 1, 2)
+    model = cut(build("llama"), 2)
+    generator = Generator(model, page_size=4)
+    written = []
+    for step in range(3):
+        if step == 1 and rank == 1:
+            torch.manual_seed(5)
+            with torch.no_grad():
+                for name, param in sorted(model.named_parameters()):
+                    if "self_attn" in name:
+                        param.add_(torch.randn_like(param), alpha=0.3)
+        written.append([c.tokens for c in generator.generate(prompts(), GREEDY)])
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return written, params, generator.stats()
+
+
+def test_pages_are_forgotten_if_one_stage_has_new_weights() -> None:
+    (written, first, stats), (others, second, followed) = spawn(new_weights, 2)
+    assert written == others
+    assert stats == followed
+    model = build("llama")
+    assert written[0] == [greedy(model, prompt, COUNT) for prompt in prompts()]
+    model.load_state_dict({**first, **second}, strict=False)
+    assert written[1] == written[2] == [greedy(model, prompt, COUNT) for prompt in prompts()]
+    assert written[1] != written[0]
+
+
+def call_among_others(rank: int, world_size: int, port: int) -> Any:
+    launch(rank, world_size, port, 2, 1)
+    generator = Generator(parallelize(build("llama")), Letters(), page_size=4)
+    if rank == 0:
+        generator.submit([9, 9, 9], Sampling(max_tokens=30, temperature=0), uid="before")
+    else:
+        with pytest.raises(RuntimeError, match="submitted and cancelled on the first rank"):
+            generator.cancel("before")
+    (whole,) = generator.generate([[5, 6]], Sampling(max_tokens=8, temperature=0))
+    stop = Sampling(max_tokens=8, temperature=0, stop=(whole.text[3:5],))
+    stopped = generator.generate([[7, 8], [5, 6]], [Sampling(max_tokens=3, temperature=0), stop])
+    stream = generator.stream([5, 6], GREEDY)
+    if rank == 0:
+        next(stream)
+        with pytest.raises(ValueError, match="the next call begins when it has ended"):
+            generator.generate([[7]], GREEDY)
+        stream.close()
+    assert list(stream) == []
+    return [(c.tokens, c.text, c.finish_reason) for c in (whole, *stopped)]
+
+
+def test_a_call_gets_its_own_requests_on_all_ranks() -> None:
+    first, second = spawn(call_among_others, 2)
+    assert first == second
+    assert first[0][0] == greedy(build("llama"), [5, 6], 8)
+    assert first[1][0] == greedy(build("llama"), [7, 8], 3)
+    assert first[2][1:] == (first[0][1][:3], "stop")
 
 
 # ---- replicas ----

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 import re
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -43,11 +46,41 @@ from tests.inference.models import Letters, build, greedy
         ({"stop": ("",)}, "stop must be made of strings that are not empty"),
         ({"stop_tokens": (-1,)}, "stop_tokens must be made of numbers of tokens"),
         ({"logprobs": -1}, "logprobs must be a whole number"),
+        ({"stop_tokens": 5}, "Sampling(stop_tokens=5): stop_tokens must be a tuple"),
     ],
 )
 def test_sampling(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         Sampling(**options)
+
+
+def test_sampling_with_the_names_of_other_libraries() -> None:
+    with pytest.raises(
+        TypeError, match="Sampling has no max_new_tokens, do_sample: for max_new_tokens give max"
+    ):
+        Sampling(max_new_tokens=5, do_sample=False)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_tokns'"):
+        Sampling(max_tokns=5)  # type: ignore[call-arg]
+    sampling = Sampling(max_tokens=5, stop=["a"])
+    assert pickle.loads(pickle.dumps(sampling)) == sampling == dataclasses.replace(sampling, max_tokens=5)
+
+
+def test_what_is_no_model_on_one_device() -> None:
+    with pytest.raises(
+        TypeError, match=r"takes a model, got str 'facebook/opt-125m'; colossalai\.inference\.load_"
+    ):
+        Generator("facebook/opt-125m")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Sequential has no weights"):
+        Generator(torch.nn.Sequential())
+    model = build("llama")
+    model.lm_head.to("meta")
+    with pytest.raises(ValueError, match=r"lm_head\.weight has no memory yet"):
+        Generator(model)
+    model = build("llama")
+    with FakeTensorMode():
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(131, 32, device="cuda"))
+    with pytest.raises(ValueError, match=r"has weights on cpu, cuda:0 \(a device_map of accelerate\?\)"):
+        Generator(model)
 
 
 @pytest.fixture(scope="module")

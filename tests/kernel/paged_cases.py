@@ -91,6 +91,10 @@ CASES = [
     Case([5, 1, 20], [5, 30, 40], 4, 4, 96, alibi=True),
     Case([3, 1], [33, 20], 2, 1, 256),
     Case([1], [1100], 20, 1, 16),
+    Case([1, 1, 1], [5, 40, 1], 4, 2, 8),  # narrower than a tile of Triton can be
+    Case([5, 1, 20], [5, 30, 40], 4, 2, 8, alibi=True, window=7),
+    Case([1], [1100], 4, 1, 12),
+    Case([7, 1], [9, 30], 4, 4, 12, exact=True),
     Case([1, 1], [33, 50], 4, 2, 64, exact=True),
     Case([7, 1], [33, 50], 2, 2, 128, exact=True, alibi=True),
 ]

@@ -207,7 +207,10 @@ def test_a_config_file_is_served(folder: Path, tmp_path: Path) -> None:
         assert httpx.post(f"{url}/generation", json={"prompt": "x" * 400, "max_tokens": 4}).status_code == 422
         assert httpx.get(f"{url}/docs").status_code == 200
         assert httpx.get(f"{url}/health").json() == {"status": "ready"}
-        assert "colossalai_up 1.0" in httpx.get(f"{url}/metrics").text
+        metrics = httpx.get(f"{url}/metrics").text
+        assert "colossalai_up 1.0" in metrics
+        assert "colossalai_output_tokens_total 0.0" not in metrics
+        assert 'colossalai_finished_total{reason="error"} 1.0' in metrics
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:
@@ -223,6 +226,8 @@ def test_a_config_file_is_served(folder: Path, tmp_path: Path) -> None:
         ({"model_class": opt_125M}, "needs tokenizer_path"),
         ({"modle_class": 1}, "unknown variables .*modle_class"),
         ({"model_class": opt_125M, "rm_padding": True}, "rm_padding=True is not offered"),
+        ({"model_class": opt_125M, "max_batch_size": 8}, "executor_max_batch_size=32 .* more than"),
+        ({"model_class": opt_125M, "host": "10.0.0.2"}, "all on this machine"),
     ],
 )
 def test_configs_that_cannot_be(values: dict[str, Any], message: str) -> None:

@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from colossalai.serving import (
+    Answer,
     AsyncEngine,
     BatchManager,
     BatchManagerForGeneration,
@@ -120,6 +123,99 @@ def test_batches_reach_the_model_and_their_rows_come_back() -> None:
         engine.shutdown()
 
 
+def test_what_cannot_be_sent_fails_alone() -> None:
+    engine = started(1, 1, "localhost", 0, 0, Echo)
+    try:
+        engine.submit("object", {"x": object()})
+        with pytest.raises(TypeError, match=r"cannot hold builtins\.object"):
+            engine.get("object")
+        engine.submit(1, {"x": 1})
+        assert engine.get(1) == {"x": 1}
+    finally:
+        engine.shutdown()
+
+
+class Fake:
+    """A service that answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.job = Mock(pp=1)
+        self.asked: list[tuple[Any, Callable[[Answer], None]]] = []
+
+    def ask(self, kind: str, value: Any, deliver: Callable[[Answer], None], *, everyone: bool) -> None:
+        self.asked.append((value, deliver))
+
+    def answer(self, index: int, output: Any) -> None:
+        while len(self.asked) <= index:
+            pass
+        self.asked[index][1](Answer(index, {"output": output}))
+
+    def close(self) -> None:
+        pass
+
+
+def faked(manager: BatchManager | None = None, **options: Any) -> tuple[AsyncEngine, Fake]:
+    service: Any = Fake()
+    return AsyncEngine(service, manager, verbose=False, **options), service
+
+
+def test_a_name_given_anew_does_not_get_the_result_of_before() -> None:
+    engine, service = faked(pipe_size=2)
+
+    async def give_up_and_ask_again() -> Any:
+        engine.submit("x", "first")
+        waiting = asyncio.ensure_future(engine.wait("x"))
+        while not service.asked:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        engine.submit("x", "second")
+        service.answer(0, "of the first")
+        service.answer(1, "of the second")
+        return await engine.wait("x")
+
+    assert asyncio.run(give_up_and_ask_again()) == "of the second"
+    engine.shutdown()
+
+
+def test_a_request_that_was_given_up_does_not_harm_its_batch() -> None:
+    engine, service = faked(Together())
+    with engine._changed:  # so that both are in one batch
+        engine.submit(0, 0)
+        engine.submit(1, 1)
+    while not service.asked:
+        pass
+    engine._results[0].cancel()
+    service.answer(0, {"rows": ["a", "b"]})
+    assert engine.get(1) == "b"
+    engine.shutdown()
+
+
+class Forgetful(BatchManager):
+    """Takes all requests, and puts one into the batch; then takes none."""
+
+    def make_batch(self, q: deque[SubmitEntry]) -> tuple[TaskEntry, dict[str, Any]]:
+        if q[0].data == "leave":
+            return TaskEntry((), None), {}
+        entries = [q.popleft() for _ in range(len(q))]
+        return TaskEntry((entries[0].uid,), entries[0].data), {}
+
+
+def test_a_batch_manager_that_loses_requests_is_told() -> None:
+    engine, service = faked(Forgetful())
+    with engine._changed:
+        engine.submit(0, 0)
+        engine.submit(1, 1)
+    with pytest.raises(RuntimeError, match="put this request into no batch"):
+        engine.get(1)
+    service.answer(0, "a")
+    assert engine.get(0) == "a"
+    engine.submit(2, "leave")
+    with pytest.raises(RuntimeError, match="put this request into no batch"):
+        engine.get(2)
+    engine.shutdown()
+
+
 class Together(BatchManager):
     def make_batch(self, q: deque[SubmitEntry]) -> tuple[TaskEntry, dict[str, Any]]:
         entries = [q.popleft() for _ in range(len(q))]
@@ -217,9 +313,9 @@ def _two_nodes(secrets: tuple[str, str]) -> list[tuple[int, str]]:
     ]
     try:
         if secrets[0] != secrets[1]:
-            output = nodes[1].communicate(timeout=100)[0]
+            output = nodes[1].communicate(timeout=300)[0]
             return [(0, ""), (nodes[1].returncode, output)]
-        return [(one.wait(100), one.stdout.read()) for one in nodes]  # type: ignore[union-attr]
+        return [(one.wait(300), one.stdout.read()) for one in nodes]  # type: ignore[union-attr]
     finally:
         for one in nodes:
             one.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from colossalai.serving.front import TextModel
 from colossalai.serving.http.openai import _chat_logprobs
+from colossalai.serving.http.schemas import ChatMessage
+from colossalai.serving.http.server import patient
 from tests.serving.servers import Bytes, Here, Running, here, running, until_ready
 from tests.serving.stand_in import answer
 
@@ -139,8 +142,10 @@ def test_openai_chats(server: Here) -> None:
         ("/v1/completions", {"prompt": []}, 400, "prompt"),
         ("/v1/completions", {"prompt": "x", "presence_penalty": 1.0}, 400, "presence_penalty"),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"5": 1}}, 400, "logit_bias"),
-        ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of"),
-        ("/v1/completions", {"prompt": "x", "n": 17}, 400, "17 answers"),
+        ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of is not offered"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not offered"),
+        ("/v1/completions", {"prompt": "x", "top_k": -2}, 400, "top_k"),
+        ("/v1/completions", {"prompt": "x", "n": 65}, 400, "65 answers"),
         ("/v1/completions", {"prompt": "x", "seed": -1}, 400, "seed"),
         ("/v1/completions", {"prompt": "x", "temperature": 1e30}, 400, "temperature"),
         ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
@@ -151,7 +156,13 @@ def test_openai_chats(server: Here) -> None:
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "x"}], "tools": [{}]},
             400,
-            "tools",
+            "tools is not offered",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+            400,
+            "response_format is not offered",
         ),
     ],
 )
@@ -160,6 +171,27 @@ def test_what_is_wrong_is_named(server: Here, path: str, body: Any, status: int,
     assert (got.status_code, message in got.text) == (status, True), got.text
     if path.startswith("/v1"):
         assert got.json()["error"]["message"]
+
+
+def test_values_that_ask_for_nothing_are_taken(server: Here) -> None:
+    neutral = {"logit_bias": {}, "presence_penalty": 0.0, "frequency_penalty": 0, "best_of": 1, "top_k": -1}
+    body = {"prompt": "x", "max_tokens": 2, "user": "me", "suffix": None, "stop": [], **neutral}
+    assert httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]["text"] == text("x", 2)
+
+
+def test_the_param_of_an_error_is_the_field(server: Here) -> None:
+    got = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "stop": ["a"] * 17}).json()["error"]
+    assert got["param"] == "stop"
+    assert got["message"].startswith("stop.")
+    for path, status in (("/v1/completions", 400), ("/generation", 422)):
+        told = httpx.post(server.url + path, content=b'{"prompt":"x","max_tokens":1}')
+        assert (told.status_code, "content-type: application/json" in told.text) == (status, True)
+
+
+def test_the_name_of_who_speaks_reaches_the_template() -> None:
+    message = ChatMessage(role="user", content="Hi", name="Ada")
+    assert message.plain == {"role": "user", "content": "Hi", "name": "Ada"}
+    assert "name" not in ChatMessage(role="user", content="Hi").plain
 
 
 @pytest.mark.parametrize(
@@ -241,35 +273,109 @@ def test_a_key_lets_in_who_has_it() -> None:
         )
 
 
-def test_a_full_queue_a_slow_answer_and_clients_that_leave() -> None:
-    with here(limit=2, options={"delay": 0.05}, request_timeout=1.5) as server:
-        body = {"prompt": "x", "max_tokens": 400}
-        late: list[httpx.Response] = []
-        threads = [
-            threading.Thread(
-                target=lambda: late.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=30))
+def test_a_full_queue_and_clients_that_leave() -> None:
+    with here(limit=2, options={"delay": 0.2}) as server, contextlib.ExitStack() as asked:
+        body = {"prompt": "x", "max_tokens": 500, "stream": True}
+        for _ in range(2):
+            one = asked.enter_context(
+                httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60)
             )
-            for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        while httpx.get(f"{server.url}/metrics").text.count("colossalai_pending 2.0") == 0:
-            pass
+            lines = one.iter_lines()  # it leaves when this is collected
+            asked.callback(lines.close)
+            next(lines)
         full = httpx.post(f"{server.url}/generation", json={"prompt": "x", "max_tokens": 1})
         assert (full.status_code, "queue full" in full.json()["detail"]) == (406, True)
-        with pytest.raises(openai.RateLimitError):
-            client(server).completions.create(model="stand-in", prompt="x")
-        with pytest.raises(openai.RateLimitError):
-            client(server).completions.create(model="stand-in", prompt="x", stream=True)
-        for thread in threads:
-            thread.join()
-        assert [one.status_code for one in late] == [408, 408]
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as stream:
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError):
+                client(server).completions.create(model="stand-in", prompt="x", stream=stream)
+        asked.close()  # they leave
+        until_idle(server)
+
+
+def test_an_answer_that_takes_too_long() -> None:
+    with here(options={"delay": 0.05}, request_timeout=1.0) as server:
+        body = {"prompt": "x", "max_tokens": 400}
+        late = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert (late.status_code, late.json()["error"]["code"]) == (408, "timeout")
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60
+        ) as stream:
             lines = [json.loads(line[6:]) for line in stream.iter_lines() if line and line != "data: [DONE]"]
         assert "longer than this server allows" in lines[-1]["error"]["message"]
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as stream:
-            next(stream.iter_lines())  # and leaves
         until_idle(server)
+
+
+def test_bodies_that_are_too_large_together_are_refused() -> None:
+    with here(max_body=1000, max_bodies=2, body_timeout=20) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        head = b"POST /generation HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n" + b" " * 900
+        with contextlib.ExitStack() as slow:
+            for _ in range(2):
+                sock = slow.enter_context(socket.create_connection((host, int(port))))
+                sock.sendall(head)
+            body = b'{"prompt":"x","max_tokens":1}' + b" " * 500
+            ask = lambda: httpx.post(  # noqa: E731
+                f"{server.url}/generation", content=body, headers={"content-type": "application/json"}
+            )
+            deadline = time.monotonic() + 10
+            while (got := ask()).status_code != 429 and time.monotonic() < deadline:
+                pass  # the slow ones have not been read yet
+            assert (got.status_code, "too large together" in got.text) == (429, True)
+        while (got := ask()).status_code != 200:
+            assert time.monotonic() < deadline, got.text
+
+
+def test_a_client_that_does_not_read_is_let_go() -> None:
+    with here(body_timeout=0.5, request_timeout=1.0, max_body=1 << 20) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        inside = len(os.listdir("/proc/self/fd"))
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect((host, int(port)))
+            data = json.dumps(
+                {"prompt": [[97, 98]] * 60, "max_tokens": 500, "stream": True, "logprobs": 20}
+            ).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            deadline = time.monotonic() + 30
+            while len(os.listdir("/proc/self/fd")) <= inside + 1:  # ours, and then that of the server
+                assert time.monotonic() < deadline
+            while len(os.listdir("/proc/self/fd")) > inside + 1:
+                assert time.monotonic() < deadline, "the server still holds the connection"
+            until_idle(server)
+
+
+@pytest.fixture
+def connection() -> Any:
+    """A connection that looks at itself when the test says so."""
+    made: Any = object.__new__(patient(20.0))
+    made.loop, made.transport, made.cycle = Mock(), Mock(), None
+    made.transport.is_closing.return_value = False
+    made._seen, made._unread = None, -1
+    return made
+
+
+def test_a_connection_without_a_request_is_closed_but_not_one_that_was_busy(connection: Any) -> None:
+    connection._look()
+    connection.transport.close.assert_called_once()
+    connection.transport.close.reset_mock()
+    connection.cycle = Mock(response_complete=False)
+    connection._look()
+    connection.cycle.response_complete = True
+    connection._look()  # it has just ended, and its client may be about to use it again
+    connection.transport.close.assert_not_called()
+    connection._look()
+    connection.transport.close.assert_called_once()
+
+
+def test_a_closed_connection_whose_client_does_not_read_is_cut(connection: Any) -> None:
+    connection.transport.is_closing.return_value = True
+    for unread in (9000, 5000):
+        connection.transport.get_write_buffer_size.return_value = unread
+        connection._look()  # slow, but it reads
+    connection.transport.abort.assert_not_called()
+    connection._look()
+    connection.transport.abort.assert_called_once()
 
 
 def until_idle(server: Here, seconds: float = 10) -> None:

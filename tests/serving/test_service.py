@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from colossalai.serving import Answer, Generation, Job, QueueFullError, Service, ServiceError, StartError
+from colossalai.serving.worker import Post
 from tests.serving.stand_in import answer, stand_in
 
 
@@ -102,6 +103,24 @@ def test_a_start_that_fails_is_one_line(fail: str, message: str) -> None:
     told: list[str] = []
     with pytest.raises(StartError, match=message), service(tp=2, options={"fail": fail}, log=told.append):
         pass
+
+
+def test_one_who_raises_does_not_stop_the_answers_to_others() -> None:
+    told: list[str] = []
+    with service(log=told.append) as running:
+
+        def raises(answer: Answer) -> None:
+            raise ValueError("mine")
+
+        running.ask("generate", {"prompt": [1], "sampling": {"max_tokens": 2}}, raises)
+        assert end_of(ask(running, [1, 2], 3))[0] == answer([1, 2], 3)
+    assert any("could not be delivered" in line and "mine" in line for line in told)
+
+
+def test_secrets_are_not_printed() -> None:
+    job = Job(Generation, tp=2, nodes=2, secret=b"not for logs, this")
+    assert "not for logs" not in repr(job)
+    assert "not for logs" not in repr(Post(0, job, "", 0, {"COLOSSALAI_API_KEY": "not for logs"}))
 
 
 def test_the_limit_cancelled_requests_and_the_end() -> None:

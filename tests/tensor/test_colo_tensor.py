@@ -406,6 +406,8 @@ def _results(rank: int, world_size: int, port: int) -> None:
     twice.sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [[6.0] * 6] + [[2.0] * 6] * 3
+    turned = (whole_one * 1).t_().unsqueeze_(0)
+    assert turned.size() == turned.shape == (1, 6, 4)
     loss = twice.detach().sum()
     assert f"{loss:.2f}" == f"{loss.item():.2f}"
     assert f"{loss}" == f"{loss.item()}"

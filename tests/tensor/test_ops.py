@@ -41,7 +41,7 @@ CASES: list[tuple[str, Callable[..., Any], list[Arg], int | None]] = [
     ("linear of cut rows, plain weight", F.linear, [((2, 4, 8), 1), ((12, 8), PLAIN), ((12,), PLAIN)], 1),
     # without a compute spec the weight is brought together
     ("linear without compute spec", F.linear, [((3, 8), PLAIN), ((12, 8), 0)], None),
-    ("linear of a vector", F.linear, [((8,), PLAIN), ((12, 8), (0, False))], None),
+    ("linear of a vector", F.linear, [((8,), PLAIN), ((12, 8), (0, False))], 0),
     ("addmm column", torch.addmm, [((12,), (0, False)), ((4, 8), PLAIN), ((8, 12), (1, False))], 1),
     ("addmm row", torch.addmm, [((12,), None), ((4, 8), 1), ((8, 12), (0, True))], None),
     (
@@ -55,7 +55,7 @@ CASES: list[tuple[str, Callable[..., Any], list[Arg], int | None]] = [
     ("@ .T", lambda x, w: x @ w.T, [((4, 8), 1), ((12, 8), (1, True))], None),
     ("weight on the left", lambda x, w: w @ x, [((8, 3), PLAIN), ((12, 8), (0, False))], 0),
     ("weight on the left, summed over", lambda x, w: w @ x, [((8, 3), PLAIN), ((12, 8), (1, False))], None),
-    ("bmm", torch.bmm, [((2, 3, 4), 0), ((2, 4, 5), None)], None),
+    ("bmm", torch.bmm, [((2, 3, 4), 0), ((2, 4, 5), None)], 0),
     # elementwise
     ("new gelu", NEW_GELU, [((3, 8), 1)], 1),
     ("gelu", F.gelu, [((4, 8), 0)], 0),
@@ -91,7 +91,7 @@ CASES: list[tuple[str, Callable[..., Any], list[Arg], int | None]] = [
     ("shift", lambda x: x[..., :-1, :].contiguous(), [((2, 3, 8), 2)], 2),
     ("choose a row", lambda x: x[1], [((3, 8), 1)], 0),
     ("choose from the cut", lambda x: x[:, 2:5], [((3, 8), 1)], None),
-    ("choose with a tensor", lambda x: x[torch.tensor([0, 2])], [((3, 8), 1)], None),
+    ("choose with a tensor", lambda x: x[torch.tensor([0, 2])], [((3, 8), 1)], 1),
     ("new dim", lambda x: x[None, :, None], [((3, 8), 1)], 3),
     # of each row by itself
     ("softmax of rows", lambda x: F.softmax(x, 1), [((4, 8), 0)], 0),
@@ -315,11 +315,11 @@ def _refusals(rank: int, world_size: int, port: int) -> None:
         x + piece
     with pytest.raises(
         ValueError,
-        match=r"one operand lies on ProcessGroup.*tp_degree=2.*another on ProcessGroup.*tp_degree=4",
+        match=r"one operand of add lies on ProcessGroup.*tp_degree=2.*another on ProcessGroup.*tp_degree=4",
     ):
         x + cut(torch.randn(4, 8), 1, other)
     with pytest.raises(
-        ValueError, match=r"the input of a product lies on .*tp_degree=2.*its weight on .*tp_degree=4"
+        ValueError, match=r"one operand of linear lies on .*tp_degree=2.*another on .*tp_degree=4"
     ):
         F.linear(x, cut(torch.randn(4, 8), 0, other, True))
     with pytest.raises(
@@ -329,7 +329,7 @@ def _refusals(rank: int, world_size: int, port: int) -> None:
     with pytest.raises(RuntimeError, match="index_fill_ writes into a tensor"):
         x.index_fill_(0, torch.tensor([0]), 1.0)
     with pytest.raises(RuntimeError, match="cumsum writes into a tensor"):
-        torch.cumsum(x, 0, out=x)
+        torch.cumsum(x, 1, out=x)
 
 
 def test_refusals() -> None:
@@ -340,17 +340,17 @@ def _own_implementation(rank: int, world_size: int, port: int) -> None:
     start(rank, world_size, port)
     pg = ProcessGroup(tp_degree=2)
     x = cut(torch.randn(4, 8), 1, pg)
-    with pytest.raises(RuntimeError, match="cumsum needs the whole"):
-        torch.cumsum(x, 0)
+    with pytest.raises(RuntimeError, match="diff needs the whole"):
+        torch.diff(x, dim=0)
 
-    @colo_op_impl(torch.cumsum)
+    @colo_op_impl(torch.diff)
     def down(input: ColoTensor, dim: int) -> ColoTensor:
-        return ColoTensor(torch.cumsum(input.data, dim), input.spec())
+        return ColoTensor(torch.diff(input.data, dim=dim), input.spec())
 
-    result = torch.cumsum(x, 0)
+    result = torch.diff(x, dim=0)
     assert isinstance(result, ColoTensor)
-    assert torch.equal(whole(result), torch.cumsum(whole(x), 0))
-    assert IMPLEMENTATIONS.pop(torch.cumsum) is down
+    assert torch.equal(whole(result), torch.diff(whole(x), dim=0))
+    assert IMPLEMENTATIONS.pop(torch.diff) is down
 
 
 def test_users_can_add_implementations() -> None:
@@ -359,14 +359,22 @@ def test_users_can_add_implementations() -> None:
 
 def _forget(rank: int, world_size: int, port: int, what: str) -> None:
     """Break the package as a careless change would."""
-    from colossalai.tensor.ops import elementwise, reductions
+    from colossalai.tensor.ops import dispatch
 
     if what == "spread":  # I where R is needed: the classic bug
-        elementwise.spread = lambda x, *_: x  # type: ignore[attr-defined]
-    elif what == "spread of parameters":
-        reductions.spread = lambda x, *_: x  # type: ignore[attr-defined]
+        dispatch._used_differently = lambda layout: layout
+    elif what == "sum":
+        dispatch.reduce = lambda x, *_: x  # type: ignore[attr-defined]
     elif what == "cut":
-        elementwise.cut = lambda x, axis, mesh, dim: x.narrow(dim, 0, x.size(dim) // 2)  # type: ignore[attr-defined]
+        placed = dispatch.placed
+
+        def first_piece(call: Any, number: int, dim: int | None) -> Tensor:
+            x = call.tensors[number]
+            if dim is None or isinstance(x, ColoTensor):
+                return placed(call, number, dim)
+            return x.narrow(dim, 0, x.size(dim) // 2)
+
+        dispatch.placed = first_piece
     _run_cases(rank, world_size, port)
 
 
@@ -374,8 +382,8 @@ def _forget(rank: int, world_size: int, port: int, what: str) -> None:
     ("what", "message"),
     [
         ("spread", "linear of cut rows: gradient 2"),
-        ("spread of parameters", "layer norm of rows: gradient 1"),
-        ("cut", "add bias|linear"),
+        ("sum", "weight on the left, summed over"),
+        ("cut", "add bias|linear|addmm"),
     ],
 )
 def test_the_cases_catch_a_broken_package(what: str, message: str) -> None:

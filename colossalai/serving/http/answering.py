@@ -17,7 +17,7 @@ from starlette.responses import Response
 from colossalai.inference import Sampling
 from colossalai.serving.errors import QueueFullError, ServiceError
 from colossalai.serving.front import PromptProgress, RequestError, TextModel
-from colossalai.serving.http.guard import Receive, Scope, Send, error_body
+from colossalai.serving.http.guard import Receive, Refusal, Scope, Send, error_body
 from colossalai.serving.http.metrics import GenerationTimer, Metrics
 from colossalai.serving.http.settings import Settings
 
@@ -79,6 +79,8 @@ def as_api_error(error: Exception, queue_full: int = 429) -> ApiError:
         return error
     if isinstance(error, QueueFullError):
         return ApiError(queue_full, str(error), "queue_full", kind="rate_limit_error")
+    if isinstance(error, Refusal):
+        return ApiError(error.status, error.message, error.code)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), error.code, error.param)
     if isinstance(error, TimeoutError):
@@ -95,14 +97,9 @@ async def timed(context: Context, requests: Requests) -> AsyncGenerator[PromptPr
     timers = [GenerationTimer(context.metrics, len(prompt)) for prompt, _ in requests]
     reason = "cancelled"
     try:
-        async with contextlib.aclosing(context.model.stream(requests)) as parts:
-            deadline = asyncio.get_running_loop().time() + context.settings.request_timeout
-            while True:
-                left = deadline - asyncio.get_running_loop().time()
-                try:
-                    part = await asyncio.wait_for(anext(parts), max(0.001, left))
-                except StopAsyncIteration:
-                    break
+        stream = context.model.stream(requests, seconds=context.settings.request_timeout)
+        async with contextlib.aclosing(stream) as parts:
+            async for part in parts:
                 timers[part.index].tokens(len(part.tokens))
                 if part.finish_reason is not None:
                     timers[part.index].end(part.finish_reason)

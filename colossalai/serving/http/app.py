@@ -76,7 +76,7 @@ def finish(
     pages: Mapping[str, str],
 ) -> None:
     """Add what every app has: ``/generation``, status, pages, errors, limits."""
-    app.state.service, app.state.metrics = service, metrics
+    app.state.service, app.state.settings, app.state.metrics = service, settings, metrics
     app.state.started = int(time.time())
     app.state.draining = draining
     app.include_router(generation.router)
@@ -136,10 +136,15 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         faults = [_fault(fault) for fault in error.errors()[:8]]
-        if request.url.path.startswith("/v1"):
-            message = "; ".join(f"{'.'.join(f['loc'])}: {f['msg']}" for f in faults)
-            return answer(request, ApiError(400, message, "invalid_value", ".".join(faults[0]["loc"])))
-        return JSONResponse({"detail": faults}, 422)
+        if "json" not in request.headers.get("content-type", ""):
+            faults = [
+                {"loc": ["body"], "msg": "send JSON, as content-type: application/json", "type": "json"}
+            ]
+        if not request.url.path.startswith("/v1"):
+            return JSONResponse({"detail": faults}, 422)
+        places = [".".join(fault["loc"][1:]) or "body" for fault in faults]
+        message = "; ".join(f"{place}: {fault['msg']}" for place, fault in zip(places, faults, strict=True))
+        return answer(request, ApiError(400, message, "invalid_value", places[0].partition(".")[0]))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -162,6 +167,6 @@ def _fault(fault: Any) -> dict[str, Any]:
     place = [str(part)[:100].encode(errors="replace").decode() for part in fault["loc"]]
     return {
         "loc": place,
-        "msg": str(fault["msg"])[:300].encode(errors="replace").decode(),
+        "msg": str(fault["msg"]).removeprefix("Value error, ")[:300].encode(errors="replace").decode(),
         "type": fault["type"],
     }

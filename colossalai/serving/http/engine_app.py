@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
 from collections.abc import AsyncIterator, Callable, Hashable
@@ -9,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anyio.to_thread
 from fastapi import FastAPI, Request
 
 from colossalai.serving.engine import AsyncEngine
 from colossalai.serving.errors import QueueFullError, ServiceError
 from colossalai.serving.http.answering import ApiError, as_api_error, unless_gone
 from colossalai.serving.http.app import DOCS, bare_app, finish
-from colossalai.serving.http.metrics import Metrics
+from colossalai.serving.http.guard import Refusal, within
+from colossalai.serving.http.metrics import GenerationTimer, Metrics
 from colossalai.serving.http.schemas import GenerationBody
 from colossalai.serving.http.server import make_server
 from colossalai.serving.http.settings import Settings
@@ -49,9 +50,12 @@ class EngineText:
                 return str(self._cache.get(key))
             except MissCacheError:
                 pass
+        settings, metrics = request.app.state.settings, request.app.state.metrics
+        late = f"the answer took longer than the {settings.request_timeout:g} s that this server allows"
+        work = within(settings.request_timeout, self._generate(body, metrics), late)
         try:
-            text = await unless_gone(request.receive, self._generate(body))
-        except (ServiceError, QueueFullError) as error:
+            text = await unless_gone(request.receive, work)
+        except (ServiceError, QueueFullError, Refusal) as error:
             raise as_api_error(error, queue_full=406) from error
         except (ValueError, TypeError) as error:
             raise ApiError(422, str(error), "invalid_value") from error
@@ -59,20 +63,28 @@ class EngineText:
             self._cache.add(key, text)
         return text
 
-    async def _generate(self, body: GenerationBody) -> str:
-        ids = await anyio.to_thread.run_sync(self._encode, body.prompt)
+    async def _generate(self, body: GenerationBody, metrics: Metrics) -> str:
+        # in one thread, since tokenizers are not made to be used by several
+        ids = await asyncio.get_running_loop().run_in_executor(self._executor, self._encode, body.prompt)
         data: dict[str, Any] = {"input_ids": ids, "max_tokens": body.length}
         data |= {"top_k": body.top_k, "top_p": body.top_p}
         data["temperature"] = 0.0 if body.greedy else body.temperature
         uid = next(self._uids)
         self.engine.submit(uid, data)
-        output = await self.engine.wait(uid)
-        return str(self.tokenizer.decode(list(map(int, output)), skip_special_tokens=True))
+        timer, reason = GenerationTimer(metrics, len(ids)), "error"
+        try:
+            output = list(map(int, await self.engine.wait(uid)))
+            timer.whole(len(output) - len(ids))
+            reason = "length" if len(output) == len(ids) + body.length else "stop"
+        except asyncio.CancelledError:
+            reason = "cancelled"
+            raise
+        finally:
+            timer.end(reason)
+        return str(self.tokenizer.decode(output, skip_special_tokens=True))
 
     def _encode(self, prompt: str) -> list[int]:
-        # in one thread, since tokenizers are not made to be used by several
-        ids = self._executor.submit(lambda: list(self.tokenizer(prompt)["input_ids"])).result()
-        return ids[:MAX_PROMPT]
+        return list(self.tokenizer(prompt)["input_ids"])[:MAX_PROMPT]
 
     def _key(self, body: GenerationBody) -> Hashable:
         pair = (body.prompt, body.length)

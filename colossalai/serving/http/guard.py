@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 from colossalai.serving.http.metrics import Metrics
 from colossalai.serving.http.settings import Settings
@@ -19,18 +19,31 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/", "/health", "/page.js", "/docs", "/docs.js", "/openapi.json")
 """What needs no key: it says nothing of what others ask."""
 
 
-class TooLarge(Exception):
-    pass
+class Refusal(Exception):
+    """A request that no route shall see; ``close``: nor will more of it be read."""
+
+    def __init__(self, status: int, message: str, code: str, *, close: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.close = status, message, code, close
 
 
 class Gone(Exception):
-    pass
+    """The client left before its body was whole."""
+
+
+async def within(seconds: float, work: Awaitable[T], late: str) -> T:
+    """The result of ``work``; later than after ``seconds`` it is a ``Refusal`` with the words ``late``."""
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except asyncio.TimeoutError:  # in Python 3.10 not the built-in one
+        raise Refusal(408, late, "timeout", close=True) from None
 
 
 class Guard:
@@ -38,39 +51,42 @@ class Guard:
 
     def __init__(self, app: App, settings: Settings, metrics: Metrics, draining: Callable[[], bool]) -> None:
         self.app, self.settings, self.metrics, self.draining = app, settings, metrics, draining
+        self._held = 0  # bytes of the bodies that are being read or answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
-        sent = _Sent(send, self.settings.request_timeout)
+        sent, body = _Sent(send), _Body()
         try:
-            await self._answer(scope, receive, sent)
+            await self._answer(scope, receive, sent, body)
         finally:
+            self._held -= body.size
             route = getattr(scope.get("route"), "path", "other")
             self.metrics.requests.labels(route, str(sent.status or 499)).inc()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.draining() and scope["path"] != "/health":
-            await refuse(scope, send, 503, "the server is shutting down", "unavailable", close=True)
-            return
-        if scope["path"] not in OPEN and scope["method"] != "OPTIONS" and not self._knows_key(scope):
-            await refuse(scope, send, 401, "send the API key as Authorization: Bearer KEY", "invalid_api_key")
-            return
+    async def _answer(self, scope: Scope, receive: Receive, send: _Sent, body: _Body) -> None:
+        settings = self.settings
+        # a client that does not read would keep its answer in memory for ever
+        most = settings.request_timeout + settings.body_timeout
         try:
-            body = await asyncio.wait_for(self._read(scope, receive), self.settings.body_timeout)
-        except TooLarge:
-            limit = f"the body is over the limit of {self.settings.max_body} bytes"
-            await refuse(scope, send, 413, limit, "body_too_large", close=True)
-            return
-        except TimeoutError:
-            slow = f"the body did not arrive within {self.settings.body_timeout:g} s"
-            await refuse(scope, send, 408, slow, "timeout", close=True)
-            return
+            self._check(scope)
+            late = f"the body did not arrive within {settings.body_timeout:g} s"
+            await within(settings.body_timeout, self._read(scope, receive, body), late)
+            late = f"the answer took longer than {most:g} s"
+            await within(most, self.app(scope, _replayed(body.join(), receive), send), late)
+        except Refusal as refusal:
+            if send.status is None:
+                await refuse(scope, send, refusal)
         except Gone:
             return
-        await self.app(scope, _replayed(body, receive), send)
+
+    def _check(self, scope: Scope) -> None:
+        if self.draining() and scope["path"] != "/health":
+            raise Refusal(503, "the server is shutting down", "unavailable", close=True)
+        if scope["path"] not in OPEN and scope["method"] != "OPTIONS" and not self._knows_key(scope):
+            raise Refusal(401, "send the API key as Authorization: Bearer KEY", "invalid_api_key")
 
     def _knows_key(self, scope: Scope) -> bool:
         key = self.settings.api_key
@@ -79,37 +95,56 @@ class Guard:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + key.encode())
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+    async def _read(self, scope: Scope, receive: Receive, body: _Body) -> None:
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if length.isdigit() and int(length[:20]) > self.settings.max_body:
-            raise TooLarge
-        pieces, size = [], 0
-        while True:
+            raise self._too_large()
+        more = True
+        while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise Gone
-            pieces.append(message.get("body", b""))
-            size += len(pieces[-1])
-            if size > self.settings.max_body:
-                raise TooLarge
-            if not message.get("more_body", False):
-                return b"".join(pieces)
+            self._held += body.add(message.get("body", b""))
+            if body.size > self.settings.max_body:
+                raise self._too_large()
+            if self._held > self.settings.max_bodies * self.settings.max_body:
+                many = "the requests of the moment are too large together; ask again later"
+                raise Refusal(429, many, "too_busy", close=True)
+            more = message.get("more_body", False)
+
+    def _too_large(self) -> Refusal:
+        limit = f"the body is over the limit of {self.settings.max_body} bytes"
+        return Refusal(413, limit, "body_too_large", close=True)
+
+
+class _Body:
+    """What has come of a body."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self.size = 0
+
+    def add(self, piece: bytes) -> int:
+        self._pieces.append(piece)
+        self.size += len(piece)
+        return len(piece)
+
+    def join(self) -> bytes:
+        whole, self._pieces = b"".join(self._pieces), []
+        return whole
 
 
 class _Sent:
-    """Passes on what is sent and remembers the status.
+    """Passes on what is sent and remembers the status."""
 
-    A client that stops reading would keep an answer in memory for ever, so each piece has a time limit.
-    """
-
-    def __init__(self, send: Send, seconds: float) -> None:
-        self._send, self._seconds = send, seconds
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-        await asyncio.wait_for(self._send(message), self._seconds)
+        await self._send(message)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -134,12 +169,10 @@ def error_body(path: str, message: str, code: str | None, param: str | None = No
     }
 
 
-async def refuse(
-    scope: Scope, send: Send, status: int, message: str, code: str, *, close: bool = False
-) -> None:
-    body = json.dumps(error_body(scope["path"], message, code)).encode()
+async def refuse(scope: Scope, send: Send, refusal: Refusal) -> None:
+    body = json.dumps(error_body(scope["path"], refusal.message, refusal.code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(b"connection", b"close")] if close else []
-    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    headers += [(b"connection", b"close")] if refusal.close else []
+    headers += [(b"www-authenticate", b"Bearer")] if refusal.status == 401 else []
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

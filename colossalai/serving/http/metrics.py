@@ -83,6 +83,10 @@ class GenerationTimer:
         self._tokens += count
         self._metrics.output_tokens.inc(count)
 
+    def whole(self, count: int) -> None:
+        """Note tokens that came at once, of which nobody knows when the first was there."""
+        self._metrics.output_tokens.inc(count)
+
     def end(self, reason: str) -> None:
         """Note the end; further ones are of no effect."""
         if not self._open:

@@ -108,7 +108,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     context = _context(request)
     model = context.model
     _check_model(model, body.model)
-    tokens = await model.encode_chat([{"role": m.role, "content": m.text} for m in body.messages])
+    tokens = await model.encode_chat([message.plain for message in body.messages])
     length = body.max_completion_tokens or body.max_tokens or max(1, model.max_length - len(tokens))
     model.check(tokens, length, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -146,7 +146,7 @@ def _sampling(body: Common, choice: int, length: int, logprobs: int | None, scor
         return Sampling(
             max_tokens=length,
             temperature=body.temperature,
-            top_k=body.top_k,
+            top_k=max(0, body.top_k),
             top_p=body.top_p,
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,

@@ -51,6 +51,19 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+_NOT_OFFERED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "best_of": (None, 1),
+    "suffix": (None,),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+}
+"""What OpenAI has and this server has not, with the values that ask for nothing."""
+
+
 class Common(Body):
     """What completions and chats have alike."""
 
@@ -64,15 +77,25 @@ class Common(Body):
     seed: int | None = Field(None, ge=0, lt=1 << 63, strict=True)
     user: str | None = Field(None, max_length=512, description="Of no effect.")
     # further than OpenAI
-    top_k: int = Field(0, ge=0, lt=1 << 31, strict=True, description="0: all tokens.")
+    top_k: int = Field(0, ge=-1, lt=1 << 31, strict=True, description="0 or -1: all tokens.")
     min_p: Number = Field(0.0, ge=0.0, le=1.0)
     repetition_penalty: Number = Field(1.0, gt=0.0, le=100.0)
     ignore_eos: bool = False
     stop_token_ids: list[Token] = Field(default_factory=list, max_length=64)
-    # done by none of our models; their neutral values are accepted
+    # see _NOT_OFFERED
     presence_penalty: Literal[0] | None = Field(None, description="Not offered; see repetition_penalty.")
     frequency_penalty: Literal[0] | None = Field(None, description="Not offered; see repetition_penalty.")
     logit_bias: dict[str, float] | None = Field(None, max_length=0, description="Not offered.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _offered(cls, data: Any) -> Any:
+        for name, neutral in _NOT_OFFERED.items() if isinstance(data, dict) else ():
+            value = data.get(name)
+            same = any(value == one and type(value) is not bool for one in neutral)
+            if not same and not (name == "best_of" and value == data.get("n")):
+                raise ValueError(f"{name} is not offered by this server; leave it out")
+        return data
 
     @field_validator(
         "temperature", "top_p", "n", "stream", "top_k", "min_p", "repetition_penalty", mode="before"
@@ -122,8 +145,6 @@ class CompletionBody(Common):
 
     @model_validator(mode="after")
     def _possible(self) -> CompletionBody:
-        if self.best_of is not None and self.best_of != self.n:
-            raise ValueError("best_of is not offered; leave it out, or give the value of n")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens of 0 gives nothing; it is for echo=true")
         if self.echo and self.stream:
@@ -142,8 +163,11 @@ class ChatMessage(Body):
     name: str | None = Field(None, max_length=64)
 
     @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def plain(self) -> dict[str, str]:
+        """The message as templates read it."""
+        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+        name = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": "".join(parts), **name}
 
 
 class TextFormat(Body):

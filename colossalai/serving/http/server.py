@@ -61,7 +61,9 @@ class _Server(uvicorn.Server):
 
 
 def patient(seconds: float) -> type[H11Protocol]:
-    """A protocol that closes connections on which no whole head of a request comes for ``seconds``."""
+    """A protocol that closes connections on which no whole head of a request comes for ``seconds``, or whose
+    client does not read what is left once they are to be closed.
+    """
 
     class Patient(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -69,6 +71,7 @@ def patient(seconds: float) -> type[H11Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._seen: Any = None
+            self._unread = -1
             self._timer = self.loop.call_later(seconds, self._look)
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -77,11 +80,14 @@ def patient(seconds: float) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def _look(self) -> None:
+            unread = self.transport.get_write_buffer_size() if self.transport.is_closing() else -1
             busy = self.cycle is not None and not self.cycle.response_complete
-            if not busy and self._seen is self.cycle:  # nothing has begun since the last look
+            if unread > 0 and unread == self._unread:  # nothing was read since the last look
+                self.transport.abort()
+            elif not busy and self._seen is self.cycle:  # nothing has begun
                 self.transport.close()
-                return
-            self._seen = self.cycle
+            # a connection that is busy now has not been idle at all: its client may be about to use it again
+            self._seen, self._unread = object() if busy else self.cycle, unread
             self._timer = self.loop.call_later(seconds, self._look)
 
     return Patient

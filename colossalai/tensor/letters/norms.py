@@ -60,4 +60,5 @@ def _pointwise_loss(call: OpCall) -> OpLetters | None:
     out: Letters = letters if call.outputs[0] == x.shape and call["reduction"] == 0 else ()
     if len(out) != len(call.outputs[0]):
         return None
-    return OpLetters(tuple(broadcast(y.shape, x.shape, letters) for y in call.operands), (out,))
+    mean = not out and call["reduction"] == 1
+    return OpLetters(tuple(broadcast(y.shape, x.shape, letters) for y in call.operands), (out,), mean=mean)

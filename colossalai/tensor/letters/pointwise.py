@@ -24,7 +24,14 @@ _POINTWISE = """
     fmod pow maximum minimum fmax fmin where masked_fill clamp clamp_min clamp_max lerp addcmul
     addcdiv eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
     __and__ __or__ __xor__ atan2 hypot copysign xlogy zeros_like ones_like full_like empty_like zero
-    fill copy
+    fill copy acos asin absolute conj_physical resolve_conj resolve_neg angle deg2rad rad2deg digamma lgamma
+    erfinv i0 sinc logit signbit isposinf isneginf isreal isneginf isposinf clip subtract multiply divide
+    float_power ldexp logaddexp logaddexp2 heaviside nextafter gcd lcm bitwise_left_shift
+    bitwise_right_shift __lshift__ __rshift__ __ilshift__ __irshift__ __iand__ __ior__ __ixor__ greater
+    greater_equal less less_equal not_equal arccos arcsin arctan arctan2 arccosh arcsinh
+    arctanh fix negative polygamma mvlgamma isclose softsign tanhshrink hardswish log_sigmoid special_expit
+    special_erf special_erfc special_entr special_log1p special_expm1 special_xlog1py special_ndtr
+    special_i0e special_i1 special_i1e double int long short bool half bfloat16 real
 """.split()  # noqa: SIM905
 
 
@@ -66,27 +73,31 @@ def chosen_dims(value: Any, ndim: int) -> set[int]:
     return {d % ndim if ndim else d for d in ([value] if isinstance(value, int) else value)}
 
 
-@register_letters("sum", "mean")
+@register_letters("sum", "mean", "nansum")
 def _sum(call: OpCall) -> OpLetters:
     """Dims that are summed may be cut; the mean of a piece counts as much as the piece is of the whole."""
     x = call.operands[0]
     gone, letters = chosen_dims(call["dim"], x.ndim), dims_of(x.shape)
     kept = tuple(WHOLE if d in gone else name for d, name in enumerate(letters))
     out = kept if call["keepdim"] else tuple(name for d, name in enumerate(kept) if d not in gone)
-    return OpLetters((letters,), (out,))
+    return OpLetters((letters,), (out,), mean=call.name == "mean")
 
 
 @register_letters(
-    "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "topk", "flip", "roll", "diff"
-)
+    "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "topk", "flip", "roll", "diff",
+    "cumsum_", "cumprod_", "cummax", "cummin", "argsort", "msort", "kthvalue", "mode", "median", "nanmedian",
+    "glu", "renorm",
+)  # fmt: skip
 def _along(call: OpCall) -> OpLetters | None:
     """What looks at whole rows along the named dims; the others may be cut."""
     x = call.operands[0]
-    if call.name == "diff" or len(call.operands) > 1:
+    if call.name in ("diff", "renorm") or len(call.operands) > 1:
         return None
     named = call["dims"] if call["dims"] is not None else call["dim"]
-    if call.name in ("sort", "topk") and named is None:
+    if call.name in ("sort", "topk", "argsort") and named is None:
         named = -1
+    if call.name == "msort":
+        named = 0
     gone = chosen_dims(named, x.ndim)
     letters = tuple(WHOLE if d in gone else name for d, name in enumerate(dims_of(x.shape)))
     outputs = []
@@ -100,9 +111,11 @@ def _along(call: OpCall) -> OpLetters | None:
     return OpLetters((letters,), tuple(outputs))
 
 
-register_letters("amax", "amin", "argmax", "argmin", "var", "std", "logsumexp", "any", "all", "prod", "norm")(
-    _along
-)
+register_letters(
+    "amax", "amin", "aminmax", "argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "any",
+    "all", "prod", "norm", "nanmean", "count_nonzero", "linalg_vector_norm", "linalg_norm",
+    "linalg_matrix_norm",
+)(_along)  # fmt: skip
 
 
 @register_letters("tril", "triu", "tril_", "triu_")
@@ -125,3 +138,33 @@ def _by_index(call: OpCall) -> OpLetters | None:
     same = [len({shape[d] for shape in shapes}) == 1 for d in range(x.ndim)]
     letters = tuple(name if same[d] else WHOLE for d, name in enumerate(letters))
     return OpLetters((letters,) * len(call.operands), (letters,))
+
+
+@register_letters("index")
+def _index(call: OpCall) -> OpLetters | None:
+    """``x[:, ids]``: dims without an index may be cut, and so may those of the indices."""
+    x, found = call.operands[0], list(call["indices"])
+    places = [d for d, index in enumerate(found) if index is not None]
+    taken = dims_of(call.outputs[0])
+    ids = [found[d] for d in places]
+    ndim = max((y.ndim for y in ids), default=0)
+    together = places == list(range(places[0], places[-1] + 1)) if places else False
+    start = places[0] if together else 0  # where the dims of the indices are in the result
+    rest = [*taken[:start], *taken[start + ndim :]]
+    shape = call.outputs[0][start : start + ndim]
+    if len(rest) != x.ndim - len(places) or not ids:
+        return None
+    kept = iter(rest)
+    letters = tuple(WHOLE if d in places else next(kept) for d in range(x.ndim))
+    return OpLetters(
+        (letters, *(broadcast(y.shape, shape, taken[start : start + ndim]) for y in ids)), (taken,)
+    )
+
+
+@register_letters("prelu")
+def _prelu(call: OpCall) -> OpLetters:
+    """One slope for all, or one for each channel."""
+    x, weight = call.operands
+    letters = dims_of(x.shape)
+    shared = weight.shape != x.shape[1:2]
+    return OpLetters((letters, (WHOLE if shared else letters[1],) * weight.ndim), (letters,))

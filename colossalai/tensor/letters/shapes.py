@@ -9,7 +9,17 @@ from typing import Any
 from colossalai.tensor.letters.pointwise import dims_of
 from colossalai.tensor.letters.table import WHOLE, Letters, OpCall, OpLetters, Shape, register_letters
 
-_VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
+_VIEWS = (
+    "view",
+    "reshape",
+    "_reshape_alias",
+    "_unsafe_view",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "ravel",
+)
 
 
 @register_letters(*_VIEWS, "view_as", "reshape_as")
@@ -20,8 +30,11 @@ def _view(call: OpCall) -> OpLetters | None:
     dim is then cut in each of so many blocks.
     """
     source, target = call.operands[0].shape, call.outputs[0]
-    if len(call.operands) > 1 or 0 in source:
+    if 0 in source:
         return None
+    if call["dtype"] is not None:  # the same memory as numbers of another kind
+        letters = dims_of(source)
+        return OpLetters((letters,), (letters,)) if source == target else None
     before, after = [WHOLE] * len(source), [WHOLE] * len(target)
     blocks: dict[tuple[int, int], int] = {}
     for number, (left, right) in enumerate(equal_products(source, target)):
@@ -32,7 +45,8 @@ def _view(call: OpCall) -> OpLetters | None:
         if len(left) == 1 and len(right) > 2 and target[right[0]] <= 3:
             after[right[0]], after[right[1]] = WHOLE, f"d{number}"
             blocks[0, left[0]] = target[right[0]]
-    return OpLetters((tuple(before),), (tuple(after),), blocks)
+    like: list[Letters] = [tuple(after)] * (len(call.operands) - 1)  # view_as
+    return OpLetters((tuple(before), *like), (tuple(after),), blocks, sized=True)
 
 
 def equal_products(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
@@ -54,8 +68,9 @@ def equal_products(source: Shape, target: Shape) -> list[tuple[list[int], list[i
 
 
 @register_letters(
-    "transpose", "swapaxes", "permute", "t", "movedim", "moveaxis", "numpy_T", "mT", "transpose_"
-)
+    "transpose", "swapaxes", "swapdims", "permute", "t", "movedim", "moveaxis", "numpy_T", "mT", "mH",
+    "matrix_H", "adjoint", "transpose_",
+)  # fmt: skip
 def _permute(call: OpCall) -> OpLetters | None:
     shape, letters = call.operands[0].shape, dims_of(call.operands[0].shape)
     order = _order(call, len(shape))
@@ -69,13 +84,19 @@ def _order(call: OpCall, ndim: int) -> list[int] | None:
     if call.name in ("t", "numpy_T"):
         return order[::-1]
     if call.name in ("movedim", "moveaxis"):
-        return None
-    pair = (-2, -1) if call.name == "mT" else (call["dim0"], call["dim1"])
-    if call.name == "swapaxes":
-        pair = (call["axis0"], call["axis1"])
+        taken, to = ([d % ndim for d in _listed(call[name])] for name in ("source", "destination"))
+        left = iter(d for d in order if d not in taken)
+        return [taken[to.index(d)] if d in to else next(left) for d in order]
+    names = {"swapaxes": ("axis0", "axis1"), "transpose": ("dim0", "dim1")}
+    first, second = names.get(call.name.replace("dims", "axes").rstrip("_"), ("dim0", "dim1"))
+    pair = (call[first], call[second]) if call[first] is not None else (-2, -1)
     a, b = (int(d) % ndim for d in pair)
     order[a], order[b] = order[b], order[a]
     return order
+
+
+def _listed(value: Any) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
 
 
 @register_letters("expand", "expand_as", "broadcast_to")
@@ -86,8 +107,7 @@ def _expand(call: OpCall) -> OpLetters:
         name if n == out[skipped + d] else WHOLE
         for d, (n, name) in enumerate(zip(x, letters[skipped:], strict=True))
     )
-    others: list[Letters] = [(WHOLE,) * y.ndim for y in call.operands[1:]]
-    return OpLetters((before, *others), (letters,))
+    return OpLetters((before, *((letters,) * (len(call.operands) - 1))), (letters,), sized=True)
 
 
 def _along(call: OpCall, dims: Sequence[int]) -> OpLetters:
@@ -128,9 +148,9 @@ def _split(call: OpCall) -> OpLetters:
 @register_letters("cat", "concat", "concatenate", "hstack", "vstack")
 def _cat(call: OpCall) -> OpLetters | None:
     ndim = len(call.outputs[0])
-    if call.name in ("hstack", "vstack") or any(x.ndim != ndim for x in call.operands):
+    if any(x.ndim != ndim for x in call.operands):
         return None
-    dim = int(call["dim"] or 0) % ndim
+    dim = min(1, ndim - 1) if call.name == "hstack" else int(call["dim"] or 0) % ndim
     letters = tuple(WHOLE if d == dim else name for d, name in enumerate(dims_of(call.outputs[0])))
     return OpLetters((letters,) * len(call.operands), (letters,))
 

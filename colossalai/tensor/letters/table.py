@@ -75,6 +75,9 @@ class OpLetters:
         bias: operands that are added after the sum, and so lie as the result does.
         sums_inside: letters over which the operation itself sums, so that its results are those of the whole
             tensor: statistics of a batch norm.
+        mean: whether results that are summed are means, in which a piece counts for as much as it is of the
+            whole.
+        sized: whether the arguments name sizes of the result; on pieces these are the sizes of the piece.
     """
 
     operands: tuple[Letters, ...]
@@ -83,6 +86,8 @@ class OpLetters:
     whole: frozenset[str] = frozenset()
     bias: frozenset[int] = frozenset()
     sums_inside: frozenset[str] = frozenset()
+    mean: bool = False
+    sized: bool = False
 
     @property
     def tensors(self) -> tuple[Letters, ...]:

@@ -1,5 +1,5 @@
-"""Torch functions on ColoTensors; importing this package fills the table of ``op_wrapper``."""
+"""Torch functions on ColoTensors; importing this package fills its tables."""
 
-from colossalai.tensor.ops import autograd, elementwise, embedding, product, reductions, shape
+from colossalai.tensor.ops import autograd, forms, methods
 
-__all__ = ["autograd", "elementwise", "embedding", "product", "reductions", "shape"]
+__all__ = ["autograd", "forms", "methods"]

@@ -17,12 +17,11 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.tensor_shard.runtime.bound_calls import bound_call
-from colossalai.auto_parallel.tensor_shard.runtime.lookups import lookup
-from colossalai.auto_parallel.tensor_shard.runtime.losses import row_loss
 from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces, draws
 from colossalai.auto_parallel.tensor_shard.runtime.whole_statistics import batch_norm_of_whole
 from colossalai.auto_parallel.tensor_shard.sharded_plan import NodePlan
 from colossalai.mesh import Axes, Layout, Mesh, local_shape
+from colossalai.tensor.ops.rows import lookup, row_loss
 
 aten: Any = torch.ops.aten
 

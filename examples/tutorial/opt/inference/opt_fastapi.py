@@ -88,13 +88,13 @@ def serve(args: argparse.Namespace) -> None:
     )
 
 
-def main() -> None:
+def main(name: str = "opt_fastapi.py") -> None:
     args = parse_args()
     print_args(args)
     try:
         serve(args)
     except (ValueError, OSError, StartError, ModuleNotFoundError) as error:
-        sys.exit(f"opt_fastapi.py: {error}")
+        sys.exit(f"{name}: {error}")
 
 
 if __name__ == "__main__":
