@@ -17,6 +17,7 @@ are never known.
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -468,6 +469,37 @@ def _set_torch_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
     torch.cuda.set_rng_state_all(cuda)
 
 
+class _NumpyState(NamedTuple):
+    """The state of NumPy's global generator, and the memory of its numbers, by which it is known again."""
+
+    numbers: bytes
+    whole: Any
+
+
+_numpy_state = _NumpyState(b"", None)
+
+
+def _get_numpy_state() -> _NumpyState:
+    """NumPy takes 0.25 ms to tell its state, and seldom has another one than in the block before."""
+    global _numpy_state
+    numbers = _numpy_numbers()
+    if not numbers or numbers != _numpy_state.numbers:
+        _numpy_state = _NumpyState(numbers, np.random.get_state())
+    return _numpy_state
+
+
+def _set_numpy_state(state: _NumpyState) -> None:
+    if not state.numbers or state.numbers != _numpy_numbers():
+        np.random.set_state(state.whole)
+
+
+def _numpy_numbers() -> bytes:
+    """The 624 numbers of a Mersenne twister and its position; nothing for other generators."""
+    generator = np.random.get_bit_generator()
+    is_twister = isinstance(generator, np.random.MT19937)
+    return ctypes.string_at(generator.ctypes.state_address, 625 * 4) if is_twister else b""
+
+
 def _get_mode_states() -> tuple[Any, dict[Any, torch.Tensor]] | None:
     if not mode_random.get_seeds():  # not launched
         return None
@@ -486,7 +518,7 @@ def _set_mode_states(state: tuple[Any, dict[Any, torch.Tensor]] | None) -> None:
 _random_states: list[tuple[GetState, SetState]] = [
     (_get_torch_state, _set_torch_state),
     (random.getstate, random.setstate),
-    (np.random.get_state, np.random.set_state),
+    (_get_numpy_state, _set_numpy_state),
     (_get_mode_states, _set_mode_states),
     (stream_positions, set_stream_positions),
 ]
